@@ -1,0 +1,118 @@
+"""The definition of each op in plain PyTorch: what tests, model and benchmarks compare against.
+
+Nothing here is fast. Autograd differentiates all of it.
+
+B = sequences, S = tokens of a sequence, T = B * S, H = hidden size, N = heads, D = size of a head,
+F = feed-forward width, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Reduction = Literal["sum", "none"]
+
+FilterState = tuple[Tensor, Tensor]
+"""(u_last [B, H], c_last [B, H/2]): input and first convolution's output of the token before."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of statistics and losses: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def localized_filter(
+    x: Tensor,
+    conv1_weight: Tensor,
+    conv1_bias: Tensor,
+    conv2_weight: Tensor,
+    conv2_bias: Tensor | None,
+    *,
+    document_start: Tensor | None = None,
+) -> Tensor:
+    """Two causal two-tap convolutions, H -> H/2 -> H (Yuan 2.0 paper, section 2.1); see `ops`."""
+    state = empty_filter_state(x, conv1_weight)
+    return localized_filter_step(
+        x, state, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start
+    )[0]
+
+
+def localized_filter_step(
+    x: Tensor,
+    state: FilterState,
+    conv1_weight: Tensor,
+    conv1_bias: Tensor,
+    conv2_weight: Tensor,
+    conv2_bias: Tensor | None,
+    *,
+    document_start: Tensor | None = None,
+) -> tuple[Tensor, FilterState]:
+    """The filter over the next tokens of a sequence whose prefix left `state`; see `ops`.
+
+    c[t] = A0 u[t-1] + A1 u[t] + a and d[t] = B0 c[t-1] + B1 c[t] + b, where the terms of t-1 are
+    absent at the start of a document.
+    """
+    u_before, c_before = state
+    c = _two_taps(_older(x, u_before, document_start), x, conv1_weight, conv1_bias)
+    d = _two_taps(_older(c, c_before, document_start), c, conv2_weight, conv2_bias)
+    return d, (_last(x, u_before), _last(c, c_before))
+
+
+def empty_filter_state(x: Tensor, conv1_weight: Tensor) -> FilterState:
+    """Return the state before any token: both parts zero, so that c[-1] = 0 and not the bias."""
+    batch, _, hidden = x.shape
+    return x.new_zeros(batch, hidden), x.new_zeros(batch, conv1_weight.shape[0])
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim, in fp32 (fp64 for fp64)."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + D/2]) of each head of x [B, S, N, D]; see `ops`."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(z0) * z1, where (z0, z1) are the halves of the last dim."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "sum",
+) -> Tensor:
+    """logsumexp(z) - z[target] with z = hidden weight^T, all logits at once; see `ops`."""
+    wide = accumulation_dtype(hidden.dtype)
+    logits = hidden.to(wide) @ weight.to(wide).T
+    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction=reduction)
+
+
+def _older(x: Tensor, before: Tensor, document_start: Tensor | None) -> Tensor:
+    """Return x[t-1] in the place of x[t]; selected, not multiplied: 0 * inf would be NaN."""
+    older = torch.cat((before.unsqueeze(1), x[:, :-1]), dim=1)[:, : x.shape[1]]
+    if document_start is None:
+        return older
+    return torch.where(document_start.unsqueeze(-1), torch.zeros((), dtype=x.dtype, device=x.device), older)
+
+
+def _two_taps(older: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(older, weight[:, :, 0]) + F.linear(x, weight[:, :, 1], bias)
+
+
+def _last(x: Tensor, before: Tensor) -> Tensor:
+    return x[:, -1] if x.shape[1] else before

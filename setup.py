@@ -1,0 +1,31 @@
+"""The package: `yuan_train` and its kernels, which are imported as `yuan_kernels`."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="yuan-train",
+    version="0.1.0",
+    description="Pretraining of large language models on clusters of unlike cards",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    # PyPI has another project called `kernels`, so ours is imported under a name of its own.
+    package_dir={"yuan_kernels": "kernels"},
+    packages=["yuan_kernels", *find_packages(include=["yuan_train", "yuan_train.*"])],
+    install_requires=[
+        "torch>=2.11",
+        "numpy",
+        "sentencepiece",
+        "PyYAML",
+        "pydantic>=2",
+        "annotated-types",
+        "safetensors",
+    ],
+    extras_require={
+        "report": ["rich", "tensorboard"],
+        "megatron": ["megatron-core", "psutil", "einops"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "highspy"],
+    },
+    entry_points={"console_scripts": ["yuan-train = yuan_train.cli.main:main"]},
+)

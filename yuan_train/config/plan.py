@@ -1,0 +1,319 @@
+"""The plan: which cards hold which layers, and what that should cost. Every law of a plan is checked here.
+
+A plan and the schedule table made from it are all that planner and trainer share. A person can write one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, MinLen
+
+from yuan_train.config.cluster import Cluster
+from yuan_train.config.devices import CATALOGUE, DeviceType
+from yuan_train.config.errors import ConfigError, PlanError, Problem
+from yuan_train.config.load import build, dump, read_document, write_text
+from yuan_train.config.model import ModelConfig, model_laws
+from yuan_train.config.run import Recompute, RunConfig, Schedule
+
+Count = Annotated[int, Gt(0)]
+Index = Annotated[int, Ge(0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """One process on one card."""
+
+    rank: Index
+    device: str
+    type: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """Layers [first, last) of the model on one or more replicas."""
+
+    replicas: Annotated[tuple[Annotated[tuple[Index, ...], MinLen(1)], ...], MinLen(1)]
+    """Each a tensor-parallel group, its ranks in order; micro-batch m runs on replica m mod n."""
+    layers: tuple[Index, Index]
+    embedding: bool = False
+    head: bool = False
+    recompute: Recompute = "none"
+    optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Fraction of the optimizer state kept on the host."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the stage, replica by replica."""
+        return tuple(rank for replica in self.replicas for rank in replica)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """One data-parallel share of the batch, and the stages that work on it."""
+
+    micro_batch_size: Count
+    num_micro_batches: Count
+    stages: Annotated[tuple[StagePlan, ...], MinLen(1)]
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step that this pipeline takes."""
+        return self.micro_batch_size * self.num_micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """Bytes on each card of a stage, by category."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    reserved: float
+
+    @property
+    def total(self) -> float:
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.logits
+            + self.buffers
+            + self.reserved
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageForecast:
+    """What a stage should take: seconds of one micro-batch, and bytes on each of its cards at the peak."""
+
+    pipeline: Index
+    stage: Index
+    forward_seconds: float
+    backward_seconds: float
+    peak_memory_bytes: float
+    memory: MemoryForecast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a step should take."""
+
+    step_seconds: float
+    tokens_per_second: float
+    bubble_fraction: float
+    lower_bound_seconds: float
+    source: Literal["measured", "estimated"]
+    stages: tuple[StageForecast, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An uneven cut of a model over unlike cards."""
+
+    version: int = 1
+    cluster: str = ""
+    model: ModelConfig
+    sequence_length: Count
+    global_batch_size: Count
+    schedule: Schedule = "1f1b"
+    optimizer_sharding: bool = False
+    ranks: Annotated[tuple[RankPlan, ...], MinLen(1)]
+    pipelines: Annotated[tuple[PipelinePlan, ...], MinLen(1)]
+    device_types: dict[str, DeviceType] = field(default_factory=dict)
+    """The cards of this plan that are not in the catalogue."""
+    forecast: Forecast | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def device_type(self, rank: int) -> DeviceType | None:
+        """The card of a rank; None if a hand-written plan names one that nobody described."""
+        name = next(entry.type for entry in self.ranks if entry.rank == rank)
+        return self.device_types.get(name) or CATALOGUE.get(name)
+
+
+def plan_laws(plan: Plan) -> Iterator[Problem]:
+    """Yield every law that a plan breaks, whoever wrote it."""
+    if plan.version != 1:
+        yield Problem(("version",), f"wanted 1, got {plan.version}; plan again with this release")
+    for problem in model_laws(plan.model):
+        yield replace(problem, path=("model", *problem.path))
+    yield from _batch_laws(plan)
+    yield from _rank_laws(plan)
+    for p, pipeline in enumerate(plan.pipelines):
+        for problem in (*_layer_laws(pipeline, plan.model), *_replica_laws(pipeline, plan)):
+            yield replace(problem, path=("pipelines", p, *problem.path))
+
+
+def _batch_laws(plan: Plan) -> Iterator[Problem]:
+    total = sum(pipeline.num_sequences for pipeline in plan.pipelines)
+    if total != plan.global_batch_size:
+        yield Problem(
+            ("global_batch_size",),
+            f"{plan.global_batch_size}, but the pipelines take {total} sequences "
+            "(micro_batch_size * num_micro_batches, summed); they must be equal",
+        )
+    if plan.sequence_length > plan.model.max_sequence_length:
+        yield Problem(
+            ("sequence_length",),
+            f"{plan.sequence_length} tokens, but the model allows {plan.model.max_sequence_length}",
+        )
+
+
+def _rank_laws(plan: Plan) -> Iterator[Problem]:
+    for i, entry in enumerate(plan.ranks):
+        if entry.rank != i:
+            yield Problem(
+                ("ranks", i, "rank"), f"wanted {i}, got {entry.rank}; ranks stand in order, each once, from 0"
+            )
+    for device, times in Counter(entry.device for entry in plan.ranks).items():
+        if times > 1:
+            yield Problem(("ranks",), f"card {device!r} is named {times} times; one rank per card")
+    virtual = plan.schedule in ("interleaved_1f1b", "zero_bubble")
+    where: dict[int, tuple[int, int]] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            path = ("pipelines", p, "stages", s, "replicas")
+            for rank in stage.ranks:
+                if rank >= plan.world_size:
+                    yield Problem(path, f"there is no rank {rank}; ranks has {plan.world_size}, from 0")
+            for rank in sorted(rank for rank, times in Counter(stage.ranks).items() if times > 1):
+                yield Problem(path, f"rank {rank} is named twice in this stage; a rank works in one replica")
+            for rank in sorted(set(stage.ranks) & set(where)):
+                first = where[rank]
+                if first[0] != p:
+                    yield Problem(path, f"rank {rank} is named twice: it works in pipeline {first[0]} already")
+                elif not virtual:
+                    yield Problem(
+                        path,
+                        f"rank {rank} is named twice: stage {first[1]} has it already, and schedule "
+                        f"{plan.schedule} gives a rank one stage",
+                    )
+            where |= dict.fromkeys(stage.ranks, (p, s))
+    for rank in range(plan.world_size):
+        if rank not in where:
+            yield Problem(("ranks", rank), f"rank {rank} works in no stage; leave it out or give it one")
+
+
+def _layer_laws(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[Problem]:
+    """Every layer exactly once and in order; embedding first, head last."""
+    last = len(pipeline.stages) - 1
+    expected = 0
+    for s, stage in enumerate(pipeline.stages):
+        first, end = stage.layers
+        path = ("stages", s, "layers")
+        if end < first:
+            yield Problem(path, f"[{first}, {end}] ends before it begins; layers are [first, end)")
+            continue
+        if first < expected:
+            yield Problem(path, f"layer {first} is held twice; this stage must begin at layer {expected}")
+        elif first > expected:
+            dropped = f"layer {expected}" if first == expected + 1 else f"layers {expected} to {first - 1}"
+            yield Problem(path, f"{dropped} dropped: no stage holds it; this stage must begin at layer {expected}")
+        expected = end
+        if stage.embedding != (s == 0):
+            word = "the first stage must hold the embedding" if s == 0 else "only the first stage may hold it"
+            yield Problem(("stages", s, "embedding"), f"{word}; set embedding: {str(s == 0).lower()}")
+        if stage.head != (s == last):
+            word = "the last stage must hold the head" if s == last else "only the last stage may hold it"
+            yield Problem(("stages", s, "head"), f"{word}; set head: {str(s == last).lower()}")
+    if expected != model.num_layers:
+        yield Problem(
+            ("stages", last, "layers"),
+            f"the stages hold layers up to {expected}, but the model has {model.num_layers}; "
+            f"the last stage must end at {model.num_layers}",
+        )
+
+
+def _replica_laws(pipeline: PipelinePlan, plan: Plan) -> Iterator[Problem]:
+    model = plan.model
+    shared = {
+        "heads": model.num_attention_heads,
+        "feed-forward columns": model.ffn_hidden_size,
+        "vocabulary rows": model.vocab_size,
+    }
+    if model.attention == "localized_filter":
+        shared["filter channels"] = model.hidden_size // 2
+    for s, stage in enumerate(pipeline.stages):
+        widths = {len(replica) for replica in stage.replicas}
+        if len(widths) > 1:
+            yield Problem(("stages", s, "replicas"), f"replicas of unlike widths {sorted(widths)}; make them equal")
+        for i, replica in enumerate(stage.replicas):
+            for what, number in shared.items():
+                if number % len(replica):
+                    options = [w for w in range(1, 2 * len(replica)) if all(n % w == 0 for n in shared.values())]
+                    yield Problem(
+                        ("stages", s, "replicas", i),
+                        f"{len(replica)} ranks cannot share {number} {what}; use "
+                        f"{' or '.join(map(str, options))} ranks",
+                    )
+                    break
+        if len(stage.replicas) > pipeline.num_micro_batches:
+            yield Problem(
+                ("stages", s, "replicas"),
+                f"{len(stage.replicas)} replicas for {pipeline.num_micro_batches} micro-batches; some would idle",
+            )
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan. Raises PlanError with every law that it breaks."""
+    try:
+        document = read_document(path)
+    except ConfigError as error:
+        raise PlanError(str(error)) from None
+    return build(document, Plan, laws=plan_laws, error=PlanError)
+
+
+def save_plan(path: str | Path, plan: Plan) -> None:
+    """Write a plan whole or not at all. Raises ConfigError if it cannot."""
+    write_text(path, dump(plan))
+
+
+def check_belongs(plan: Plan, run: RunConfig) -> None:
+    """Raise PlanError, with every difference, unless the plan was made for this run."""
+    wrong = [
+        f"model.{key}: the plan was made for {getattr(plan.model, key)!r}, the run has {getattr(run.model, key)!r}"
+        for key in ModelConfig.__dataclass_fields__
+        if key != "name" and getattr(plan.model, key) != getattr(run.model, key)
+    ]
+    if plan.sequence_length != run.data.sequence_length:
+        wrong.append(f"sequence_length: the plan has {plan.sequence_length}, the run {run.data.sequence_length}")
+    if plan.global_batch_size != run.train.global_batch_size:
+        wrong.append(f"global_batch_size: the plan has {plan.global_batch_size}, the run {run.train.global_batch_size}")
+    if wrong:
+        raise PlanError("\n".join(f"the plan belongs to another run: {line}; plan again" for line in wrong))
+
+
+def single_card_plan(run: RunConfig) -> Plan:
+    """The plan of one process alone: the whole model on one card."""
+    stage = StagePlan(replicas=((0,),), layers=(0, run.model.num_layers), embedding=True, head=True)
+    size = run.train.micro_batch_size
+    pipeline = PipelinePlan(
+        micro_batch_size=size, num_micro_batches=run.train.global_batch_size // size, stages=(stage,)
+    )
+    return Plan(
+        model=run.model,
+        sequence_length=run.data.sequence_length,
+        global_batch_size=run.train.global_batch_size,
+        ranks=(RankPlan(rank=0, device="this machine", type="unknown"),),
+        pipelines=(pipeline,),
+    )
+
+
+def own_device_types(cluster: Cluster, names: set[str]) -> dict[str, DeviceType]:
+    """The described types among `names`, for a plan to carry."""
+    return {name: cluster.device_types[name] for name in sorted(names) if name in cluster.device_types}

@@ -1,0 +1,232 @@
+"""A training run: data, lengths, optimizer, checkpoints, log; and what the planner may choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+from yuan_train.config.devices import Precision
+from yuan_train.config.errors import ConfigError, Problem
+from yuan_train.config.load import Document, build, graft, override, read_document
+from yuan_train.config.model import ModelConfig, model_laws
+from yuan_train.config.units import Unit
+
+Count = Annotated[int, Gt(0)]
+Counts = Annotated[tuple[Count, ...], MinLen(1)]
+Share = Annotated[float, Ge(0), Le(1)]
+Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One corpus: `prefix.bin` and `prefix.idx`, and its share of the samples relative to the others."""
+
+    prefix: str
+    weight: Annotated[float, Gt(0)] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read, and what happens where a document ends inside a sample."""
+
+    train: Annotated[tuple[Source, ...], MinLen(1)]
+    validation: tuple[Source, ...] = ()
+    """Corpora of their own; or give `split`."""
+    split: tuple[Share, Share] | None = None
+    """Shares of the training corpora's documents for training and for validation."""
+    tokenizer: str | None = None
+    """Directory with tokenizer.model; needed for any reset, for it knows the end-of-document token."""
+    sequence_length: Count
+    reset_position_ids: bool = True
+    """Rotary positions start again at each document, as in the published runs."""
+    reset_attention: bool = False
+    """Attention does not look into older documents."""
+    reset_filter: bool = False
+    """The localized filter does not look into older documents."""
+
+    @property
+    def resets(self) -> bool:
+        """Whether document ends matter at all."""
+        return self.reset_position_ids or self.reset_attention or self.reset_filter
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Lengths, batch and numbers."""
+
+    steps: Count
+    global_batch_size: Count
+    """Sequences per optimizer step."""
+    micro_batch_size: Count = 1
+    seed: Annotated[int, Ge(0)] = 1234
+    precision: Precision = "bf16"
+    """Of weights and activations; under bf16 and fp16 the optimizer keeps fp32 masters."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: cuda where there is one."""
+    timeout: Annotated[float, Gt(0), Unit("seconds")] = 600.0
+    """How long a rank waits for another before the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate curve."""
+
+    learning_rate: Annotated[float, Gt(0)]
+    minimum_learning_rate: Annotated[float, Ge(0)] = 0.0
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    decay_steps: Count | None = None
+    """Step at which the minimum is reached; by default the last step of the run."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    epsilon: Annotated[float, Gt(0)] = 1e-8
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    clip_grad_norm: Annotated[float, Ge(0)] = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """How often the loss on the validation data is measured, and on how much."""
+
+    every: Annotated[int, Ge(0)] = 0
+    """Steps between two measurements; 0: never."""
+    batches: Count = 8
+    """Global batches per measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where and how often the state is saved."""
+
+    directory: str | None = None
+    """None: nothing is saved."""
+    every: Annotated[int, Ge(0)] = 0
+    """Steps between two checkpoints; 0: only at the end and on SIGTERM."""
+    keep: Annotated[int, Ge(0)] = 0
+    """How many of the newest are kept; 0: all."""
+    resume: str = "auto"
+    """`auto`: from the latest whole one when there is one; `never`; or a checkpoint's directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """metrics.jsonl, config.yaml (resolved) and TensorBoard events go here."""
+
+    directory: str | None = None
+    every: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """Constraints for the planner; what is None is the planner's to choose."""
+
+    tensor: Counts | None = None
+    pipelines: Counts | None = None
+    num_micro_batches: Counts | None = None
+    micro_batch_size: Counts | None = None
+    replicas: Counts | None = None
+    optimizer_sharding: tuple[bool, ...] | None = None
+    recompute: Annotated[tuple[Recompute, ...], MinLen(1)] | None = None
+    schedule: Annotated[tuple[Schedule, ...], MinLen(1)] | None = None
+    device_order: Literal["fixed", "free"] = "free"
+    use_all_devices: bool = False
+    overlap: bool = True
+    """Sends overlap compute; false: the sender waits."""
+    time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0
+    objective: Literal["step_time"] = "step_time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run, the model included."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the learning rate reaches its minimum."""
+        return self.optimizer.decay_steps or self.train.steps
+
+
+def run_laws(run: RunConfig) -> Iterator[Problem]:
+    """Yield what is wrong between the parts of a run."""
+    for problem in model_laws(run.model):
+        yield replace(problem, path=("model", *problem.path))
+    data, train, optimizer = run.data, run.train, run.optimizer
+    if data.sequence_length > run.model.max_sequence_length:
+        yield Problem(
+            ("data", "sequence_length"),
+            f"{data.sequence_length} tokens, but the model allows {run.model.max_sequence_length} "
+            "(model.max_sequence_length)",
+        )
+    if train.global_batch_size % train.micro_batch_size:
+        yield Problem(
+            ("train", "global_batch_size"),
+            f"{train.global_batch_size} sequences do not divide into micro-batches of {train.micro_batch_size}",
+        )
+    if optimizer.minimum_learning_rate > optimizer.learning_rate:
+        yield Problem(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= run.decay_steps:
+        yield Problem(
+            ("optimizer", "warmup_steps"),
+            f"{optimizer.warmup_steps} warm-up steps leave none of the {run.decay_steps} decay steps",
+        )
+    if data.resets and data.tokenizer is None:
+        yield Problem(
+            ("data", "tokenizer"),
+            "resets at document ends need the tokenizer's end-of-document token; give a tokenizer, or set "
+            "reset_position_ids, reset_attention and reset_filter to false",
+        )
+    if data.split is not None:
+        if not data.split[0] or not data.split[1] or sum(data.split) > 1 + 1e-9:
+            yield Problem(("data", "split"), f"wanted two shares above 0 with a sum of at most 1, got {data.split}")
+        if data.validation:
+            yield Problem(("data", "split"), "give either split or validation, not both")
+    if run.validation.every and not data.validation and data.split is None:
+        yield Problem(("validation", "every"), "there is no validation data; give data.validation or data.split")
+
+
+def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """Read a run file, and the model file that it names. Raises ConfigError with all their faults."""
+    document = read_run(path)
+    for assignment in overrides:
+        document = override(_with_model(document), assignment)
+    return build(_with_model(document), RunConfig, laws=run_laws)
+
+
+def load_search(path: str | Path, overrides: tuple[str, ...] = ()) -> tuple[RunConfig, SearchConfig]:
+    """The run and the planner's constraints; the same as `load_run`, for the planner's door."""
+    run = load_run(path, overrides)
+    return run, run.search
+
+
+def read_run(path: str | Path) -> Document:
+    """The run file as it is written, the model not yet in its place."""
+    return read_document(path)
+
+
+def _with_model(document: Document) -> Document:
+    """Put the model in place of its path, which is relative to the run file."""
+    if not isinstance(document.value, dict) or not isinstance(document.value.get("model"), str):
+        return document
+    name = document.value["model"]
+    where = document.source(("model",))
+    place = Path() if where.startswith("command line") else Path(document.name).parent
+    try:
+        model = read_document(place / name)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: model: {error}") from None
+    return graft(document, ("model",), model)

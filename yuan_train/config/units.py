@@ -1,0 +1,103 @@
+"""Quantities as people write them (`80 GiB`, `200 Gb/s`, `10 us`) and as the code counts them (SI)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from yuan_train.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+Kind = Literal["bytes", "bytes/s", "seconds", "FLOP/s"]
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SIZES = {f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
+_BIT_SIZES = {f"{prefix}b": factor / 8 for prefix, factor in _DECIMAL.items()}
+
+FACTORS: dict[Kind, dict[str, float]] = {
+    "bytes": _SIZES,
+    "bytes/s": {f"{unit}/s": factor for unit, factor in (_SIZES | _BIT_SIZES).items()},
+    "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0},
+    "FLOP/s": {f"{prefix}FLOP/s": factor for prefix, factor in _DECIMAL.items()},
+}
+_EXAMPLES: dict[Kind, str] = {
+    "bytes": "80 GiB or 24 GB",
+    "bytes/s": "25 GB/s (bytes) or 200 Gb/s (bits)",
+    "seconds": "10 us or 60 s",
+    "FLOP/s": "312 TFLOP/s",
+}
+_WRITTEN: dict[Kind, tuple[str, ...]] = {
+    "bytes": ("TiB", "GiB", "MiB", "KiB"),
+    "bytes/s": ("TB/s", "GB/s", "MB/s", "kB/s"),
+    "seconds": ("s", "ms", "us", "ns"),
+    "FLOP/s": ("PFLOP/s", "TFLOP/s", "GFLOP/s"),
+}
+_QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]+)\s*")
+
+
+def parse_quantity(text: object, kind: Kind) -> float:
+    """Return `text` in bytes, bytes/s, seconds or FLOP/s.
+
+    Raises ConfigError if it is not a number with a unit of this kind.
+    """
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ConfigError(f"wanted a number with a unit, such as {_EXAMPLES[kind]}; got {text!r}")
+    number, unit = match.groups()
+    factors = FACTORS[kind]
+    if unit not in factors:
+        raise ConfigError(f"wanted {kind}, such as {_EXAMPLES[kind]}; got the unit {unit!r}")
+    value = float(number) * factors[unit]
+    if value in (float("inf"), float("-inf")):
+        raise ConfigError(f"wanted a finite quantity; got {text!r}")
+    return value
+
+
+def format_quantity(value: float, kind: Kind) -> str:
+    """Write `value` (SI) so that `parse_quantity` gives it back exactly."""
+    for unit in _WRITTEN[kind]:
+        number = value / FACTORS[kind][unit]
+        if abs(number) >= 1:
+            for text in (f"{number:.6g} {unit}", f"{number!r} {unit}"):
+                if parse_quantity(text, kind) == value:
+                    return text
+    base = {"bytes": "B", "bytes/s": "B/s", "seconds": "s", "FLOP/s": "FLOP/s"}[kind]
+    return f"{value!r} {base}" if kind != "bytes" else f"{int(value)} {base}"
+
+
+def show_bytes(value: float) -> str:
+    """Bytes for a reader: three digits and a binary unit, such as `61.7 GiB`."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(value) >= FACTORS["bytes"][unit]:
+            return f"{value / FACTORS['bytes'][unit]:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def show_seconds(value: float) -> str:
+    """Seconds for a reader: three digits and a unit, such as `41.2 ms`."""
+    for unit in ("s", "ms", "us"):
+        if abs(value) >= FACTORS["seconds"][unit]:
+            return f"{value / FACTORS['seconds'][unit]:.3g} {unit}"
+    return "0 s" if value == 0 else f"{value:.3g} s"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Marks a field as a quantity: `Annotated[int, Gt(0), Unit("bytes")]`."""
+
+    kind: Kind
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Read the text before the field's own checks; called by pydantic alone."""
+        from pydantic_core import core_schema
+
+        def read(text: object) -> float:
+            value = parse_quantity(text, self.kind)
+            return round(value) if self.kind == "bytes" else value
+
+        return core_schema.no_info_before_validator_function(read, handler(source))
