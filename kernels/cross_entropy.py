@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
 from yuan_kernels.reference import Reduction, accumulation_dtype
 
 _VOCABULARY_BLOCK = 4096
@@ -43,6 +42,9 @@ def linear_cross_entropy(
     """Cross-entropy of hidden weight^T against targets; arguments and result as in `ops`."""
     # Few large blocks where dW is read and written in fast memory, small ones where logits must fit a cache.
     chunk_size = chunk_size or (2048 if hidden.is_cuda else 256)
+    if not torch.is_grad_enabled():
+        # An autograd function is told which inputs require gradients, but not that nobody will ask.
+        hidden, weight = hidden.detach(), weight.detach()
     if reduction == "none":
         return _TokenLosses.apply(hidden, weight, targets, ignore_index, chunk_size)  # type: ignore[no-any-return]
     return _LossSum.apply(hidden, weight, targets, ignore_index, chunk_size)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ Folding both convolutions into one of three taps would cost half as much again. 
     dz[t] = (k[t+1] dc[t+1], dc[t])
     dx = dz A,  dA = dz^T x,  db1 = sum dc,  dBm = dy^T taps,  db2 = sum dy
 
-k selects and never multiplies (0 * inf is NaN), which also makes documents bit-identical alone and packed.
+k selects and never multiplies (0 * inf is NaN): no content of one document can change a bit of another.
 The stacked matrices A and Bm are made anew in backward: kept, they would cost 2 H^2 words for each
 micro-batch in flight, and to make them is a small part of one product.
 """
@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from yuan_kernels.reference import FilterState, accumulation_dtype
+from yuan_kernels.reference import FilterState
 
 
 def localized_filter(
@@ -105,17 +104,18 @@ def data_gradient(
     return dz @ _stack_conv1(conv1_weight), dz
 
 
-def weight_gradient(
-    x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of conv1.weight, conv1.bias, conv2.weight and conv2.bias."""
+def weight_gradient(x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of conv1.weight, conv1.bias, conv2.weight and conv2.bias.
+
+    torch sums 16-bit numbers in fp32 and rounds once, in the biases as in the products.
+    """
     hidden, channels = x.shape[-1], taps.shape[-1] // 2
     flat_dz, flat_dy = dz.flatten(0, 1), dy.flatten(0, 1)
     stacked1 = flat_dz.T @ x.flatten(0, 1)
     stacked2 = flat_dy.T @ taps.flatten(0, 1)
     conv1_weight = stacked1.view(2, channels, hidden).permute(1, 2, 0).contiguous()
     conv2_weight = stacked2.view(hidden, 2, channels).permute(0, 2, 1).contiguous()
-    return conv1_weight, _sum_tokens(flat_dz[:, channels:]), conv2_weight, _sum_tokens(flat_dy)
+    return conv1_weight, flat_dz[:, channels:].sum(dim=0), conv2_weight, flat_dy.sum(dim=0)
 
 
 class _Sandwich(torch.autograd.Function):
@@ -168,7 +168,3 @@ def _stack_conv2(weight: Tensor) -> Tensor:
 
 def _select(x: Tensor, keep: Tensor | None) -> Tensor:
     return x if keep is None else torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
-
-
-def _sum_tokens(x: Tensor) -> Tensor:
-    return x.sum(dim=0, dtype=accumulation_dtype(x.dtype)).to(x.dtype)

@@ -13,7 +13,6 @@ import os
 
 import torch
 from torch import Tensor
-
 from yuan_kernels import cross_entropy, reference
 from yuan_kernels import localized_filter as sandwich
 from yuan_kernels.reference import FilterState, Reduction
@@ -91,7 +90,6 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
 
     Statistics and products in fp32 (fp64 for fp64), rounded once to x's dtype (Zhang and Sennrich 2019).
     """
-    _reference_selected()
     return reference.rms_norm(x, weight, epsilon=epsilon)
 
 
@@ -101,13 +99,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The pair (x[i], x[i + D/2]) turns by the angle whose cosine and sine are cos[b, s, i] and sin[b, s, i];
     both are [B or 1, S, D/2], fp32 (fp64 for fp64), which is also the precision of the products.
     """
-    _reference_selected()
     return reference.rotary(x, cos, sin)
 
 
 def swiglu(x: Tensor) -> Tensor:
     """Return silu(z0) * z1 [..., F] of x [..., 2F] = (z0, z1) (Shazeer 2020); Yuan's `up` has z0 first."""
-    _reference_selected()
     return reference.swiglu(x)
 
 

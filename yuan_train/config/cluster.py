@@ -16,6 +16,8 @@ from yuan_train.config.load import build, override, read_document
 from yuan_train.config.units import Unit
 
 Seconds = Annotated[float, Ge(0), Unit("seconds")]
+MOST_CARDS = 1_000_000
+"""Of one group: a count with a slipped finger must not fill the memory with names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class Cluster:
     name: str
     nodes: Annotated[tuple[NodeGroup, ...], MinLen(1)]
     links: tuple[DedicatedLink, ...] = ()
-    device_types: dict[str, DeviceType] = field(default_factory=dict)
+    device_types: dict[str, DeviceType] = field(default_factory=dict[str, DeviceType])
 
     def device_type(self, name: str) -> DeviceType:
         """The card called `name`: the file's own, else the catalogue's."""
@@ -105,25 +107,45 @@ def cluster_laws(cluster: Cluster) -> Iterator[Problem]:
     for i, group in enumerate(cluster.nodes):
         if group.device not in known:
             close = difflib.get_close_matches(group.device, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            yield Problem(("nodes", i, "device"), f"unknown card {group.device!r}{hint} Known: {', '.join(known)}")
+            hint = f"; did you mean {close[0]!r}?" if close else ";"
+            names = ", ".join(known)
+            yield Problem(("nodes", i, "device"), f"unknown card {group.device!r}{hint} (known: {names})")
         if group.devices > 1 and group.link is None:
             yield Problem(("nodes", i), f"{group.devices} cards in a node need 'link' between them")
         if several_nodes and group.network is None:
             yield Problem(("nodes", i), "several nodes need 'network' on each")
-        if group.count <= 100_000 and seen.intersection(group.node_names):
-            yield Problem(("nodes", i, "name"), f"a node called {group.name!r} is there already; use another name")
+        if group.count * group.devices > MOST_CARDS:
+            yield Problem(
+                ("nodes", i), f"{group.count} nodes of {group.devices} cards; at most {MOST_CARDS} cards"
+            )
+            continue
+        twice = sorted(seen.intersection(group.node_names))
+        if twice:
+            yield Problem(
+                ("nodes", i, "name"), f"a node called {twice[0]!r} is there already; use another name"
+            )
         seen.update(group.node_names)
-    for i, link in enumerate(cluster.links):
-        for end, node in (("from", link.from_), ("to", link.to)):
-            if node not in seen:
-                names = ", ".join(sorted(seen)[:20])
-                yield Problem(("links", i, end), f"there is no node {node!r} (has: {names})")
-        if link.from_ == link.to:
-            yield Problem(("links", i), "a link needs two nodes; cards of one node are joined by its 'link'")
+    yield from _link_laws(cluster, seen)
     for name, device in cluster.device_types.items():
         if device.reserved >= device.memory:
             yield Problem(("device_types", name, "reserved"), "the whole memory is reserved; nothing is left")
+
+
+def _link_laws(cluster: Cluster, nodes: set[str]) -> Iterator[Problem]:
+    described: set[tuple[str, str]] = set()
+    for i, link in enumerate(cluster.links):
+        for end, node in (("from", link.from_), ("to", link.to)):
+            if node not in nodes:
+                names = ", ".join(sorted(nodes)[:20])
+                yield Problem(("links", i, end), f"there is no node {node!r} (has: {names})")
+        if link.from_ == link.to:
+            yield Problem(("links", i), "a link needs two nodes; cards of one node are joined by its 'link'")
+        directions = (
+            {(link.from_, link.to), (link.to, link.from_)} if link.both_ways else {(link.from_, link.to)}
+        )
+        for from_, to in sorted(directions & described):
+            yield Problem(("links", i), f"a link from {from_!r} to {to!r} is there already; keep one")
+        described |= directions
 
 
 def load_cluster(path: str | Path, overrides: tuple[str, ...] = ()) -> Cluster:

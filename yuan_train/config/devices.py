@@ -54,7 +54,7 @@ def _card(
     host: float = 32,
     binary: bool = True,
 ) -> DeviceType:
-    """A catalogue entry; memory in GiB as the driver counts it (GB where `binary` is off), rates in GB/s, TFLOP/s."""
+    """A catalogue entry: memory in GiB as drivers count it (GB if not `binary`), rates in GB/s, TFLOP/s."""
     memory = round(memory_gb * (GIB if binary else 1e9))
     return DeviceType(
         memory=memory,

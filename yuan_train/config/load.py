@@ -1,8 +1,8 @@
 """YAML files and `a.b=v` overrides to frozen values: strict, every error of a file in one pass.
 
-A file is read into a `Document` (plain values, and where each came from), overrides change the document, and
-`build` turns it into a dataclass. PyYAML reads YAML 1.1, where `3e-4` is a string, `no` a boolean and the last
-of two equal keys wins in silence; so the scalars are resolved here and duplicate keys are refused.
+A file is read into a `Document` (plain values, and where each came from), overrides change the document,
+and `build` turns it into a dataclass. PyYAML reads YAML 1.1, where `3e-4` is a string, `no` a boolean and
+the last of two equal keys wins in silence; so the scalars are resolved here, duplicate keys are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -52,8 +52,18 @@ def format_keys(keys: Keys) -> str:
     """`("nodes", 0, "link")` as `nodes[0].link`."""
     text = ""
     for key in keys:
-        text += f"[{key}]" if isinstance(key, int) else f".{key.rstrip('_')}"
+        text += f"[{key}]" if isinstance(key, int) else f".{key}"
     return text.lstrip(".")
+
+
+def is_mapping(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a plain value is keys and values."""
+    return isinstance(value, dict)
+
+
+def is_list(value: Any) -> TypeGuard[list[Any]]:
+    """Whether a plain value is a list."""
+    return isinstance(value, list)
 
 
 # --- reading ---------------------------------------------------------------------------------------------
@@ -72,14 +82,16 @@ def read_document(path: str | Path) -> Document:
 
 def parse_document(text: str, *, name: str) -> Document:
     """Read YAML text; `name` stands before the line numbers in errors."""
+    sources: dict[Keys, str] = {}
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node = cast("Any", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
+        value: Any = {} if node is None else _construct(node, (), name, sources, ())
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply to be read") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark else name
         raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
-    sources: dict[Keys, str] = {}
-    value = _construct(node, (), name, sources, ()) if node is not None else {}
     return Document(name, value, sources)
 
 
@@ -98,7 +110,9 @@ def parse_scalar(text: str) -> Any:
     return text
 
 
-def _construct(node: Any, keys: Keys, name: str, sources: dict[Keys, str], open_nodes: tuple[int, ...]) -> Any:
+def _construct(
+    node: Any, keys: Keys, name: str, sources: dict[Keys, str], open_nodes: tuple[int, ...]
+) -> Any:
     where = f"{name}:{node.start_mark.line + 1}"
     sources.setdefault(keys, where)
     if id(node) in open_nodes:
@@ -118,8 +132,8 @@ def _construct(node: Any, keys: Keys, name: str, sources: dict[Keys, str], open_
             raise ConfigError(f"{line}: {format_keys(keys)}: a key must be a word")
         key = key_node.value
         if key in result:
-            first = sources[(*keys, key)]
-            raise ConfigError(f"{line}: {format_keys((*keys, key))}: given twice (first at {first}); keep one")
+            twice = f"given twice (first at {sources[(*keys, key)]})"
+            raise ConfigError(f"{line}: {format_keys((*keys, key))}: {twice}; keep one")
         sources[(*keys, key)] = line
         result[key] = _construct(child, (*keys, key), name, sources, inside)
     return result
@@ -156,16 +170,15 @@ def _replace(value: Any, keys: Keys, new: Any) -> Any:
     if not keys:
         return new
     if isinstance(keys[0], int):
-        if not isinstance(value, list):
+        if not is_list(value):
             raise TypeError
         items = list(value)
         items[keys[0]] = _replace(items[keys[0]], keys[1:], new)
         return items
-    if value is None:
-        value = {}
-    if not isinstance(value, dict):
+    held: Any = {} if value is None else value
+    if not is_mapping(held):
         raise TypeError
-    return {**value, keys[0]: _replace(value.get(keys[0]), keys[1:], new)}
+    return {**held, keys[0]: _replace(held.get(keys[0]), keys[1:], new)}
 
 
 # --- building --------------------------------------------------------------------------------------------
@@ -243,13 +256,12 @@ def _only_shortened(item: Any, places: list[Keys]) -> bool:
 
 
 def _schema_problem(item: Any, kind: Any) -> _SchemaProblem:
-    keys: Keys = tuple(item["loc"])
+    keys: Keys = tuple(_key_of(part) if isinstance(part, str) else part for part in item["loc"])
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = [name.rstrip("_") for name in _field_names(kind, keys[:-1])]
+        known = [_key_of(name) for name in _field_names(kind, tuple(item["loc"])[:-1])]
         close = difflib.get_close_matches(str(keys[-1]), known, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ";"
-        unknown = str(keys[-1]).rstrip("_")
-        return _SchemaProblem(keys, f"unknown key {unknown!r}{hint} (has: {', '.join(known)})", unknown=True)
+        return _SchemaProblem(keys, f"unknown key {keys[-1]!r}{hint} (has: {', '.join(known)})", unknown=True)
     if item["type"] in ("missing", "missing_argument"):
         return _SchemaProblem(keys, "missing")
     message = item["msg"].removeprefix("Value error, ")
@@ -257,7 +269,8 @@ def _schema_problem(item: Any, kind: Any) -> _SchemaProblem:
         return _SchemaProblem(keys, message)
     if item["type"] == "too_short":
         return _SchemaProblem(keys, "wanted at least one, got none")
-    message = message.replace("Input should be", "wanted").replace("a valid integer", "an integer").replace("a valid", "a")
+    message = message.replace("Input should be", "wanted")
+    message = message.replace("a valid integer", "an integer").replace("a valid", "a")
     if item["type"].startswith("dataclass"):
         message = "wanted keys and values"
     return _SchemaProblem(keys, f"{message}, got {_show(item['input'])}")
@@ -270,21 +283,29 @@ def _show(value: Any) -> str:
 
 def _without(value: Any, keys: Keys) -> Any:
     key, rest = keys[0], keys[1:]
-    if isinstance(value, list):
+    if is_list(value):
         return [_without(item, rest) if i == key else item for i, item in enumerate(value)]
-    plain = str(key).rstrip("_")
     if not rest:
-        return {name: item for name, item in value.items() if name != plain}
-    return {name: _without(item, rest) if name == plain else item for name, item in value.items()}
+        return {name: item for name, item in value.items() if name != key}
+    return {name: _without(item, rest) if name == key else item for name, item in value.items()}
 
 
 def _keywords_safe(value: Any) -> Any:
-    """`from` is a word of Python's; the field is called `from_`."""
-    if isinstance(value, dict):
-        return {f"{k}_" if keyword.iskeyword(k) else k: _keywords_safe(v) for k, v in value.items()}
-    if isinstance(value, list):
+    """`from` is a word of Python's, so the field is called `from_`; a key `from_` moves aside, unknown."""
+    if is_mapping(value):
+        return {f"{k}_" if _is_keyword(k) else k: _keywords_safe(v) for k, v in value.items()}
+    if is_list(value):
         return [_keywords_safe(item) for item in value]
     return value
+
+
+def _key_of(name: str) -> str:
+    """The key in the file of a field called `name`."""
+    return name[:-1] if name.endswith("_") and _is_keyword(name) else name
+
+
+def _is_keyword(name: str) -> bool:
+    return keyword.iskeyword(name.rstrip("_"))
 
 
 # --- types -----------------------------------------------------------------------------------------------
@@ -315,7 +336,9 @@ def _field_names(kind: Any, keys: Keys) -> list[str]:
     arguments = [a for a in get_args(kind) if a is not type(None)]
     if get_origin(kind) in (Union, types.UnionType, typing.Annotated):
         return _field_names(arguments[0], keys)
-    return _field_names(arguments[-1] if get_origin(kind) is dict else arguments[0], keys[1:]) if arguments else []
+    if not arguments:
+        return []
+    return _field_names(arguments[-1] if get_origin(kind) is dict else arguments[0], keys[1:])
 
 
 # --- writing ---------------------------------------------------------------------------------------------
@@ -328,13 +351,14 @@ def as_plain(value: Any, hint: Any = None) -> Any:
         unit = next((i for a in get_args(hint) for i in get_args(a) if isinstance(i, Unit)), None)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {k: as_plain(getattr(value, k), h) for k, h in _hints(type(value)).items()}
-        return {k.rstrip("_"): item for k, item in plain.items() if item is not None}
-    if isinstance(value, Mapping):
+        return {_key_of(k): item for k, item in plain.items() if item is not None}
+    if is_mapping(value):
         return {str(key): as_plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [as_plain(item) for item in value]
+    if isinstance(value, tuple) or is_list(value):
+        items = cast("Iterable[Any]", value)
+        return [as_plain(item) for item in items]
     if unit is not None and value is not None:
-        return format_quantity(value, unit.kind)
+        return format_quantity(cast("float", value), unit.kind)
     return value
 
 
@@ -344,7 +368,9 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = None if isinstance(parse_scalar(text), str) else "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    return dumper.represent_scalar(  # pyright: ignore[reportUnknownMemberType]  PyYAML has no types there
+        "tag:yaml.org,2002:str", text, style=style
+    )
 
 
 _Dumper.add_representer(str, _represent_text)
@@ -352,8 +378,9 @@ _Dumper.add_representer(str, _represent_text)
 
 def dump(value: Any) -> str:
     """A frozen value (or plain values) as YAML that `parse_document` reads back the same."""
+    plain = as_plain(value)
     return yaml.dump(
-        as_plain(value), Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=160
+        plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=160
     )
 
 

@@ -132,7 +132,7 @@ class Plan:
     optimizer_sharding: bool = False
     ranks: Annotated[tuple[RankPlan, ...], MinLen(1)]
     pipelines: Annotated[tuple[PipelinePlan, ...], MinLen(1)]
-    device_types: dict[str, DeviceType] = field(default_factory=dict)
+    device_types: dict[str, DeviceType] = field(default_factory=dict[str, DeviceType])
     """The cards of this plan that are not in the catalogue."""
     forecast: Forecast | None = None
 
@@ -196,7 +196,8 @@ def _rank_laws(plan: Plan) -> Iterator[Problem]:
             for rank in sorted(set(stage.ranks) & set(where)):
                 first = where[rank]
                 if first[0] != p:
-                    yield Problem(path, f"rank {rank} is named twice: it works in pipeline {first[0]} already")
+                    there = f"it works in pipeline {first[0]} already"
+                    yield Problem(path, f"rank {rank} is named twice: {there}")
                 elif not virtual:
                     yield Problem(
                         path,
@@ -223,7 +224,8 @@ def _layer_laws(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[Problem]
             yield Problem(path, f"layer {first} is held twice; this stage must begin at layer {expected}")
         elif first > expected:
             dropped = f"layer {expected}" if first == expected + 1 else f"layers {expected} to {first - 1}"
-            yield Problem(path, f"{dropped} dropped: no stage holds it; this stage must begin at layer {expected}")
+            what_to_do = f"this stage must begin at layer {expected}"
+            yield Problem(path, f"{dropped} dropped: no stage holds it; {what_to_do}")
         expected = end
         if stage.embedding != (s == 0):
             word = "the first stage must hold the embedding" if s == 0 else "only the first stage may hold it"
@@ -249,23 +251,26 @@ def _replica_laws(pipeline: PipelinePlan, plan: Plan) -> Iterator[Problem]:
     if model.attention == "localized_filter":
         shared["filter channels"] = model.hidden_size // 2
     for s, stage in enumerate(pipeline.stages):
-        widths = {len(replica) for replica in stage.replicas}
-        if len(widths) > 1:
-            yield Problem(("stages", s, "replicas"), f"replicas of unlike widths {sorted(widths)}; make them equal")
+        lengths = {len(replica) for replica in stage.replicas}
+        if len(lengths) > 1:
+            unlike = f"replicas of unlike widths {sorted(lengths)}"
+            yield Problem(("stages", s, "replicas"), f"{unlike}; make them equal")
         for i, replica in enumerate(stage.replicas):
             for what, number in shared.items():
                 if number % len(replica):
-                    options = [w for w in range(1, 2 * len(replica)) if all(n % w == 0 for n in shared.values())]
+                    widths = range(1, 2 * len(replica))
+                    fitting = [str(w) for w in widths if all(n % w == 0 for n in shared.values())]
+                    use = f"use {' or '.join(fitting)} ranks"
                     yield Problem(
                         ("stages", s, "replicas", i),
-                        f"{len(replica)} ranks cannot share {number} {what}; use "
-                        f"{' or '.join(map(str, options))} ranks",
+                        f"{len(replica)} ranks cannot share {number} {what}; {use}",
                     )
                     break
         if len(stage.replicas) > pipeline.num_micro_batches:
             yield Problem(
                 ("stages", s, "replicas"),
-                f"{len(stage.replicas)} replicas for {pipeline.num_micro_batches} micro-batches; some would idle",
+                f"{len(stage.replicas)} replicas for {pipeline.num_micro_batches} micro-batches; "
+                "some would idle; use fewer",
             )
 
 
@@ -285,15 +290,18 @@ def save_plan(path: str | Path, plan: Plan) -> None:
 
 def check_belongs(plan: Plan, run: RunConfig) -> None:
     """Raise PlanError, with every difference, unless the plan was made for this run."""
-    wrong = [
-        f"model.{key}: the plan was made for {getattr(plan.model, key)!r}, the run has {getattr(run.model, key)!r}"
+    pairs = {
+        f"model.{key}": (getattr(plan.model, key), getattr(run.model, key))
         for key in ModelConfig.__dataclass_fields__
-        if key != "name" and getattr(plan.model, key) != getattr(run.model, key)
+        if key != "name"
+    }
+    pairs["sequence_length"] = (plan.sequence_length, run.data.sequence_length)
+    pairs["global_batch_size"] = (plan.global_batch_size, run.train.global_batch_size)
+    wrong = [
+        f"{key}: the plan was made for {planned!r}, the run has {wanted!r}"
+        for key, (planned, wanted) in pairs.items()
+        if planned != wanted
     ]
-    if plan.sequence_length != run.data.sequence_length:
-        wrong.append(f"sequence_length: the plan has {plan.sequence_length}, the run {run.data.sequence_length}")
-    if plan.global_batch_size != run.train.global_batch_size:
-        wrong.append(f"global_batch_size: the plan has {plan.global_batch_size}, the run {run.train.global_batch_size}")
     if wrong:
         raise PlanError("\n".join(f"the plan belongs to another run: {line}; plan again" for line in wrong))
 

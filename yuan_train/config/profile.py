@@ -86,7 +86,8 @@ def profile_laws(profile: Profile) -> Iterator[Problem]:
     for i, link in enumerate(profile.links):
         if len(link.message_bytes) != len(link.seconds):
             yield Problem(
-                ("links", i), f"{len(link.message_bytes)} message sizes but {len(link.seconds)} times; one each"
+                ("links", i),
+                f"{len(link.message_bytes)} message sizes but {len(link.seconds)} times; one each",
             )
         if list(link.message_bytes) != sorted(set(link.message_bytes)):
             yield Problem(("links", i, "message_bytes"), "sizes must increase")

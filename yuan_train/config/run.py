@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from yuan_train.config.devices import Precision
 from yuan_train.config.errors import ConfigError, Problem
-from yuan_train.config.load import Document, build, graft, override, read_document
+from yuan_train.config.load import Document, build, graft, is_mapping, override, read_document
 from yuan_train.config.model import ModelConfig, model_laws
 from yuan_train.config.units import Unit
 
@@ -175,7 +175,8 @@ def run_laws(run: RunConfig) -> Iterator[Problem]:
     if train.global_batch_size % train.micro_batch_size:
         yield Problem(
             ("train", "global_batch_size"),
-            f"{train.global_batch_size} sequences do not divide into micro-batches of {train.micro_batch_size}",
+            f"{train.global_batch_size} sequences do not divide into micro-batches of "
+            f"{train.micro_batch_size} (train.micro_batch_size)",
         )
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
         yield Problem(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
@@ -192,11 +193,15 @@ def run_laws(run: RunConfig) -> Iterator[Problem]:
         )
     if data.split is not None:
         if not data.split[0] or not data.split[1] or sum(data.split) > 1 + 1e-9:
-            yield Problem(("data", "split"), f"wanted two shares above 0 with a sum of at most 1, got {data.split}")
+            shares = list(data.split)
+            yield Problem(
+                ("data", "split"), f"wanted two shares above 0, of at most 1 together, got {shares}"
+            )
         if data.validation:
             yield Problem(("data", "split"), "give either split or validation, not both")
     if run.validation.every and not data.validation and data.split is None:
-        yield Problem(("validation", "every"), "there is no validation data; give data.validation or data.split")
+        what_to_do = "give data.validation or data.split"
+        yield Problem(("validation", "every"), f"there is no validation data; {what_to_do}")
 
 
 def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -220,9 +225,9 @@ def read_run(path: str | Path) -> Document:
 
 def _with_model(document: Document) -> Document:
     """Put the model in place of its path, which is relative to the run file."""
-    if not isinstance(document.value, dict) or not isinstance(document.value.get("model"), str):
+    name = document.value.get("model") if is_mapping(document.value) else None
+    if not isinstance(name, str):
         return document
-    name = document.value["model"]
     where = document.source(("model",))
     place = Path() if where.startswith("command line") else Path(document.name).parent
     try:

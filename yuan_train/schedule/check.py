@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from yuan_train.schedule.step import Lane, Step, Table
+from yuan_train.schedule.step import Kind, Lane, Step, Table
 
+_SENT: dict[Kind, Kind] = {"send_activation": "forward", "send_gradient": "backward"}
 _PAIRS = {"send_activation": ("receive_activation", 1), "send_gradient": ("receive_gradient", -1)}
 
 
 def check_table(table: Table) -> None:
     """Raise ValueError, with every fault, unless the table is whole and free of deadlock.
 
-    Whole: each stage takes each step once, forwards before backwards; each send has its receive at the
-    neighbour, in the same order at both ends. Free of deadlock even on a transport that buffers nothing,
-    where a send holds its stage until the receive is posted.
+    Whole: each stage takes each step of every micro-batch once, forwards before backwards, sends after what
+    they send; each send has its receive at the neighbour, in the same order at both ends. Free of deadlock
+    even on a transport that buffers nothing, where a send holds its stage until the receive is posted.
     """
     faults = [*_step_faults(table), *_message_faults(table)]
     if not faults:
@@ -37,6 +38,7 @@ def peak_in_flight(lane: Lane) -> int:
 
 
 def _step_faults(table: Table) -> Iterator[str]:
+    micro_batches = {step.micro_batch for lane in table for step in lane if step.kind == "forward"}
     for stage, lane in enumerate(table):
         done: set[Step] = set()
         for step in lane:
@@ -46,11 +48,16 @@ def _step_faults(table: Table) -> Iterator[str]:
                 yield f"the {step} stands twice"
             if step.kind == "backward" and Step("forward", stage, step.micro_batch) not in done:
                 yield f"the {step} stands before its forward"
+            made_by = _SENT.get(step.kind)
+            if made_by and Step(made_by, stage, step.micro_batch) not in done:
+                yield f"the {step} stands before the {made_by} whose result it sends"
             done.add(step)
         forwards = {step.micro_batch for step in lane if step.kind == "forward"}
         backwards = {step.micro_batch for step in lane if step.kind == "backward"}
         if backwards and forwards != backwards:
             yield f"stage {stage}: micro-batches {sorted(forwards ^ backwards)} go only one way"
+        if missing := micro_batches - forwards:
+            yield f"stage {stage}: no forward of micro-batches {sorted(missing)}, which other stages have"
 
 
 def _message_faults(table: Table) -> Iterator[str]:
@@ -68,6 +75,11 @@ def _message_faults(table: Table) -> Iterator[str]:
         before: set[Step] = set()
         for step in lane:
             before.add(step)
+            beyond = (stage == 0 and step.kind == "receive_activation") or (
+                stage == len(table) - 1 and step.kind == "receive_gradient"
+            )
+            if beyond:
+                yield f"the {step} has nobody to receive from"
             message = {"forward": "receive_activation", "backward": "receive_gradient"}.get(step.kind)
             first_or_last = stage == (0 if step.kind == "forward" else len(table) - 1)
             if message is None or first_or_last:

@@ -1,0 +1,262 @@
+"""The localized filter against its definition, against F.conv1d, and against separate documents."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from yuan_kernels import localized_filter as sandwich
+from yuan_kernels import ops, reference
+
+BATCH = 2
+
+
+Weights = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def make_inputs(
+    tokens: int, hidden: int = 10, *, batch: int = BATCH, seed: int = 0, dtype=torch.float64
+) -> tuple[Tensor, Weights]:
+    """x and the four weights, of the size of a trained model's."""
+    generator = torch.Generator().manual_seed(seed)
+    channels = hidden // 2
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    x = draw(batch, tokens, hidden)
+    scale = hidden**-0.5
+    w1, b1 = draw(channels, hidden, 2) * scale, draw(channels) * scale
+    w2, b2 = draw(hidden, channels, 2) * scale, draw(hidden) * scale
+    return x, (w1, b1, w2, b2)
+
+
+def make_starts(tokens: int, *, batch: int = BATCH, seed: int = 0, rate: float = 0.4) -> Tensor:
+    return torch.rand(batch, tokens, generator=torch.Generator().manual_seed(seed)) < rate
+
+
+def two_convolutions(x: Tensor, weights) -> Tensor:
+    """The published form: each convolution padded with one zero on the left."""
+    w1, b1, w2, b2 = weights
+    c = F.conv1d(F.pad(x.transpose(1, 2), (1, 0)), w1, b1)
+    return F.conv1d(F.pad(c, (1, 0)), w2, b2).transpose(1, 2)
+
+
+def with_gradients(form, x: Tensor, weights, **options) -> list[Tensor]:
+    """Result, then the gradients of x and the weights under an upstream gradient that is not uniform."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, *weights)]
+    y = form(*leaves, **options)
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return [y.detach(), *torch.autograd.grad(y, leaves, upstream.to(y.dtype))]
+
+
+@pytest.mark.parametrize("form", [reference.localized_filter, sandwich.localized_filter])
+def test_worked_example(form):
+    """H = 2, by hand: c = 3.25, 4.75, 5.25, because c[-1] is 0 and not the bias."""
+    u = torch.tensor([[[1.0, 2.0], [3.0, -1.0], [0.5, 0.0]]], dtype=torch.float64)
+    w1 = torch.tensor([[[1.0, 2.0], [-1.0, 0.5]]], dtype=torch.float64)  # [1, 2, 2]: last index older, newer
+    b1 = torch.tensor([0.25], dtype=torch.float64)
+    w2 = torch.tensor([[[1.0, -1.0]], [[0.5, 2.0]]], dtype=torch.float64)
+    b2 = torch.tensor([0.1, -0.2], dtype=torch.float64)
+    d = form(u, w1, b1, w2, b2)
+    wanted = torch.tensor([[[-3.15, 6.3], [-1.4, 10.925], [-0.4, 12.675]]], dtype=torch.float64)
+    torch.testing.assert_close(d, wanted, rtol=0, atol=1e-12)
+    f = ops.rms_norm(d + u, torch.ones(2, dtype=torch.float64), epsilon=1e-6)
+    wanted = torch.tensor([[[-0.354628, 1.369028], [0.225078, 1.396188], [0.011157, 1.414170]]])
+    torch.testing.assert_close(f, wanted.double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [reference.localized_filter, sandwich.localized_filter])
+def test_equals_two_convolutions(form):
+    x, weights = make_inputs(13)
+    torch.testing.assert_close(form(x, *weights), two_convolutions(x, weights), rtol=0, atol=1e-12)
+
+
+@given(
+    tokens=st.integers(1, 9),
+    hidden=st.sampled_from([2, 6, 14]),
+    batch=st.integers(1, 3),
+    rate=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_sandwich_equals_reference(tokens, hidden, batch, rate, seed):
+    x, weights = make_inputs(tokens, hidden, batch=batch, seed=seed)
+    starts = make_starts(tokens, batch=batch, seed=seed, rate=rate)
+    ours = with_gradients(sandwich.localized_filter, x, weights, document_start=starts)
+    wanted = with_gradients(reference.localized_filter, x, weights, document_start=starts)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_without_resets_equals_reference():
+    x, weights = make_inputs(7)
+    ours = with_gradients(sandwich.localized_filter, x, weights)
+    wanted = with_gradients(reference.localized_filter, x, weights)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_starts", [False, True])
+def test_gradcheck(with_starts):
+    x, weights = make_inputs(5, 4)
+    starts = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 1, 0]], dtype=torch.bool) if with_starts else None
+    leaves = [t.requires_grad_() for t in (x, *weights)]
+    assert torch.autograd.gradcheck(lambda *a: ops.localized_filter(*a, document_start=starts), leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_documents_do_not_touch_each_other(dtype):
+    """Whatever stands in other documents, infinities included, a document's bits stay."""
+    x, weights = make_inputs(12, dtype=dtype)
+    starts = torch.zeros(BATCH, 12, dtype=torch.bool)
+    starts[:, [4, 5, 9]] = True
+    other = x.clone()
+    other[:, :5] = float("inf")
+    other[:, 9:] = float("nan")
+    before = ops.localized_filter(x, *weights, document_start=starts)
+    after = ops.localized_filter(other, *weights, document_start=starts)
+    assert torch.equal(before[:, 5:9], after[:, 5:9])
+
+
+def test_a_packed_document_equals_one_alone():
+    x, weights = make_inputs(12)
+    starts = torch.zeros(BATCH, 12, dtype=torch.bool)
+    starts[:, [5, 9]] = True
+    packed = ops.localized_filter(x, *weights, document_start=starts)[:, 5:9]
+    torch.testing.assert_close(packed, ops.localized_filter(x[:, 5:9], *weights), rtol=0, atol=1e-12)
+
+
+def test_gradients_do_not_cross_documents():
+    x, weights = make_inputs(6)
+    starts = torch.zeros(BATCH, 6, dtype=torch.bool)
+    starts[:, 3] = True
+    x.requires_grad_()
+    y = ops.localized_filter(x, *weights, document_start=starts)
+    dx_late = torch.autograd.grad(y[:, 3:].sum(), x, retain_graph=True)[0]
+    dx_early = torch.autograd.grad(y[:, :3].sum(), x)[0]
+    assert dx_late[:, :3].count_nonzero() == 0 and dx_early[:, 3:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (3, 1), (2, 2), (2, 3), (0, 4), (2, 0)])
+@pytest.mark.parametrize("with_starts", [False, True])
+def test_odd_sizes(batch, tokens, with_starts):
+    x, weights = make_inputs(tokens, 6, batch=batch)
+    starts = make_starts(tokens, batch=batch) if with_starts else None
+    ours = with_gradients(ops.localized_filter, x, weights, document_start=starts)
+    wanted = with_gradients(reference.localized_filter, x, weights, document_start=starts)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_non_contiguous():
+    x, weights = make_inputs(8)
+    strided = torch.empty(8, BATCH, 20, dtype=x.dtype)[:, :, ::2].transpose(0, 1)
+    strided.copy_(x)
+    turned = tuple(w.clone().mT.contiguous().mT if w.dim() == 3 else w for w in weights)
+    assert not strided.is_contiguous() and not turned[0].is_contiguous()
+    ours = with_gradients(ops.localized_filter, strided, turned)
+    for a, b in zip(ours, with_gradients(ops.localized_filter, x, weights), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_worse_than_the_plain_form(dtype):
+    x, weights = make_inputs(64, 64, dtype=dtype)
+    exact = with_gradients(two_convolutions_of, x.double(), [w.double() for w in weights])
+    plain = with_gradients(two_convolutions_of, x, weights)
+    ours = with_gradients(ops.localized_filter, x, weights)
+    for a, b, truth in zip(ours, plain, exact, strict=True):
+        assert (a.double() - truth).norm() <= 2 * (b.double() - truth).norm()
+
+
+def two_convolutions_of(x, w1, b1, w2, b2):
+    return two_convolutions(x, (w1, b1, w2, b2))
+
+
+@pytest.mark.parametrize("needed", range(5))
+def test_one_gradient_alone(needed):
+    x, weights = make_inputs(5)
+    wanted = with_gradients(reference.localized_filter, x, weights)[1 + needed]
+    inputs = [x, *weights]
+    inputs[needed] = inputs[needed].clone().requires_grad_()
+    y = ops.localized_filter(*inputs)
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    ours = torch.autograd.grad(y, inputs[needed], upstream)[0]
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+
+
+def test_channels_cut_over_cards_sum_to_the_whole():
+    """Convolution 1 by rows, convolution 2 by columns, its bias added once: the tensor-parallel form."""
+    x, (w1, b1, w2, b2) = make_inputs(7, 12)
+    starts = make_starts(7)
+    parts = [
+        ops.localized_filter(x, w1[cut], b1[cut], w2[:, cut], None, document_start=starts)
+        for cut in (slice(0, 2), slice(2, 6))
+    ]
+    whole = ops.localized_filter(x, w1, b1, w2, b2, document_start=starts)
+    torch.testing.assert_close(parts[0] + parts[1] + b2, whole, rtol=0, atol=1e-12)
+
+
+def test_data_and_weight_gradients_are_separable():
+    x, weights = make_inputs(6)
+    _, dx, *dweights = with_gradients(reference.localized_filter, x, weights)
+    y, taps = sandwich.sandwich_forward(x, *weights, None)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    ours, dz = sandwich.data_gradient(dy, weights[0], weights[2], None)
+    torch.testing.assert_close(ours, dx, rtol=0, atol=1e-12)
+    for a, b in zip(sandwich.weight_gradient(x, taps, dz, dy), dweights, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@given(
+    chunks=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    rate=st.sampled_from([0.0, 0.4]),
+    seed=st.integers(0, 99),
+    choice=st.sampled_from([reference.localized_filter_step, sandwich.localized_filter_step]),
+)
+@settings(deadline=None, derandomize=True, max_examples=50)
+def test_steps_equal_the_whole(chunks, rate, seed, choice):
+    tokens = sum(chunks)
+    x, weights = make_inputs(tokens, 6, seed=seed)
+    starts = make_starts(tokens, seed=seed, rate=rate)
+    wanted = sandwich.localized_filter(x, *weights, document_start=starts)
+    state = x.new_zeros(BATCH, 6), x.new_zeros(BATCH, 3)
+    parts = []
+    for chunk, start in zip(x.split(chunks, dim=1), starts.split(chunks, dim=1), strict=True):
+        part, state = choice(chunk, state, *weights, document_start=start)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, dim=1), wanted, rtol=0, atol=1e-12)
+
+
+def test_step_state_is_input_and_first_convolution():
+    x, weights = make_inputs(4)
+    state = x.new_zeros(BATCH, 10), x.new_zeros(BATCH, 5)
+    _, (u_last, c_last) = ops.localized_filter_step(x, state, *weights)
+    c = F.conv1d(F.pad(x.transpose(1, 2), (1, 0)), weights[0], weights[1])[:, :, -1]
+    torch.testing.assert_close(u_last, x[:, -1], rtol=0, atol=0)
+    torch.testing.assert_close(c_last, c, rtol=0, atol=1e-12)
+
+
+def test_override_selects_the_reference(monkeypatch):
+    monkeypatch.setattr(reference, "localized_filter", lambda *_, **__: "reference")
+    x, weights = make_inputs(3)
+    assert isinstance(ops.localized_filter(x, *weights), Tensor)
+    monkeypatch.setenv("YUAN_KERNELS", "reference")
+    assert ops.localized_filter(x, *weights) == "reference"
+    monkeypatch.setenv("YUAN_KERNELS", "fastest")
+    with pytest.raises(ValueError, match="YUAN_KERNELS='fastest'"):
+        ops.localized_filter(x, *weights)
+
+
+def test_errors_name_shapes():
+    x, (w1, b1, w2, b2) = make_inputs(3)
+    with pytest.raises(ValueError, match=r"conv2_weight has shape \[5, 10, 2\]"):
+        ops.localized_filter(x, w1, b1, w1, b2)
+    with pytest.raises(ValueError, match="batch, tokens, hidden"):
+        ops.localized_filter(x[0], w1, b1, w2, b2)
+    with pytest.raises(ValueError, match="must be bool"):
+        ops.localized_filter(x, w1, b1, w2, b2, document_start=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"state\[1\]"):
+        ops.localized_filter_step(x, (x[:, 0], x[:, 0]), w1, b1, w2, b2)

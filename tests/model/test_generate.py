@@ -1,0 +1,153 @@
+"""Generation against full forwards; the filters of sampling; refusals."""
+
+import pytest
+import torch
+
+from yuan_train.config.errors import YuanError
+from yuan_train.model import generate as generate_module
+from yuan_train.model.documents import find_resets
+from yuan_train.model.generate import Sampling, generate, sample
+
+EOD = 9
+
+
+def greedy_by_full_forwards(model, ids, count, **switches):
+    ids = list(ids)
+    for _ in range(count):
+        tokens = torch.tensor([ids])
+        hidden = model(tokens, **vars(find_resets(tokens, eod_id=EOD, **switches)))
+        ids.append(int(model.logits(hidden[0, -1]).argmax()))
+    return ids[-count:]
+
+
+@pytest.mark.parametrize(
+    "prompt", [[3, 1, 4, 1, 5], [3], [EOD], [3, EOD, 4, 1], [3, 4, EOD], [7] * 9 + [EOD, 2, 2]]
+)
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        dict(reset_position_ids=False),
+        dict(reset_attention=True, reset_filter=True),
+        dict(reset_position_ids=False, reset_filter=True),
+    ],
+)
+def test_greedy_equals_full_forwards(make_model, monkeypatch, prompt, switches):
+    monkeypatch.setattr(generate_module, "PREFILL_CHUNK", 4)
+    model = make_model()
+    ours = list(generate(model, prompt, max_new_tokens=8, temperature=0, eod_id=EOD, **switches))
+    wanted = greedy_by_full_forwards(model, prompt, 8, **switches)
+    if EOD in wanted:
+        wanted = wanted[: wanted.index(EOD) + 1]
+    assert ours == wanted
+
+
+def test_stops_after_the_end_of_a_document(make_model):
+    model = make_model()
+    free = list(generate(model, [1, 2, 3], max_new_tokens=8, temperature=0))
+    assert len(free) == 8
+    stop = free[2]
+    until = free[: free.index(stop) + 1]
+    assert list(generate(model, [1, 2, 3], max_new_tokens=8, temperature=0, eod_id=stop)) == until
+
+
+def test_streams(make_model):
+    model = make_model()
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append("forward"))
+    forward_cached = model.forward_cached
+    model.forward_cached = lambda *a, **k: (calls.append("step"), forward_cached(*a, **k))[1]
+    stream = generate(model, [1, 2, 3], max_new_tokens=5, seed=0)
+    assert calls == []
+    next(stream)
+    assert calls == ["step"]
+    next(stream)
+    assert calls == ["step"] * 2
+
+
+def test_seed_decides_and_the_global_generator_is_left_alone(make_model):
+    model = make_model(init_std=0.1)
+    before = torch.get_rng_state()
+    runs = [list(generate(model, [1, 2], max_new_tokens=20, seed=seed)) for seed in (5, 5, 6)]
+    assert runs[0] == runs[1] != runs[2]
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(list(generate(model, [1, 2], max_new_tokens=3))) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(make_model, dtype):
+    assert len(list(generate(make_model(dtype=dtype), [1, 2], max_new_tokens=4, seed=0))) == 4
+
+
+def test_a_prompt_may_fill_the_model(make_model):
+    model = make_model(max_sequence_length=8)
+    assert len(list(generate(model, [1] * 5, max_new_tokens=3, seed=0))) == 3
+    assert list(generate(model, [1] * 8, max_new_tokens=0)) == []
+
+
+# The draw
+
+LOGITS = torch.tensor([0.5, 0.1, 0.05, 0.3, 0.05]).log()
+
+
+def drawn(count=400, **options):
+    generator = torch.Generator().manual_seed(0)
+    return [sample(LOGITS, Sampling(**options), generator) for _ in range(count)]
+
+
+def test_temperature_one_follows_the_probabilities():
+    counts = torch.bincount(torch.tensor(drawn(4000)), minlength=5) / 4000
+    torch.testing.assert_close(counts, LOGITS.exp(), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1e-40])
+def test_low_temperatures_take_the_most_probable(temperature):
+    assert set(drawn(20, temperature=temperature)) == {0}
+
+
+def test_high_temperature_flattens():
+    assert drawn(temperature=50.0).count(4) > 40
+
+
+@pytest.mark.parametrize(("top_k", "kept"), [(1, {0}), (2, {0, 3}), (3, {0, 1, 3}), (99, {0, 1, 2, 3, 4})])
+def test_top_k(top_k, kept):
+    assert set(drawn(top_k=top_k)) == kept
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, {0}), (0.49, {0}), (0.6, {0, 3}), (0.85, {0, 1, 3})])
+def test_top_p_keeps_the_token_that_crosses_p(top_p, kept):
+    assert set(drawn(top_p=top_p)) == kept
+
+
+def test_top_p_counts_what_top_k_left():
+    """Of the two most probable, 0.5 / 0.8 = 0.625 reaches 0.6 alone."""
+    assert set(drawn(top_k=2, top_p=0.6)) == {0}
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(prompt_ids=[]), "the prompt is empty"),
+        (dict(prompt_ids=[1, 50]), r"prompt_ids\[1\]: 50 is not in the vocabulary \[0, 50\)"),
+        (dict(prompt_ids=[-1]), r"prompt_ids\[0\]: -1"),
+        (dict(max_new_tokens=-1), "max_new_tokens -1"),
+        (dict(max_new_tokens=63), "2 prompt tokens and 63 new ones .* at most 62 new tokens"),
+        (dict(temperature=-0.1), "temperature -0.1"),
+        (dict(temperature=float("nan")), "temperature nan"),
+        (dict(top_k=-1), "top_k -1"),
+        (dict(top_p=0.0), "top_p 0.0"),
+        (dict(top_p=1.5), "top_p 1.5"),
+    ],
+)
+def test_refusals_come_with_the_call(make_model, changes, message):
+    arguments = {"prompt_ids": [1, 2], "max_new_tokens": 4, **changes}
+    with pytest.raises(YuanError, match=message):
+        generate(make_model(), **arguments)
+
+
+def test_a_part_does_not_generate(make_model):
+    with pytest.raises(YuanError, match="only a whole model generates"):
+        generate(make_model(layers=(0, 2)), [1], max_new_tokens=1)

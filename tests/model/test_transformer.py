@@ -1,0 +1,351 @@
+"""The model whole and in parts: names, sizes, initial values, documents, recomputation, cached decoding."""
+
+import math
+from dataclasses import asdict
+from fnmatch import fnmatch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import ModelConfig
+from yuan_train.model.documents import find_resets
+from yuan_train.model.layers import rotary_tables
+from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
+from yuan_train.model.transformer import IGNORE_INDEX, Transformer, init_weights, initial_weight
+
+EOD = 9
+PUBLISHED = {
+    "2B": ((24, 2048, 32), 2_088_724_480),
+    "51B": ((42, 8192, 64), 51_842_105_344),
+    "102B": ((84, 8192, 64), 102_577_954_816),
+}
+EVERYTHING = dict(reset_position_ids=True, reset_attention=True, reset_filter=True)
+
+
+def resets_of(tokens_BS, **switches):
+    return vars(find_resets(tokens_BS, eod_id=EOD, **{**EVERYTHING, **switches}))
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+# Names and sizes
+
+
+def test_parameter_names_and_shapes(make_model):
+    shapes = {name: tuple(p.shape) for name, p in make_model(num_layers=1, head_dim=6).named_parameters()}
+    assert shapes == {
+        "embedding.weight": (50, 24),
+        "layers.0.attention_norm.weight": (24,),
+        "layers.0.filter.conv1.weight": (12, 24, 2),
+        "layers.0.filter.conv1.bias": (12,),
+        "layers.0.filter.conv2.weight": (24, 12, 2),
+        "layers.0.filter.conv2.bias": (24,),
+        "layers.0.filter.norm.weight": (24,),
+        "layers.0.attention.value.weight": (18, 24),
+        "layers.0.attention.query_key.weight": (36, 24),
+        "layers.0.attention.out.weight": (24, 18),
+        "layers.0.feed_forward_norm.weight": (24,),
+        "layers.0.feed_forward.up.weight": (80, 24),
+        "layers.0.feed_forward.down.weight": (24, 40),
+        "final_norm.weight": (24,),
+    }
+
+
+@pytest.mark.parametrize("attention", ["localized_filter", "plain"])
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_every_part_has_its_share_of_the_names(make_model, attention, tie_embeddings):
+    options = dict(attention=attention, tie_embeddings=tie_embeddings)
+    whole = dict(make_model(**options).named_parameters())
+    first = dict(make_model(layers=(0, 1), head=False, **options).named_parameters())
+    last = dict(make_model(layers=(1, 3), embedding=False, **options).named_parameters())
+    assert set(first) | set(last) == set(whole)
+    assert set(first) & set(last) == ({"embedding.weight"} if tie_embeddings else set())
+    assert ("head.weight" in last) is not tie_embeddings
+    assert any(".filter." in name for name in whole) is (attention == "localized_filter")
+    for name, parameter in [*first.items(), *last.items()]:
+        assert torch.equal(parameter, whole[name]), name
+
+
+def test_tied_embeddings_are_one_parameter(make_model):
+    model = make_model()
+    assert model.output_weight is model.embedding.weight
+    assert [name for name in model.state_dict() if "embedding" in name or "head" in name] == [
+        "embedding.weight"
+    ]
+    assert make_model(embedding=False, layers=(3, 3)).output_weight.shape == (50, 24)
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_published_sizes(size):
+    (num_layers, hidden, heads), parameters = PUBLISHED[size]
+    config = ModelConfig(
+        name=size,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=4 * hidden,
+        vocab_size=135_040,
+    )
+    model = Transformer(config, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == config.parameters == parameters
+
+
+@pytest.mark.parametrize("attention", ["localized_filter", "plain"])
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize("head_dim", [0, 6])
+def test_config_counts_what_is_built(make_model, attention, tie_embeddings, head_dim):
+    model = make_model(attention=attention, tie_embeddings=tie_embeddings, head_dim=head_dim)
+    assert sum(p.numel() for p in model.parameters()) == model.config.parameters
+
+
+def test_sharding_says_one_word_for_every_module(make_model):
+    modules = {name.rpartition(".")[0] for name, _ in make_model(tie_embeddings=False).named_parameters()}
+    for module in modules:
+        assert sum(fnmatch(module, pattern) for pattern in SHARDING) == 1, module
+    assert set(SHARDING.values()) == {"column", "row", "filter", "vocabulary", "whole"}
+    assert set(ROW_BLOCKS) <= set(SHARDING)
+
+
+def test_refusals(make_config):
+    with pytest.raises(ValueError, match=r"layers \[2, 4\) do not lie within \[0, 3\)"):
+        Transformer(make_config(), layers=(2, 4))
+    with pytest.raises(ValueError, match="recompute 'some' is unknown"):
+        Transformer(make_config(), recompute="some")
+    with pytest.raises(ConfigError, match="model tiny: num_attention_heads: 5 heads do not divide"):
+        Transformer(make_config(num_attention_heads=5))
+
+
+# Initial values
+
+
+def test_initial_distributions(make_config):
+    config = make_config(num_layers=8, hidden_size=128, num_attention_heads=4, init_std=0.02, vocab_size=1000)
+    model = Transformer(config)
+    init_weights(model, seed=1)
+    weights = dict(model.named_parameters())
+    stds = {
+        "embedding": 0.02,
+        "layers.5.attention.query_key": 0.02,
+        "layers.5.attention.out": 0.02 / 4,
+        "layers.5.feed_forward.up": 0.02,
+        "layers.5.feed_forward.down": 0.02 / 4,
+    }
+    for name, std in stds.items():
+        assert weights[f"{name}.weight"].std().item() == pytest.approx(std, rel=0.05), name
+    for name, in_size in {"conv1": 128, "conv2": 64}.items():
+        for part in ("weight", "bias"):
+            largest = weights[f"layers.2.filter.{name}.{part}"].abs().max().item()
+            assert 0.8 / math.sqrt(2 * in_size) < largest <= 1 / math.sqrt(2 * in_size)
+    assert all((p == 1).all() for name, p in weights.items() if name.endswith("norm.weight"))
+    assert not torch.equal(
+        weights["layers.0.attention.value.weight"], weights["layers.1.attention.value.weight"]
+    )
+
+
+def test_initial_values_depend_on_seed_and_name_only(make_model):
+    model = make_model(seed=5, dtype=torch.bfloat16)
+    name = "layers.2.attention.out.weight"
+    wide = initial_weight(model.config, name, (24, 24), seed=5)
+    assert torch.equal(dict(model.named_parameters())[name], wide.bfloat16())
+    assert not torch.equal(wide, initial_weight(model.config, name, (24, 24), seed=6))
+
+
+# Numbers
+
+
+def test_parts_compose(make_model, tokens_BS):
+    options = resets_of(tokens_BS)
+    whole = make_model()
+    wanted = whole(tokens_BS, **options)
+    hidden = make_model(layers=(0, 0), head=False)(tokens_BS)
+    hidden = make_model(layers=(0, 2), embedding=False, head=False)(hidden, **options)
+    last = make_model(layers=(2, 3), embedding=False)
+    assert torch.equal(last(hidden, **options), wanted)
+    assert torch.equal(last.loss(wanted, tokens_BS), whole.loss(wanted, tokens_BS))
+
+
+def test_plain_attention_by_hand(make_model):
+    """One layer written out: which rows are queries and which keys, the scale, the gate."""
+    model = make_model(num_layers=1, attention="plain", head_dim=6)
+    block = model.blocks[0]
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    x = model.embedding.weight[tokens]
+    u = F.rms_norm(x, (24,), None, 1e-6)
+    value = (u @ block.attention.value.weight.T).view(1, 5, 3, 6)
+    query, key = [], []
+    for j in range(3):
+        rows = block.attention.query_key.weight[12 * j : 12 * (j + 1)]
+        query.append(u @ rows[:6].T)
+        key.append(u @ rows[6:].T)
+    angles = torch.arange(5.0, dtype=torch.float64)[:, None] * 10000.0 ** (
+        -torch.arange(0, 6, 2).double() / 6
+    )
+
+    def turn(x):
+        a, b = x[..., :3], x[..., 3:]
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+    heads = []
+    for j in range(3):
+        scores = turn(query[j]) @ turn(key[j]).mT / math.sqrt(6)
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ value[:, :, j])
+    x = x + torch.cat(heads, -1) @ block.attention.out.weight.T
+    z = F.rms_norm(x, (24,), None, 1e-6) @ block.feed_forward.up.weight.T
+    x = x + (F.silu(z[..., :40]) * z[..., 40:]) @ block.feed_forward.down.weight.T
+    close(model(tokens), F.rms_norm(x, (24,), None, 1e-6))
+
+
+@pytest.mark.parametrize("attention", ["localized_filter", "plain"])
+def test_packed_documents_equal_separate_ones(make_model, tokens_BS, attention):
+    model = make_model(attention=attention)
+    packed = model(tokens_BS, **resets_of(tokens_BS)).flatten(0, 1)
+    ranges = find_resets(tokens_BS, eod_id=EOD, **EVERYTHING).document_ranges
+    assert ranges is not None and len(ranges) == 6
+    for first, last in ranges:
+        close(packed[first:last], model(tokens_BS.flatten()[first:last][None])[0])
+
+
+def test_each_switch_resets_its_own_part(make_model, tokens_BS):
+    model = make_model()
+    off = dict(reset_position_ids=False, reset_attention=False, reset_filter=False)
+    plain = model(tokens_BS)
+    close(model(tokens_BS, **resets_of(tokens_BS, **off)), plain)
+    for switch in off:
+        differs = (model(tokens_BS, **resets_of(tokens_BS, **{**off, switch: True})) - plain).abs() > 1e-9
+        # Sequence 0 ends its first document at token 4, sequence 1 at token 0.
+        assert not differs[0, :5].any() and differs[0, 5:].any(dim=-1).all(), switch
+
+
+def test_gradients_of_packed_documents_equal_separate_ones(make_model, tokens_BS):
+    model = make_model()
+    targets = tokens_BS.roll(-1, 1)
+    model.loss(model(tokens_BS, **resets_of(tokens_BS)), targets).backward()
+    packed = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    for first, last in find_resets(tokens_BS, eod_id=EOD, **EVERYTHING).document_ranges or ():
+        model.loss(
+            model(tokens_BS.flatten()[first:last][None]), targets.flatten()[None, first:last]
+        ).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, packed[name], rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_loss_equals_logits_and_cross_entropy(make_model, tokens_BS):
+    model = make_model(tie_embeddings=False)
+    targets = tokens_BS.roll(-1, 1)
+    targets[0, 3] = IGNORE_INDEX
+    hidden = model(tokens_BS)
+    wanted = F.cross_entropy(model.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
+    close(model.loss(hidden, targets), wanted.sum())
+    close(model.loss(hidden, targets, reduction="none"), wanted.view(2, 12))
+
+
+def test_a_future_token_changes_nothing(make_model, tokens_BS):
+    model = make_model()
+    other = tokens_BS.clone()
+    other[:, 7:] = 30
+    close(model(tokens_BS)[:, :7], model(other)[:, :7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_recompute_changes_no_bit(make_model, tokens_BS, dtype):
+    gradients = []
+    for recompute in ("none", "full"):
+        model = make_model(recompute=recompute, dtype=dtype, init_std=0.1)
+        loss = model.loss(model(tokens_BS, **resets_of(tokens_BS)), tokens_BS.roll(-1, 1))
+        loss.backward()
+        assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.isfinite(a).all() and torch.equal(a, b)
+
+
+def test_recompute_keeps_less(make_model, tokens_BS):
+    kept = {}
+    for recompute in ("none", "full"):
+        model = make_model(recompute=recompute)
+        sizes = []
+
+        def pack(x, sizes=sizes):
+            sizes.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(tokens_BS)
+        kept[recompute] = sum(sizes)
+    assert kept["full"] < kept["none"] / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_dtypes_follow_the_wide_model(make_model, tokens_BS, dtype):
+    wide, narrow = make_model(init_std=0.1), make_model(init_std=0.1, dtype=dtype)
+    a, b = wide(tokens_BS), narrow(tokens_BS)
+    assert b.dtype == dtype
+    assert (a - b.double()).norm() <= 8 * torch.finfo(dtype).eps * a.norm()
+
+
+def test_rotary_tables_are_never_narrow():
+    """bf16 cannot tell position 8191 from 8192; the tables can."""
+    positions = torch.tensor([[8191, 8192]])
+    cos, _ = rotary_tables(positions, head_dim=8, base=10000.0, dtype=torch.bfloat16)
+    assert cos.dtype == torch.float32
+    exact = (positions.double()[..., None] * 10000.0 ** (-torch.arange(0, 8, 2).double() / 8)).cos()
+    torch.testing.assert_close(cos.double(), exact, rtol=0, atol=1e-3)
+
+
+# Cached decoding
+
+
+@pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 0, 4, 2], [1, 11]])
+@pytest.mark.parametrize("attention", ["localized_filter", "plain"])
+def test_cached_forward_equals_the_whole(make_model, tokens_BS, chunks, attention):
+    model = make_model(attention=attention)
+    cache = model.new_cache(batch_size=2, max_length=12)
+    parts = [model.forward_cached(chunk, cache) for chunk in tokens_BS.split(chunks, dim=1)]
+    close(torch.cat(parts, dim=1), model(tokens_BS))
+
+
+@pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 4, 2]])
+def test_cached_forward_resets_documents(make_model, tokens_BS, chunks):
+    model = make_model()
+    resets = find_resets(tokens_BS, eod_id=EOD, **EVERYTHING)
+    assert resets.positions is not None and resets.document_start is not None
+    visible_from = torch.arange(12) - resets.positions
+    cache = model.new_cache(batch_size=2, max_length=20)
+    rows = (tokens_BS, resets.positions, resets.document_start, visible_from)
+    parts = [
+        model.forward_cached(t, cache, positions=p, document_start=s, visible_from=v)
+        for t, p, s, v in zip(*(x.split(chunks, dim=1) for x in rows), strict=True)
+    ]
+    close(torch.cat(parts, dim=1), model(tokens_BS, **vars(resets)))
+
+
+def test_cached_parts_compose(make_model, tokens_BS):
+    parts = [make_model(layers=(0, 1), head=False), make_model(layers=(1, 3), embedding=False)]
+    caches = [part.new_cache(batch_size=2, max_length=12) for part in parts]
+    out = []
+    for chunk in tokens_BS.split(5, dim=1):
+        for part, cache in zip(parts, caches, strict=True):
+            chunk = part.forward_cached(chunk, cache)
+        out.append(chunk)
+    close(torch.cat(out, dim=1), make_model()(tokens_BS))
+
+
+def test_a_full_cache_refuses(make_model, tokens_BS):
+    model = make_model()
+    cache = model.new_cache(batch_size=2, max_length=6)
+    model.forward_cached(tokens_BS[:, :4], cache)
+    with pytest.raises(ValueError, match="3 tokens do not fit a cache that holds 4 of 6"):
+        model.forward_cached(tokens_BS[:, :3], cache)
+
+
+def test_config_is_not_changed(make_config):
+    config = make_config()
+    before = asdict(config)
+    Transformer(config)
+    assert asdict(config) == before

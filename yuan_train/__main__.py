@@ -1,0 +1,8 @@
+"""`python -m yuan_train` is `yuan-train`."""
+
+import sys
+
+from yuan_train.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

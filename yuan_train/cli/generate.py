@@ -1,0 +1,115 @@
+"""yuan-train generate --checkpoint DIR --prompt TEXT: writes text with a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from yuan_train.config.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from yuan_train.data.tokenizer import Tokenizer
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="write text with a trained model",
+        description="Continues a prompt with the model of a checkpoint, using the key-value and filter caches.",
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    parser.add_argument("--prompt-ids", metavar="1,2,3", help="token ids to continue, in place of --prompt")
+    parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="0 is greedy; default 1"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: all")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that sum to P"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed, the same text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the checkpoint, continue the prompt, print it as it comes."""
+    if (arguments.prompt is None) == (arguments.prompt_ids is None):
+        raise ConfigError("give either --prompt or --prompt-ids")
+    from yuan_train.checkpoint.load import find_checkpoint, load_weights
+    from yuan_train.data.tokenizer import Tokenizer
+    from yuan_train.model.generate import generate
+    from yuan_train.model.transformer import Transformer
+
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    for note in checkpoint.notes:
+        print(f"note: {note}", file=sys.stderr)
+    place = arguments.tokenizer or checkpoint.tokenizer
+    tokenizer = Tokenizer.load(place) if place is not None else None
+    prompt_ids = _prompt_ids(arguments, tokenizer, checkpoint.model.vocab_size)
+    model = Transformer(checkpoint.model)
+    load_weights(checkpoint, model)
+    model.eval()
+    data = checkpoint.state.get("run", {}).get("data", {})
+    new_ids: list[int] = []
+    stream = None if arguments.json or tokenizer is None else _TextStream(tokenizer, prompt_ids)
+    for token in generate(
+        model,
+        prompt_ids,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        eod_id=tokenizer.eod_id if tokenizer is not None else None,
+        reset_position_ids=data.get("reset_position_ids", True),
+        reset_attention=data.get("reset_attention", False),
+        reset_filter=data.get("reset_filter", False),
+    ):
+        new_ids.append(token)
+        if stream is not None:
+            stream.show(new_ids)
+    if arguments.json:
+        text = tokenizer.decode(new_ids) if tokenizer is not None else None
+        print(json.dumps({"prompt_ids": prompt_ids, "new_ids": new_ids, "text": text}, ensure_ascii=False))
+    else:
+        print("" if stream is not None else ",".join(map(str, new_ids)))
+    return 0
+
+
+def _prompt_ids(arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    if arguments.prompt_ids is not None:
+        words = arguments.prompt_ids.split(",")
+        if not all(word.strip().isdigit() for word in words):
+            raise ConfigError(f"--prompt-ids: wanted numbers such as 1,2,3; got {arguments.prompt_ids!r}")
+        ids = [int(word) for word in words]
+    elif tokenizer is None:
+        raise DataError("the checkpoint holds no tokenizer; give --tokenizer DIR, or --prompt-ids")
+    else:
+        ids = tokenizer.encode(arguments.prompt)
+    if not ids:
+        raise ConfigError("the prompt is empty; give at least one token")
+    if max(ids) >= vocab_size:
+        raise DataError(f"token id {max(ids)} is beyond the model's vocabulary of {vocab_size}")
+    return ids
+
+
+class _TextStream:
+    """Prints text as its tokens come; a character whose bytes are not all there yet waits."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
+        self._shown = 0
+        self.show([])
+
+    def show(self, new_ids: list[int]) -> None:
+        text = self._tokenizer.decode([*self._prompt_ids, *new_ids])
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[self._shown :], end="", flush=True)
+            self._shown = len(text)

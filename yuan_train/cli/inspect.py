@@ -1,0 +1,301 @@
+"""`yuan-train inspect PATH`: what a model, run, cluster, plan, profile, token file or checkpoint holds.
+
+And whether it is whole: what is torn or breaks a law ends with exit code 2 and every reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from yuan_train.config.cluster import load_cluster
+from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.load import is_mapping, read_document
+from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.plan import Plan, load_plan
+from yuan_train.config.profile import load_profile
+from yuan_train.config.run import Source, load_run
+from yuan_train.config.units import show_bytes, show_seconds
+
+Facts = dict[str, Any]
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="say what a file or checkpoint holds, and whether it is whole",
+        description="Says what PATH holds: a model, run, cluster, plan or profile file; token files (their "
+        "prefix, or the .idx); or a checkpoint's directory. Exits with 2 and the reasons if it is not whole.",
+    )
+    parser.add_argument("path", metavar="PATH", help="a file, a directory, or a prefix of token files")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the facts. With --json, what is not whole is also told as JSON, before the error."""
+    path = Path(arguments.path)
+    facts: Facts = {"kind": "unknown", "path": str(path), "whole": True}
+    problem: YuanError | None = None
+    try:
+        facts["kind"] = kind_of(path)
+        facts |= INSPECT[facts["kind"]](path)
+        if not facts["whole"]:
+            faults = facts.get("faults") or ["it is not whole"]
+            problem = YuanError("\n".join(f"{path}: {fault}" for fault in faults))
+    except YuanError as error:
+        problem = error
+        facts |= {"whole": False, "faults": str(error).splitlines()}
+    if arguments.json:
+        print(json.dumps(facts, ensure_ascii=False))
+    elif problem is None:
+        print("\n".join(_lines(facts)))
+    if problem is not None:
+        raise problem
+    return 0
+
+
+def kind_of(path: Path) -> str:
+    """What stands at `path`: a key of INSPECT. Raises ConfigError if nothing tells."""
+    if path.is_dir():
+        return "tokenizer" if (path / "tokenizer.model").exists() else "checkpoint"
+    if path.suffix in (".idx", ".bin") or any(Path(f"{path}{end}").exists() for end in (".idx", ".bin")):
+        return "tokens"
+    if path.suffix == ".model":
+        return "tokenizer"
+    document = read_document(path)
+    keys = set(document.value) if is_mapping(document.value) else set[str]()
+    for kind, telling in _TELLING_KEYS.items():
+        if keys & telling:
+            return kind
+    raise ConfigError(
+        f"{path}: its keys tell no kind of file (a model has num_layers, a run train, a cluster nodes, "
+        "a plan pipelines, a profile entries)"
+    )
+
+
+_TELLING_KEYS = {
+    # In this order: a plan and a run hold a model, a profile may hold links as a cluster does.
+    "plan": {"pipelines", "ranks"},
+    "profile": {"entries"},
+    "cluster": {"nodes", "device_types"},
+    "run": {"data", "train", "optimizer"},
+    "model": {"num_layers", "hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size"},
+}
+
+
+# --- one function per kind: what it holds ----------------------------------------------------------------
+
+
+def inspect_model(path: Path) -> Facts:
+    """Sizes, parameters and FLOP of a model."""
+    return _model_facts(load_model(path))
+
+
+def inspect_run(path: Path) -> Facts:
+    """Lengths of a run, and whether its data is there."""
+    config = load_run(path)
+    tokens = config.train.global_batch_size * config.data.sequence_length
+    flops = config.model.training_flops(config.data.sequence_length)
+    return {
+        "model": config.model.name,
+        "parameters": config.model.parameters,
+        "steps": config.train.steps,
+        "global_batch_size": config.train.global_batch_size,
+        "sequence_length": config.data.sequence_length,
+        "tokens_per_step": tokens,
+        "tokens": tokens * config.train.steps,
+        "training_flops": flops * tokens * config.train.steps,
+        "precision": config.train.precision,
+        "data": [_source_facts(source) for source in (*config.data.train, *config.data.validation)],
+        "checkpoints": config.checkpoint.directory,
+        "log": config.log.directory,
+    }
+
+
+def inspect_cluster(path: Path) -> Facts:
+    """The cards of a cluster."""
+    cluster = load_cluster(path)
+    cards = [cluster.device_type(card.type) for card in cluster.cards]
+    return {
+        "name": cluster.name,
+        "nodes": [
+            {
+                "name": group.name,
+                "count": group.count,
+                "devices": group.devices,
+                "device": group.device,
+                "memory": show_bytes(cluster.device_type(group.device).memory),
+                "bf16": cluster.device_type(group.device).bf16 is not None,
+            }
+            for group in cluster.nodes
+        ],
+        "cards": len(cards),
+        "memory_bytes": sum(card.memory for card in cards),
+        "cards_without_bf16": sum(card.bf16 is None for card in cards),
+        "dedicated_links": len(cluster.links),
+    }
+
+
+def inspect_plan(path: Path) -> Facts:
+    """The stages of a plan; loading it has checked every law."""
+    plan = load_plan(path)
+    forecast = plan.forecast
+    return {
+        "valid": True,
+        "cluster": plan.cluster,
+        "model": plan.model.name,
+        "parameters": plan.model.parameters,
+        "sequence_length": plan.sequence_length,
+        "global_batch_size": plan.global_batch_size,
+        "schedule": plan.schedule,
+        "optimizer_sharding": plan.optimizer_sharding,
+        "world_size": plan.world_size,
+        "pipelines": len(plan.pipelines),
+        "stages": [
+            _stage_facts(plan, p, s)
+            for p, pipeline in enumerate(plan.pipelines)
+            for s in range(len(pipeline.stages))
+        ],
+        "forecast_step_seconds": forecast.step_seconds if forecast else None,
+        "forecast_source": forecast.source if forecast else None,
+    }
+
+
+def inspect_profile(path: Path) -> Facts:
+    """What was measured."""
+    profile = load_profile(path)
+    return {
+        "source": profile.source,
+        "model": profile.model,
+        "machine": profile.machine,
+        "precision": profile.precision,
+        "sequence_length": profile.sequence_length,
+        "entries": [
+            {
+                "device_type": entry.device_type,
+                "tensor_parallel": entry.tensor_parallel,
+                "micro_batch_size": entry.micro_batch_size,
+                "recompute": entry.recompute,
+                "layers": len(entry.layers),
+                "layer_forward": show_seconds(entry.layers[0].forward_seconds),
+                "layer_backward": show_seconds(entry.layers[0].backward_seconds),
+            }
+            for entry in profile.entries
+        ],
+        "links": [f"{link.from_} to {link.to}" for link in profile.links],
+    }
+
+
+def inspect_tokens(path: Path) -> Facts:
+    """Documents and tokens of a pair of token files; opening them has checked that they are whole."""
+    from yuan_train.data.indexed import IndexedDataset
+
+    return {key: value for key, value in asdict(IndexedDataset(path).facts()).items() if value is not None}
+
+
+def inspect_tokenizer(path: Path) -> Facts:
+    """Size and special tokens of a tokenizer."""
+    from yuan_train.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(path)
+    return {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, "sha256": tokenizer.digest}
+
+
+def inspect_checkpoint(path: Path) -> Facts:
+    """What a checkpoint says of itself."""
+    from yuan_train.checkpoint.load import describe
+
+    return describe(path)
+
+
+INSPECT: dict[str, Callable[[Path], Facts]] = {
+    "model": inspect_model,
+    "run": inspect_run,
+    "cluster": inspect_cluster,
+    "plan": inspect_plan,
+    "profile": inspect_profile,
+    "tokens": inspect_tokens,
+    "tokenizer": inspect_tokenizer,
+    "checkpoint": inspect_checkpoint,
+}
+
+
+def _model_facts(model: ModelConfig) -> Facts:
+    length = model.max_sequence_length
+    return {
+        "name": model.name,
+        "attention": model.attention,
+        "parameters": model.parameters,
+        "parameters_per_layer": model.layer_parameters,
+        "embedding_parameters": model.embedding_parameters,
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": length,
+        "forward_flops_per_token": model.training_flops(length) // 3,
+        "training_flops_per_token": model.training_flops(length),
+    }
+
+
+def _source_facts(source: Source) -> Facts:
+    there = all(Path(f"{source.prefix}{end}").exists() for end in (".bin", ".idx"))
+    return {"prefix": source.prefix, "weight": source.weight, "there": there}
+
+
+def _stage_facts(plan: Plan, p: int, s: int) -> Facts:
+    stage = plan.pipelines[p].stages[s]
+    facts: Facts = {
+        "pipeline": p,
+        "stage": s,
+        "layers": list(stage.layers),
+        "embedding": stage.embedding,
+        "head": stage.head,
+        "replicas": [list(replica) for replica in stage.replicas],
+        "cards": sorted({plan.ranks[rank].type for rank in stage.ranks}),
+        "recompute": stage.recompute,
+    }
+    for entry in plan.forecast.stages if plan.forecast else ():
+        if (entry.pipeline, entry.stage) == (p, s):
+            facts["peak_memory_bytes"] = entry.peak_memory_bytes
+    return facts
+
+
+# --- for a reader ----------------------------------------------------------------------------------------
+
+
+def _lines(facts: Facts) -> list[str]:
+    """`key: value` lines; a list of facts gets one line per item below its key."""
+    width = max(map(len, facts)) + 1
+    lines: list[str] = []
+    for key, value in facts.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            lines += [f"{key}:", *("  " + _one_line(item) for item in value)]
+        else:
+            lines.append(f"{key + ':':<{width}} {_show(key, value)}")
+    return lines
+
+
+def _one_line(facts: Facts) -> str:
+    return "  ".join(f"{key} {_show(key, value)}" for key, value in facts.items())
+
+
+def _show(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key.endswith("_bytes"):
+        return show_bytes(value)
+    if key.endswith("_seconds"):
+        return show_seconds(value)
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return f"{value:,}" if value < 1e15 else f"{value:.4g}"
+    return str(value)

@@ -1,0 +1,155 @@
+"""`yuan-train COMMAND ...`: finds the command, runs it, and turns errors into messages and exit codes.
+
+A command lives in `yuan_train/cli/<name, - as _>.py` and has two functions: `register(subparsers)`, which
+adds its parser and sets `run` as a default of it, and `run(arguments) -> int`. Only the module of the
+command asked for is imported, so that `yuan-train --help` and `yuan-train plan --help` answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from yuan_train import __version__
+from yuan_train.config.errors import YuanError
+
+COMMANDS = {
+    "plan": "cut a model unevenly over the cards of a cluster; forecast time and memory",
+    "simulate": "run a plan's schedule in virtual time; write a timeline",
+    "profile": "measure this machine's cards, and the links between them",
+    "tokenizer": "train a tokenizer on text",
+    "preprocess": "turn text into token files",
+    "train": "train; one process alone, or each rank under torchrun",
+    "launch": "start this machine's ranks of a plan, or print the line for each node",
+    "generate": "write text with a trained model",
+    "evaluate": "loss and perplexity of a trained model on token files",
+    "import-hf": "turn a Hugging Face model into a checkpoint",
+    "export-hf": "turn a checkpoint into a Hugging Face model",
+    "inspect": "say what a file or checkpoint holds, and whether it is whole",
+    "doctor": "say what is installed, what is missing and what that costs",
+}
+NOT_THERE_YET = frozenset({"evaluate", "import-hf", "export-hf", "doctor"})
+"""Commands that are promised and not written; a name leaves this list together with its module's arrival."""
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, with `key=value` overrides before, between and after options."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["allow_abbrev"] = False
+        super().__init__(*args, **kwargs)
+        self._intermixed = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        # By itself, argparse fills a positional `*` at the first gap between options, even an empty one.
+        overrides = any(not action.option_strings and action.nargs == "*" for action in self._actions)
+        if self._intermixed or not overrides:
+            return super().parse_known_args(args, namespace)
+        self._intermixed = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixed = False
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, as other errors of the user are printed; exit with 2."""
+        self.print_usage(sys.stderr)
+        self.exit(USER_ERROR, f"error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; return its exit code: 0 done, 2 wrong input, 3 no plan fits, 1 anything else."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    logging.getLogger("yuan_train").setLevel(logging.INFO)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except YuanError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return 1
+        # A bug of ours, whose place is worth more than a neat line.
+        traceback.print_exc()
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else None
+    if name is None:
+        _overview().print_help(sys.stderr)
+        return USER_ERROR
+    if name.startswith("-"):
+        _overview().parse_args(arguments)
+        raise YuanError(f"{name}: a command comes first; `yuan-train --help` lists them")
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise YuanError(f"there is no command {name!r}; {hint}(has: {', '.join(COMMANDS)})")
+    if name in NOT_THERE_YET:
+        raise YuanError(f"`yuan-train {name}` is not there yet; CHANGELOG.md says what is")
+    parser = Parser(prog="yuan-train")
+    subparsers = parser.add_subparsers(parser_class=Parser, required=True)
+    importlib.import_module(f"yuan_train.cli.{name.replace('-', '_')}").register(subparsers)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(unknown, subparsers.choices[name])
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    return run(parsed)
+
+
+def _refuse(unknown: list[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Stop with the first argument that the command does not know."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    close = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    parser.error(f"unknown argument {unknown[0]!r}{hint}")
+
+
+def _overview() -> Parser:
+    """The parser of `yuan-train --help`: every command with its line, none of their modules."""
+    width = max(map(len, COMMANDS))
+    lines = [
+        f"  {name:<{width}}  {text}{' (not there yet)' if name in NOT_THERE_YET else ''}"
+        for name, text in COMMANDS.items()
+    ]
+    parser = Parser(
+        prog="yuan-train",
+        usage="yuan-train COMMAND ...",
+        description="Pretraining of large language models on clusters of unlike cards.\n\ncommands:\n"
+        + "\n".join(lines),
+        epilog="`yuan-train COMMAND --help` says more.\n"
+        "Exit codes: 0 done, 2 the input is wrong, 3 no plan fits, 1 anything else.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"yuan-train {__version__}")
+    return parser
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads our output any more (`| head`); if so, Python's own last flush is silenced."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

@@ -1,0 +1,87 @@
+"""yuan-train preprocess --input F... --tokenizer DIR --out PREFIX: text to Megatron `.bin/.idx`."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yuan_train.data.preprocess import Progress
+
+REPORT_SECONDS = 2.0
+NAMED_FILES = 5  # skipped files named one by one; the rest are only counted
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "preprocess",
+        help="turn text or jsonl into Megatron .bin/.idx token files",
+        description="Encodes documents, ends each with <eod>, and writes PREFIX.bin and PREFIX.idx. A .jsonl "
+        "file holds one document per line; any other file is one document. The bytes do not depend on "
+        "--workers.",
+    )
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE", help="text or .jsonl files, in order"
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.model, or the model"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="PREFIX", help="path of the token files without .bin or .idx"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="processes that encode (default 1)"
+    )
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Encodes and reports; DataError for inputs that cannot be read, with file:line."""
+    from yuan_train.data.preprocess import preprocess
+
+    done = preprocess(
+        arguments.input,
+        arguments.tokenizer,
+        arguments.out,
+        workers=arguments.workers,
+        text_key=arguments.text_key,
+        report=_progress_line(),
+    )
+    for path in done.undecodable[:NAMED_FILES]:
+        print(f"skipped {path}: not UTF-8", file=sys.stderr)
+    if len(done.undecodable) > NAMED_FILES:
+        print(f"skipped {len(done.undecodable) - NAMED_FILES} more that are not UTF-8", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.prefix}.bin, .idx: {done.documents} documents, {done.tokens} tokens, {done.dtype}; "
+            f"skipped {done.empty} empty, {len(done.undecodable)} not UTF-8"
+        )
+    return 0
+
+
+def _progress_line() -> "Callable[[Progress], None]":
+    """A report that prints to stderr at most every two seconds."""
+    started = last = time.monotonic()
+
+    def report(progress: "Progress") -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < REPORT_SECONDS:
+            return
+        last = now
+        rate = progress.text_bytes / (now - started) / 1e6
+        print(
+            f"preprocess: {progress.documents} documents, {progress.tokens} tokens, {rate:.1f} MB/s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return report

@@ -1,0 +1,421 @@
+"""Token files: Megatron's `PREFIX.bin` (token ids back to back) and `PREFIX.idx` (where documents lie).
+
+Bytes, little-endian: magic, u64 version, u8 type code, u64 N sequences, u64 D document entries, then int32
+lengths [N] in tokens, int64 byte offsets [N] into `.bin`, int64 documents [D] (first 0, last N). The arrays
+start at byte 34, so they are unaligned. The writer makes one sequence per document.
+"""
+
+import contextlib
+import logging
+import os
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from yuan_train.config.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"MMIDIDX\x00\x00"
+OLD_MAGIC = b"TNTIDX"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+TYPE_CODES = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+FLOAT_TYPE_CODES = (6, 7)
+SMALL_VOCABULARY = 65_500  # Megatron's border, not 65,536: the same vocabulary must give the same bytes.
+CHUNK_ENTRIES = 1 << 20  # entries of the index worked on at a time, so that checks need little memory
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type that Megatron stores ids of this vocabulary in: uint16 below 65,500, else int32."""
+    return np.dtype("<u2") if vocab_size < SMALL_VOCABULARY else np.dtype("<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """`PREFIX.bin`; a prefix may hold dots, so nothing is replaced."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """`PREFIX.idx`."""
+    return Path(f"{prefix}.idx")
+
+
+class IndexedWriter:
+    """Writes documents to `PREFIX.bin.tmp` and `PREFIX.idx.tmp`; renames both when they are whole.
+
+    Use as a context manager: leaving it normally commits, leaving it by an exception removes the temporaries
+    and leaves an older pair as it was. Memory is 4 bytes per document.
+
+    Raises DataError when the prefix names no file, when a file cannot be written, or when nothing was added.
+    """
+
+    def __init__(self, prefix: str | Path, *, dtype: np.dtype) -> None:
+        if str(prefix).endswith(("/", os.sep)) or not Path(prefix).name:
+            raise DataError(
+                f"{prefix}: is a folder; wanted a prefix of files such as {Path(prefix) / 'corpus'}"
+            )
+        if Path(prefix).suffix in (".bin", ".idx"):
+            raise DataError(f"{prefix}: wanted the prefix alone, {Path(prefix).with_suffix('')}")
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        self.num_tokens = 0
+        self._lengths = array("i")
+        self._bin_tmp = Path(f"{prefix}.bin.tmp")
+        self._idx_tmp = Path(f"{prefix}.idx.tmp")
+        try:
+            self._bin_tmp.parent.mkdir(parents=True, exist_ok=True)
+            self._bin: BinaryIO = self._bin_tmp.open("wb")
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.discard()
+
+    @property
+    def num_documents(self) -> int:
+        """Documents added so far."""
+        return len(self._lengths)
+
+    def add(self, tokens: np.ndarray | Sequence[int]) -> None:
+        """Appends one document of token ids [T]."""
+        self.add_many(np.asarray(tokens, dtype=self.dtype), [len(tokens)])
+
+    def add_many(self, tokens: np.ndarray, lengths: Sequence[int]) -> None:
+        """Appends documents that lie back to back in `tokens` [sum of lengths], of the writer's dtype."""
+        assert tokens.dtype == self.dtype and tokens.ndim == 1 and len(tokens) == sum(lengths)
+        try:
+            self._bin.write(tokens.tobytes())
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        self._lengths.extend(lengths)
+        self.num_tokens += len(tokens)
+
+    def commit(self) -> None:
+        """Makes both files whole and gives them their names; `.idx` last, so an index means a whole pair."""
+        try:
+            if not self._lengths:
+                raise DataError(f"{self.prefix}: no documents to write; the input held no text")
+            self._finish()
+        except OSError as error:
+            self.discard()
+            raise self._cannot_write(error) from error
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Removes the temporaries."""
+        # On a full disk closing fails too, for it writes what is left; the file goes away all the same.
+        with contextlib.suppress(OSError):
+            self._bin.close()
+        self._bin_tmp.unlink(missing_ok=True)
+        self._idx_tmp.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        _sync_and_close(self._bin)
+        with self._idx_tmp.open("wb") as idx:
+            idx.writelines(_index_bytes(self._lengths, self.dtype))
+            _sync_and_close(idx)
+        # An older index must not outlive its .bin: between the two renames there is no index at all.
+        idx_path(self.prefix).unlink(missing_ok=True)
+        os.replace(self._bin_tmp, bin_path(self.prefix))
+        os.replace(self._idx_tmp, idx_path(self.prefix))
+        _sync_folder(self._bin_tmp.parent)
+
+    def _cannot_write(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self.prefix}: cannot write the token files: {error.strerror or error}; "
+            "free the space or choose another --out"
+        )
+
+
+def _index_bytes(lengths: array, dtype: np.dtype) -> Iterator[bytes]:
+    """The whole `.idx` file for one sequence per document, in pieces."""
+    num_sequences = len(lengths)
+    type_code = next(code for code, known in TYPE_CODES.items() if known == dtype)
+    yield HEADER.pack(MAGIC, VERSION, type_code, num_sequences, num_sequences + 1)
+    all_lengths = np.frombuffer(lengths, dtype=np.intc)
+    for first in range(0, num_sequences, CHUNK_ENTRIES):
+        yield all_lengths[first : first + CHUNK_ENTRIES].astype("<i4").tobytes()
+    offset_bytes = 0
+    for first in range(0, num_sequences, CHUNK_ENTRIES):
+        ends = offset_bytes + np.cumsum(
+            all_lengths[first : first + CHUNK_ENTRIES].astype(np.int64) * dtype.itemsize
+        )
+        yield np.concatenate(([offset_bytes], ends[:-1])).astype("<i8").tobytes()
+        offset_bytes = int(ends[-1])
+    for first in range(0, num_sequences + 1, CHUNK_ENTRIES):
+        yield np.arange(first, min(first + CHUNK_ENTRIES, num_sequences + 1), dtype="<i8").tobytes()
+
+
+def _sync_and_close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the renames themselves last; file systems without this ability are let be."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class IndexedFacts:
+    """What a pair of token files holds; lengths are in tokens."""
+
+    prefix: str
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    shortest_document: int
+    longest_document: int
+    bin_bytes: int
+    idx_bytes: int
+    note: str | None
+
+
+class IndexedDataset:
+    """The documents of `PREFIX.bin` and `PREFIX.idx`, memory-mapped and checked on opening.
+
+    `prefix` may also be the path of either file. `note` holds one sentence when the index deviates from
+    Megatron's form in a way that is safe to read.
+
+    Raises DataError for files that are missing, torn or of another kind.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = _strip_suffix(prefix)
+        self.note: str | None = None
+        _require_pair(self.prefix)
+        self._idx_bytes = idx_path(self.prefix).stat().st_size
+        self._bin_bytes = bin_path(self.prefix).stat().st_size
+        self.dtype, self.num_sequences, num_entries = self._read_header()
+        self._check_idx_size(num_entries)
+        index = np.memmap(idx_path(self.prefix), dtype=np.uint8, mode="r")
+        cuts = HEADER.size + np.cumsum([0, 4 * self.num_sequences, 8 * self.num_sequences, 8 * num_entries])
+        self._lengths = index[cuts[0] : cuts[1]].view("<i4")
+        self._offsets = index[cuts[1] : cuts[2]].view("<i8")
+        self.num_tokens = self._check_sequences()
+        self._documents = self._check_documents(index[cuts[2] : cuts[3]].view("<i8"))
+        self._tokens: np.ndarray = (
+            np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r")
+            if self.num_tokens
+            else np.zeros(0, dtype=self.dtype)
+        )
+
+    @property
+    def num_documents(self) -> int:
+        """Documents; D - 1 of the file, or N where Yuan's own tool left the document index empty."""
+        return self.num_sequences if self._documents is None else len(self._documents) - 1
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def document_starts(self, documents: np.ndarray | None = None) -> np.ndarray:
+        """First token of each document (of all of them without `documents`), int64 [D]."""
+        sequences = self._first_sequence(documents)
+        ends = np.append(self._offsets, self._bin_bytes) if self._has_empty_tail() else self._offsets
+        return ends[sequences] // self.dtype.itemsize
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [D]."""
+        if self._one_sequence_each():
+            return self._lengths.astype(np.int64)
+        return np.diff(np.append(self.document_starts(), self.num_tokens))
+
+    def document(self, number: int) -> np.ndarray:
+        """Token ids [T] of one document, a view of the file."""
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"document {number} of {self.num_documents}")
+        first = int(self.document_starts(np.array([number]))[0])
+        last = self.num_tokens
+        if number + 1 < self.num_documents:
+            last = int(self.document_starts(np.array([number + 1]))[0])
+        return self._tokens[first:last]
+
+    def tokens(self, first: int, last: int) -> np.ndarray:
+        """Token ids [first, last) of the file, a view."""
+        return self._tokens[first:last]
+
+    def sequence_lengths(self) -> np.ndarray:
+        """Tokens of each sequence as stored, int32 [N], a view of the file."""
+        return self._lengths
+
+    def facts(self) -> IndexedFacts:
+        """What the files hold, for `inspect`."""
+        lengths = self.document_lengths()
+        return IndexedFacts(
+            prefix=self.prefix,
+            documents=self.num_documents,
+            sequences=self.num_sequences,
+            tokens=self.num_tokens,
+            dtype=self.dtype.name,
+            shortest_document=int(lengths.min()),
+            longest_document=int(lengths.max()),
+            bin_bytes=self._bin_bytes,
+            idx_bytes=self._idx_bytes,
+            note=self.note,
+        )
+
+    def _one_sequence_each(self) -> bool:
+        return self._documents is None or len(self._documents) == self.num_sequences + 1
+
+    def _has_empty_tail(self) -> bool:
+        # A document without sequences at the very end starts at sequence N, which has no offset.
+        return self._documents is not None and bool(self._documents[-2] == self.num_sequences)
+
+    def _first_sequence(self, documents: np.ndarray | None) -> np.ndarray:
+        if self._documents is None:
+            return np.arange(self.num_sequences) if documents is None else documents
+        return self._documents[:-1] if documents is None else self._documents[documents]
+
+    def _read_header(self) -> tuple[np.dtype, int, int]:
+        path = idx_path(self.prefix)
+        with path.open("rb") as file:
+            header = file.read(HEADER.size)
+        if header.startswith(OLD_MAGIC):
+            raise DataError(
+                f"{path}: foreign magic: this is the older TNTIDX format, which cannot be memory-mapped; "
+                "preprocess the text again"
+            )
+        if not header.startswith(MAGIC[: len(header)]):
+            raise DataError(f"{path}: foreign magic {header[:9]!r}; wanted {MAGIC!r} of a Megatron .idx file")
+        if len(header) < HEADER.size:
+            raise DataError(
+                f"{path}: {len(header)} bytes, shorter than the header of {HEADER.size}; preprocess again"
+            )
+        _, version, type_code, num_sequences, num_entries = HEADER.unpack(header)
+        if version != VERSION:
+            raise DataError(
+                f"{path}: version {version}; wanted {VERSION}; write it with a current preprocess"
+            )
+        if type_code in FLOAT_TYPE_CODES:
+            raise DataError(f"{path}: type code {type_code} holds floating-point numbers; wanted token ids")
+        if type_code not in TYPE_CODES:
+            raise DataError(f"{path}: unknown type code {type_code}; wanted one of {sorted(TYPE_CODES)}")
+        if not num_sequences:
+            raise DataError(f"{path}: holds no sequences; preprocess text that is not empty")
+        return TYPE_CODES[type_code], num_sequences, num_entries
+
+    def _check_idx_size(self, num_entries: int) -> None:
+        path = idx_path(self.prefix)
+        wanted = HEADER.size + 12 * self.num_sequences + 8 * num_entries
+        if self._idx_bytes == wanted + self.num_sequences:
+            raise DataError(f"{path}: holds modes of multimodal sequences; wanted text alone")
+        if self._idx_bytes != wanted:
+            state = "torn" if self._idx_bytes < wanted else "too long"
+            raise DataError(
+                f"{path}: {state}: {self._idx_bytes} bytes, wanted {wanted} for {self.num_sequences} "
+                f"sequences and {num_entries} document entries; copy or preprocess it again"
+            )
+
+    def _check_sequences(self) -> int:
+        """The number of tokens, after checking lengths, offsets and the size of `.bin`."""
+        path = idx_path(self.prefix)
+        end_bytes = 0
+        for first in range(0, self.num_sequences, CHUNK_ENTRIES):
+            lengths = self._lengths[first : first + CHUNK_ENTRIES].astype(np.int64)
+            if lengths.min() < 0:
+                bad = first + int(np.argmin(lengths))
+                raise DataError(f"{path}: sequence {bad} has length {lengths.min()}; preprocess again")
+            ends = end_bytes + np.cumsum(lengths * self.dtype.itemsize)
+            starts = ends - lengths * self.dtype.itemsize
+            differs = self._offsets[first : first + CHUNK_ENTRIES] != starts
+            if differs.any():
+                bad = int(np.argmax(differs))
+                raise DataError(
+                    f"{path}: offsets must increase by the lengths: sequence {first + bad} starts at byte "
+                    f"{self._offsets[first + bad]}, wanted {starts[bad]}; preprocess again"
+                )
+            end_bytes = int(ends[-1])
+        if self._bin_bytes != end_bytes:
+            state = "truncated" if self._bin_bytes < end_bytes else "too long"
+            raise DataError(
+                f"{bin_path(self.prefix)}: {state}: {self._bin_bytes} bytes, wanted {end_bytes} by the "
+                f"lengths in {path.name}; copy or preprocess it again"
+            )
+        return end_bytes // self.dtype.itemsize
+
+    def _check_documents(self, documents: np.ndarray) -> np.ndarray | None:
+        """The document index, or None where it is Yuan's own, which stands for one sequence per document."""
+        path = idx_path(self.prefix)
+        if len(documents) == 1 and documents[0] == 0:
+            self.note = (
+                "empty document index, as Yuan's own preprocessing writes it: each sequence is a document"
+            )
+            logger.info("%s: %s", path, self.note)
+            return None
+        if len(documents) < 2 or documents[0] != 0:
+            first = documents[0] if len(documents) else "nothing"
+            raise DataError(
+                f"{path}: the document index starts with {first}, wanted 0 and an end; preprocess again"
+            )
+        if documents[-1] != self.num_sequences:
+            raise DataError(
+                f"{path}: the last document entry is {documents[-1]}, wanted the number of sequences "
+                f"{self.num_sequences}; preprocess again"
+            )
+        for first in range(0, len(documents), CHUNK_ENTRIES):
+            # One entry more than the chunk, so that the step between chunks is looked at too.
+            if (np.diff(documents[first : first + CHUNK_ENTRIES + 1]) < 0).any():
+                raise DataError(f"{path}: document entries must increase; preprocess again")
+        return documents
+
+
+def _strip_suffix(prefix: str | Path) -> str:
+    text = str(prefix)
+    named_a_file = text.endswith((".idx", ".bin")) and not idx_path(text).exists()
+    return text[: -len(".idx")] if named_a_file else text
+
+
+def _require_pair(prefix: str) -> None:
+    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    if not missing:
+        return
+    names = " and ".join(str(path) for path in missing)
+    raise DataError(f"{prefix}: no {names}; {_what_to_do(prefix)}")
+
+
+def _what_to_do(prefix: str) -> str:
+    advice = f"make them with: yuan-train preprocess --input TEXT --tokenizer DIR --out {prefix}"
+    if Path(f"{prefix}.bin.tmp").exists():
+        return f"an interrupted preprocess left {prefix}.bin.tmp; {advice}"
+    folder, name = Path(prefix).parent, Path(prefix).name
+    if not folder.is_dir():
+        return f"there is no folder {folder}; {advice}"
+    others = sorted(path.stem for path in folder.glob("*.idx") if path.stem.startswith(name))
+    if others:
+        return f"did you mean {folder / others[0]}? Otherwise {advice}"
+    return advice

@@ -1,0 +1,246 @@
+"""Batches of packed samples from a blend of corpora; any sample by its number, with no state to save.
+
+The batch of step t with G sequences is samples [t G, (t + 1) G) of the global order. A pipeline reads its
+sub-range of that, a micro-batch its sub-range of the pipeline's: the loader never needs a rank.
+"""
+
+import hashlib
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from yuan_train.config.errors import DataError
+from yuan_train.data.indexed import CHUNK_ENTRIES, IndexedDataset
+from yuan_train.data.sampler import (
+    BlendOrder,
+    EpochOrder,
+    blend_order,
+    epoch_order,
+    hash_key,
+    sample_position,
+    samples_in,
+    split_documents,
+)
+
+logger = logging.getLogger(__name__)
+
+CACHED_EPOCHS = 2  # a batch may lie across an epoch's border
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Packed sequences: `targets` is `inputs` one token further on. Both int64 [B, S]."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+
+
+class Corpus:
+    """Samples of S+1 tokens from some documents of a token file, in a new random order each epoch.
+
+    `identity` names the order together with `seed`; it comes from the file's contents, so that a corpus keeps
+    its order when it is moved. Memory: 12 bytes a document for each cached epoch, 12 for the corpus.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        *,
+        documents: np.ndarray,
+        sequence_length: int,
+        seed: int,
+        identity: str,
+        vocab_size: int | None,
+    ) -> None:
+        assert sequence_length >= 1
+        self.dataset = dataset
+        self.prefix = dataset.prefix
+        self.sequence_length = sequence_length
+        self._documents = documents
+        self._lengths = dataset.document_lengths()[documents]
+        self._seed = seed
+        self._identity = identity
+        self._vocab_size = vocab_size
+        self._epochs: dict[int, EpochOrder] = {}
+        self.num_tokens = int(self._lengths.sum())
+        self.samples_per_epoch = samples_in(self.num_tokens, sequence_length)
+        if not self.samples_per_epoch:
+            raise DataError(
+                f"{self.prefix}: {self.num_tokens} tokens in {len(documents)} documents, but "
+                f"one sample needs sequence_length + 1 = {sequence_length + 1}; give more text or a shorter "
+                "sequence_length"
+            )
+
+    @property
+    def num_documents(self) -> int:
+        """Documents read by this part of the corpus."""
+        return len(self._documents)
+
+    def sample(self, index: int) -> np.ndarray:
+        """Token ids of sample `index`, which counts on over the epochs: int64 [S + 1].
+
+        Raises DataError when an id is beyond the vocabulary.
+        """
+        position = sample_position(
+            index,
+            num_tokens=self.num_tokens,
+            sequence_length=self.sequence_length,
+            seed=self._seed,
+            identity=self._identity,
+        )
+        order = self._epoch(position.epoch)
+        pieces = order.pieces(position.first, position.first + self.sequence_length + 1)
+        starts = self.dataset.document_starts(np.array([document for document, _, _ in pieces]))
+        tokens = np.concatenate(
+            [
+                self.dataset.tokens(int(start) + first, int(start) + last)
+                for start, (_, first, last) in zip(starts, pieces, strict=True)
+            ]
+        ).astype(np.int64)
+        self._check_ids(tokens)
+        return tokens
+
+    def _epoch(self, epoch: int) -> EpochOrder:
+        if epoch not in self._epochs:
+            while len(self._epochs) >= CACHED_EPOCHS:
+                del self._epochs[next(iter(self._epochs))]
+            key = hash_key("documents", self._seed, self._identity, epoch)
+            self._epochs[epoch] = epoch_order(self._documents, self._lengths, key)
+        return self._epochs[epoch]
+
+    def _check_ids(self, tokens: np.ndarray) -> None:
+        largest, smallest = int(tokens.max()), int(tokens.min())
+        if smallest < 0:
+            raise DataError(
+                f"{self.prefix}: token id {smallest}; wanted ids from 0 on; preprocess the text again"
+            )
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise DataError(
+                f"{self.prefix}: token id {largest} is beyond the model's vocabulary of {self._vocab_size}; "
+                "preprocess with the tokenizer of this model, or raise vocab_size in the model file"
+            )
+
+
+class Blend:
+    """Several corpora read in proportion to their weights, as one endless sequence of samples."""
+
+    def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
+        assert len(corpora) == len(weights) >= 1
+        self.corpora = tuple(corpora)
+        self.order: BlendOrder = blend_order(tuple(weights))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Shares in use; they sum to one."""
+        total = sum(self.order.units)
+        return tuple(unit / total for unit in self.order.units)
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(corpus, sample number within it) of a sample of the global order."""
+        return self.order.locate(sample)
+
+    def epochs(self, num_samples: int) -> tuple[float, ...]:
+        """How often each corpus is read in the first `num_samples` samples."""
+        return tuple(
+            self.order.count(number, num_samples) / corpus.samples_per_epoch
+            for number, corpus in enumerate(self.corpora)
+        )
+
+    def batch(self, first_sample: int, count: int) -> Batch:
+        """Samples [first_sample, first_sample + count) of the global order.
+
+        Raises DataError when a token id is beyond the vocabulary.
+        """
+        assert first_sample >= 0 and count >= 1
+        located = [self.locate(number) for number in range(first_sample, first_sample + count)]
+        tokens = np.stack([self.corpora[corpus].sample(index) for corpus, index in located])
+        # Copies, so that neither holds the other's memory and both are contiguous.
+        return Batch(inputs=tokens[:, :-1].copy(), targets=tokens[:, 1:].copy())
+
+
+def open_corpora(
+    sources: Sequence[tuple[str, float]],
+    *,
+    sequence_length: int,
+    seed: int,
+    vocab_size: int | None,
+    split: tuple[float, float] | None = None,
+    part: Literal["train", "validation"] = "train",
+) -> Blend:
+    """Opens (prefix, weight) pairs as one blend; weights need not sum to one.
+
+    With `split`, each corpus is divided by document into (train, validation) shares and `part` is read;
+    without it `part` only gives the order another seed. The division depends on the corpus alone, not on the
+    seed: a document held out once stays held out in a later run.
+
+    Raises DataError for missing or torn files, weights that are not above zero, a share without documents,
+    and a corpus shorter than one sample.
+    """
+    _check_sources(sources)
+    corpora = []
+    identities: dict[str, int] = {}
+    for prefix, _ in sources:
+        dataset = IndexedDataset(prefix)
+        content = _content_identity(dataset)
+        # The same text listed twice must not be read in step with itself.
+        copy = identities[content] = identities.get(content, -1) + 1
+        corpora.append(
+            Corpus(
+                dataset,
+                documents=_documents_of(dataset, split, part, content),
+                sequence_length=sequence_length,
+                seed=seed,
+                identity=f"{content}/{copy}/{part}",
+                vocab_size=vocab_size,
+            )
+        )
+    blend = Blend(corpora, [weight for _, weight in sources])
+    for corpus, weight in zip(corpora, blend.weights, strict=True):
+        logger.info(
+            "%s (%s): %d documents, %d tokens, %d samples per epoch, share %.6f",
+            corpus.prefix,
+            part,
+            corpus.num_documents,
+            corpus.num_tokens,
+            corpus.samples_per_epoch,
+            weight,
+        )
+    return blend
+
+
+def _check_sources(sources: Sequence[tuple[str, float]]) -> None:
+    if not sources:
+        raise DataError("data: no corpora; name at least one {prefix: PATH, weight: 1.0}")
+    for prefix, weight in sources:
+        if not math.isfinite(weight) or weight <= 0:
+            raise DataError(
+                f"{prefix}: weight {weight}; wanted a number above 0; take the corpus out to skip it"
+            )
+
+
+def _documents_of(
+    dataset: IndexedDataset,
+    split: tuple[float, float] | None,
+    part: Literal["train", "validation"],
+    content: str,
+) -> np.ndarray:
+    if split is None:
+        size = dataset.num_documents
+        return np.arange(size, dtype=np.uint32 if size < 1 << 32 else np.int64)
+    train, validation = split_documents(
+        dataset.num_documents, split, hash_key("split", content), where=dataset.prefix
+    )
+    return train if part == "train" else validation
+
+
+def _content_identity(dataset: IndexedDataset) -> str:
+    """Tells corpora apart by their lengths: cheap, and the same wherever the files lie."""
+    digest = hashlib.sha256(f"{dataset.num_documents} {dataset.num_tokens}".encode())
+    lengths = dataset.sequence_lengths()
+    for first in range(0, len(lengths), CHUNK_ENTRIES):
+        digest.update(lengths[first : first + CHUNK_ENTRIES].tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,207 @@
+"""Text to token files: documents are encoded by worker processes and written in the order of the input.
+
+Every document ends in the end-of-document id exactly once. The bytes depend on the inputs and the tokenizer
+alone, not on the number of workers. Memory is bounded: a few chunks of text per worker are in flight at any
+time.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from yuan_train.config.errors import DataError
+from yuan_train.data.indexed import IndexedWriter, bin_path, token_dtype
+from yuan_train.data.text import Item, check_inputs, decode_item, read_items
+from yuan_train.data.tokenizer import Tokenizer
+
+CHUNK_BYTES = 1 << 20  # of text handed to a worker at once: some tenths of a second of work
+CHUNK_ITEMS = 4_096
+CHUNKS_PER_WORKER = 3  # in flight: one in work, one waiting, one being written
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """What was written, and what was left out."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    empty: int
+    undecodable: tuple[str, ...]
+    vocab_size: int
+    dtype: str
+    bin_bytes: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts so far."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """What a worker needs to know, in a form that travels to it."""
+
+    tokenizer: str
+    digest: str
+    text_key: str
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """The documents of one chunk, back to back."""
+
+    tokens: np.ndarray
+    lengths: list[int]
+    text_bytes: int
+    empty: int
+    undecodable: list[str]
+
+
+def preprocess(
+    inputs: Sequence[str | Path],
+    tokenizer: str | Path,
+    prefix: str | Path,
+    *,
+    workers: int = 1,
+    text_key: str = "text",
+    report: Callable[[Progress], None] | None = None,
+) -> Preprocessed:
+    """Encodes the documents of `inputs` to `PREFIX.bin` and `PREFIX.idx`.
+
+    A `.jsonl` file holds one document per line, under `text_key`; any other file is one document. Blank
+    documents and files that are not UTF-8 are skipped and counted. `report` is called after every chunk.
+
+    Raises DataError for unreadable inputs, a malformed line (with file:line), a missing tokenizer, a worker
+    that died, and when no document is left; then nothing is written and older files stay as they were.
+    """
+    if workers < 1:
+        raise DataError(f"--workers: {workers}; wanted at least 1")
+    check_inputs(inputs)
+    loaded = Tokenizer.load(tokenizer)
+    dtype = token_dtype(loaded.vocab_size)
+    encoder = _Encoder(tokenizer=str(loaded.path), digest=loaded.digest, text_key=text_key)
+    empty, text_bytes = 0, 0
+    undecodable: list[str] = []
+    with IndexedWriter(prefix, dtype=dtype) as writer:
+        for encoded in _encode_in_order(encoder, _chunks(read_items(inputs)), workers):
+            writer.add_many(encoded.tokens, encoded.lengths)
+            empty += encoded.empty
+            text_bytes += encoded.text_bytes
+            undecodable += encoded.undecodable
+            if report:
+                report(Progress(writer.num_documents, writer.num_tokens, text_bytes))
+    return Preprocessed(
+        prefix=str(prefix),
+        documents=writer.num_documents,
+        tokens=writer.num_tokens,
+        empty=empty,
+        undecodable=tuple(undecodable),
+        vocab_size=loaded.vocab_size,
+        dtype=dtype.name,
+        bin_bytes=bin_path(prefix).stat().st_size,
+    )
+
+
+def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
+    chunk: list[Item] = []
+    size_bytes = 0
+    for item in items:
+        chunk.append(item)
+        size_bytes += item.size_bytes
+        if size_bytes >= CHUNK_BYTES or len(chunk) >= CHUNK_ITEMS:
+            yield chunk
+            chunk, size_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _encode_in_order(encoder: _Encoder, chunks: Iterator[list[Item]], workers: int) -> Iterator[_Encoded]:
+    if workers == 1:
+        yield from (_encode_chunk(encoder, chunk) for chunk in chunks)
+        return
+    # spawn: a forked copy of a process with threads (sentencepiece, numpy) can hang. An executor rather than
+    # a Pool: it raises when a worker is killed, where a Pool waits for ever.
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    try:
+        yield from _drain_in_order(pool, encoder, chunks, limit=CHUNKS_PER_WORKER * workers)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a preprocessing worker died, most likely for want of memory; nothing was written; "
+            "use fewer --workers or split the largest documents"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _drain_in_order(
+    pool: ProcessPoolExecutor, encoder: _Encoder, chunks: Iterator[list[Item]], *, limit: int
+) -> Iterator[_Encoded]:
+    """Results in the order of the chunks, with at most `limit` chunks in flight."""
+    in_flight: deque[Future[_Encoded]] = deque()
+    for chunk in chunks:
+        in_flight.append(pool.submit(_encode_chunk, encoder, chunk))
+        if len(in_flight) >= limit:
+            yield in_flight.popleft().result()
+    while in_flight:
+        yield in_flight.popleft().result()
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(tokenizer: str, digest: str) -> Tokenizer:
+    """Each worker loads the tokenizer once; the digest keeps a retrained one from being taken for the old."""
+    loaded = Tokenizer.load(tokenizer)
+    if loaded.digest != digest:
+        raise DataError(f"{tokenizer}: changed during preprocessing; run preprocess again")
+    return loaded
+
+
+def _encode_chunk(encoder: _Encoder, chunk: list[Item]) -> _Encoded:
+    tokenizer = _loaded(encoder.tokenizer, encoder.digest)
+    documents: list[np.ndarray] = []
+    undecodable: list[str] = []
+    empty, text_bytes = 0, 0
+    for item in chunk:
+        text = decode_item(item, text_key=encoder.text_key)
+        if text is None:
+            undecodable.append(item.path)
+        elif not text.strip():
+            empty += 1
+        else:
+            documents.append(_encode_document(tokenizer, text, item))
+            text_bytes += item.size_bytes
+    dtype = token_dtype(tokenizer.vocab_size)
+    return _Encoded(
+        tokens=np.concatenate(documents) if documents else np.zeros(0, dtype=dtype),
+        lengths=[len(document) for document in documents],
+        text_bytes=text_bytes,
+        empty=empty,
+        undecodable=undecodable,
+    )
+
+
+def _encode_document(tokenizer: Tokenizer, text: str, item: Item) -> np.ndarray:
+    ids = tokenizer.encode(text)
+    # Control symbols of our own models cannot come from text; a foreign model may hold <eod> as an ordinary
+    # piece.
+    if tokenizer.eod_id in ids:
+        where = f"{item.path}:{item.line_number}" if item.line_number else item.path
+        raise DataError(
+            f"{where}: the text itself gives the end-of-document id {tokenizer.eod_id}; escape that text"
+        )
+    ids.append(tokenizer.eod_id)
+    tokens = np.array(ids, dtype=np.int64)
+    if tokens.max() >= tokenizer.vocab_size:
+        raise DataError(f"{tokenizer.path}: gives id {tokens.max()} beyond its {tokenizer.vocab_size} pieces")
+    return tokens.astype(token_dtype(tokenizer.vocab_size))

@@ -1,0 +1,84 @@
+"""Parts of a layer: linear maps, embedding, norm, rotary tables, feed-forward.
+
+B = sequences, S = tokens of a sequence, H = hidden size, N = heads, D = size of a head,
+F = feed-forward width, V = vocabulary.
+
+Parameters are created empty; `transformer.init_weights` or a checkpoint fills them. A part of a layer cut
+over several cards has the same modules with fewer rows or columns, so nothing here reads a width from the
+config that the weights already say.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from yuan_kernels import ops
+
+
+class Linear(nn.Module):
+    """x weight^T without bias; weight is [out, in]."""
+
+    def __init__(self, in_size: int, out_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, in_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] of x [..., in]."""
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """Rows of weight [V, H] by token."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Return [B, S, H] of int64 tokens [B, S]."""
+        return F.embedding(tokens_BS, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim, statistics in fp32 (fp64 for fp64)."""
+
+    def __init__(self, hidden_size: int, epsilon: float, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., H] in x's dtype."""
+        return ops.rms_norm(x, self.weight, epsilon=self.epsilon)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(z0) * z1), where up gives (z0, z1)."""
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.up = Linear(hidden_size, 2 * ffn_hidden_size, device=device, dtype=dtype)
+        self.down = Linear(ffn_hidden_size, hidden_size, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, S, H] of x [B, S, H]."""
+        return self.down(ops.swiglu(self.up(x)))
+
+
+def rotary_tables(
+    positions: Tensor, *, head_dim: int, base: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return (cos, sin) [B or 1, S, D/2] of the angles position * base^(-2i/D) (Su et al. 2021).
+
+    Always computed in fp32, or fp64 where `dtype` is fp64: bf16 has 8 significant bits, so positions above
+    256 would share their angles. (The published training code does round them.)
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+    angles = positions.to(wide).unsqueeze(-1) * (1.0 / base**exponents)
+    return angles.cos(), angles.sin()

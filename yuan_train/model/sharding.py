@@ -1,0 +1,34 @@
+"""What may be cut over the cards of a tensor-parallel group, by module name. Data only.
+
+column      weight [out, in] by rows: each card makes a part of the output
+row         weight [out, in] by columns: each card takes a part of the input, and the outputs are summed
+filter      the C = H/2 channels between both convolutions: conv1.weight [C, H, 2] and conv1.bias [C] by
+            dim 0, conv2.weight [H, C, 2] by dim 1; conv2.bias is whole, and added once, after the sum
+vocabulary  weight [V, H] by rows
+whole       on every card
+
+The module of each parameter matches exactly one pattern (`fnmatch`; `*` is the number of a layer).
+"""
+
+SHARDING = {
+    "embedding": "vocabulary",
+    "layers.*.attention_norm": "whole",
+    "layers.*.filter.conv1": "filter",
+    "layers.*.filter.conv2": "filter",
+    "layers.*.filter.norm": "whole",
+    "layers.*.attention.value": "column",
+    "layers.*.attention.query_key": "column",
+    "layers.*.attention.out": "row",
+    "layers.*.feed_forward_norm": "whole",
+    "layers.*.feed_forward.up": "column",
+    "layers.*.feed_forward.down": "row",
+    "final_norm": "whole",
+    "head": "vocabulary",
+}
+
+ROW_BLOCKS = {"layers.*.feed_forward.up": 2}
+"""Column-cut weights made of several matrices, one above the other: each of them is cut by itself.
+
+`up` is (z0, z1): a card needs the same rows of both. (`query_key` is interleaved per head instead, so that a
+run of its rows is a run of whole heads.)
+"""

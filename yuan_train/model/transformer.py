@@ -1,0 +1,330 @@
+"""The Yuan 2.0 transformer, whole or any run of its layers, on one device.
+
+    layer:  u = RMSNorm(x);  x += attention(u, filter(u));  x += feed_forward(RMSNorm(x))
+
+(Yuan 2.0 paper, section 2; IEIT-Yuan/Yuan-2.0:megatron/model/transformer.py:697.) Parameter names are
+global: a part of the model has the names, shapes and initial values that the whole model has.
+
+B = sequences, S = tokens of a sequence, H = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from yuan_kernels import ops
+
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import ModelConfig, model_laws
+from yuan_train.model.attention import Attention, LayerCache, LocalizedFilter
+from yuan_train.model.documents import DocumentRanges
+from yuan_train.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
+
+IGNORE_INDEX = -100
+"""Target of a token that is not trained."""
+
+
+@dataclass
+class Cache:
+    """What a model keeps of the tokens it has read: one entry per layer, by global layer number."""
+
+    layers: dict[int, LayerCache]
+    max_length: int
+    length: int = 0
+
+
+class Block(nn.Module):
+    """One layer. Without `filter` (plain attention) queries and keys come from the norm."""
+
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, epsilon = config.hidden_size, config.norm_epsilon
+        self.attention_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
+        self.filter = (
+            LocalizedFilter(config, device=device, dtype=dtype)
+            if config.attention == "localized_filter"
+            else None
+        )
+        self.attention = Attention(config, device=device, dtype=dtype)
+        self.feed_forward_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
+        self.feed_forward = FeedForward(hidden, config.ffn_hidden_size, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x_BSH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        document_start: Tensor | None = None,
+        document_ranges: DocumentRanges | None = None,
+    ) -> Tensor:
+        """Return [B, S, H]."""
+        u_BSH = self.attention_norm(x_BSH)
+        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start)
+        x_BSH = x_BSH + self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
+        return x_BSH + self.feed_forward(self.feed_forward_norm(x_BSH))
+
+    def step(
+        self,
+        x_BSH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: LayerCache,
+        first: int,
+        document_start: Tensor | None,
+        visible: Tensor | None,
+    ) -> Tensor:
+        """Return [B, S, H] of tokens [first, first + S), and add them to `cache`."""
+        u_BSH = filtered_BSH = self.attention_norm(x_BSH)
+        if self.filter is not None:
+            assert cache.filter_state is not None
+            filtered_BSH, cache.filter_state = self.filter.step(u_BSH, cache.filter_state, document_start)
+        x_BSH = x_BSH + self.attention.step(u_BSH, filtered_BSH, rotary, cache, first, visible)
+        return x_BSH + self.feed_forward(self.feed_forward_norm(x_BSH))
+
+
+class Transformer(nn.Module):
+    """The model, or a part of it: embedding, layers [first, last), head (final norm and output matrix).
+
+    Parameters are empty until `init_weights` or a checkpoint fills them. With tied embeddings the output
+    matrix is `embedding.weight`: the same parameter where a part has both, a copy where it has the head
+    alone.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layers: tuple[int, int] | None = None,
+        embedding: bool = True,
+        head: bool = True,
+        recompute: Literal["none", "full"] | str = "none",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Build the part.
+
+        Args:
+            config: sizes of the whole model.
+            layers: half-open range of global layer numbers, possibly empty; None for all.
+            embedding: whether the part begins with the token embedding.
+            head: whether it ends with the final norm and the output matrix.
+            recompute: `none`, or `full` to keep only each layer's input and run it again in the backward.
+            device: where the parameters are; None for the CPU.
+            dtype: of all parameters, and of what passes between the layers.
+
+        Raises:
+            ValueError: the sizes do not fit each other, `layers` leaves the model, or `recompute` is another
+                word.
+        """
+        super().__init__()
+        for problem in model_laws(config):
+            raise ConfigError(f"model {config.name}: {'.'.join(map(str, problem.path))}: {problem.message}")
+        first, last = layers if layers is not None else (0, config.num_layers)
+        if not 0 <= first <= last <= config.num_layers:
+            raise ValueError(f"layers [{first}, {last}) do not lie within [0, {config.num_layers})")
+        if recompute not in ("none", "full"):
+            raise ValueError(f"recompute {recompute!r} is unknown; use 'none' or 'full'")
+        self.config = config
+        self.has_embedding = embedding
+        self.has_head = head
+        self.recompute = recompute
+        device = torch.device("cpu" if device is None else device)
+        sizes = (config.vocab_size, config.hidden_size)
+        if embedding or (head and config.tie_embeddings):
+            self.embedding = Embedding(*sizes, device=device, dtype=dtype)
+        # Not a ModuleList: its keys would count from 0 in every part.
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config, device=device, dtype=dtype) for i in range(first, last)}
+        )
+        if head:
+            self.final_norm = RMSNorm(config.hidden_size, config.norm_epsilon, device=device, dtype=dtype)
+        if head and not config.tie_embeddings:
+            self.head = Linear(config.hidden_size, config.vocab_size, device=device, dtype=dtype)
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """The output matrix [V, H] of a part with a head."""
+        assert self.has_head, "this part of the model has no head"
+        return self.embedding.weight if self.config.tie_embeddings else self.head.weight
+
+    @property
+    def blocks(self) -> dict[int, Block]:
+        """The layers by global number, in order."""
+        return {int(name): cast(Block, block) for name, block in self.layers.items()}
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        document_start: Tensor | None = None,
+        document_ranges: DocumentRanges | None = None,
+    ) -> Tensor:
+        """Return the hidden state [B, S, H] after this part; after the final norm if it has the head.
+
+        Args:
+            x: tokens int64 [B, S] if the part has the embedding, else the hidden state [B, S, H].
+            positions: int64 [B, S] for the rotary embedding; None counts from 0 in each sequence.
+            document_start: bool [B, S], where the localized filter forgets; None: nowhere.
+            document_ranges: tokens that attend to each other only; None: whole sequences. All three come
+                from `documents.find_resets`, once per micro-batch.
+        """
+        x_BSH = self.embedding(x) if self.has_embedding else x
+        rotary = self._rotary(x_BSH, positions)
+        for block in self.blocks.values():
+            x_BSH = self._run(block, x_BSH, rotary, document_start, document_ranges)
+        return self.final_norm(x_BSH) if self.has_head else x_BSH
+
+    def loss(
+        self, hidden_BSH: Tensor, targets_BS: Tensor, *, reduction: Literal["sum", "none"] = "sum"
+    ) -> Tensor:
+        """Return the cross-entropy of `forward`'s hidden state, in fp32 (fp64 for fp64), in nats.
+
+        Targets are int64 [B, S], already shifted; `IGNORE_INDEX` marks tokens that are not trained. `sum`
+        gives the sum over tokens, a scalar; `none` the loss of each token, [B, S].
+        """
+        losses = ops.linear_cross_entropy(
+            hidden_BSH.flatten(0, 1),
+            self.output_weight,
+            targets_BS.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction=reduction,
+        )
+        return losses if reduction == "sum" else losses.view_as(targets_BS)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [..., V] of `forward`'s hidden state [..., H]; fp32 for 16-bit models."""
+        logits = F.linear(hidden, self.output_weight)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def new_cache(self, *, batch_size: int, max_length: int) -> Cache:
+        """Return an empty cache for at most `max_length` tokens of `batch_size` sequences."""
+        return Cache(
+            {i: _new_layer_cache(b, batch_size, max_length) for i, b in self.blocks.items()}, max_length
+        )
+
+    @torch.no_grad()
+    def forward_cached(
+        self,
+        x: Tensor,
+        cache: Cache,
+        *,
+        positions: Tensor | None = None,
+        document_start: Tensor | None = None,
+        visible_from: Tensor | None = None,
+    ) -> Tensor:
+        """Return the hidden state [B, S, H] of the next S tokens, and add them to `cache`.
+
+        Any S: a prefix in one piece, in chunks, or token by token gives what `forward` gives over the whole.
+
+        Args:
+            x: as in `forward`, the next tokens only.
+            cache: of `new_cache`, of this model.
+            positions: int64 [B, S]; None continues to count from the cache's length.
+            document_start: bool [B, S], where the localized filter forgets.
+            visible_from: int64 [B, S], for each token the first one, counted from the cache's start, that
+                it attends to; None: all before it.
+
+        Raises:
+            ValueError: the cache has no room for S more tokens.
+        """
+        x_BSH = self.embedding(x) if self.has_embedding else x
+        first, count = cache.length, x_BSH.shape[1]
+        if first + count > cache.max_length:
+            raise ValueError(f"{count} tokens do not fit a cache that holds {first} of {cache.max_length}")
+        if positions is None:
+            positions = torch.arange(first, first + count, device=x_BSH.device).unsqueeze(0)
+        rotary = self._rotary(x_BSH, positions)
+        visible = _visible(first, count, visible_from, device=x_BSH.device)
+        for i, block in self.blocks.items():
+            x_BSH = block.step(x_BSH, rotary, cache.layers[i], first, document_start, visible)
+        cache.length += count
+        return self.final_norm(x_BSH) if self.has_head else x_BSH
+
+    def _rotary(self, x_BSH: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        if positions is None:
+            positions = torch.arange(x_BSH.shape[1], device=x_BSH.device).unsqueeze(0)
+        config = self.config
+        return rotary_tables(positions, head_dim=config.head_dim, base=config.rope_base, dtype=x_BSH.dtype)
+
+    def _run(
+        self,
+        block: Block,
+        x_BSH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        document_start: Tensor | None,
+        document_ranges: DocumentRanges | None,
+    ) -> Tensor:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return block(x_BSH, rotary, document_start, document_ranges)
+        # Nothing in a layer is random, so there is no generator state to keep.
+        return cast(
+            Tensor,
+            checkpoint(
+                block,
+                x_BSH,
+                rotary,
+                document_start,
+                document_ranges,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            ),
+        )
+
+
+def init_weights(model: Transformer, *, seed: int) -> None:
+    """Fill the parameters of a model, or of a part of it, with `initial_weight` by their global names."""
+    for name, parameter in model.named_parameters():
+        weight = initial_weight(model.config, name, tuple(parameter.shape), seed=seed)
+        with torch.no_grad():
+            parameter.copy_(weight)
+
+
+def initial_weight(config: ModelConfig, name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
+    """Return the initial value of a parameter, fp32 on the CPU, from its global name and global shape.
+
+    Each name has a generator of its own, so the value depends neither on the part of the model that asks
+    nor on the order of asking. Norms are 1; the filter's convolutions U(-r, r) with
+    r = 1 / sqrt(2 * input channels), weights and biases (PyTorch's Conv2d default, as published);
+    attention.out and feed_forward.down N(0, init_std / sqrt(2 * num_layers)); all else N(0, init_std).
+    """
+    weight = torch.empty(shape, dtype=torch.float32)
+    if name.endswith("norm.weight"):
+        return weight.fill_(1.0)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if ".filter.conv" in name:
+        in_size = config.hidden_size if ".conv1." in name else config.hidden_size // 2
+        bound = 1.0 / math.sqrt(2 * in_size)
+        return weight.uniform_(-bound, bound, generator=generator)
+    std = config.init_std
+    if name.endswith((".attention.out.weight", ".feed_forward.down.weight")):
+        std /= math.sqrt(2 * config.num_layers)
+    return weight.normal_(0.0, std, generator=generator)
+
+
+def _new_layer_cache(block: Block, batch_size: int, max_length: int) -> LayerCache:
+    """An empty cache as wide as the weights: a cut layer caches its own heads and channels."""
+    value, head_dim = block.attention.value.weight, block.attention.head_dim
+    shape = (batch_size, max_length, value.shape[0] // head_dim, head_dim)
+    filter_state = None
+    if block.filter is not None:
+        channels, hidden = block.filter.conv1.weight.shape[:2]
+        filter_state = (value.new_zeros(batch_size, hidden), value.new_zeros(batch_size, channels))
+    return LayerCache(value.new_zeros(shape), value.new_zeros(shape), filter_state)
+
+
+def _visible(first: int, count: int, visible_from: Tensor | None, *, device: torch.device) -> Tensor | None:
+    """bool [B or 1, 1, S, first + S] of the tokens [first, first + S); None where no mask is needed."""
+    if visible_from is None and (first == 0 or count == 1):
+        return None
+    keys = torch.arange(first + count, device=device)
+    visible = (keys <= keys[first:].unsqueeze(1)).unsqueeze(0)
+    if visible_from is not None:
+        visible = visible & (keys >= visible_from.unsqueeze(-1))
+    return visible.unsqueeze(1)

@@ -1,0 +1,90 @@
+"""Process groups: the only caller of `new_group`.
+
+Every rank creates every group, in one order: partial creation hangs when ranks own different numbers of
+groups (pytorch/pytorch #173608). Each edge and direction has a group of its own, so that no message waits
+behind another, and a first small message warms it up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.config.errors import TrainingError
+from yuan_train.parallel.grid import Grid
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a plan, by what they are for; empty in a process alone."""
+
+    edges: Mapping[tuple[int, int], dist.ProcessGroup]
+    owners: Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+def join(*, device: torch.device, timeout_seconds: float) -> None:
+    """Meet the other ranks that the launcher started. Raises TrainingError if they do not come.
+
+    After a restart the launcher's store still holds the dead attempt's addresses, so each attempt works
+    under a prefix of its own.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"attempt-{attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise TrainingError(f"the ranks could not meet within {timeout_seconds:g} s: {error}") from error
+
+
+def leave() -> None:
+    """Part from the other ranks, if any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_groups(grid: Grid, *, device: torch.device) -> Groups:
+    """Create and warm up the groups of a plan; collective over all ranks."""
+    if not dist.is_initialized():
+        return Groups({}, {})
+    edges = {edge: dist.new_group(list(edge)) for edge in grid.edges}
+    shared = dict.fromkeys(bucket.owners for bucket in grid.buckets if len(bucket.owners) > 1)
+    owners = {ranks: dist.new_group(list(ranks)) for ranks in shared}
+    groups = Groups(edges, owners)
+    _warm_up(groups, device)
+    return groups
+
+
+def _warm_up(groups: Groups, device: torch.device) -> None:
+    """Use each group once, in one order; a peer that is not there is named."""
+    rank = dist.get_rank()
+    token = torch.zeros(1, device=device)
+    for (sender, receiver), group in groups.edges.items():
+        try:
+            if rank == sender:
+                dist.send(token, receiver, group=group)
+            elif rank == receiver:
+                dist.recv(token, sender, group=group)
+        except RuntimeError as error:
+            raise TrainingError(
+                f"rank {rank}: the link from rank {sender} to rank {receiver} failed: {error}"
+            ) from error
+    for ranks, group in groups.owners.items():
+        if rank in ranks:
+            try:
+                dist.all_reduce(token, group=group)
+            except RuntimeError as error:
+                raise TrainingError(
+                    f"rank {rank}: the gradient group of ranks {list(ranks)} failed: {error}"
+                ) from error

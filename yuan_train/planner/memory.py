@@ -1,0 +1,60 @@
+"""Peak bytes of a stage on each of its cards, by category. Never pooled over cards.
+
+    M = parameters + gradients + optimizer + in_flight * activations + logits + buffers + reserved
+
+(planning notes: weights + gradients + optimizer + in_flight * act + transient + edge buffers + reserve.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from yuan_train.config.plan import MemoryForecast
+from yuan_train.planner.timing import UnitCost
+
+MESSAGES_PER_EDGE = 2
+"""One being sent and one being received, beside the boundary tensors of the micro-batches in flight."""
+
+
+def in_flight(schedule: str, *, stage: int, num_stages: int, num_micro_batches: int) -> int:
+    """Most micro-batches whose forward has begun and whose backward has not ended, on stage 0, 1, ...
+
+    1F1B: min(P - s, m). GPipe: m.
+    """
+    if schedule == "gpipe":
+        return num_micro_batches
+    assert schedule == "1f1b", f"no count for schedule {schedule!r}"
+    return min(num_stages - stage, num_micro_batches)
+
+
+def stage_memory(
+    units: Sequence[UnitCost],
+    *,
+    has_embedding: bool,
+    has_head: bool,
+    tied: bool,
+    in_flight: int,
+    boundary_bytes: float,
+    reserved_bytes: float,
+) -> MemoryForecast:
+    """Peak bytes of a stage that holds `units` in the model's order, embedding and head where it has them.
+
+    `boundary_bytes` is one hidden state between two stages; a stage keeps it, for each micro-batch in flight, at
+    each of its edges. A stage with both ends of a tied model holds the table once. The head's transient (a block of logits, or
+    its scaled gradient) counts as logits, the largest of the other units' as buffers.
+    """
+    once = units[1:] if tied and has_embedding and has_head else units
+    body = units[:-1] if has_head else units
+    tail = units[-1:] if has_head else ()
+    num_edges = (not has_embedding) + (not has_head)
+    return MemoryForecast(
+        parameters=sum(unit.parameter_bytes for unit in once),
+        gradients=sum(unit.gradient_bytes for unit in once),
+        optimizer=sum(unit.optimizer_bytes for unit in once),
+        activations=in_flight * sum(unit.activation_bytes for unit in units),
+        logits=sum(in_flight * unit.logit_bytes + unit.transient_bytes for unit in tail),
+        buffers=max((unit.transient_bytes for unit in body), default=0.0)
+        + boundary_bytes * num_edges * (in_flight + MESSAGES_PER_EDGE),
+        reserved=reserved_bytes,
+    )
+

@@ -1,0 +1,464 @@
+"""Cutting a line of units over an ordered line of cards: exact dynamic programming, and proof by enumeration.
+
+An `Instance` is the whole problem as numbers: D slots (a slot is one card, or one card of each equal pipeline),
+U units in the model's order, C choices of recompute. A `Cut` is an answer: which slots, in which order, and
+where the line is cut. Each stage has at least one unit; embedding and head are units, so that a stage may hold
+no layer at all.
+
+What a stage costs is a table over [first unit, end unit) for each kind of slot and each number of micro-batches
+in flight; 1F1B's in-flight count is min(stages to the end, m), so a table belongs to a distance from the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from yuan_train.planner.memory import MESSAGES_PER_EDGE
+from yuan_train.planner.simulator import simulate_many
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+SIMULATION_ROWS = 20_000
+"""Plans simulated at a time: bounds the memory of a batch."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Instance:
+    """What one micro-batch costs on each slot. C choices, D slots, U units, M sizes of message."""
+
+    schedule: str
+    num_micro_batches: int
+    overlap: bool
+    forward_seconds: Floats
+    """[C, D, U]"""
+    backward_seconds: Floats
+    """[C, D, U]"""
+    resident_bytes: Floats
+    """[C, D, U]: held all the time, summed over a stage."""
+    activation_bytes: Floats
+    """[C, D, U]: times the micro-batches in flight, summed over a stage."""
+    transient_bytes: Floats
+    """[C, D, U]: the largest of a stage counts, once."""
+    capacity_bytes: Floats
+    """[D]: what the above may take together."""
+    whole_model_saving_bytes: Floats
+    """[D]: what a stage with all units holds less (a tied table is there once)."""
+    boundary_bytes: float
+    """For each of a stage's edges and each micro-batch in flight, and for the messages on the way."""
+    message_seconds: Floats
+    """[M, D, D]: from slot i to slot j."""
+    message_of: Integers
+    """[U]: size of the message behind each unit; its gradient has the same."""
+    sync_seconds: Floats
+    """[D, U]: after the last backward, summed over a stage."""
+    update_seconds: Floats
+    """[D, U]: after all that, the slowest stage counts."""
+    ends_seconds: Floats
+    """[D, D]: between both, where slot i has the first and j the last unit."""
+    order: tuple[int, ...] | None
+    """Slots in the order of the stages; None: any order."""
+    use_all: bool
+    """Whether every slot must have a stage."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.forward_seconds.shape[1]
+
+    @property
+    def num_units(self) -> int:
+        return self.forward_seconds.shape[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """An answer: stage s runs units [bounds[s], bounds[s + 1]) on slot order[s] with recompute choice choices[s]."""
+
+    order: tuple[int, ...]
+    bounds: tuple[int, ...]
+    choices: tuple[int, ...]
+    step_seconds: float
+
+    @property
+    def sort_key(self) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+        """By time to 12 digits, then by the cut itself: never by rounding noise."""
+        return (float(f"{self.step_seconds:.11e}"), self.order, self.bounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortfall:
+    """The stage that misses its card's memory by most in the cut that misses it by least."""
+
+    order: tuple[int, ...]
+    bounds: tuple[int, ...]
+    stage: int
+    choice: int
+    needed_bytes: float
+    capacity_bytes: float
+
+
+class StageTables:
+    """Stage costs over [first, end) by slot and micro-batches in flight, computed when first asked for."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.kind_of = _kinds(instance)
+        self._seconds: dict[tuple[int, int], tuple[Floats, Integers]] = {}
+        units = instance.num_units
+        first, end = np.meshgrid(np.arange(units + 1), np.arange(units + 1), indexing="ij")
+        self._edges = (first > 0).astype(float) + (end < units)
+        self._empty = end <= first
+        self._whole = (first == 0) & (end == units)
+
+    def stage(self, slot: int, in_flight: int) -> tuple[Floats, Integers]:
+        """(seconds [U+1, U+1], choice [U+1, U+1]) of one micro-batch; inf where the stage is empty or too big.
+
+        The choice is the fastest that fits; of equals, the first.
+        """
+        key = (int(self.kind_of[slot]), in_flight)
+        if key not in self._seconds:
+            needed = self.needed_bytes(slot, in_flight)
+            seconds = self.work(slot)
+            seconds = np.where(needed <= self.instance.capacity_bytes[slot], seconds, np.inf)
+            seconds[:, self._empty] = np.inf
+            choice = seconds.argmin(axis=0)
+            self._seconds[key] = (seconds.min(axis=0), choice)
+        return self._seconds[key]
+
+    def needed_bytes(self, slot: int, in_flight: int) -> Floats:
+        """Bytes beyond the reserve, [C, U+1, U+1]; inf for an empty stage."""
+        x = self.instance
+        needed = _range_sums(x.resident_bytes[:, slot]) + in_flight * _range_sums(x.activation_bytes[:, slot])
+        needed += _range_maxima(x.transient_bytes[:, slot])
+        needed += x.boundary_bytes * self._edges * (in_flight + MESSAGES_PER_EDGE)
+        needed -= x.whole_model_saving_bytes[slot] * self._whole
+        needed[:, self._empty] = np.inf
+        return needed
+
+    def work(self, slot: int) -> Floats:
+        """Forward and backward seconds, [C, U+1, U+1], whether it fits or not."""
+        x = self.instance
+        return _range_sums(x.forward_seconds[:, slot] + x.backward_seconds[:, slot])
+
+    def in_flight(self, stage: int, num_stages: int) -> int:
+        """Micro-batches in flight on a stage; `memory.in_flight` says the same."""
+        m = self.instance.num_micro_batches
+        return m if self.instance.schedule == "gpipe" else min(num_stages - stage, m)
+
+    def lines(self, order: Sequence[int]) -> list[Floats]:
+        """Seconds tables of the stages of an order."""
+        return [self.stage(slot, self.in_flight(s, len(order)))[0] for s, slot in enumerate(order)]
+
+    def edges(self, order: Sequence[int]) -> tuple[list[Floats], list[Floats]]:
+        """Seconds of activation and gradient over each edge of an order, [U+1] by the unit that follows the cut."""
+        x = self.instance
+        size = np.concatenate(([0], x.message_of))
+        there = [x.message_seconds[size, a, b] for a, b in zip(order, order[1:], strict=False)]
+        back = [x.message_seconds[size, b, a] for a, b in zip(order, order[1:], strict=False)]
+        return there, back
+
+
+# --- simulating ------------------------------------------------------------------------------------------
+
+
+def simulate_cuts(tables: StageTables, orders: Integers, bounds: Integers) -> Floats:
+    """Step seconds, [N], of cuts with P stages: orders [N, P], bounds [N, P + 1]; inf where one does not fit."""
+    parts = [
+        _simulate_batch(tables, orders[i : i + SIMULATION_ROWS], bounds[i : i + SIMULATION_ROWS])
+        for i in range(0, len(orders), SIMULATION_ROWS)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def make_cut(tables: StageTables, order: Sequence[int], bounds: Sequence[int], step_seconds: float) -> Cut:
+    """The cut with its choices of recompute filled in."""
+    choices = (
+        int(tables.stage(slot, tables.in_flight(s, len(order)))[1][bounds[s], bounds[s + 1]])
+        for s, slot in enumerate(order)
+    )
+    return Cut(
+        order=tuple(int(slot) for slot in order),
+        bounds=tuple(int(b) for b in bounds),
+        choices=tuple(choices),
+        step_seconds=float(step_seconds),
+    )
+
+
+def _simulate_batch(tables: StageTables, orders: Integers, bounds: Integers) -> Floats:
+    x = tables.instance
+    count, stages = orders.shape
+    forward, backward = np.zeros((count, stages)), np.zeros((count, stages))
+    sync, update = np.zeros((count, stages)), np.zeros((count, stages))
+    fits = np.ones(count, dtype=bool)
+    prefix = {
+        name: np.concatenate((np.zeros((*values.shape[:-1], 1)), values.cumsum(axis=-1)), axis=-1)
+        for name, values in (
+            ("forward", x.forward_seconds),
+            ("backward", x.backward_seconds),
+            ("sync", x.sync_seconds),
+            ("update", x.update_seconds),
+        )
+    }
+    for s in range(stages):
+        first, end = bounds[:, s], bounds[:, s + 1]
+        choice = np.zeros(count, dtype=np.int64)
+        for slot in np.unique(orders[:, s]):
+            rows = orders[:, s] == slot
+            seconds, choices = tables.stage(int(slot), tables.in_flight(s, stages))
+            fits[rows] &= np.isfinite(seconds[first[rows], end[rows]])
+            choice[rows] = choices[first[rows], end[rows]]
+        slots = orders[:, s]
+        for target, name in ((forward, "forward"), (backward, "backward")):
+            target[:, s] = prefix[name][choice, slots, end] - prefix[name][choice, slots, first]
+        sync[:, s] = prefix["sync"][slots, end] - prefix["sync"][slots, first]
+        update[:, s] = prefix["update"][slots, end] - prefix["update"][slots, first]
+    size = x.message_of[bounds[:, 1:-1] - 1]
+    ends = simulate_many(
+        x.schedule,
+        num_micro_batches=x.num_micro_batches,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        send_activation_seconds=x.message_seconds[size, orders[:, :-1], orders[:, 1:]],
+        send_gradient_seconds=x.message_seconds[size, orders[:, 1:], orders[:, :-1]],
+        overlap=x.overlap,
+    )
+    step = (ends + sync).max(axis=1) + x.ends_seconds[orders[:, 0], orders[:, -1]] + update.max(axis=1)
+    return np.where(fits, step, np.inf)
+
+
+# --- a fixed order ---------------------------------------------------------------------------------------
+
+
+def threshold_bounds(tables: StageTables, order: Sequence[int], *, limit: int = 24) -> list[tuple[int, ...]]:
+    """Cuts of an order that minimise sum(stages + messages) under rising limits on the slowest stage or link.
+
+    Step time is about sum + (m - 1) * period (planning notes, section 5), and the period is at least the
+    slowest stage and the slowest message. For each limit t the smallest sum is found by dynamic programming;
+    t rises from the smallest that is possible, and stops where (m - 1) * t alone exceeds the best. At most
+    `limit` values of t are tried. Exact for this objective if no value had to be left out; the objective
+    itself is only what the simulation is later asked about. Empty if nothing fits.
+    """
+    m = tables.instance.num_micro_batches
+    lines, edges = _stage_lines(tables, order), _edge_seconds(tables, order)
+    values = np.unique(np.concatenate([line[np.isfinite(line)] for line in lines]))
+    least = _smallest(values, lambda t: _minimal_sum(lines, edges, t) is not None)
+    if least is None:
+        return []
+    found: dict[tuple[int, ...], None] = {}
+    best = math.inf
+    for t in _spread(values[least:], limit):
+        if (m - 1) * t > best:
+            break
+        answer = _minimal_sum(lines, edges, float(t))
+        assert answer is not None
+        total, bounds = answer
+        found[bounds] = None
+        slowest = max(line[a, b] for line, a, b in zip(lines, bounds, bounds[1:], strict=False))
+        best = min(best, total + (m - 1) * slowest)
+    return list(found)
+
+
+def _spread(values: Floats, limit: int) -> Floats:
+    """At most `limit` of the rising values, the first ones dense: a period near the least wins mostly."""
+    if len(values) <= limit:
+        return values
+    picks = np.unique((np.linspace(0, 1, limit) ** 2 * (len(values) - 1)).astype(int))
+    return values[picks]
+
+
+def _stage_lines(tables: StageTables, order: Sequence[int]) -> list[Floats]:
+    """Seconds of each stage; with blocking sends a stage's own sends are a part of its period, roughly."""
+    return tables.lines(order)
+
+
+def _edge_seconds(tables: StageTables, order: Sequence[int]) -> list[Floats]:
+    """Both ways over each edge, summed."""
+    there, back = tables.edges(order)
+    return [a + b for a, b in zip(there, back, strict=True)]
+
+
+def _smallest(values: Floats, feasible: object) -> int | None:
+    """Index of the smallest value for which a monotone test holds; None if none does."""
+    assert callable(feasible)
+    if not len(values) or not feasible(float(values[-1])):
+        return None
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if feasible(float(values[middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _minimal_sum(
+    lines: Sequence[Floats], edges: Sequence[Floats], threshold: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """Smallest sum of stages and messages with every stage within the threshold, and its bounds."""
+    num_units = lines[0].shape[0] - 1
+    best = np.full(num_units + 1, np.inf)
+    best[num_units] = 0.0
+    steps: list[Integers] = []
+    for s in range(len(lines) - 1, -1, -1):
+        behind = best if s == len(lines) - 1 else best + edges[s]
+        total = np.where(lines[s] <= threshold, lines[s], np.inf) + behind
+        steps.append(total.argmin(axis=1))
+        best = total.min(axis=1)
+    if not np.isfinite(best[0]):
+        return None
+    bounds = [0]
+    for choice in reversed(steps):
+        bounds.append(int(choice[bounds[-1]]))
+    return float(best[0]), tuple(bounds)
+
+
+# --- proof -----------------------------------------------------------------------------------------------
+
+
+def latest_starts(tables: StageTables, order: Sequence[int], limit_seconds: float) -> list[Floats]:
+    """How late stage s may get its first input when it begins at unit u, [P][U+1], for the step to beat a limit.
+
+    From  step >= sum_{j<s}(w_j + c_j) + m * w_s  for every stage s, which no schedule with one stage per card
+    can beat: micro-batch 0 must come down and micro-batch m-1's gradient go back up. Negative: it cannot.
+    """
+    x = tables.instance
+    lines, edges = tables.lines(order), _edge_seconds(tables, order)
+    num_units = x.num_units
+    limit = limit_seconds - x.ends_seconds[order[0], order[-1]]
+    latest = np.full(num_units + 1, -np.inf)
+    latest[num_units] = np.inf
+    result: list[Floats] = []
+    for s in range(len(order) - 1, -1, -1):
+        behind = latest if s == len(order) - 1 else latest - edges[s]
+        own = limit - x.num_micro_batches * lines[s]
+        after = behind - np.where(np.isfinite(lines[s]), lines[s], np.inf)
+        latest = np.where(np.isfinite(lines[s]), np.minimum(own, after), -np.inf).max(axis=1)
+        result.append(latest)
+    return result[::-1]
+
+
+def promising_bounds(
+    tables: StageTables, order: Sequence[int], limit_seconds: float, *, max_rows: int
+) -> tuple[Integers, bool]:
+    """All cuts of an order, [N, P + 1], whose lower bound is within the limit; and whether none was left out."""
+    x = tables.instance
+    latest = latest_starts(tables, order, limit_seconds)
+    lines, edges = tables.lines(order), _edge_seconds(tables, order)
+    slack = 1e-12 * abs(limit_seconds)
+    limit = limit_seconds - x.ends_seconds[order[0], order[-1]]
+    rows = np.zeros((1, 1), dtype=np.int64)
+    started = np.zeros(1)
+    if latest[0][0] < -slack:
+        return np.zeros((0, len(order) + 1), dtype=np.int64), True
+    whole = True
+    for s, line in enumerate(lines):
+        own = line[rows[:, -1]]
+        arrival = started[:, None] + own + (edges[s] if s < len(edges) else 0.0)
+        good = started[:, None] + x.num_micro_batches * own <= limit + slack
+        if s < len(lines) - 1:
+            good &= arrival <= latest[s + 1] + slack
+        else:
+            good[:, :-1] = False
+        picked, ends = np.nonzero(good)
+        if len(picked) > max_rows:
+            picked, ends, whole = picked[:max_rows], ends[:max_rows], False
+        rows = np.concatenate((rows[picked], ends[:, None]), axis=1)
+        started = arrival[picked, ends]
+    return rows, whole
+
+
+def area_bound_seconds(instance: Instance) -> float:
+    """No plan of this instance can take less: all its work, shared out perfectly and in fractions.
+
+    For shares l_d that sum to 1, a period t satisfies t >= sum_u min_d l_d w_du (linear-programming duality of
+    "every unit is done, no slot works longer than t"); l_d = 1/W_d is exact where slots differ by one factor.
+    Beside it: one micro-batch alone takes at least its fastest units.
+    """
+    work = (instance.forward_seconds + instance.backward_seconds).min(axis=0)
+    whole = np.maximum(work.sum(axis=1), 1e-300)
+    share = (1.0 / whole) / (1.0 / whole).sum()
+    period = float((share[:, None] * work).min(axis=0).sum())
+    alone = float(work.min(axis=0).sum())
+    return max(instance.num_micro_batches * period, alone) + float(instance.ends_seconds.min())
+
+
+# --- nothing fits ----------------------------------------------------------------------------------------
+
+
+def find_shortfall(tables: StageTables, order: Sequence[int]) -> Shortfall:
+    """Of all cuts of an order, the one whose worst stage needs the smallest multiple of its card's memory."""
+    x = tables.instance
+    needed = [tables.needed_bytes(slot, tables.in_flight(s, len(order))) for s, slot in enumerate(order)]
+    ratio = [n.min(axis=0) / max(x.capacity_bytes[slot], 1.0) for n, slot in zip(needed, order, strict=True)]
+    best = np.full(x.num_units + 1, np.inf)
+    best[x.num_units] = 0.0
+    steps: list[Integers] = []
+    for table in reversed(ratio):
+        total = np.maximum(table, best)
+        steps.append(total.argmin(axis=1))
+        best = total.min(axis=1)
+    bounds = [0]
+    for choice in reversed(steps):
+        bounds.append(int(choice[bounds[-1]]))
+    worst = max(range(len(order)), key=lambda s: (ratio[s][bounds[s], bounds[s + 1]], -s))
+    options = needed[worst][:, bounds[worst], bounds[worst + 1]]
+    return Shortfall(
+        order=tuple(order),
+        bounds=tuple(bounds),
+        stage=worst,
+        choice=int(options.argmin()),
+        needed_bytes=float(options.min()),
+        capacity_bytes=float(x.capacity_bytes[order[worst]]),
+    )
+
+
+# --- helpers ---------------------------------------------------------------------------------------------
+
+
+def _kinds(instance: Instance) -> Integers:
+    """Number of the first slot with the same costs and memory."""
+    rows = [
+        (
+            *(
+                values[:, d].tobytes()
+                for values in (
+                    instance.forward_seconds,
+                    instance.backward_seconds,
+                    instance.resident_bytes,
+                    instance.activation_bytes,
+                    instance.transient_bytes,
+                )
+            ),
+            float(instance.capacity_bytes[d]),
+            float(instance.whole_model_saving_bytes[d]),
+        )
+        for d in range(instance.num_slots)
+    ]
+    first: dict[object, int] = {}
+    return np.array([first.setdefault(row, d) for d, row in enumerate(rows)], dtype=np.int64)
+
+
+def _range_sums(values: Floats) -> Floats:
+    """[C, U] to [C, U+1, U+1]: the sum over [first, end)."""
+    prefix = np.concatenate((np.zeros((len(values), 1)), values.cumsum(axis=1)), axis=1)
+    return prefix[:, None, :] - prefix[:, :, None]
+
+
+def _range_maxima(values: Floats) -> Floats:
+    """[C, U] to [C, U+1, U+1]: the maximum over [first, end), 0 for an empty range."""
+    count, units = values.shape
+    result = np.zeros((count, units + 1, units + 1))
+    for first in range(units):
+        result[:, first, first + 1 :] = np.maximum.accumulate(values[:, first:], axis=1)
+    return result
+
+
+def row_iterator(rows: Integers, size: int) -> Iterator[Integers]:
+    """Blocks of rows."""
+    return (rows[i : i + size] for i in range(0, len(rows), size))

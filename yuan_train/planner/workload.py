@@ -1,0 +1,194 @@
+"""Work and bytes of each unit of the model: embedding, layers, head. One micro-batch of `tokens` tokens.
+
+H = hidden size, P = heads * head size, F = feed-forward width, V = vocabulary, N = heads, S = sequence length,
+e = bytes of an element (2 for bf16 and fp16, 4 for fp32, 8 for fp64), w = bytes of a statistic (8 for fp64,
+else 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from yuan_train.config.devices import Precision
+from yuan_train.config.model import ModelConfig
+
+ELEMENT_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes per parameter that stay on the card from step to step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def update_traffic(self) -> int:
+        """Bytes per parameter that an AdamW step reads and writes: gradients and optimizer state are read,
+        the state and the weights written."""
+        master_read = self.parameters if self.optimizer == 2 * self.parameters else 0
+        return self.gradients + 2 * self.optimizer + self.parameters + master_read
+
+
+STATE_BYTES: dict[Precision, StateBytes] = {
+    "bf16": StateBytes(parameters=2, gradients=4, optimizer=12),
+    "fp16": StateBytes(parameters=2, gradients=4, optimizer=12),
+    "fp32": StateBytes(parameters=4, gradients=4, optimizer=8),
+    "fp64": StateBytes(parameters=8, gradients=8, optimizer=16),
+}
+"""16-bit runs keep fp32 gradients, and an fp32 master copy with Adam's two moments; else the weights are the master."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitWork:
+    """One unit of the model and one micro-batch; nothing recomputed."""
+
+    parameters: int
+    forward_flops: float
+    backward_flops: float
+    forward_traffic_bytes: float
+    """Bytes that elementwise passes and weights move through the card's memory."""
+    backward_traffic_bytes: float
+    activation_bytes: float
+    """Kept from the forward to the backward."""
+    input_bytes: float
+    """What is kept instead under full recompute."""
+    logit_bytes: float
+    """The head's weight gradient, made in the forward and kept to the backward; 0 for other units."""
+    transient_bytes: float
+    """Held only while the unit's backward runs (the head: also its forward), one micro-batch at a time."""
+    output_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWork:
+    """All units of a model. Every layer is the same; the head includes the final norm and the loss."""
+
+    num_layers: int
+    embedding: UnitWork
+    layer: UnitWork
+    head: UnitWork
+
+    @property
+    def units(self) -> tuple[UnitWork, ...]:
+        """Embedding, layers, head: num_layers + 2 units."""
+        return (self.embedding, *[self.layer] * self.num_layers, self.head)
+
+
+def model_work(
+    model: ModelConfig, *, sequence_length: int, micro_batch_size: int, precision: Precision, logit_rows: int
+) -> ModelWork:
+    """The work of each unit for a micro-batch of micro_batch_size * sequence_length tokens.
+
+    `logit_rows` is how many tokens' logits the loss holds at a time.
+    """
+    tokens = sequence_length * micro_batch_size
+    return ModelWork(
+        num_layers=model.num_layers,
+        embedding=_embedding_work(model, tokens, precision),
+        layer=_layer_work(model, tokens, sequence_length, precision),
+        head=_head_work(model, tokens, precision, min(logit_rows, tokens)),
+    )
+
+
+def layer_activation_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Bytes per token that one layer keeps for its backward: 32H + 8P + 8F + 4N + 12 in bf16.
+
+    What autograd saves in the model's code (equal to a count with `saved_tensors_hooks`):
+      each of the norms (attention, filter, feed-forward)   the input and the scaled input in w, 1/rms in w
+      u (also the filter's input), f, feed-forward input    eH each
+      taps of the filter's two convolutions                 eH
+      q, k, v, heads' output; their log-sum-exp             eP each; wN
+      up (2F), silu of its first half, product              4eF
+    Plain attention has neither the filter's norm nor taps, and f is u: 2w + 2e times H less, and w. No
+    attention scores are stored.
+    """
+    e, wide = ELEMENT_BYTES[precision], _wide(precision)
+    hidden, projection = model.hidden_size, model.projection_size
+    norms, kept = (3, 4) if model.attention == "localized_filter" else (2, 2)
+    return (
+        norms * (2 * wide * hidden + wide)
+        + kept * e * hidden
+        + 4 * e * projection
+        + wide * model.num_attention_heads
+        + 4 * e * model.ffn_hidden_size
+    )
+
+
+def _wide(precision: Precision) -> int:
+    return 8 if precision == "fp64" else 4
+
+
+def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision: Precision) -> UnitWork:
+    """Forward 36H^2 + 2SH FLOP a token for the published shapes, the filter's 4H^2 included; backward twice."""
+    e, hidden, ffn = ELEMENT_BYTES[precision], model.hidden_size, model.ffn_hidden_size
+    flops = float(tokens * model.layer_forward_flops(sequence_length))
+    kept = tokens * layer_activation_bytes(model, precision)
+    # Each kept tensor is written once and read about once; the filter's shift and residual add a pass.
+    shifts = 3 * e * hidden * tokens if model.attention == "localized_filter" else 0
+    traffic = 2.0 * kept + shifts + e * model.layer_parameters
+    # In the backward: gradients of `up` and of its product, of two hidden states, and of the largest weight.
+    transient = tokens * (3 * e * ffn + 2 * e * hidden + 2 * _wide(precision) * hidden) + 2 * e * ffn * hidden
+    return UnitWork(
+        parameters=model.layer_parameters,
+        forward_flops=flops,
+        backward_flops=2 * flops,
+        forward_traffic_bytes=traffic,
+        backward_traffic_bytes=2 * traffic + STATE_BYTES[precision].gradients * 2 * model.layer_parameters,
+        activation_bytes=kept,
+        input_bytes=e * hidden * tokens,
+        logit_bytes=0,
+        transient_bytes=transient,
+        output_bytes=e * hidden * tokens,
+    )
+
+
+def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> UnitWork:
+    """A gather of rows forward; backward a dense gradient of V * H, summed into the main one."""
+    e, table = ELEMENT_BYTES[precision], model.embedding_parameters
+    rows = e * model.hidden_size * tokens
+    return UnitWork(
+        parameters=table,
+        forward_flops=0.0,
+        backward_flops=0.0,
+        forward_traffic_bytes=2.0 * rows,
+        backward_traffic_bytes=2.0 * rows + (2 * e + 2 * STATE_BYTES[precision].gradients) * table,
+        activation_bytes=8 * tokens,
+        input_bytes=8 * tokens,
+        logit_bytes=0,
+        transient_bytes=e * table,
+        output_bytes=rows,
+    )
+
+
+def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows: int) -> UnitWork:
+    """The block-wise loss makes its gradients in the forward: all 6VH FLOP a token are there, ~0 behind.
+
+    It keeps dW [V, H] and dh in w until the backward, which scales them into new tensors and rounds: at most
+    max(3 blocks of logits, w + e times VH) beside what is kept.
+    """
+    e, wide = ELEMENT_BYTES[precision], _wide(precision)
+    hidden, table = model.hidden_size, model.vocab_size * model.hidden_size
+    norm_bytes = tokens * (2 * wide * hidden + wide)
+    blocks = -(-tokens // logit_rows)
+    scaled = wide * table + (e * table if e != wide else 0)
+    return UnitWork(
+        parameters=model.head_parameters,
+        forward_flops=3.0 * tokens * model.head_forward_flops,
+        backward_flops=0.0,
+        forward_traffic_bytes=2.0 * norm_bytes
+        + 6.0 * wide * model.vocab_size * tokens
+        + blocks * (2 * wide + 2 * e) * table,
+        backward_traffic_bytes=2.0 * norm_bytes
+        + (2 * wide + 2 * e + 2 * STATE_BYTES[precision].gradients) * table,
+        activation_bytes=norm_bytes + wide * hidden * tokens,
+        input_bytes=norm_bytes + wide * hidden * tokens,
+        logit_bytes=wide * table,
+        transient_bytes=max(3 * wide * logit_rows * model.vocab_size, scaled),
+        output_bytes=0,
+    )

@@ -1,0 +1,337 @@
+"""A training run from files to the last checkpoint. Reads top to bottom: check, build, resume, step, save."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest, load_tensors
+from yuan_train.checkpoint.save import save_checkpoint
+from yuan_train.config.errors import CheckpointError, ConfigError, PlanError, TrainingError
+from yuan_train.config.load import dump, write_text
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import Plan, check_belongs, save_plan, single_card_plan
+from yuan_train.config.run import RunConfig
+from yuan_train.data.loader import Blend, open_corpora
+from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.model.transformer import Transformer, init_weights
+from yuan_train.parallel.apply import check_supported, parallelize
+from yuan_train.parallel.executor import Stopwatch
+from yuan_train.parallel.groups import join, leave
+from yuan_train.parallel.grid import Grid
+from yuan_train.train.metrics import Log, StepMetrics, peak_flops, peak_memory_bytes
+from yuan_train.train.optimizer import Optimizer, learning_rate
+from yuan_train.train.stage import StageRunner
+from yuan_train.train.state import Progress, from_state, to_state
+from yuan_train.train.step import StepResult, Trainer, train_step, validation_loss
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Position:
+    """This process among those that the launcher started; alone if it started none."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs, checked, before any process meets another."""
+
+    run: RunConfig
+    plan: Plan
+    position: Position
+    device: torch.device
+    train: Blend
+    validation: Blend | None
+    tokenizer: Tokenizer | None
+    checkpoint: Checkpoint | None
+
+
+def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
+    """Check all that files can tell; the same outcome on every rank. Raises YuanError."""
+    plan = plan or single_card_plan(run)
+    check_belongs(plan, run)
+    check_supported(plan)
+    if plan.world_size != position.world_size:
+        raise PlanError(
+            f"the plan has {plan.world_size} ranks, but {position.world_size} "
+            f"{'process was' if position.world_size == 1 else 'processes were'} started; start one per rank "
+            "(yuan-train launch), or plan for the cards that are there"
+        )
+    if run.train.precision == "fp16":
+        raise ConfigError("train.precision: fp16 needs loss scaling, which is not there yet; use bf16 or fp32")
+    device = choose_device(run.train.device, position)
+    slow = plan.device_type(position.rank)
+    if device.type == "cuda" and slow is not None and slow.slowdown:
+        raise PlanError(f"rank {position.rank} is a simulated card (slowdown); those run on a CPU: train.device=cpu")
+    tokenizer = Tokenizer.load(run.data.tokenizer) if run.data.tokenizer else None
+    if tokenizer is not None and tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {run.model.vocab_size} rows, but tokenizer {run.data.tokenizer} has "
+            f"{tokenizer.vocab_size} pieces; use a larger vocab_size or the tokenizer that belongs to the model"
+        )
+    train, validation = open_data(run)
+    return Job(run, plan, position, device, train, validation, tokenizer, find_resume(run))
+
+
+def choose_device(wanted: str, position: Position) -> torch.device:
+    """The card of this process. Raises ConfigError if `cuda` is asked for and not there."""
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise ConfigError("train.device: cuda is asked for, but torch finds no card; use cpu or auto")
+    if wanted == "cpu" or not there:
+        return torch.device("cpu")
+    if position.local_world_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"this machine has {torch.cuda.device_count()} cards, but {position.local_world_size} processes; "
+            "start one per card"
+        )
+    torch.cuda.set_device(position.local_rank)
+    return torch.device("cuda", position.local_rank)
+
+
+def open_data(run: RunConfig) -> tuple[Blend, Blend | None]:
+    """Training and validation samples. Raises DataError."""
+    data = run.data
+    sources = [(source.prefix, source.weight) for source in data.train]
+    length, seed, vocab = data.sequence_length, run.train.seed, run.model.vocab_size
+    train = open_corpora(sources, sequence_length=length, seed=seed, vocab_size=vocab, split=data.split)
+    if data.split is not None:
+        return train, open_corpora(
+            sources,
+            sequence_length=length,
+            seed=seed,
+            vocab_size=vocab,
+            split=data.split,
+            part="validation",
+        )
+    if not data.validation:
+        return train, None
+    held_out = [(source.prefix, source.weight) for source in data.validation]
+    return train, open_corpora(
+        held_out, sequence_length=length, seed=seed, vocab_size=vocab, part="validation"
+    )
+
+
+def find_resume(run: RunConfig) -> Checkpoint | None:
+    """The checkpoint to continue from, if any. Raises CheckpointError if it is torn or of another model."""
+    config = run.checkpoint
+    if config.resume == "never" or (config.resume == "auto" and config.directory is None):
+        return None
+    if config.resume == "auto":
+        assert config.directory is not None
+        found = find_latest(config.directory)
+    else:
+        found = find_checkpoint(config.resume)
+    if found is not None:
+        check_same_model(found, run.model)
+    return found
+
+
+def check_same_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Raise CheckpointError, with every difference, unless the checkpoint holds this model."""
+    saved = checkpoint.model
+    wrong = [
+        f"{key} {getattr(saved, key)!r} there, {getattr(model, key)!r} here"
+        for key in ModelConfig.__dataclass_fields__
+        if key not in ("name", "max_sequence_length", "init_std") and getattr(saved, key) != getattr(model, key)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.path} holds another model: {'; '.join(wrong)}. "
+            "Give the model it was trained with, or another checkpoint.directory"
+        )
+
+
+def train(job: Job) -> None:
+    """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError."""
+    if job.position.world_size > 1:
+        join(device=job.device, timeout_seconds=job.run.train.timeout)
+    try:
+        trainer, progress = build(job)
+        with _heed_sigterm() as asked:
+            _run_steps(job, trainer, progress, asked)
+    finally:
+        leave()
+
+
+def build(job: Job) -> tuple[Trainer, Progress]:
+    """This rank's part of the model, with new weights or those of the checkpoint."""
+    run, plan, rank = job.run, job.plan, job.position.rank
+    grid = Grid(plan)
+    place = grid.places[rank]
+    stage, pipeline = grid.stage(place), grid.pipeline(place)
+    dtype = DTYPES[run.train.precision]
+    model = Transformer(
+        run.model,
+        layers=stage.layers,
+        embedding=stage.embedding,
+        head=stage.head,
+        recompute=stage.recompute,
+        device=job.device,
+        dtype=dtype,
+    )
+    init_weights(model, seed=run.train.seed)
+    worker = parallelize(model, plan, rank, device=job.device, dtype=dtype)
+    device_type = plan.device_type(rank)
+    slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
+    eod_id = job.tokenizer.eod_id if job.tokenizer is not None else None
+    trainer = Trainer(
+        worker=worker,
+        runner=StageRunner(model, pipeline, run.data, eod_id=eod_id, device=job.device),
+        optimizer=Optimizer(worker.buckets, run.optimizer),
+        stopwatch=Stopwatch(job.device, slowdown=slowdown),
+        device=job.device,
+    )
+    if job.checkpoint is None:
+        return trainer, Progress()
+    return trainer, _restore(job.checkpoint, trainer)
+
+
+def _restore(checkpoint: Checkpoint, trainer: Trainer) -> Progress:
+    load_tensors(checkpoint, dict(trainer.optimizer.named_tensors()))
+    progress = from_state(checkpoint.state)
+    trainer.optimizer.set_step(progress.step)
+    for bucket in trainer.worker.buckets:
+        bucket.publish()
+    return progress
+
+
+def _run_steps(job: Job, trainer: Trainer, progress: Progress, asked: list[bool]) -> None:
+    run = job.run
+    log = Log(run, first_step=progress.step + 1) if job.position.rank == 0 else None
+    if log is not None:
+        _say_start(job, progress, log)
+    saved = progress.step if job.checkpoint is not None else None
+    while progress.step < run.train.steps:
+        began = time.perf_counter()
+        lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
+        result = _step(job, trainer, progress, lr, stop=asked[0], saved=saved)
+        seconds = time.perf_counter() - began
+        progress = progress.advance(run)
+        metrics = _measure(job, trainer, progress, result, lr, seconds)
+        if log is not None:
+            log.write(metrics)
+        last = progress.step == run.train.steps or result.stop
+        every = run.checkpoint.every
+        if run.checkpoint.directory and (last or (every and progress.step % every == 0)):
+            place = _save(job, trainer, progress)
+            saved = progress.step
+            if log is not None:
+                log.say(f"saved {place}")
+        if result.stop:
+            if log is not None:
+                log.say(f"stopped by SIGTERM after step {progress.step}")
+            break
+    if log is not None:
+        log.close()
+
+
+def _step(
+    job: Job, trainer: Trainer, progress: Progress, lr: float, *, stop: bool, saved: int | None
+) -> StepResult:
+    try:
+        return train_step(
+            trainer,
+            job.train,
+            first_sample=progress.sequences,
+            lr=lr,
+            clip=job.run.optimizer.clip_grad_norm,
+            stop=stop,
+        )
+    except TrainingError as error:
+        good = f"the last good checkpoint is that of step {saved}" if saved is not None else "no checkpoint is saved yet"
+        raise TrainingError(f"step {progress.step + 1}: {error}; {good}") from error
+
+
+def _measure(
+    job: Job, trainer: Trainer, progress: Progress, result: StepResult, lr: float, seconds: float
+) -> StepMetrics:
+    """Numbers of the step; collective, for each rank tells its own. Validates when it is time."""
+    run, plan = job.run, job.plan
+    mine = torch.tensor(
+        [trainer.stopwatch.read(), peak_memory_bytes(job.device)], dtype=torch.float64, device=job.device
+    )
+    all_ranks = [mine]
+    if dist.is_initialized():
+        all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_ranks, mine)
+    validation = None
+    if job.validation is not None and run.validation.every and progress.step % run.validation.every == 0:
+        validation = validation_loss(trainer, job.validation, num_batches=run.validation.batches)
+        trainer.stopwatch.read()
+    tokens = run.train.global_batch_size * run.data.sequence_length
+    peak = peak_flops(plan, run.train.precision)
+    flops = tokens * run.model.training_flops(run.data.sequence_length)
+    return StepMetrics(
+        step=progress.step,
+        loss=result.loss,
+        lr=lr,
+        grad_norm=result.grad_norm,
+        tokens=progress.tokens,
+        step_seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        mfu=flops / seconds / peak if peak else None,
+        peak_memory_bytes=[int(rank[1]) for rank in all_ranks],
+        forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
+        stage_seconds=[float(rank[0]) for rank in all_ranks],
+        validation_loss=validation,
+    )
+
+
+def _save(job: Job, trainer: Trainer, progress: Progress) -> Path:
+    assert job.run.checkpoint.directory is not None
+    return save_checkpoint(
+        job.run.checkpoint.directory,
+        step=progress.step,
+        tensors=dict(trainer.optimizer.named_tensors()),
+        state=to_state(progress, job.run),
+        tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
+        keep=job.run.checkpoint.keep,
+    )
+
+
+def _say_start(job: Job, progress: Progress, log: Log) -> None:
+    """Tell where the run starts, and keep the resolved config and the plan beside its log."""
+    run, plan = job.run, job.plan
+    if job.checkpoint is not None:
+        for note in job.checkpoint.notes:
+            log.say(f"note: {note}")
+        log.say(f"resumed from {job.checkpoint.path} after step {progress.step}")
+    cut = " | ".join(
+        ",".join(str(stage.num_layers) for stage in pipeline.stages) for pipeline in plan.pipelines
+    )
+    log.say(
+        f"{run.model.name}: {run.model.parameters:,} parameters, {plan.world_size} ranks, layers per stage {cut}, "
+        f"{run.train.precision} on {job.device.type}"
+    )
+    if run.log.directory is not None:
+        write_text(Path(run.log.directory) / "config.yaml", dump(run))
+        save_plan(Path(run.log.directory) / "plan.yaml", plan)
+
+
+@contextmanager
+def _heed_sigterm() -> Iterator[list[bool]]:
+    """While inside, SIGTERM only leaves a mark; the run ends after the step under way."""
+    asked = [False]
+
+    def mark(signum: int, frame: object) -> None:
+        asked[0] = True
+
+    before = signal.signal(signal.SIGTERM, mark)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)

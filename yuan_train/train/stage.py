@@ -1,0 +1,81 @@
+"""The model's side of the executor: what one stage does with a micro-batch."""
+
+from __future__ import annotations
+
+import torch
+
+from yuan_train.config.plan import PipelinePlan
+from yuan_train.config.run import DataConfig
+from yuan_train.data.loader import Blend
+from yuan_train.model.documents import DocumentResets, find_resets
+from yuan_train.model.transformer import Transformer
+
+
+class StageRunner:
+    """Reads the micro-batches of one pipeline and runs one stage's part of the model on them.
+
+    `loss` gathers the stage's share of the batch's mean loss (the token sum divided by the *global* number
+    of trained tokens, so that unequal shares need no weights); `finite` stays true while every output is.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        pipeline: PipelinePlan,
+        data: DataConfig,
+        *,
+        eod_id: int | None,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._micro_batch_size = pipeline.micro_batch_size
+        self._data = data
+        self._eod_id = eod_id
+        self._device = device
+        self._blend: Blend | None = None
+        self._first_sample = 0
+        self._trained_tokens = 1
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+
+    def begin(self, blend: Blend, *, first_sample: int, trained_tokens: int) -> None:
+        """Turn to the samples from `first_sample` on, of a batch with `trained_tokens` tokens in all."""
+        self._blend = blend
+        self._first_sample = first_sample
+        self._trained_tokens = trained_tokens
+        self.loss.zero_()
+        self.finite.fill_(True)
+
+    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+        """Hidden state [B, S, H], or on the last stage the micro-batch's share of the mean loss (a scalar)."""
+        assert self._blend is not None
+        first = self._first_sample + micro_batch * self._micro_batch_size
+        batch = self._blend.batch(first, self._micro_batch_size)
+        tokens_BS = torch.from_numpy(batch.inputs)
+        resets = self._resets(tokens_BS)
+        output = self._model(
+            tokens_BS.to(self._device) if hidden_BSH is None else hidden_BSH,
+            positions=resets.positions,
+            document_start=resets.document_start,
+            document_ranges=resets.document_ranges,
+        )
+        if self._model.has_head:
+            targets_BS = torch.from_numpy(batch.targets).to(self._device)
+            output = self._model.loss(output, targets_BS) / self._trained_tokens
+            self.loss += output.detach()
+        self.finite &= torch.isfinite(output.detach()).all()
+        return output
+
+    def _resets(self, tokens_BS: torch.Tensor) -> DocumentResets:
+        resets = find_resets(
+            tokens_BS,
+            eod_id=self._eod_id if self._data.resets else None,
+            reset_position_ids=self._data.reset_position_ids,
+            reset_attention=self._data.reset_attention,
+            reset_filter=self._data.reset_filter,
+        )
+        return DocumentResets(
+            positions=None if resets.positions is None else resets.positions.to(self._device),
+            document_start=None if resets.document_start is None else resets.document_start.to(self._device),
+            document_ranges=resets.document_ranges,
+        )

@@ -1,0 +1,116 @@
+"""One optimizer step of one rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.config.errors import TrainingError
+from yuan_train.data.loader import Blend
+from yuan_train.parallel.apply import Worker
+from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.gradients import squared_norm, sum_over_owners
+from yuan_train.train.optimizer import Optimizer
+from yuan_train.train.stage import StageRunner
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know after a step."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    """Some rank was asked to stop."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One rank's model, optimizer and place in the plan."""
+
+    worker: Worker
+    runner: StageRunner
+    optimizer: Optimizer
+    stopwatch: Stopwatch
+    device: torch.device
+
+    @property
+    def executor(self) -> Executor:
+        return Executor(self.runner, self.worker.bridge, self.stopwatch)
+
+
+def train_step(
+    trainer: Trainer, blend: Blend, *, first_sample: int, lr: float, clip: float, stop: bool
+) -> StepResult:
+    """Forward, backward, gradient sum, clipping, AdamW; collective over all ranks.
+
+    The batch is samples [first_sample, first_sample + global batch). Raises TrainingError, with the weights
+    of the step before still in place, if the loss or the gradient norm is not finite.
+    """
+    worker = trainer.worker
+    for bucket in worker.buckets:
+        bucket.gradient.zero_()
+    _begin(trainer, blend, first_sample=first_sample)
+    trainer.executor.run(worker.lane)
+    sum_over_owners(worker.buckets, worker.groups)
+    squares = squared_norm(worker.buckets, worker.place.rank, device=trainer.device)
+    asked = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
+    totals = torch.stack([squares, trainer.runner.loss, asked])
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    square, loss, stops = totals.tolist()
+    grad_norm = math.sqrt(square) if square >= 0 else math.nan
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        raise TrainingError(_blame(trainer, loss, grad_norm))
+    if clip and grad_norm > clip:
+        for bucket in worker.buckets:
+            bucket.gradient.mul_(clip / (grad_norm + 1e-6))
+    trainer.optimizer.step(lr)
+    return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)
+
+
+def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> float:
+    """Mean loss per token over the first batches of the validation data; collective over all ranks."""
+    worker = trainer.worker
+    batch_size = worker.grid.plan.global_batch_size
+    lane = worker.evaluation_lane()
+    total = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    for batch in range(num_batches):
+        _begin(trainer, blend, first_sample=batch * batch_size)
+        trainer.executor.run(lane)
+        total += trainer.runner.loss
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.item() / num_batches
+
+
+def _begin(trainer: Trainer, blend: Blend, *, first_sample: int) -> None:
+    """Point the runner at its pipeline's share of the batch."""
+    worker = trainer.worker
+    plan = worker.grid.plan
+    trainer.runner.begin(
+        blend,
+        first_sample=first_sample + worker.grid.first_sequence(worker.place),
+        trained_tokens=plan.global_batch_size * plan.sequence_length,
+    )
+
+
+def _blame(trainer: Trainer, loss: float, grad_norm: float) -> str:
+    """Name the first rank, in the model's order, whose output or gradient was not finite."""
+    worker = trainer.worker
+    sound_gradient = all(bool(torch.isfinite(bucket.gradient).all()) for bucket in worker.buckets)
+    mine = torch.tensor([float(trainer.runner.finite), float(sound_gradient)], device=trainer.device)
+    flags = [mine]
+    if dist.is_initialized():
+        flags = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(flags, mine)
+    found = f"loss {loss}, gradient norm {grad_norm}"
+    order = sorted(worker.grid.places, key=lambda place: (place.stage, place.pipeline))
+    for what, index in (("output", 0), ("gradient", 1)):
+        for place in order:
+            if not flags[place.rank][index]:
+                return f"{found}: the first {what} that is not finite came from {place}"
+    return f"{found}: every rank's outputs and gradients were finite; their sum was not"
