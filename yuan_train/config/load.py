@@ -7,6 +7,7 @@ the last of two equal keys wins in silence; so the scalars are resolved here, du
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -80,17 +81,21 @@ def read_document(path: str | Path) -> Document:
     return parse_document(text, name=str(path))
 
 
-def parse_document(text: str, *, name: str) -> Document:
-    """Read YAML text; `name` stands before the line numbers in errors."""
+def parse_document(text: str, *, name: str, numbered: bool = True) -> Document:
+    """Read YAML text; `name` stands in errors, with the number of the line if lines are `numbered`."""
+
+    def place(line: int) -> str:
+        return f"{name}:{line + 1}" if numbered else name
+
     sources: dict[Keys, str] = {}
     try:
         node = cast("Any", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
-        value: Any = {} if node is None else _construct(node, (), name, sources, ())
+        value: Any = {} if node is None else _construct(node, (), place, sources, ())
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply to be read") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{name}:{mark.line + 1}" if mark else name
+        where = place(mark.line) if mark else name
         raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
     return Document(name, value, sources)
 
@@ -111,31 +116,36 @@ def parse_scalar(text: str) -> Any:
 
 
 def _construct(
-    node: Any, keys: Keys, name: str, sources: dict[Keys, str], open_nodes: tuple[int, ...]
+    node: Any,
+    keys: Keys,
+    place: Callable[[int], str],
+    sources: dict[Keys, str],
+    open_nodes: tuple[int, ...],
 ) -> Any:
-    where = f"{name}:{node.start_mark.line + 1}"
+    """A node as a plain value; notes in `sources` where each path was written."""
+    where = place(node.start_mark.line)
     sources.setdefault(keys, where)
     if id(node) in open_nodes:
-        raise ConfigError(f"{where}: {format_keys(keys)}: an alias that holds itself")
+        raise ConfigError(_message(where, keys, "an alias that holds itself"))
     inside = (*open_nodes, id(node))
     plain_tag = {"scalar": "str", "sequence": "seq", "mapping": "map"}[node.id]
     if node.tag not in ("!", f"tag:yaml.org,2002:{plain_tag}"):
-        raise ConfigError(f"{where}: {format_keys(keys)}: tags such as {node.tag!r} are not allowed")
+        raise ConfigError(_message(where, keys, f"tags such as {node.tag!r} are not allowed"))
     if node.id == "scalar":
         return parse_scalar(node.value) if not node.style else node.value
     if node.id == "sequence":
-        return [_construct(child, (*keys, i), name, sources, inside) for i, child in enumerate(node.value)]
+        return [_construct(child, (*keys, i), place, sources, inside) for i, child in enumerate(node.value)]
     result: dict[str, Any] = {}
     for key_node, child in node.value:
-        line = f"{name}:{key_node.start_mark.line + 1}"
+        line = place(key_node.start_mark.line)
         if key_node.id != "scalar":
-            raise ConfigError(f"{line}: {format_keys(keys)}: a key must be a word")
+            raise ConfigError(_message(line, keys, "a key must be a word"))
         key = key_node.value
         if key in result:
-            twice = f"given twice (first at {sources[(*keys, key)]})"
-            raise ConfigError(f"{line}: {format_keys((*keys, key))}: {twice}; keep one")
+            twice = f"given twice (first at {sources[(*keys, key)]}); keep one"
+            raise ConfigError(_message(line, (*keys, key), twice))
         sources[(*keys, key)] = line
-        result[key] = _construct(child, (*keys, key), name, sources, inside)
+        result[key] = _construct(child, (*keys, key), place, sources, inside)
     return result
 
 
@@ -156,7 +166,7 @@ def override(document: Document, assignment: str) -> Document:
         raise ConfigError(f"command line {assignment!r}: wanted key.path=value")
     where = f"command line {assignment!r}"
     keys: Keys = tuple(int(part) if part.isdigit() else part for part in path.split("."))
-    given = parse_document(text, name=where)
+    given = parse_document(text, name=where, numbered=False)
     value = None if text.strip() == "" else given.value
     try:
         value = _replace(document.value, keys, value)
@@ -214,9 +224,11 @@ def build(
 
 def describe(document: Document, problem: Problem) -> str:
     """`file:line: path: message`."""
-    where = document.source(problem.path)
-    path = format_keys(problem.path)
-    return f"{where}: {path}: {problem.message}" if path else f"{where}: {problem.message}"
+    return _message(document.source(problem.path), problem.path, problem.message)
+
+
+def _message(where: str, keys: Keys, message: str) -> str:
+    return f"{where}: {format_keys(keys)}: {message}" if keys else f"{where}: {message}"
 
 
 @dataclass(frozen=True)
@@ -393,5 +405,6 @@ def write_text(path: str | Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise ConfigError(f"{path}: cannot be written: {error}") from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal
 
 from yuan_train.config.errors import ConfigError
@@ -52,10 +54,10 @@ def parse_quantity(text: object, kind: Kind) -> float:
     factors = FACTORS[kind]
     if unit not in factors:
         raise ConfigError(f"wanted {kind}, such as {_EXAMPLES[kind]}; got the unit {unit!r}")
-    value = float(number) * factors[unit]
-    if value in (float("inf"), float("-inf")):
+    if not math.isfinite(float(number)) or not math.isfinite(float(number) * factors[unit]):
         raise ConfigError(f"wanted a finite quantity; got {text!r}")
-    return value
+    # In floats, 10 * 1e-6 is not 1e-5.
+    return float(Decimal(number) * Decimal(repr(factors[unit])))
 
 
 def format_quantity(value: float, kind: Kind) -> str:

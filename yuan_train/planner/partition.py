@@ -12,7 +12,7 @@ in flight; 1F1B's in-flight count is min(stages to the end, m), so a table belon
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -244,7 +244,7 @@ def threshold_bounds(tables: StageTables, order: Sequence[int], *, limit: int = 
     itself is only what the simulation is later asked about. Empty if nothing fits.
     """
     m = tables.instance.num_micro_batches
-    lines, edges = _stage_lines(tables, order), _edge_seconds(tables, order)
+    lines, edges = tables.lines(order), _edge_seconds(tables, order)
     values = np.unique(np.concatenate([line[np.isfinite(line)] for line in lines]))
     least = _smallest(values, lambda t: _minimal_sum(lines, edges, t) is not None)
     if least is None:
@@ -271,20 +271,14 @@ def _spread(values: Floats, limit: int) -> Floats:
     return values[picks]
 
 
-def _stage_lines(tables: StageTables, order: Sequence[int]) -> list[Floats]:
-    """Seconds of each stage; with blocking sends a stage's own sends are a part of its period, roughly."""
-    return tables.lines(order)
-
-
 def _edge_seconds(tables: StageTables, order: Sequence[int]) -> list[Floats]:
     """Both ways over each edge, summed."""
     there, back = tables.edges(order)
     return [a + b for a, b in zip(there, back, strict=True)]
 
 
-def _smallest(values: Floats, feasible: object) -> int | None:
+def _smallest(values: Floats, feasible: Callable[[float], bool]) -> int | None:
     """Index of the smallest value for which a monotone test holds; None if none does."""
-    assert callable(feasible)
     if not len(values) or not feasible(float(values[-1])):
         return None
     low, high = 0, len(values) - 1
@@ -336,9 +330,10 @@ def latest_starts(tables: StageTables, order: Sequence[int], limit_seconds: floa
     result: list[Floats] = []
     for s in range(len(order) - 1, -1, -1):
         behind = latest if s == len(order) - 1 else latest - edges[s]
-        own = limit - x.num_micro_batches * lines[s]
-        after = behind - np.where(np.isfinite(lines[s]), lines[s], np.inf)
-        latest = np.where(np.isfinite(lines[s]), np.minimum(own, after), -np.inf).max(axis=1)
+        fits = np.isfinite(lines[s])
+        seconds = np.where(fits, lines[s], 0.0)
+        earliest = np.minimum(limit - x.num_micro_batches * seconds, behind - seconds)
+        latest = np.where(fits, earliest, -np.inf).max(axis=1)
         result.append(latest)
     return result[::-1]
 

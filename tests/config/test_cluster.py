@@ -1,0 +1,170 @@
+"""Laws of clusters, and the names of their cards."""
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from yuan_train.config.cluster import Cluster, cluster_laws, load_cluster
+from yuan_train.config.devices import CATALOGUE
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import build, dump, parse_document
+
+# As DESIGN shows it.
+CLUSTER = """\
+name: mixed
+nodes:
+  - name: a100
+    count: 2
+    device: A100-80G
+    devices: 4
+    link: {bandwidth: 300 GB/s, latency: 3 us}
+    network: {bandwidth: 25 GB/s, latency: 10 us}
+  - {name: t4, device: MyCard, network: {bandwidth: 25 GB/s, latency: 10 us}}
+links:
+  - {from: a100-0, to: t4, bandwidth: 10 Gb/s, latency: 50 us}
+device_types:
+  MyCard: {memory: 24 GiB, reserved: 1 GiB, bf16: 71 TFLOP/s, fp16: 71 TFLOP/s, fp32: 36 TFLOP/s,
+           memory_bandwidth: 936 GB/s, host_link: 16 GB/s}
+"""
+
+
+def load(folder: Path, text: str) -> Cluster:
+    path = folder / "cluster.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_cluster(path)
+
+
+def refusal(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(folder, text)
+    return str(error.value).replace(f"{folder}/", "")
+
+
+def test_the_example(tmp_path: Path) -> None:
+    cluster = load(tmp_path, CLUSTER)
+    names = [card.name for card in cluster.cards]
+    assert names == [*(f"a100-0/{i}" for i in range(4)), *(f"a100-1/{i}" for i in range(4)), "t4/0"]
+    assert cluster.links[0].bandwidth == 1.25e9
+    assert cluster.links[0].from_ == "a100-0"
+    assert cluster.device_type("MyCard").memory == 24 * 2**30
+    assert cluster.device_type("A100-80G") is CATALOGUE["A100-80G"]
+    assert list(cluster.groups) == ["a100-0", "a100-1", "t4"]
+    with pytest.raises(FrozenInstanceError):
+        cluster.name = "other"  # type: ignore[misc]
+
+
+def test_written_and_read_again(tmp_path: Path) -> None:
+    cluster = load(tmp_path, CLUSTER)
+    text = dump(cluster)
+    assert "from: a100-0" in text and "300 GB/s" in text
+    assert build(parse_document(text, name="f"), Cluster, laws=cluster_laws) == cluster
+
+
+def test_own_card_wins_over_the_catalogue(tmp_path: Path) -> None:
+    text = "name: c\nnodes: [{name: a, device: T4}]\ndevice_types:\n  T4: {memory: 1 GiB, reserved: 0 B, "
+    cluster = load(tmp_path, text + "fp32: 1 TFLOP/s, memory_bandwidth: 1 GB/s}\n")
+    assert cluster.device_type("T4").memory == 2**30
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "device: A100-80G",
+            "device: A100-80",
+            "cluster.yaml:5: nodes[0].device: unknown card 'A100-80'; did you mean",
+        ),
+        (
+            "device: A100-80G",
+            "device: '?'",
+            "cluster.yaml:5: nodes[0].device: unknown card '?'; (known: MyCard, P100",
+        ),
+        (
+            "    link: {bandwidth: 300 GB/s, latency: 3 us}\n",
+            "",
+            "cluster.yaml:3: nodes[0]: 4 cards in a node need 'link'",
+        ),
+        (
+            "25 GB/s, latency: 10 us}\n  -",
+            "25 GB, latency: 10 us}\n  -",
+            "cluster.yaml:8: nodes[0].network.bandwidth: wanted bytes/s",
+        ),
+        ("latency: 3 us", "latency: 3", "cluster.yaml:7: nodes[0].link.latency: wanted a number with a unit"),
+        (
+            "{bandwidth: 300",
+            "{bandwith: 300",
+            "unknown key 'bandwith'; did you mean 'bandwidth'? (has: bandwidth, latency)",
+        ),
+        (
+            "name: t4, device",
+            "name: a100-1, device",
+            "cluster.yaml:9: nodes[1].name: a node called 'a100-1' is there already",
+        ),
+        (
+            "to: t4,",
+            "to: t5,",
+            "cluster.yaml:11: links[0].to: there is no node 't5' (has: a100-0, a100-1, t4)",
+        ),
+        ("{from: a100-0", "{from: a100", "cluster.yaml:11: links[0].from: there is no node 'a100'"),
+        ("to: t4,", "to: a100-0,", "cluster.yaml:11: links[0]: a link needs two nodes"),
+        (
+            "{from: a100-0",
+            "{from_: a100-0",
+            "cluster.yaml:11: links[0].from_: unknown key 'from_'; did you mean 'from'?",
+        ),
+        ("{from: a100-0, ", "{", "links[0].from: missing"),
+        ("from: a100-0", "from: 3", "cluster.yaml:11: links[0].from: wanted a string, got 3"),
+        ("reserved: 1 GiB", "reserved: 24 GiB", "device_types.MyCard.reserved: the whole memory is reserved"),
+        ("count: 2", "count: 0", "cluster.yaml:4: nodes[0].count: wanted greater than 0, got 0"),
+        (
+            "count: 2",
+            "count: 999999999",
+            "cluster.yaml:3: nodes[0]: 999999999 nodes of 4 cards; at most 1000000",
+        ),
+        ("memory: 24 GiB", "memory: 0 GiB", "device_types.MyCard.memory: wanted greater than 0"),
+        ("latency: 3 us", "latency: -3 us", "nodes[0].link.latency: wanted greater than or equal to 0"),
+    ],
+)
+def test_messages(tmp_path: Path, before: str, after: str, message: str) -> None:
+    assert before in CLUSTER
+    assert message in refusal(tmp_path, CLUSTER.replace(before, after, 1))
+
+
+def test_several_nodes_need_a_network(tmp_path: Path) -> None:
+    text = "name: c\nnodes:\n  - {name: a, device: T4}\n  - {name: b, device: T4}\n"
+    said = refusal(tmp_path, text)
+    assert "cluster.yaml:3: nodes[0]: several nodes need 'network' on each" in said
+    assert "cluster.yaml:4: nodes[1]: several nodes need 'network' on each" in said
+
+
+def test_one_card_needs_no_links(tmp_path: Path) -> None:
+    assert len(load(tmp_path, "name: c\nnodes: [{name: a, device: T4}]\n").cards) == 1
+
+
+def test_no_nodes(tmp_path: Path) -> None:
+    assert "nodes: wanted at least one, got none" in refusal(tmp_path, "name: c\nnodes: []\n")
+
+
+@pytest.mark.parametrize("second", ["{from: a100-0, to: t4, ", "{from: t4, to: a100-0, both_ways: true, "])
+def test_a_link_is_described_once(tmp_path: Path, second: str) -> None:
+    text = CLUSTER.replace("device_types:", f"  - {second}bandwidth: 1 GB/s}}\ndevice_types:")
+    assert "cluster.yaml:12: links[1]: a link from 'a100-0' to 't4' is there already" in refusal(
+        tmp_path, text
+    )
+
+
+@pytest.mark.parametrize("name", sorted(CATALOGUE))
+def test_catalogue_is_sane(name: str) -> None:
+    card = CATALOGUE[name]
+    assert 0 < card.reserved < card.memory
+    assert card.fp32 <= (card.fp16 or 0)
+    assert card.peak("bf16") == card.bf16
+    assert card.memory_bandwidth > card.host_link
+
+
+def test_a_slow_card_peaks_lower(tmp_path: Path) -> None:
+    text = "name: c\nnodes: [{name: a, device: Slow}]\ndevice_types:\n  Slow: {memory: 4 GiB, slowdown: 2, "
+    card = load(tmp_path, text + "fp32: 1 TFLOP/s, memory_bandwidth: 1 GB/s}\n").device_type("Slow")
+    assert card.peak("fp32") == 0.5e12
+    assert card.peak("bf16") is None

@@ -1,0 +1,90 @@
+"""Sizes of models against the published counts, and their laws."""
+
+from pathlib import Path
+
+import pytest
+
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import ModelConfig, load_model, model_laws
+
+
+def toy(**changes: object) -> ModelConfig:
+    sizes: dict[str, object] = {
+        "name": "toy",
+        "num_layers": 6,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "ffn_hidden_size": 3072,
+        "vocab_size": 135040,
+    }
+    return ModelConfig(**(sizes | changes))  # type: ignore[arg-type]
+
+
+def test_the_papers_ablation() -> None:
+    # Yuan 2.0, Table 1: L 6, H 768, F 3072, V 135,040 tied; 160.3 M plain, 167.4 M with two convolutions.
+    assert toy(attention="plain").parameters == 160_343_808
+    assert toy().parameters == 167_433_216
+
+
+@pytest.mark.parametrize(
+    ("name", "per_layer", "total"),
+    [
+        ("yuan2-2b", 75_506_688, 2_088_724_480),
+        ("yuan2-51b", 1_207_996_416, 51_842_105_344),
+        ("yuan2-102b", 1_207_996_416, 102_577_954_816),
+    ],
+)
+def test_published_shapes(name: str, per_layer: int, total: int) -> None:
+    model = load_model(Path("configs/model") / f"{name}.yaml")
+    hidden, length = model.hidden_size, model.max_sequence_length
+    assert model.name == name
+    assert (model.layer_parameters, model.parameters) == (per_layer, total)
+    assert model.layer_parameters == 18 * hidden**2 + 9 * hidden // 2
+    assert model.layer_forward_flops(length) == 36 * hidden**2 + 2 * length * hidden
+    assert model.training_flops(length) == 3 * (
+        model.num_layers * model.layer_forward_flops(length) + 2 * model.vocab_size * hidden
+    )
+
+
+def test_the_plain_twin_differs_by_its_filters_alone() -> None:
+    filtered, plain = (load_model(f"configs/model/yuan2-2b{end}.yaml") for end in ("", "-plain"))
+    hidden = filtered.hidden_size
+    assert filtered.parameters - plain.parameters == 24 * (2 * hidden**2 + 5 * hidden // 2)
+
+
+def test_a_free_head_counts_its_matrix() -> None:
+    assert toy(tie_embeddings=False).parameters - toy().parameters == 135040 * 768
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_attention_heads": 7},
+            "7 heads do not divide hidden_size 768; give head_dim, or heads that divide",
+        ),
+        ({"head_dim": 63}, "head_dim 63 is odd; rotary embedding needs an even one"),
+        (
+            {"hidden_size": 765, "head_dim": 64},
+            "765 is odd; the localized filter has hidden_size / 2 channels",
+        ),
+    ],
+)
+def test_laws(changes: dict[str, object], message: str) -> None:
+    assert [problem.message for problem in model_laws(toy(**changes))] == [message]
+
+
+def test_heads_need_not_divide_when_their_width_is_given() -> None:
+    assert not list(model_laws(toy(num_attention_heads=7, head_dim=64)))
+
+
+def test_plain_attention_takes_an_odd_width() -> None:
+    assert not list(model_laws(toy(hidden_size=765, head_dim=64, attention="plain")))
+
+
+def test_overrides(tmp_path: Path) -> None:
+    assert load_model("configs/model/yuan2-2b.yaml", ("num_layers=2",)).num_layers == 2
+    with pytest.raises(
+        ConfigError, match="command line 'num_attention_heads=7': num_attention_heads: 7 heads"
+    ):
+        load_model("configs/model/yuan2-2b.yaml", ("num_attention_heads=7", "head_dim=0"))

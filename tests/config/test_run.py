@@ -1,0 +1,210 @@
+"""Laws of runs; the model by path; every shipped file."""
+
+from pathlib import Path
+
+import pytest
+
+from yuan_train.config.cluster import load_cluster
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import build, dump, parse_document
+from yuan_train.config.model import load_model
+from yuan_train.config.run import RunConfig, load_run, load_search, run_laws
+
+MODEL = """\
+name: toy
+num_layers: 4
+hidden_size: 64
+num_attention_heads: 4
+ffn_hidden_size: 256
+vocab_size: 1000
+max_sequence_length: 512
+"""
+# As DESIGN shows it.
+RUN = """\
+model: ../model/toy.yaml
+data:
+  train: [{prefix: data/corpus, weight: 1.0}]
+  validation: []
+  tokenizer: data/tokenizer
+  sequence_length: 512
+  reset_position_ids: true
+  reset_attention: false
+  reset_filter: false
+train: {steps: 100, global_batch_size: 16, micro_batch_size: 1, seed: 1234, precision: bf16}
+optimizer: {learning_rate: 3e-4, minimum_learning_rate: 3e-5, warmup_steps: 10, decay_steps: 100,
+            schedule: cosine, beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1, clip_grad_norm: 1.0}
+validation: {every: 0, batches: 8}
+checkpoint: {directory: runs/tiny/checkpoints, every: 50, keep: 3, resume: auto}
+log: {directory: runs/tiny, every: 1}
+search: {}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("model", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "toy.yaml").write_text(MODEL)
+    return tmp_path
+
+
+def load(folder: Path, text: str = RUN, *overrides: str) -> RunConfig:
+    path = folder / "run" / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_run(path, overrides)
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(folder, text, *overrides)
+    return str(error.value).replace(f"{folder}/", "")
+
+
+def test_the_example(folder: Path) -> None:
+    run = load(folder)
+    assert (run.model.name, run.optimizer.epsilon, run.decay_steps) == ("toy", 1e-8, 100)
+    assert run.data.resets
+    assert run.search.time_limit == 60.0
+    assert load_search(folder / "run" / "run.yaml", ("search.tensor=[1,2]",))[1].tensor == (1, 2)
+
+
+def test_written_and_read_again(folder: Path) -> None:
+    run = load(folder, RUN, "search.time_limit=90 s", "train.timeout=2 min")
+    assert build(parse_document(dump(run), name="f"), RunConfig, laws=run_laws) == run
+
+
+def test_the_model_may_stand_in_the_file(folder: Path) -> None:
+    inside = "model:\n" + "".join(f"  {line}\n" for line in MODEL.splitlines())
+    assert load(folder, RUN.replace("model: ../model/toy.yaml\n", inside)) == load(folder)
+
+
+def test_faults_of_the_model_name_its_own_file(folder: Path) -> None:
+    (folder / "model" / "toy.yaml").write_text(MODEL.replace("num_layers: 4", "num_layer: 4"))
+    said = refusal(folder, RUN)
+    assert "model/toy.yaml:2: model.num_layer: unknown key 'num_layer'; did you mean 'num_layers'?" in said
+    assert "run/run.yaml:1: model.num_layers: missing" in said or "model.num_layers: missing" in said
+
+
+def test_overrides_reach_the_model(folder: Path) -> None:
+    assert load(folder, RUN, "model.num_layers=2").model.num_layers == 2
+    said = refusal(folder, RUN, "model.num_attention_heads=5", "model.head_dim=0")
+    assert "command line 'model.num_attention_heads=5': model.num_attention_heads: 5 heads do not" in said
+
+
+def test_a_model_on_the_command_line_is_relative_to_the_working_directory(folder: Path) -> None:
+    assert load(folder, RUN, "model=configs/model/tiny.yaml").model.name == "tiny"
+    with pytest.raises(
+        ConfigError, match=r"command line 'model=nowhere\.yaml': model: nowhere\.yaml: no such file"
+    ):
+        load(folder, RUN, "model=nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("../model/toy.yaml", "toy.yaml", "run/run.yaml:1: model: run/toy.yaml: no such file"),
+        ("../model/toy.yaml", "3", "run/run.yaml:1: model: wanted keys and values, got 3"),
+        (
+            "sequence_length: 512",
+            "sequence_length: 513",
+            "run.yaml:6: data.sequence_length: 513 tokens, but the model allows 512",
+        ),
+        (
+            "micro_batch_size: 1",
+            "micro_batch_size: 3",
+            "run.yaml:10: train.global_batch_size: 16 sequences do not divide into",
+        ),
+        (
+            "minimum_learning_rate: 3e-5",
+            "minimum_learning_rate: 3e-3",
+            "optimizer.minimum_learning_rate: greater than learning_rate",
+        ),
+        (
+            "warmup_steps: 10",
+            "warmup_steps: 100",
+            "optimizer.warmup_steps: 100 warm-up steps leave none of the 100 decay steps",
+        ),
+        (
+            "  tokenizer: data/tokenizer\n",
+            "",
+            "run.yaml:2: data.tokenizer: resets at document ends need the tokenizer's",
+        ),
+        (
+            "validation: []",
+            "split: [0.9, 0.2]",
+            "data.split: wanted two shares above 0, of at most 1 together, got [0.9, 0.2]",
+        ),
+        ("validation: []", "split: [1.0, 0.0]", "data.split: wanted two shares above 0"),
+        ("validation: []", "split: [0.9]", "data.split[1]: missing"),
+        (
+            "validation: []",
+            "split: [0.9, 0.1]\n  validation: [{prefix: v}]",
+            "data.split: give either split or validation",
+        ),
+        (
+            "validation: {every: 0",
+            "validation: {every: 5",
+            "validation.every: there is no validation data; give data.validation",
+        ),
+        (
+            "train: [{prefix: data/corpus, weight: 1.0}]",
+            "train: []",
+            "data.train: wanted at least one, got none",
+        ),
+        ("weight: 1.0", "weight: 0", "run.yaml:3: data.train[0].weight: wanted greater than 0, got 0"),
+        (
+            "precision: bf16",
+            "precision: int8",
+            "train.precision: wanted 'bf16', 'fp16', 'fp32' or 'fp64', got \"int8\"",
+        ),
+        ("search: {}", "search: {tensr: [1]}", "search.tensr: unknown key 'tensr'; did you mean 'tensor'?"),
+        ("search: {}", "search: {tensor: 2}", "search.tensor: wanted a"),
+        ("search: {}", "search: {tensor: []}", "search.tensor: wanted at least one, got none"),
+        (
+            "search: {}",
+            "search: {recompute: [some]}",
+            "search.recompute[0]: wanted 'none', 'selective' or 'full', got",
+        ),
+        (
+            "search: {}",
+            "search: {time_limit: 60}",
+            "search.time_limit: wanted a number with a unit, such as 10 us or 60 s; got 60",
+        ),
+        ("search: {}", "serch: {}", "serch: unknown key 'serch'; did you mean 'search'?"),
+    ],
+)
+def test_messages(folder: Path, before: str, after: str, message: str) -> None:
+    assert before in RUN
+    assert message in refusal(folder, RUN.replace(before, after, 1))
+
+
+def test_no_tokenizer_where_document_ends_do_not_matter(folder: Path) -> None:
+    text = RUN.replace("  tokenizer: data/tokenizer\n", "").replace("ids: true", "ids: false")
+    assert not load(folder, text).data.resets
+
+
+def test_a_constant_rate_may_warm_up_for_ever(folder: Path) -> None:
+    load(folder, RUN, "optimizer.schedule=constant", "optimizer.warmup_steps=1000")
+
+
+# --- what is shipped -------------------------------------------------------------------------------------
+
+LOADERS = {"model": load_model, "run": load_run, "cluster": load_cluster}
+SHIPPED = sorted(Path(__file__).parents[2].glob("configs/*/*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_shipped_file_loads(path: Path) -> None:
+    config = LOADERS[path.parent.name](path)
+    if not isinstance(config, RunConfig):
+        assert config.name == path.stem
+
+
+@pytest.mark.parametrize("name", ["yuan2-2b", "yuan2-51b", "yuan2-102b"])
+def test_published_runs_train_on_300_billion_tokens(name: str) -> None:
+    run = load_run(f"configs/run/{name}.yaml")
+    tokens = run.train.steps * run.train.global_batch_size * run.data.sequence_length
+    assert tokens == pytest.approx(300.0e9, rel=1e-4)
+    assert (run.optimizer.beta1, run.optimizer.beta2, run.optimizer.weight_decay) == (0.9, 0.95, 0.1)
+    assert run.decay_steps == run.train.steps
+    assert run.optimizer.minimum_learning_rate == pytest.approx(run.optimizer.learning_rate / 10)

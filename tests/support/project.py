@@ -1,0 +1,99 @@
+"""A whole small project in a folder: text, tokenizer, token files, a run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.run import RunConfig, load_run
+from yuan_train.data.preprocess import preprocess
+from yuan_train.data.tokenizer import train_tokenizer
+
+MODEL = {
+    "name": "test",
+    "num_layers": 6,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 64,
+    "vocab_size": 512,
+    "max_sequence_length": 64,
+}
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box quietly near two jugs".split()
+
+
+def make_project(folder: Path, *, model: dict[str, Any] | None = None) -> Path:
+    """Write everything that a run of 20 fp32 steps needs, and return the run file."""
+    chance = random.Random(0)
+    texts = [" ".join(chance.choices(WORDS, k=chance.randint(5, 60))) + "\n" for _ in range(300)]
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train_tokenizer([corpus], 400, folder / "tokenizer")
+    preprocess([corpus], folder / "tokenizer", folder / "corpus")
+    run = {
+        "model": MODEL | (model or {}),
+        "data": {
+            "train": [{"prefix": str(folder / "corpus")}],
+            "split": [0.9, 0.1],
+            "tokenizer": str(folder / "tokenizer"),
+            "sequence_length": 24,
+        },
+        "train": {"steps": 20, "global_batch_size": 8, "precision": "fp32", "device": "cpu"},
+        "optimizer": {"learning_rate": 3e-3, "minimum_learning_rate": 3e-4, "warmup_steps": 3},
+        "validation": {"every": 10, "batches": 1},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run, sort_keys=False))
+    return path
+
+
+def make_plan(
+    run: RunConfig,
+    cuts: Sequence[Sequence[int]],
+    *,
+    schedule: str = "1f1b",
+    recompute: str = "none",
+    micro_batch_size: int = 1,
+) -> Plan:
+    """Equal shares of the batch for pipelines of the given layer counts; ranks stage by stage."""
+    ranks = iter(range(sum(len(cut) for cut in cuts)))
+    pipelines = [
+        PipelinePlan(
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=run.train.global_batch_size // micro_batch_size // len(cuts),
+            stages=tuple(
+                StagePlan(
+                    replicas=((next(ranks),),),
+                    layers=(sum(cut[:s]), sum(cut[: s + 1])),
+                    embedding=s == 0,
+                    head=s == len(cut) - 1,
+                    recompute=recompute,  # pyright: ignore[reportArgumentType]
+                )
+                for s in range(len(cut))
+            ),
+        )
+        for cut in cuts
+    ]
+    return Plan(
+        model=run.model,
+        sequence_length=run.data.sequence_length,
+        global_batch_size=run.train.global_batch_size,
+        schedule=schedule,  # pyright: ignore[reportArgumentType]
+        ranks=tuple(RankPlan(rank=i, device=f"card/{i}", type="card") for i in range(sum(map(len, cuts)))),
+        pipelines=tuple(pipelines),
+    )
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_config(path: Path, *overrides: str) -> RunConfig:
+    """The run with overrides."""
+    return load_run(path, overrides)

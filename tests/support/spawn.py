@@ -1,0 +1,52 @@
+"""Several ranks on this machine, over gloo and the loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+TIMEOUT_SECONDS = 240
+
+
+def free_port() -> int:
+    """A port that the operating system says is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
+    """Run `body(rank, *arguments)` in `num_ranks` processes; the failing rank's traceback is raised.
+
+    `body` must be importable (a function of a module). It joins the others with `as_rank`.
+    """
+    context = mp.spawn(body, args=arguments, nprocs=num_ranks, join=False)
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    try:
+        while not context.join(timeout=1):
+            assert time.monotonic() < deadline, f"{num_ranks} ranks did not end within {TIMEOUT_SECONDS} s"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def as_rank(rank: int, num_ranks: int, port: int) -> None:
+    """Set what a launcher would set."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

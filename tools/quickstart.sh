@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# bash tools/quickstart.sh: from nothing to generated text in under five minutes on two CPU cores.
+#
+# Installs into .venv (or $YUAN_VENV); takes Python's own standard library as text; measures this machine; cuts
+# a small model unevenly over three unlike cards, which processes of this machine play; trains it; writes text;
+# and sets the forecast beside the measurement. Files: data/ and runs/tiny/. Data that is there is kept; a
+# runs/tiny of an earlier call is moved aside, so that training starts from the first step.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/environment.sh
+
+step() {
+    echo
+    echo "== [$SECONDS s] $1"
+    shift
+    echo "\$ $*"
+    "$@"
+}
+
+echo "== environment"
+prepare_environment core
+export OMP_NUM_THREADS=1
+model=configs/model/tiny.yaml
+config=configs/run/tiny.yaml
+cluster=configs/cluster/laptop.yaml
+run=runs/tiny
+
+if [ -e data/corpus.idx ] && [ -e data/tokenizer/tokenizer.model ]; then
+    echo "data/corpus and data/tokenizer are there and are kept"
+else
+    step "text: the source of Python's standard library" \
+        python tools/make_corpus.py --out data/corpus.jsonl --max-bytes 8000000
+    step "a tokenizer of 4,000 words" \
+        yuan-train tokenizer --input data/corpus.jsonl --vocab-size 4000 --out data/tokenizer
+    step "text to tokens" \
+        yuan-train preprocess --input data/corpus.jsonl --tokenizer data/tokenizer --out data/corpus --workers 2
+fi
+if [ -e "$run" ]; then
+    # Else training would go on from its last checkpoint, which is the end.
+    aside=$run.$(date +%Y%m%d-%H%M%S)
+    mv "$run" "$aside"
+    echo "an earlier run was in $run; it is now in $aside"
+fi
+mkdir -p "$run"
+
+step "measure this machine" \
+    yuan-train profile --model $model --config $config --cluster $cluster --out $run/profile.json
+step "cut the model over three unlike cards" \
+    yuan-train plan --cluster $cluster --model $model --config $config --profile $run/profile.json \
+    --out $run/plan.yaml --report $run/plan.html
+step "train: one process per card" \
+    yuan-train launch --config $config --plan $run/plan.yaml
+step "write text" \
+    yuan-train generate --checkpoint $run/checkpoints --prompt "def " --max-new-tokens 40 --temperature 0.8 --seed 1
+step "what came of it" \
+    python tools/show_run.py $run
+echo
+echo "done in $SECONDS s; open $run/plan.html for the plan"

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# bash tools/test.sh [pytest arguments]: format, lint, types and tests, in an environment of its own.
+#
+# Needs Python 3.11 or later and a network for the first call. Every check runs, whatever the ones before it
+# said; the exit code is 1 if any of them failed. YUAN_VENV names another folder than .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/environment.sh
+prepare_environment test
+export OMP_NUM_THREADS=1
+
+failed=()
+check() {
+    local name=$1
+    shift
+    echo "== $name: $*"
+    "$@" || failed+=("$name")
+}
+
+# pyright is a program for Node.js, and its pip package fetches the rest of itself when it first runs.
+check_types() {
+    if pyright --version >/dev/null 2>&1; then
+        check types pyright
+        return
+    fi
+    echo "== types: NOT CHECKED: pyright cannot start; it wants npm's registry once, to fetch itself:" >&2
+    pyright --version 2>&1 | tail -n 3 >&2 || true
+    if [ "${CI:-}" = true ]; then
+        failed+=("types")
+    else
+        skipped="types were not checked (pyright cannot start; see above)"
+    fi
+}
+
+skipped=""
+check format ruff format --check --quiet .
+check lint ruff check --quiet .
+check_types
+check tests python -m pytest -n 2 -q "$@"
+
+if [ -n "$skipped" ]; then
+    echo "note: $skipped" >&2
+fi
+if [ "${#failed[@]}" -gt 0 ]; then
+    echo "error: failed: ${failed[*]}" >&2
+    exit 1
+fi

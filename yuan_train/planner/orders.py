@@ -1,0 +1,399 @@
+"""Which card comes where: the outer half of the cutting problem.
+
+`solve` takes a few good orders, cuts each by dynamic programming, simulates, and improves the best by local
+moves. Then, where there are few enough different orders, it proves the result: every order (and subset, where
+cards may stay idle) is excluded by a lower bound or its promising cuts are all simulated. `Solution.exact` says
+whether that went through; otherwise the result is the best of a heuristic search, and only the lower bound is
+certain.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from yuan_train.planner.partition import (
+    SIMULATION_ROWS,
+    Cut,
+    Floats,
+    Instance,
+    Integers,
+    Shortfall,
+    StageTables,
+    area_bound_seconds,
+    find_shortfall,
+    latest_starts,
+    make_cut,
+    promising_bounds,
+    row_iterator,
+    simulate_cuts,
+    threshold_bounds,
+)
+
+MAX_PROVEN_ORDERS = 2_500
+"""Different orders up to which all are looked at: any six unlike cards, subsets included."""
+MAX_PROVEN_STEPS = 60_000_000
+"""Simulated steps (plans * stages * micro-batches) up to which the proof goes on."""
+MAX_ROWS_PER_ORDER = 200_000
+MAX_SEED_ORDERS = 64
+MAX_MOVE_ROUNDS = 40
+MAX_COUNT_STATES = 200_000
+KEPT = 12
+"""Cuts that a solution keeps, best first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """What was found for an instance; no cuts if nothing fits."""
+
+    cuts: tuple[Cut, ...]
+    exact: bool
+    """Whether the first cut is proven to be the fastest in the simulation (or that nothing fits)."""
+    lower_bound_seconds: float
+    num_simulated: int
+
+
+class _Pool:
+    """The best cuts seen so far. One pool per search; it owns the count of what was simulated."""
+
+    def __init__(self, tables: StageTables) -> None:
+        self.tables = tables
+        self.best: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self.num_simulated = 0
+
+    @property
+    def limit(self) -> float:
+        """Seconds of the best."""
+        return min(self.best.values(), default=math.inf)
+
+    def add(self, orders: Integers, bounds: Integers) -> None:
+        """Simulate cuts of equal length and keep the best."""
+        seconds = simulate_cuts(self.tables, orders, bounds)
+        self.num_simulated += len(seconds)
+        for i in np.argsort(seconds, kind="stable")[:KEPT]:
+            if math.isfinite(seconds[i]):
+                key = (tuple(orders[i].tolist()), tuple(bounds[i].tolist()))
+                self.best[key] = float(seconds[i])
+        if len(self.best) > KEPT:
+            self.best = {(cut.order, cut.bounds): cut.step_seconds for cut in self.cuts()}
+
+    def cuts(self) -> tuple[Cut, ...]:
+        """The kept cuts, best first."""
+        keys = sorted(self.best, key=lambda key: (float(f"{self.best[key]:.11e}"), *key))[:KEPT]
+        return tuple(make_cut(self.tables, order, bounds, self.best[order, bounds]) for order, bounds in keys)
+
+
+def solve(instance: Instance, *, stopped: Callable[[], bool] = lambda: False) -> Solution:
+    """The fastest cut of an instance, in the simulation. `stopped` may end the search early.
+
+    The same instance gives the same solution, unless `stopped` intervened.
+    """
+    tables = StageTables(instance)
+    pool = _Pool(tables)
+    classes = slot_classes(instance)
+    for order in seed_orders(tables, classes):
+        if stopped() and pool.best:
+            break
+        bounds = threshold_bounds(tables, order)
+        if bounds:
+            pool.add(np.tile(np.array(order), (len(bounds), 1)), np.array(bounds))
+    improved = _improve(pool, classes, stopped)
+    exact = _prove(pool, classes, stopped) and improved
+    bound = area_bound_seconds(instance)
+    cuts = pool.cuts()
+    if exact and cuts:
+        bound = max(bound, cuts[0].step_seconds)
+    return Solution(cuts=cuts, exact=exact, lower_bound_seconds=bound, num_simulated=pool.num_simulated)
+
+
+def nearest_miss(instance: Instance) -> tuple[StageTables, Shortfall]:
+    """The shortfall of the order that comes closest to fitting, of the seed orders with the most memory."""
+    tables = StageTables(instance)
+    orders = seed_orders(tables, slot_classes(instance))
+    shortfalls = [find_shortfall(tables, order) for order in orders]
+    return tables, min(shortfalls, key=lambda s: (s.needed_bytes / max(s.capacity_bytes, 1.0), s.order))
+
+
+# --- orders ----------------------------------------------------------------------------------------------
+
+
+def slot_classes(instance: Instance) -> Integers:
+    """[D]: the first slot that each slot may be swapped with, without any cost of the problem changing."""
+    kinds = StageTables(instance).kind_of
+    classes = list(range(instance.num_slots))
+    for slot in range(instance.num_slots):
+        for other in range(slot):
+            if classes[other] == other and kinds[slot] == kinds[other] and _swappable(instance, slot, other):
+                classes[slot] = other
+                break
+    return np.array(classes, dtype=np.int64)
+
+
+def _swappable(instance: Instance, a: int, b: int) -> bool:
+    swapped = np.arange(instance.num_slots)
+    swapped[[a, b]] = b, a
+    links = [*instance.message_seconds, instance.ends_seconds]
+    off_diagonal = ~np.eye(instance.num_slots, dtype=bool)
+    per_slot = [instance.sync_seconds, instance.update_seconds]
+    return all(
+        np.array_equal(link[off_diagonal], link[np.ix_(swapped, swapped)][off_diagonal]) for link in links
+    ) and all(np.array_equal(values[a], values[b]) for values in per_slot)
+
+
+def lengths(instance: Instance) -> range:
+    """Numbers of stages that an answer may have."""
+    most = min(instance.num_slots, instance.num_units)
+    if instance.order is not None:
+        most = min(most, len(instance.order))
+    return range(instance.num_slots if instance.use_all else 1, most + 1)
+
+
+def all_orders(instance: Instance, classes: Integers) -> Iterator[tuple[int, ...]]:
+    """Every order of every allowed length, once for all that differ only in swappable slots."""
+    if instance.order is not None:
+        for length in lengths(instance):
+            yield from itertools.combinations(instance.order, length)
+        return
+    members: dict[int, list[int]] = {}
+    for slot, first in enumerate(classes.tolist()):
+        members.setdefault(first, []).append(slot)
+
+    def extend(used: dict[int, int], order: tuple[int, ...], length: int) -> Iterator[tuple[int, ...]]:
+        if len(order) == length:
+            yield order
+            return
+        for first, slots in members.items():
+            if used[first] < len(slots):
+                yield from extend(used | {first: used[first] + 1}, (*order, slots[used[first]]), length)
+
+    for length in lengths(instance):
+        yield from extend(dict.fromkeys(members, 0), (), length)
+
+
+def seed_orders(tables: StageTables, classes: Integers) -> list[tuple[int, ...]]:
+    """A few orders that are often good; all of them where there are few.
+
+    Cluster order and its reverse; by speed, by memory, both ways; kinds as blocks in every order (up to four
+    kinds); and the order of the smallest bottleneck by counting states, without links. Where cards may stay
+    idle, also the prefixes of the best cards.
+    """
+    instance = tables.instance
+    few = list(itertools.islice(all_orders(instance, classes), MAX_SEED_ORDERS + 1))
+    if len(few) <= MAX_SEED_ORDERS:
+        return few
+    if instance.order is not None:
+        return _thin(few_orders_of(instance, instance.order))
+    speed = 1.0 / np.maximum(tables.instance.forward_seconds.min(axis=0).sum(axis=1), 1e-300)
+    slots = range(instance.num_slots)
+    keys: list[Callable[[int], object]] = [
+        lambda d: 0,
+        lambda d: -speed[d],
+        lambda d: -instance.capacity_bytes[d],
+        lambda d: speed[d],
+        lambda d: instance.capacity_bytes[d],
+    ]
+    found = [tuple(sorted(slots, key=key)) for key in keys]  # type: ignore[arg-type]
+    found.insert(1, tuple(reversed(range(instance.num_slots))))
+    found += _block_orders(tables)
+    counted = count_order(tables)
+    if counted is not None:
+        found = [counted, *found]
+    best_first = sorted(slots, key=lambda d: (-speed[d], -instance.capacity_bytes[d], d))
+    result: dict[tuple[int, ...], None] = {}
+    for order in found:
+        for length in reversed(_few_lengths(lengths(instance))):
+            kept = set(best_first[:length])
+            result[tuple(slot for slot in order if slot in kept) if len(order) > length else order] = None
+    return _thin(list(result))
+
+
+def few_orders_of(instance: Instance, order: Sequence[int]) -> list[tuple[int, ...]]:
+    """A fixed order: whole, and where cards may stay idle its contiguous parts."""
+    result = {tuple(order): None} if len(order) in lengths(instance) else {}
+    for length in reversed(_few_lengths(lengths(instance))):
+        for first in range(len(order) - length + 1):
+            result[tuple(order[first : first + length])] = None
+    return list(result)
+
+
+def _few_lengths(allowed: range) -> list[int]:
+    if len(allowed) <= 6:
+        return list(allowed)
+    return sorted({allowed[round(i * (len(allowed) - 1) / 5)] for i in range(6)})
+
+
+def _thin(orders: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return orders if len(orders) <= MAX_SEED_ORDERS else orders[:MAX_SEED_ORDERS]
+
+
+def _block_orders(tables: StageTables) -> list[tuple[int, ...]]:
+    """Kinds of card as blocks, in every order of up to four kinds; inside a block as the cluster has them."""
+    blocks: dict[int, list[int]] = {}
+    for slot, kind in enumerate(tables.kind_of.tolist()):
+        blocks.setdefault(kind, []).append(slot)
+    if len(blocks) > 4:
+        return []
+    return [tuple(s for kind in kinds for s in blocks[kind]) for kinds in itertools.permutations(blocks)]
+
+
+def count_order(tables: StageTables) -> tuple[int, ...] | None:
+    """The order of kinds with the smallest slowest stage, links left out; None if nothing fits or it is too big.
+
+    State: how many cards of each kind the stages from the last one on have used; value: how early a unit they
+    reach when no stage may take longer than t. The number of cards used is the distance from the end, so the
+    micro-batches in flight follow from the state. t is found by bisection. Exact for max(stage seconds).
+    """
+    kinds = sorted(set(tables.kind_of.tolist()))
+    members = [np.flatnonzero(tables.kind_of == kind).tolist() for kind in kinds]
+    shape = tuple(len(slots) + 1 for slots in members)
+    if math.prod(shape) > MAX_COUNT_STATES:
+        return None
+    m = tables.instance.num_micro_batches
+    depth = 1 if tables.instance.schedule == "gpipe" else min(m, tables.instance.num_slots)
+    lines = [[tables.stage(kind, tables.in_flight(-k, 1))[0] for k in range(depth)] for kind in kinds]
+    values = np.unique(np.concatenate([v[np.isfinite(v)] for per_kind in lines for v in per_kind]))
+    best: list[int] | None = None
+    low, high = 0, len(values) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        answer = _reach(lines, shape, float(values[middle]))
+        if answer is None:
+            low = middle + 1
+        else:
+            best, high = answer, middle - 1
+    if best is None:
+        return None
+    left = [list(slots) for slots in members]
+    order = [left[k].pop(0) for k in best]
+    if tables.instance.use_all:
+        order = [slot for slots in left for slot in slots] + order
+    return tuple(order)
+
+
+def _reach(lines: Sequence[Sequence[Floats]], shape: tuple[int, ...], threshold: float) -> list[int] | None:
+    """Kinds of the stages, first stage first, that cover all units within the threshold; None if none do."""
+    num_units = lines[0][0].shape[0] - 1
+    starts = [[_earliest(line, threshold) for line in per_kind] for per_kind in lines]
+    reach = np.full(math.prod(shape), num_units, dtype=np.int64)
+    came = np.full(math.prod(shape), -1, dtype=np.int64)
+    strides = np.array([math.prod(shape[k + 1 :]) for k in range(len(shape))])
+    counts = np.stack(np.unravel_index(np.arange(len(reach)), shape))
+    level_of = counts.sum(axis=0)
+    by_level = np.argsort(level_of, kind="stable")
+    first_of = np.searchsorted(level_of[by_level], np.arange(int(level_of.max()) + 2))
+    for level in range(1, int(level_of.max()) + 1):
+        states = by_level[first_of[level] : first_of[level + 1]]
+        reach[states] = num_units + 1
+        for kind, per_kind in enumerate(starts):
+            here = states[counts[kind, states] > 0]
+            earliest = per_kind[min(level, len(per_kind)) - 1][reach[here - strides[kind]]]
+            better = earliest < reach[here]
+            reach[here[better]] = earliest[better]
+            came[here[better]] = kind
+        done = states[reach[states] == 0]
+        if len(done):
+            order: list[int] = []
+            state = int(done[0])
+            while level_of[state]:
+                order.append(int(came[state]))
+                state -= int(strides[came[state]])
+            return order
+    return None
+
+
+def _earliest(line: Floats, threshold: float) -> Integers:
+    """[U + 1]: the first unit of the longest stage that ends before each unit; the end itself if none fits."""
+    fits = line <= threshold
+    return np.where(fits.any(axis=0), fits.argmax(axis=0), np.arange(len(line)))
+
+
+# --- improving -------------------------------------------------------------------------------------------
+
+
+def _improve(pool: _Pool, classes: Integers, stopped: Callable[[], bool]) -> bool:
+    """Move from the best cuts to better neighbours until there is none. False if it was stopped."""
+    tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for _ in range(MAX_MOVE_ROUNDS):
+        if stopped():
+            return False
+        fresh = [key for key in sorted(pool.best, key=lambda k: (pool.best[k], *k))[:3] if key not in tried]
+        if not fresh:
+            return True
+        tried.update(fresh)
+        by_length: dict[int, dict[tuple[tuple[int, ...], tuple[int, ...]], None]] = {}
+        for order, bounds in fresh:
+            for neighbour in neighbours(pool.tables.instance, classes, order, bounds):
+                by_length.setdefault(len(neighbour[0]), {})[neighbour] = None
+        for found in by_length.values():
+            pool.add(np.array([order for order, _ in found]), np.array([bounds for _, bounds in found]))
+    return True
+
+
+def neighbours(
+    instance: Instance, classes: Integers, order: tuple[int, ...], bounds: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cuts one move away: a unit from one stage to another, two cards swapped, a card exchanged or dropped."""
+    stages = len(order)
+    for a, b in itertools.permutations(range(stages), 2):
+        # One unit leaves stage a and one joins stage b; the stages between shift by one.
+        low, high, shift = (a + 1, b + 1, -1) if a < b else (b + 1, a + 1, 1)
+        moved = tuple(bound + shift if low <= i < high else bound for i, bound in enumerate(bounds))
+        if all(x < y for x, y in itertools.pairwise(moved)):
+            yield order, moved
+    if instance.order is not None:
+        return
+    sizes = [y - x for x, y in itertools.pairwise(bounds)]
+    for a, b in itertools.combinations(range(stages), 2):
+        if classes[order[a]] != classes[order[b]]:
+            swapped = list(order)
+            swapped[a], swapped[b] = swapped[b], swapped[a]
+            yield tuple(swapped), bounds
+            moved_sizes = list(sizes)
+            moved_sizes[a], moved_sizes[b] = sizes[b], sizes[a]
+            yield tuple(swapped), tuple(itertools.accumulate(moved_sizes, initial=0))
+    idle = {int(classes[d]): d for d in reversed(range(instance.num_slots)) if d not in order}
+    for a, slot in itertools.product(range(stages), idle.values()):
+        if classes[order[a]] != classes[slot]:
+            yield (*order[:a], slot, *order[a + 1 :]), bounds
+    if not instance.use_all and stages > 1:
+        for a in range(stages):
+            yield (*order[:a], *order[a + 1 :]), (*bounds[: max(a, 1)], *bounds[max(a, 1) + 1 :])
+
+
+# --- proving ---------------------------------------------------------------------------------------------
+
+
+def _prove(pool: _Pool, classes: Integers, stopped: Callable[[], bool]) -> bool:
+    """Look at every order; True if all were excluded or searched to the end."""
+    instance, tables = pool.tables.instance, pool.tables
+    orders = list(itertools.islice(all_orders(instance, classes), MAX_PROVEN_ORDERS + 1))
+    if len(orders) > MAX_PROVEN_ORDERS:
+        return False
+    steps_left = MAX_PROVEN_STEPS
+    ranked = sorted(_hopeful(tables, orders, pool.limit), key=lambda item: (-item[0], item[1]))
+    for _, order in ranked:
+        if stopped():
+            return False
+        limit = pool.limit
+        rows, whole = promising_bounds(tables, order, limit, max_rows=MAX_ROWS_PER_ORDER)
+        steps_left -= len(rows) * len(order) * instance.num_micro_batches
+        if not whole or steps_left < 0:
+            return False
+        for block in row_iterator(rows, SIMULATION_ROWS):
+            pool.add(np.tile(np.array(order), (len(block), 1)), block)
+    return True
+
+
+def _hopeful(
+    tables: StageTables, orders: Iterable[tuple[int, ...]], limit_seconds: float
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Orders that a bound does not exclude, each with its slack (how late its first stage may start)."""
+    limit = limit_seconds if math.isfinite(limit_seconds) else 1e300
+    for order in orders:
+        slack = float(latest_starts(tables, order, limit)[0][0])
+        if slack >= 0.0:
+            yield slack, order
