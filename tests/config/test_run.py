@@ -183,8 +183,9 @@ def test_no_tokenizer_where_document_ends_do_not_matter(folder: Path) -> None:
     assert not load(folder, text).data.resets
 
 
-def test_a_constant_rate_may_warm_up_for_ever(folder: Path) -> None:
-    load(folder, RUN, "optimizer.schedule=constant", "optimizer.warmup_steps=1000")
+def test_a_trial_run_may_end_in_the_warm_up(folder: Path) -> None:
+    run = load(folder, RUN.replace("decay_steps: 100,", ""), "optimizer.warmup_steps=1000")
+    assert run.train.steps < run.optimizer.warmup_steps < run.decay_steps
 
 
 # --- what is shipped -------------------------------------------------------------------------------------

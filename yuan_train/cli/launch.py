@@ -140,7 +140,7 @@ class _Child:
 
 
 def _start(node: Node, command: Sequence[str], *, world_size: int, host: str, port: int) -> int:
-    """Run the ranks of a node to their end; the exit code is that of the rank that failed first."""
+    """Run the ranks of a node to their end; the exit code is that of the rank at fault."""
     children: list[_Child] = []
 
     def pass_on(signum: int, frame: object) -> None:
@@ -203,14 +203,15 @@ def _wait(children: list[_Child]) -> int:
     _end(children)
     if not failed:
         return 0
-    # A wrong input on one rank makes the others fail as well, but only by the silence of the first.
-    worst = min(failed, key=lambda child: (not _is_users(child), child.rank))
-    _tell(worst)
-    return worst.process.returncode if worst.process.returncode > 0 else 1
+    culprit = min(failed, key=_innocence)
+    _tell(culprit)
+    return culprit.process.returncode if culprit.process.returncode > 0 else 1
 
 
-def _is_users(child: _Child) -> bool:
-    return child.process.returncode in (2, 3)
+def _innocence(child: _Child) -> tuple[int, int]:
+    """One rank's end makes the others fail too, by its silence: first ask who met bad input, then who was killed."""
+    code = child.process.returncode
+    return (0 if code in (2, 3) else 1 if code < 0 else 2), child.rank
 
 
 def _tell(child: _Child) -> None:

@@ -380,6 +380,8 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = None if isinstance(parse_scalar(text), str) else "'"
+    if not text.isprintable():
+        style = '"'  # only there does PyYAML keep every line break as it is
     return dumper.represent_scalar(  # pyright: ignore[reportUnknownMemberType]  PyYAML has no types there
         "tag:yaml.org,2002:str", text, style=style
     )

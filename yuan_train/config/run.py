@@ -157,8 +157,8 @@ class RunConfig:
 
     @property
     def decay_steps(self) -> int:
-        """Step at which the learning rate reaches its minimum."""
-        return self.optimizer.decay_steps or self.train.steps
+        """Step at which the learning rate reaches its minimum; a short trial run may end in the warm-up."""
+        return self.optimizer.decay_steps or max(self.train.steps, self.optimizer.warmup_steps + 1)
 
 
 def run_laws(run: RunConfig) -> Iterator[Problem]:
@@ -180,10 +180,10 @@ def run_laws(run: RunConfig) -> Iterator[Problem]:
         )
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
         yield Problem(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
-    if optimizer.schedule != "constant" and optimizer.warmup_steps >= run.decay_steps:
+    if optimizer.decay_steps is not None and optimizer.warmup_steps >= optimizer.decay_steps:
         yield Problem(
             ("optimizer", "warmup_steps"),
-            f"{optimizer.warmup_steps} warm-up steps leave none of the {run.decay_steps} decay steps",
+            f"{optimizer.warmup_steps} warm-up steps leave none of the {optimizer.decay_steps} decay steps",
         )
     if data.resets and data.tokenizer is None:
         yield Problem(

@@ -1,0 +1,181 @@
+"""Bad input: exit code 2, one clear message, no traceback, nothing half-written."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support.project import make_plan, make_project, run_config
+from yuan_train.checkpoint.names import step_name
+from yuan_train.cli.main import main
+from yuan_train.config.load import as_plain
+from yuan_train.data.indexed import IndexedWriter
+
+STEPS = "train.steps=2"
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture(scope="module")
+def trained(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("trained") / "ck"
+    code = main(
+        ["train", "--config", str(run_file), STEPS, f"checkpoint.directory={folder}", "checkpoint.every=1"]
+    )
+    assert code == 0
+    return folder
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
+    """Run a command line that must be refused; give what it said."""
+
+    def run(*arguments: str | Path) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        output = capsys.readouterr()
+        assert code == 2, output.err
+        assert "Traceback" not in output.err and not output.out
+        assert sorted(tmp_path.rglob("*")) == before
+        return "\n".join(line for line in output.err.splitlines() if line.startswith("error: "))
+
+    return run
+
+
+def edit_plan(run_file: Path, path: Path, change: Callable[[dict], None]) -> Path:
+    """Write the plan [2, 4] with a change."""
+    plan = as_plain(make_plan(run_config(run_file), [[2, 4]]))
+    change(plan)
+    path.write_text(yaml.safe_dump(plan, sort_keys=False))
+    return path
+
+
+def stage(plan: dict, number: int) -> dict:
+    return plan["pipelines"][0]["stages"][number]
+
+
+PLANS: dict[str, tuple[Callable[[dict], object], str]] = {
+    "layers that do not add up": (lambda p: stage(p, 1).update(layers=[2, 5]), "the model has 6"),
+    "layers that overlap": (lambda p: stage(p, 1).update(layers=[1, 6]), "layer 1 is held twice"),
+    "a layer dropped": (lambda p: stage(p, 1).update(layers=[3, 6]), "layer 2 dropped"),
+    "a plan for another model": (lambda p: p["model"].update(hidden_size=64, head_dim=32), "another run"),
+    "a rank named twice in ranks": (lambda p: p["ranks"][1].update(rank=0), "ranks\\[1\\].rank"),
+    "a rank named twice in stages": (lambda p: stage(p, 1).update(replicas=[[0]]), "rank 0 is named twice"),
+    "a batch that does not add up": (lambda p: p.update(global_batch_size=9), "take 8 sequences"),
+    "an unknown key": (lambda p: p.update(scedule="1f1b"), "did you mean 'schedule'"),
+    "tensor parallel, not there yet": (
+        lambda p: p.update(pipelines=[{**p["pipelines"][0], "stages": [{**stage(p, 0), "replicas": [[0, 1]], "layers": [0, 6], "head": True}]}]),
+        "cannot be run yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name: str, run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
+    change, expected = PLANS[name]
+    plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: change(p))
+    message = refuse("train", "--config", run_file, "--plan", plan)
+    assert re.search(expected, message), message
+
+
+def test_world_size(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
+    plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: None)
+    assert "2 ranks, but 1 process was started" in refuse("train", "--config", run_file, "--plan", plan)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.num_layer=4", "did you mean 'num_layers'"),
+        ("train.steps=many", "train.steps: wanted an integer"),
+        ("train.stepz=4", "did you mean 'steps'"),
+        ("data.tokenizer=/nowhere", "nowhere"),
+        ("model.vocab_size=100", "has 400 pieces"),
+        ("train.precision=fp16", "loss scaling"),
+        ("train.device=cuda", "no card"),
+        ("checkpoint.resume=/nowhere", "no such directory"),
+        ("steps", "key.path=value"),
+    ],
+)
+def test_overrides(override: str, expected: str, run_file: Path, refuse: Callable[..., str]) -> None:
+    assert expected in refuse("train", "--config", run_file, override)
+
+
+def test_token_files(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
+    prefix = run_file.parent / "corpus"
+    source = "data.train=[{prefix: %s}]"
+    bin_bytes, idx_bytes = (prefix.with_suffix(s).read_bytes() for s in (".bin", ".idx"))
+    for name, content, index in (
+        ("cut", bin_bytes[:-10], idx_bytes),
+        ("foreign", bin_bytes, b"TNTIDX\x00\x00" + idx_bytes[8:]),
+        ("alien", bin_bytes, b"\x00" * len(idx_bytes)),
+    ):
+        (tmp_path / f"{name}.bin").write_bytes(content)
+        (tmp_path / f"{name}.idx").write_bytes(index)
+    assert "bytes" in refuse("train", "--config", run_file, source % (tmp_path / "cut"))
+    assert "TNTIDX" in refuse("train", "--config", run_file, source % (tmp_path / "foreign"))
+    assert "magic" in refuse("train", "--config", run_file, source % (tmp_path / "alien"))
+    assert "missing" in refuse("train", "--config", run_file, source % (tmp_path / "missing"))
+
+
+def test_a_token_beyond_the_vocabulary(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
+    with IndexedWriter(tmp_path / "big", dtype=np.dtype("int32")) as writer:
+        for _ in range(20):
+            writer.add([5, 6, 7, 100_000, 8, 9] * 20)
+    message = refuse("train", "--config", run_file, "data.train=[{prefix: %s}]" % (tmp_path / "big"))
+    assert "100000" in message and "512" in message
+
+
+def test_a_checkpoint_of_another_shape(run_file: Path, trained: Path, refuse: Callable[..., str]) -> None:
+    options = ("train", "--config", run_file, f"checkpoint.directory={trained}")
+    assert "num_layers 6 there, 4 here" in refuse(*options, "model.num_layers=4")
+
+
+def test_a_torn_checkpoint_gives_way_to_the_one_before(
+    run_file: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "ck"
+    shutil.copytree(trained, copy)
+    torn = copy / step_name(2) / "__0_0.distcp"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    options = ["train", "--config", str(run_file), STEPS, f"checkpoint.directory={copy}"]
+    assert main(options) == 0
+    said = capsys.readouterr().err
+    assert "is torn" in said and "after step 1" in said
+    # Asked for by name, a torn one is refused rather than replaced.
+    torn.write_bytes(torn.read_bytes()[:1000])
+    capsys.readouterr()
+    assert main(["generate", "--checkpoint", str(copy / step_name(2)), "--prompt", "the"]) == 2
+    assert "is torn" in capsys.readouterr().err
+    assert main(["inspect", str(copy / step_name(2))]) == 2
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_whole(
+    run_file: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "ck"
+    shutil.copytree(trained, copy)
+    options = ["train", "--config", str(run_file), "train.steps=3", f"checkpoint.directory={copy}"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        assert main(options) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "Traceback" not in said
+    assert sorted(path.name for path in copy.iterdir()) == ["latest", step_name(1), step_name(2)]
+    assert main(options) == 0
+    assert "after step 2" in capsys.readouterr().err

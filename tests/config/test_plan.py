@@ -1,0 +1,322 @@
+"""Every law of a plan, as the person who wrote the file hears of it."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.load import build, dump, parse_document
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import (
+    PipelinePlan,
+    Plan,
+    RankPlan,
+    StagePlan,
+    check_belongs,
+    load_plan,
+    plan_laws,
+    save_plan,
+    single_card_plan,
+)
+from yuan_train.config.run import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
+
+# As DESIGN shows it; stage 0 is at line 28, stage 1 at line 29.
+PLAN = """\
+version: 1
+cluster: mixed
+model:
+  name: toy
+  num_layers: 24
+  hidden_size: 64
+  num_attention_heads: 4
+  ffn_hidden_size: 256
+  vocab_size: 1024
+  max_sequence_length: 4096
+  attention: localized_filter
+sequence_length: 4096
+global_batch_size: 40
+schedule: 1f1b
+optimizer_sharding: true
+ranks:
+  - {rank: 0, device: a100-0/0, type: A100-80G}
+  - {rank: 1, device: a100-0/1, type: A100-80G}
+  - {rank: 2, device: t4-0/0, type: T4}
+  - {rank: 3, device: t4-0/1, type: T4}
+
+
+
+pipelines:
+  - micro_batch_size: 1
+    num_micro_batches: 40
+    stages:
+      - {replicas: [[0, 1]], layers: [0, 16], embedding: true, recompute: none, optimizer_offload: 0.0}
+      - {replicas: [[2], [3]], layers: [16, 24], head: true, recompute: full, optimizer_offload: 0.0}
+forecast:
+  step_seconds: 1.5
+  tokens_per_second: 1e5
+  bubble_fraction: 0.1
+  lower_bound_seconds: 1.2
+  source: estimated
+  stages:
+    - {pipeline: 0, stage: 0, forward_seconds: 0.1, backward_seconds: 0.2, peak_memory_bytes: 7,
+       memory: {parameters: 1, gradients: 1, optimizer: 1, activations: 1, logits: 1, buffers: 1, reserved: 1}}
+"""
+
+
+def load(folder: Path, text: str = PLAN) -> Plan:
+    path = folder / "plan.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_plan(path)
+
+
+def refusal(folder: Path, text: str) -> str:
+    with pytest.raises(PlanError) as error:
+        load(folder, text)
+    return str(error.value).replace(f"{folder}/", "")
+
+
+def test_the_example(tmp_path: Path) -> None:
+    plan = load(tmp_path)
+    assert plan.world_size == 4
+    first, last = plan.pipelines[0].stages
+    assert (first.num_layers, first.ranks, last.replicas) == (16, (0, 1), ((2,), (3,)))
+    assert plan.forecast and plan.forecast.stages[0].memory.total == 7
+    card = plan.device_type(2)
+    assert card and card.bf16 is None
+
+
+def test_written_and_read_again(tmp_path: Path) -> None:
+    plan = load(tmp_path)
+    save_plan(tmp_path / "runs" / "again.yaml", plan)
+    assert load_plan(tmp_path / "runs" / "again.yaml") == plan
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("[16, 24]", "[17, 24]", "plan.yaml:29: pipelines[0].stages[1].layers: layer 16 dropped: no stage holds it; this stage must begin at layer 16"),
+        ("[16, 24]", "[20, 24]", "layers 16 to 19 dropped"),
+        ("[16, 24]", "[15, 24]", "plan.yaml:29: pipelines[0].stages[1].layers: layer 15 is held twice; this stage must begin at layer 16"),
+        ("[16, 24]", "[16, 23]", "stages[1].layers: the stages hold layers up to 23, but the model has 24; the last stage must end at 24"),
+        ("[16, 24]", "[16, 25]", "the stages hold layers up to 25, but the model has 24"),
+        ("[0, 16]", "[1, 16]", "plan.yaml:28: pipelines[0].stages[0].layers: layer 0 dropped"),
+        ("[16, 24]", "[24, 16]", "[24, 16] ends before it begins; layers are [first, end)"),
+        ("[16, 24]", "[16]", "stages[1].layers[1]: missing"),
+        ("[16, 24]", "[16, 20, 24]", "stages[1].layers: "),
+        ("[16, 24]", "[-1, 24]", "stages[1].layers[0]: wanted greater than or equal to 0, got -1"),
+        ("embedding: true, ", "", "plan.yaml:28: pipelines[0].stages[0].embedding: the first stage must hold the embedding; set embedding: true"),
+        ("head: true, ", "", "plan.yaml:29: pipelines[0].stages[1].head: the last stage must hold the head; set head: true"),
+        ("head: true, ", "head: true, embedding: true, ", "stages[1].embedding: only the first stage may hold it; set embedding: false"),
+        ("embedding: true, ", "embedding: true, head: true, ", "stages[0].head: only the last stage may hold it; set head: false"),
+        ("rank: 1,", "rank: 0,", "plan.yaml:18: ranks[1].rank: wanted 1, got 0; ranks stand in order, each once, from 0"),
+        ("a100-0/1", "a100-0/0", "plan.yaml:16: ranks: card 'a100-0/0' is named 2 times; one rank per card"),
+        ("[[0, 1]]", "[[0, 0]]", "plan.yaml:28: pipelines[0].stages[0].replicas: rank 0 is named twice in this stage"),
+        ("[[2], [3]]", "[[2], [1]]", "stages[1].replicas: rank 1 is named twice: stage 0 has it already, and schedule 1f1b gives a rank one stage"),
+        ("[[2], [3]]", "[[2], [4]]", "stages[1].replicas: there is no rank 4; ranks has 4, from 0"),
+        ("[[2], [3]]", "[[2]]", "plan.yaml:20: ranks[3]: rank 3 works in no stage; leave it out or give it one"),
+        ("[[2], [3]]", "[[2], []]", "stages[1].replicas[1]: wanted at least one, got none"),
+        ("[[2], [3]]", "[]", "stages[1].replicas: wanted at least one, got none"),
+        ("[[0, 1]]", "[[0], [1, 3]]", "stages[0].replicas: replicas of unlike widths [1, 2]; make them equal"),
+        ("num_attention_heads: 4", "num_attention_heads: 9\n  head_dim: 8", "plan.yaml:29: pipelines[0].stages[0].replicas[0]: 2 ranks cannot share 9 heads; use 1 ranks"),
+        ("ffn_hidden_size: 256", "ffn_hidden_size: 255", "2 ranks cannot share 255 feed-forward columns"),
+        ("vocab_size: 1024", "vocab_size: 1023", "2 ranks cannot share 1023 vocabulary rows"),
+        ("hidden_size: 64", "hidden_size: 66\n  head_dim: 16", "2 ranks cannot share 33 filter channels"),
+        ("global_batch_size: 40", "global_batch_size: 64", "plan.yaml:13: global_batch_size: 64, but the pipelines take 40 sequences"),
+        ("\nsequence_length: 4096", "\nsequence_length: 5000", "plan.yaml:12: sequence_length: 5000 tokens, but the model allows 4096"),
+        ("num_micro_batches: 40", "num_micro_batches: 1", "2 replicas for 1 micro-batches; some would idle; use fewer"),
+        ("version: 1", "version: 2", "plan.yaml:1: version: wanted 1, got 2; plan again with this release"),
+        ("num_attention_heads: 4", "num_attention_heads: 7", "plan.yaml:7: model.num_attention_heads: 7 heads do not divide"),
+        ("optimizer_offload: 0.0", "optimizer_offload: 1.5", "stages[0].optimizer_offload: wanted less than or equal to 1"),
+        ("recompute: none", "recompute: some", "stages[0].recompute: wanted 'none', 'selective' or 'full', got \"some\""),
+        ("schedule: 1f1b", "schedule: 1f2b", "plan.yaml:14: schedule: wanted '1f1b', 'gpipe', 'interleaved_1f1b' or 'zero_bubble'"),
+        ("embedding: true, ", "embeding: true, ", "stages[0].embeding: unknown key 'embeding'; did you mean 'embedding'? (has: replicas, layers"),
+    ],
+)  # fmt: skip
+def test_broken_laws(tmp_path: Path, before: str, after: str, message: str) -> None:
+    assert before in PLAN
+    assert message in refusal(tmp_path, PLAN.replace(before, after, 1))
+
+
+def test_all_broken_laws_in_one_pass(tmp_path: Path) -> None:
+    text = PLAN.replace("[16, 24]", "[17, 23]").replace("head: true, ", "").replace("size: 40", "size: 41")
+    said = refusal(tmp_path, text)
+    for part in ("layer 16 dropped", "up to 23", "must hold the head", "41, but the pipelines take 40"):
+        assert part in said
+    assert len(said.splitlines()) == 4
+
+
+def test_a_width_that_does_not_divide_names_the_way_out(tmp_path: Path) -> None:
+    # 12 heads, 36 columns, 24 rows and 6 channels: 1, 2, 3 and 6 divide them all.
+    sizes = {
+        "num_attention_heads: 4": "num_attention_heads: 12",
+        "ffn_hidden_size: 256": "ffn_hidden_size: 36",
+    }
+    sizes |= {"vocab_size: 1024": "vocab_size: 24", "hidden_size: 64": "hidden_size: 12\n  head_dim: 2"}
+    text = PLAN.replace("[[2], [3]]", "[[5]]").replace("[[0, 1]]", "[[0, 1, 2, 3, 4]]")
+    for before, after in sizes.items():
+        text = text.replace(before, after, 1)
+    assert "5 ranks cannot share 12 heads; use 1 or 2 or 3 or 6 ranks" in refusal(tmp_path, text)
+
+
+def test_zero_layer_stages_are_allowed(tmp_path: Path) -> None:
+    text = PLAN.replace("layers: [0, 16]", "layers: [0, 0]").replace("layers: [16, 24]", "layers: [0, 24]")
+    assert load(tmp_path, text).pipelines[0].stages[0].num_layers == 0
+
+
+def test_a_rank_works_in_one_pipeline(tmp_path: Path) -> None:
+    again = PLAN[PLAN.index("  - micro_batch_size") : PLAN.index("forecast:")]
+    text = PLAN.replace("forecast:", again + "forecast:").replace("size: 40", "size: 80")
+    said = refusal(tmp_path, text)
+    assert "pipelines[1].stages[0].replicas: rank 0 is named twice: it works in pipeline 0 already" in said
+
+
+def test_virtual_stages_share_ranks(tmp_path: Path) -> None:
+    stages = "".join(
+        f"      - {{replicas: [[{s % 4}]], layers: [{3 * s}, {3 * s + 3}]"
+        f"{', embedding: true' if s == 0 else ''}{', head: true' if s == 7 else ''}}}\n"
+        for s in range(8)
+    )
+    head, _, rest = PLAN.partition("      - {replicas")
+    text = head + stages + rest[rest.index("forecast:") :]
+    load(tmp_path, text.replace("1f1b", "interleaved_1f1b"))
+    assert "schedule 1f1b gives a rank one stage" in refusal(tmp_path, text)
+
+
+def test_missing_and_torn_files_are_plan_errors(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no such file"):
+        load_plan(tmp_path / "nowhere.yaml")
+    assert "not YAML" in refusal(tmp_path, PLAN[:700])
+    assert "missing" in refusal(tmp_path, PLAN[: PLAN.index("pipelines:")])
+
+
+# --- plans and runs --------------------------------------------------------------------------------------
+
+
+def model(**changes: object) -> ModelConfig:
+    sizes: dict[str, object] = {
+        "name": "toy",
+        "num_layers": 24,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 256,
+        "vocab_size": 1024,
+    }
+    return ModelConfig(**(sizes | changes))  # type: ignore[arg-type]
+
+
+def run(
+    *, sequence_length: int = 4096, global_batch_size: int = 40, of: ModelConfig | None = None
+) -> RunConfig:
+    return RunConfig(
+        model=of or model(),
+        data=DataConfig(train=(Source(prefix="c"),), sequence_length=sequence_length, tokenizer="t"),
+        train=TrainConfig(steps=10, global_batch_size=global_batch_size, micro_batch_size=2),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )
+
+
+def test_a_plan_belongs_to_its_run(tmp_path: Path) -> None:
+    plan = load(tmp_path)
+    check_belongs(plan, run())
+    check_belongs(plan, run(of=model(name="another name")))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (run(sequence_length=2048), "sequence_length: the plan was made for 4096, the run has 2048; plan again"),
+        (run(global_batch_size=20), "global_batch_size: the plan was made for 40, the run has 20"),
+        (run(of=model(num_layers=12)), "model.num_layers: the plan was made for 24, the run has 12"),
+        (run(of=model(attention="plain")), "model.attention: the plan was made for 'localized_filter', the run has 'plain'"),
+    ],
+)  # fmt: skip
+def test_a_plan_of_another_run(tmp_path: Path, other: RunConfig, message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        check_belongs(load(tmp_path), other)
+    assert message in str(error.value)
+
+
+def test_all_differences_in_one_pass(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as error:
+        check_belongs(load(tmp_path), run(sequence_length=8, global_batch_size=2, of=model(rope_base=5.0)))
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_one_process_alone_has_a_lawful_plan() -> None:
+    plan = single_card_plan(run())
+    assert not list(plan_laws(plan))
+    check_belongs(plan, run())
+    assert plan.pipelines[0].num_micro_batches == 20
+    assert plan.device_type(0) is None
+
+
+# --- any lawful plan -------------------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Lawful plans: pipelines cut at any layers, each stage with replicas of one width."""
+    num_layers = draw(st.integers(1, 12))
+    pipelines: list[PipelinePlan] = []
+    world_size = 0
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = sorted(draw(st.lists(st.integers(0, num_layers), max_size=3)))
+        bounds = [0, *cuts, num_layers]
+        num_micro_batches = draw(st.integers(2, 6))
+        stages: list[StagePlan] = []
+        for s in range(len(bounds) - 1):
+            width, number = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2))
+            first, world_size = world_size, world_size + width * number
+            stages.append(
+                StagePlan(
+                    replicas=tuple(
+                        tuple(range(first + width * i, first + width * (i + 1))) for i in range(number)
+                    ),
+                    layers=(bounds[s], bounds[s + 1]),
+                    embedding=s == 0,
+                    head=s == len(bounds) - 2,
+                    recompute=draw(st.sampled_from(["none", "full"])),
+                    optimizer_offload=draw(st.floats(0, 1)),
+                )
+            )
+        pipelines.append(
+            PipelinePlan(
+                micro_batch_size=draw(st.integers(1, 3)),
+                num_micro_batches=num_micro_batches,
+                stages=tuple(stages),
+            )
+        )
+    return Plan(
+        cluster="c",
+        model=model(num_layers=num_layers),
+        sequence_length=128,
+        global_batch_size=sum(pipeline.num_sequences for pipeline in pipelines),
+        ranks=tuple(RankPlan(rank=i, device=f"n/{i}", type="T4") for i in range(world_size)),
+        pipelines=tuple(pipelines),
+    )
+
+
+@given(plans())
+def test_lawful_plans_pass_and_survive_the_file(plan: Plan) -> None:
+    assert not list(plan_laws(plan))
+    assert build(parse_document(dump(plan), name="f"), Plan, laws=plan_laws, error=PlanError) == plan
+
+
+@given(plans(), st.data())
+def test_a_layer_taken_away_is_always_noticed(plan: Plan, data: st.DataObject) -> None:
+    p = data.draw(st.integers(0, len(plan.pipelines) - 1))
+    stages = plan.pipelines[p].stages
+    s = data.draw(st.sampled_from([i for i, stage in enumerate(stages) if stage.num_layers]))
+    text = dump(plan)
+    held = parse_document(text, name="f").value
+    held["pipelines"][p]["stages"][s]["layers"][data.draw(st.integers(0, 1))] += data.draw(
+        st.sampled_from([-1, 1])
+    )
+    with pytest.raises(PlanError, match=r"layers|wanted greater"):
+        build(parse_document(dump(held), name="f"), Plan, laws=plan_laws, error=PlanError)
+
+
+def test_wrong_exit_codes_never_leak() -> None:
+    assert (ConfigError.exit_code, PlanError.exit_code) == (2, 2)

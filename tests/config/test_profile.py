@@ -1,0 +1,99 @@
+"""Profiles: read, and refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.profile import Profile, load_profile
+
+UNIT = {
+    "forward_seconds": 0.01,
+    "backward_seconds": 0.02,
+    "state_bytes": 1,
+    "activation_bytes": 1,
+    "output_bytes": 1,
+}
+
+
+def example() -> dict[str, Any]:
+    """As DESIGN shows it."""
+    return {
+        "version": 1,
+        "source": "measured",
+        "sequence_length": 4096,
+        "entries": [
+            {
+                "device_type": "A100-80G",
+                "tensor_parallel": 1,
+                "micro_batch_size": 1,
+                "recompute": "none",
+                "embedding": UNIT,
+                "layers": [UNIT],
+                "head": UNIT | {"output_bytes": 0},
+            }
+        ],
+        "links": [
+            {
+                "from": "a100-0/0",
+                "to": "t4-0/0",
+                "message_bytes": [65536, 67108864],
+                "seconds": [0.0001, 0.006],
+            }
+        ],
+    }
+
+
+def load(folder: Path, value: dict[str, Any]) -> Profile:
+    path = folder / "profile.json"
+    path.write_text(json.dumps(value, indent=1))
+    return load_profile(path)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    profile = load(tmp_path, example())
+    entry = profile.entries[0]
+    assert entry.layer(7) is entry.layers[0]
+    assert profile.links[0].from_ == "a100-0/0"
+    assert profile.links[0].seconds == (0.0001, 0.006)
+
+
+def test_one_entry_per_layer(tmp_path: Path) -> None:
+    value = example()
+    value["entries"][0]["layers"] = [UNIT, UNIT | {"forward_seconds": 0.5}]
+    assert load(tmp_path, value).entries[0].layer(1).forward_seconds == 0.5
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("version",), 2, "profile.json:2: version: wanted 1, got 2; measure again with this release"),
+        (("entries", 0, "layers"), [], "entries[0].layers: wanted at least one, got none"),
+        (("entries", 0, "head", "forward_seconds"), -1, "entries[0].head.forward_seconds: wanted greater than or equal"),
+        (("entries", 0, "head", "forward_seconds"), "fast", "entries[0].head.forward_seconds: wanted a number"),
+        (("entries", 0, "head", "forward_secs"), 1, "unknown key 'forward_secs'; did you mean 'forward_seconds'?"),
+        (("links", 0, "seconds"), [1.0], "links[0]: 2 message sizes but 1 times; one each"),
+        (("links", 0, "message_bytes"), [2, 1], "links[0].message_bytes: sizes must increase"),
+        (("sequence_length",), None, "sequence_length: wanted an integer, got null"),
+    ],
+)  # fmt: skip
+def test_messages(tmp_path: Path, path: tuple[Any, ...], value: object, message: str) -> None:
+    broken = example()
+    place: Any = broken
+    for key in path[:-1]:
+        if isinstance(place[key], dict):
+            place[key] = dict(place[key])
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, broken)
+    assert message in str(error.value)
+
+
+def test_the_same_thing_measured_twice(tmp_path: Path) -> None:
+    value = example()
+    value["entries"] *= 2
+    with pytest.raises(ConfigError, match=r"entries\[1\]: measured twice: A100-80G, 1, 1, none; keep one"):
+        load(tmp_path, value)

@@ -1,0 +1,109 @@
+"""Stop, resume under the same plan or another: the same curve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.project import make_plan, make_project, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases
+from yuan_train.checkpoint.load import find_checkpoint, load_tensors
+from yuan_train.checkpoint.names import step_name
+from yuan_train.config.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+def case(run_file: Path, folder: Path, plan: Plan | None, *, steps: int, checkpoints: Path) -> Case:
+    """A run to `steps` of 20; the curve of the learning rate is that of 20 in any case."""
+    overrides = (
+        f"train.steps={steps}",
+        "optimizer.decay_steps=20",
+        f"checkpoint.directory={checkpoints}",
+        "validation.every=0",
+    )
+    return Case(run_file, folder, plan, overrides)
+
+
+def tensors_of(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found = find_checkpoint(checkpoints / step_name(step))
+    entries = FileSystemReader(found.path).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size) for name, entry in entries.items()}  # pyright: ignore
+    load_tensors(found, tensors)
+    return tensors
+
+
+def test_a_resumed_run_is_the_same_run(run_file: Path, tmp_path: Path) -> None:
+    """Under the same plan to the bit, under another to rounding."""
+    run = run_config(run_file)
+    plan = make_plan(run, [[1, 3, 2]])
+    whole = case(run_file, tmp_path / "whole", plan, steps=20, checkpoints=tmp_path / "whole-ck")
+    first = case(run_file, tmp_path / "cut", plan, steps=10, checkpoints=tmp_path / "cut-ck")
+    rest = case(run_file, tmp_path / "cut", plan, steps=20, checkpoints=tmp_path / "cut-ck")
+    # The same first half, continued by two pipelines and by one process.
+    elsewhere = replace(
+        rest, folder=tmp_path / "two", plan=make_plan(run, [[4, 2], [4, 2]]), port=rest.port + 1
+    )
+    elsewhere = replace(
+        elsewhere,
+        overrides=(
+            *elsewhere.overrides[:2],
+            f"checkpoint.directory={tmp_path / 'two-ck'}",
+            f"checkpoint.resume={tmp_path / 'cut-ck' / step_name(10)}",
+            "validation.every=0",
+        ),
+    )
+    run_cases([whole, first, rest])
+    run_cases([elsewhere])
+    expected = read_metrics(whole.folder)
+    resumed = read_metrics(rest.folder)
+    assert [line["step"] for line in resumed] == list(range(1, 21))
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in expected]
+    ours, theirs = tensors_of(tmp_path / "cut-ck", 20), tensors_of(tmp_path / "whole-ck", 20)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+    two = read_metrics(elsewhere.folder)
+    assert [line["step"] for line in two] == list(range(11, 21))
+    for a, b in zip(two, expected[10:], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+    alone = replace(
+        elsewhere,
+        folder=tmp_path / "alone",
+        plan=None,
+        overrides=tuple(o.replace("two-ck", "alone-ck") for o in elsewhere.overrides),
+    )
+    for a, b in zip(run_alone(alone), expected[10:], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+def test_a_checkpoint_of_a_plan_holds_the_tensors_of_one_process(run_file: Path, tmp_path: Path) -> None:
+    run = run_config(run_file)
+    cut = case(run_file, tmp_path / "cut", make_plan(run, [[0, 6, 0]]), steps=2, checkpoints=tmp_path / "cut-ck")
+    alone = case(run_file, tmp_path / "alone", None, steps=2, checkpoints=tmp_path / "alone-ck")
+    run_cases([cut])
+    run_alone(alone)
+    ours, theirs = tensors_of(tmp_path / "cut-ck", 2), tensors_of(tmp_path / "alone-ck", 2)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def test_metrics_of_steps_that_are_taken_again_are_replaced(run_file: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "ck"
+    run_alone(case(run_file, tmp_path / "log", None, steps=4, checkpoints=checkpoints))
+    # As if the run had died after step 6, two steps past its last checkpoint.
+    log = tmp_path / "log" / "metrics.jsonl"
+    log.write_text(log.read_text() + '{"step": 5, "loss": 1.0}\n{"step": 6, "loss": 1.0}\n{"step": 7, "lo')
+    lines = run_alone(case(run_file, tmp_path / "log", None, steps=6, checkpoints=checkpoints))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["loss"] > 2 for line in lines)

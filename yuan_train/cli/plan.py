@@ -1,0 +1,154 @@
+"""`yuan-train plan`: searches the fastest plan that fits, prints it as a table, writes it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yuan_train.config.load import Document
+    from yuan_train.config.model import ModelConfig
+    from yuan_train.config.run import RunConfig
+
+DEFAULT_GLOBAL_BATCH_SIZE = 64
+"""Sequences per step without a run file."""
+
+_DESCRIPTION = """\
+Cuts the model unevenly over the cards of a cluster: simulates the step of many plans, keeps the fastest that
+fits the memory of every card, prints it as a table and writes it. Never needs a card, nor torch.
+
+key=value changes the run file, or the defaults without one: search.pipelines=[2], search.recompute=[none],
+search.device_order=fixed, search.use_all_devices=true, search.time_limit="10 s", train.global_batch_size=128, ...
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="cut a model over the cards of a cluster",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cluster", required=True, metavar="F", help="cluster file")
+    parser.add_argument("--model", metavar="F", help="model file; needed without --config")
+    parser.add_argument("--config", metavar="F", help="run file: lengths, batch, precision, search keys")
+    parser.add_argument("--profile", metavar="F", help="measured times; without it they are estimated")
+    parser.add_argument("--out", metavar="F", help="where the plan is written; without it it is only printed")
+    parser.add_argument("--report", metavar="F.html", help="also write a page with timeline and memory bars")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Search, write, print. Raises ConfigError for wrong input, NoPlanFits with the nearest miss."""
+    from yuan_train.config.cluster import load_cluster
+    from yuan_train.config.load import write_text
+    from yuan_train.config.plan import save_plan
+    from yuan_train.config.profile import load_profile
+
+    run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
+    cluster = load_cluster(arguments.cluster)
+    profile = load_profile(arguments.profile) if arguments.profile else None
+
+    from yuan_train.planner.cost import Setting
+    from yuan_train.planner.report import plan_html, plan_json, plan_table
+    from yuan_train.planner.search import search_plan
+
+    setting = Setting(
+        cluster=cluster,
+        model=run_config.model,
+        sequence_length=run_config.data.sequence_length,
+        global_batch_size=run_config.train.global_batch_size,
+        precision=run_config.train.precision,
+        profile=profile,
+        overlap=run_config.search.overlap,
+    )
+    if setting.precision == "fp16":
+        print("note: training cannot run fp16 yet; this plan only forecasts it", file=sys.stderr)
+    result = search_plan(setting, run_config.search, micro_batch_size=run_config.train.micro_batch_size)
+    if arguments.report:
+        write_text(arguments.report, plan_html(result, setting))
+    if arguments.out:
+        save_plan(arguments.out, result.best.plan)
+    if arguments.json:
+        print(json.dumps(plan_json(result, path=arguments.out)))
+        return 0
+    print(plan_table(result, setting))
+    for path in (arguments.out, arguments.report):
+        if path:
+            print(f"written: {path}", file=sys.stderr)
+    return 0
+
+
+def read_run_config(config: str | None, model: str | None, overrides: tuple[str, ...]) -> RunConfig:
+    """The run file with its overrides, or defaults around the model file.
+
+    Raises ConfigError if neither file is given, or if both are and name unlike models.
+    """
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.config.model import load_model
+    from yuan_train.config.run import load_run
+
+    if config is None:
+        if model is None:
+            raise ConfigError("give --model F, or --config F (a run file, which names its model)")
+        return _default_run(model, overrides)
+    run_config = load_run(config, overrides)
+    if model is not None:
+        own = tuple(o.removeprefix("model.") for o in overrides if o.startswith("model."))
+        given = load_model(model, own)
+        unlike = _differences(given, run_config.model)
+        if unlike:
+            raise ConfigError(
+                f"--model {model} and --config {config} name unlike models ({unlike}); "
+                "leave --model out, or change model: in the run file"
+            )
+    return run_config
+
+
+def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
+    from yuan_train.config.load import Document, build, graft, override, read_document
+    from yuan_train.config.run import RunConfig, run_laws
+
+    model = read_document(model_path)
+    document = graft(Document("defaults", _default_values(model), {}), ("model",), model)
+    for assignment in overrides:
+        document = override(document, assignment)
+    if "sequence_length" not in document.value["data"]:
+        length = document.value["model"].get("max_sequence_length", 4096)
+        document = override(document, f"data.sequence_length={length}")
+    run_config = build(document, RunConfig, laws=run_laws)
+    data, train = run_config.data, run_config.train
+    print(
+        f"no --config: sequence_length {data.sequence_length}, global_batch_size {train.global_batch_size}, "
+        f"micro_batch_size {train.micro_batch_size}, precision {train.precision}",
+        file=sys.stderr,
+    )
+    return run_config
+
+
+def _default_values(model: Document) -> dict[str, object]:
+    """A run without data of its own; resets need a tokenizer, and cost nothing that a plan counts."""
+    from yuan_train.config.errors import ConfigError
+
+    if not isinstance(model.value, dict):
+        raise ConfigError(f"{model.name}: wanted keys and values")
+    return {
+        "data": {"train": [{"prefix": "none"}], "reset_position_ids": False},
+        "train": {"steps": 1, "global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE},
+        "optimizer": {"learning_rate": 1e-4},
+    }
+
+
+def _differences(given: ModelConfig, named: ModelConfig) -> str:
+    keys = [key for key in type(given).__dataclass_fields__ if key != "name"]
+    return ", ".join(
+        f"{key} {getattr(given, key)} and {getattr(named, key)}"
+        for key in keys
+        if getattr(given, key) != getattr(named, key)
+    )
+
