@@ -71,14 +71,26 @@ def test_one_entry_per_layer(tmp_path: Path) -> None:
     [
         (("version",), 2, "profile.json:2: version: wanted 1, got 2; measure again with this release"),
         (("entries", 0, "layers"), [], "entries[0].layers: wanted at least one, got none"),
-        (("entries", 0, "head", "forward_seconds"), -1, "entries[0].head.forward_seconds: wanted greater than or equal"),
-        (("entries", 0, "head", "forward_seconds"), "fast", "entries[0].head.forward_seconds: wanted a number"),
-        (("entries", 0, "head", "forward_secs"), 1, "unknown key 'forward_secs'; did you mean 'forward_seconds'?"),
+        (
+            ("entries", 0, "head", "forward_seconds"),
+            -1,
+            "entries[0].head.forward_seconds: wanted greater than or equal",
+        ),
+        (
+            ("entries", 0, "head", "forward_seconds"),
+            "fast",
+            "entries[0].head.forward_seconds: wanted a number",
+        ),
+        (
+            ("entries", 0, "head", "forward_secs"),
+            1,
+            "unknown key 'forward_secs'; did you mean 'forward_seconds'?",
+        ),
         (("links", 0, "seconds"), [1.0], "links[0]: 2 message sizes but 1 times; one each"),
         (("links", 0, "message_bytes"), [2, 1], "links[0].message_bytes: sizes must increase"),
         (("sequence_length",), None, "sequence_length: wanted an integer, got null"),
     ],
-)  # fmt: skip
+)
 def test_messages(tmp_path: Path, path: tuple[Any, ...], value: object, message: str) -> None:
     broken = example()
     place: Any = broken

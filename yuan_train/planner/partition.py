@@ -345,7 +345,7 @@ def promising_bounds(
     x = tables.instance
     latest = latest_starts(tables, order, limit_seconds)
     lines, edges = tables.lines(order), _edge_seconds(tables, order)
-    slack = 1e-12 * abs(limit_seconds)
+    slack = 1e-12 * abs(limit_seconds) if math.isfinite(limit_seconds) else 0.0
     limit = limit_seconds - x.ends_seconds[order[0], order[-1]]
     rows = np.zeros((1, 1), dtype=np.int64)
     started = np.zeros(1)
@@ -355,7 +355,7 @@ def promising_bounds(
     for s, line in enumerate(lines):
         own = line[rows[:, -1]]
         arrival = started[:, None] + own + (edges[s] if s < len(edges) else 0.0)
-        good = started[:, None] + x.num_micro_batches * own <= limit + slack
+        good = np.isfinite(own) & (started[:, None] + x.num_micro_batches * own <= limit + slack)
         if s < len(lines) - 1:
             good &= arrival <= latest[s + 1] + slack
         else:

@@ -38,6 +38,7 @@ def peak_in_flight(lane: Lane) -> int:
 
 
 def _step_faults(table: Table) -> Iterator[str]:
+    trains = any(step.kind == "backward" for lane in table for step in lane)
     micro_batches = {step.micro_batch for lane in table for step in lane if step.kind == "forward"}
     for stage, lane in enumerate(table):
         done: set[Step] = set()
@@ -54,7 +55,7 @@ def _step_faults(table: Table) -> Iterator[str]:
             done.add(step)
         forwards = {step.micro_batch for step in lane if step.kind == "forward"}
         backwards = {step.micro_batch for step in lane if step.kind == "backward"}
-        if backwards and forwards != backwards:
+        if trains and forwards != backwards:
             yield f"stage {stage}: micro-batches {sorted(forwards ^ backwards)} go only one way"
         if missing := micro_batches - forwards:
             yield f"stage {stage}: no forward of micro-batches {sorted(missing)}, which other stages have"

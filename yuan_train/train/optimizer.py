@@ -71,6 +71,10 @@ class Optimizer:
         for state in self._adamw.state.values() if self._adamw else ():
             state["step"].fill_(step)
 
+    def flat_states(self) -> list[torch.Tensor]:
+        """The buffers of the state, each flat."""
+        return [buffer for state in self._states for buffer in state]
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of weights and state by global name: what a checkpoint stores and fills."""
         for bucket, (exp_avg, exp_avg_sq) in zip(self._buckets, self._states, strict=True):

@@ -1,0 +1,173 @@
+"""Cutting problems for the tests, and a brute force that shares no code with the planner."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from yuan_train.planner.partition import Instance
+
+CASES: dict[str, Any] = {
+    entry["case"]["name"]: entry
+    for entry in json.loads((Path(__file__).parents[1] / "golden" / "planner_cases.json").read_text())["cases"]
+}
+
+
+def case_instance(case: dict[str, Any]) -> Instance:
+    """A case of planner_cases.json as the planner's inner problem."""
+    layers, devices = case["layers"], case["devices"]
+    types = [device["type"] for device in devices]
+    num_devices, num_layers = len(devices), len(layers)
+
+    def per_type(key: str) -> np.ndarray:
+        return np.array([[[layer[key][kind] for layer in layers] for kind in types]], dtype=float)
+
+    def per_layer(key: str) -> np.ndarray:
+        return np.array([[[layer[key] for layer in layers]] * num_devices], dtype=float)
+
+    latency = np.array(case["links"]["latency"], dtype=float)
+    bandwidth = np.array(case["links"]["bandwidth"], dtype=float)
+    np.fill_diagonal(bandwidth, 1.0)
+    free = [device["mem_bytes"] - device.get("reserved_bytes", 0) for device in devices]
+    return Instance(
+        schedule="1f1b",
+        num_micro_batches=case["num_microbatches"],
+        overlap=case.get("overlap", True),
+        forward_seconds=per_type("fwd"),
+        backward_seconds=per_type("bwd"),
+        resident_bytes=per_layer("weight_bytes"),
+        activation_bytes=per_layer("act_bytes"),
+        transient_bytes=np.zeros((1, num_devices, num_layers)),
+        capacity_bytes=np.array(free, dtype=float),
+        whole_model_saving_bytes=np.zeros(num_devices),
+        boundary_bytes=0.0,
+        message_seconds=np.stack([latency + layer["out_bytes"] / bandwidth for layer in layers]),
+        message_of=np.arange(num_layers),
+        sync_seconds=np.zeros((num_devices, num_layers)),
+        update_seconds=np.zeros((num_devices, num_layers)),
+        ends_seconds=np.zeros((num_devices, num_devices)),
+        order=tuple(case["order"]) if case.get("order") else None,
+        use_all=case.get("use_all_devices", True),
+    )
+
+
+def random_case(seed: int) -> dict[str, Any]:
+    """A small case in the schema of planner_cases.json; links from free to slower than the compute."""
+    chance = np.random.default_rng(seed)
+    num_devices, num_layers = int(chance.integers(1, 5)), int(chance.integers(4, 9))
+    kinds = ["X", "Y", "Z"][: int(chance.integers(1, 4))]
+    speed = {kind: float(chance.uniform(0.3, 3.0)) for kind in kinds}
+    layers = []
+    for _ in range(num_layers):
+        seconds = float(chance.uniform(0.5, 2.0))
+        ratio = float(chance.uniform(1.0, 3.0))
+        layers.append(
+            {
+                "fwd": {kind: seconds / speed[kind] for kind in kinds},
+                "bwd": {kind: seconds * ratio / speed[kind] for kind in kinds},
+                "weight_bytes": int(chance.integers(1, 40)),
+                "act_bytes": int(chance.integers(1, 10)),
+                "out_bytes": int(chance.integers(1, 10)),
+            }
+        )
+    slowness = float(chance.choice([0.0, 0.05, 0.5]))
+    links = chance.uniform(0.0, 1.0, size=(2, num_devices, num_devices))
+    tight = float(chance.choice([0.6, 1.2, 10.0]))
+    whole = sum(layer["weight_bytes"] + 3 * layer["act_bytes"] for layer in layers)
+    return {
+        "num_microbatches": int(chance.integers(1, 9)),
+        "layers": layers,
+        "devices": [
+            {
+                "type": str(chance.choice(kinds)),
+                "mem_bytes": int(tight * whole / num_devices * chance.uniform(0.7, 1.5)) + 5,
+                "reserved_bytes": 5,
+            }
+            for _ in range(num_devices)
+        ],
+        "links": {
+            "latency": (slowness * links[0]).tolist(),
+            "bandwidth": (5.0 / (slowness + 1e-6) * (0.1 + links[1])).tolist(),
+        },
+        "order": chance.permutation(num_devices).tolist() if chance.random() < 0.2 else None,
+        "use_all_devices": bool(chance.random() < 0.5) or num_devices > num_layers,
+        "overlap": bool(chance.random() < 0.7),
+    }
+
+
+def brute_force(case: dict[str, Any]) -> float | None:
+    """Seconds of the fastest plan that fits, by trying every one; None if none fits."""
+    steps = [
+        event_simulation(case, order, counts)
+        for order, counts in _all_plans(case)
+        if _fits(case, order, counts)
+    ]
+    return min(steps, default=None)
+
+
+def _all_plans(case: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    num_devices, num_layers = len(case["devices"]), len(case["layers"])
+    line = case["order"] or range(num_devices)
+    for length in [num_devices] if case["use_all_devices"] else range(1, num_devices + 1):
+        orders = itertools.combinations(line, length) if case["order"] else itertools.permutations(line, length)
+        for order in orders:
+            for cuts in itertools.combinations(range(1, num_layers), length - 1):
+                ends = (0, *cuts, num_layers)
+                yield order, tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def _fits(case: dict[str, Any], order: tuple[int, ...], counts: tuple[int, ...]) -> bool:
+    first = 0
+    for stage, (device, count) in enumerate(zip(order, counts, strict=True)):
+        layers = case["layers"][first : first + count]
+        first += count
+        alive = min(len(order) - stage, case["num_microbatches"])
+        card = case["devices"][device]
+        needed = card["reserved_bytes"] + sum(x["weight_bytes"] + alive * x["act_bytes"] for x in layers)
+        if needed > card["mem_bytes"]:
+            return False
+    return True
+
+
+def event_simulation(case: dict[str, Any], order: tuple[int, ...], counts: tuple[int, ...]) -> float:
+    """1F1B written out once more: each stage a list of operations, advanced until all are done."""
+    m, stages = case["num_microbatches"], len(order)
+    ends = list(itertools.accumulate(counts, initial=0))
+    kind = [case["devices"][device]["type"] for device in order]
+    parts = [case["layers"][a:b] for a, b in itertools.pairwise(ends)]
+    seconds = {
+        way: [sum(layer[way][k] for layer in part) for part, k in zip(parts, kind, strict=True)]
+        for way in ("fwd", "bwd")
+    }
+
+    def link(a: int, b: int) -> float:
+        size = case["layers"][ends[min(a, b) + 1] - 1]["out_bytes"]
+        i, j = order[a], order[b]
+        return case["links"]["latency"][i][j] + size / case["links"]["bandwidth"][i][j]
+
+    todo: list[list[tuple[str, int]]] = []
+    for s in range(stages):
+        warm = min(stages - 1 - s, m)
+        work = [("fwd", k) for k in range(warm)]
+        for k in range(m - warm):
+            work += [("fwd", warm + k), ("bwd", k)]
+        todo.append(work + [("bwd", k) for k in range(m - warm, m)])
+    arrived = {("fwd", 0, k): 0.0 for k in range(m)} | {("bwd", stages - 1, k): 0.0 for k in range(m)}
+    clock, last, wire = [0.0] * stages, [0.0] * stages, dict[tuple[int, int], float]()
+    while any(todo):
+        for s in range(stages):
+            while todo[s] and (todo[s][0][0], s, todo[s][0][1]) in arrived:
+                way, k = todo[s].pop(0)
+                clock[s] = last[s] = max(clock[s], arrived[way, s, k]) + seconds[way][s]
+                target = s + 1 if way == "fwd" else s - 1
+                if 0 <= target < stages:
+                    there = max(clock[s], wire.get((s, target), 0.0)) + link(s, target)
+                    wire[s, target] = arrived[way, target, k] = there
+                    if not case["overlap"]:
+                        clock[s] = there
+    return max(last)

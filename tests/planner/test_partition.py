@@ -1,0 +1,128 @@
+"""Cuts of the line: hand-solved, against known optima, against a brute force of its own."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner.instances import CASES, brute_force, case_instance, event_simulation, random_case
+from yuan_train.planner.orders import count_order, nearest_miss, slot_classes, solve
+from yuan_train.planner.partition import StageTables, area_bound_seconds, threshold_bounds
+
+
+def two_cards(**changes):
+    """Six equal units of f = b = 1 on a fast card, three times that on a slow one; free links."""
+    layer = {"fwd": {"A": 1.0, "B": 3.0}, "bwd": {"A": 1.0, "B": 3.0}, "weight_bytes": 10, "act_bytes": 1, "out_bytes": 0}
+    case = {
+        "num_microbatches": 10,
+        "layers": [dict(layer) for _ in range(6)],
+        "devices": [{"type": kind, "mem_bytes": 1000, "reserved_bytes": 0} for kind in ("A", "B")],
+        "links": {"latency": [[0.0, 0.0], [0.0, 0.0]], "bandwidth": [[1.0, 1.0], [1.0, 1.0]]},
+        "order": None,
+        "use_all_devices": True,
+    }
+    return case | changes
+
+
+def test_two_stages_by_hand():
+    # 4:2 gives 8 | 12 a micro-batch, 5:1 gives 10 | 6. With m = 10 the slowest stage decides:
+    # 4:2 costs at least 12 * 10. 5:1 with the slow card first: 3 + 10 * 10 + 3 = 106. With the fast one first
+    # its 100 s of work wait twice for a second: F0 0-5, F1 5-10, B0 once the other is done at 5 + 6 = 11, and
+    # again before the last backward: 102.
+    solution = solve(case_instance(two_cards()))
+    assert solution.exact
+    assert solution.cuts[0].step_seconds == pytest.approx(102)
+    assert solution.cuts[0].order == (0, 1)
+    sizes = dict(zip(solution.cuts[0].order, np.diff(solution.cuts[0].bounds).tolist(), strict=True))
+    assert sizes == {0: 5, 1: 1}
+
+
+def test_memory_overrules_speed():
+    # Card A holds 3 units: as the first stage 2 micro-batches are alive, 3 * 12 = 36; as the last one 33.
+    devices = [{"type": "A", "mem_bytes": 36, "reserved_bytes": 0}, {"type": "B", "mem_bytes": 1000, "reserved_bytes": 0}]
+    solution = solve(case_instance(two_cards(devices=devices)))
+    cut = solution.cuts[0]
+    sizes = dict(zip(cut.order, np.diff(cut.bounds).tolist(), strict=True))
+    assert sizes == {0: 3, 1: 3}
+    # 18 * 10 + 6
+    assert cut.step_seconds == pytest.approx(186)
+
+
+def test_a_slow_card_is_dropped_where_that_is_allowed():
+    case = two_cards(num_microbatches=1, use_all_devices=False)
+    cut = solve(case_instance(case)).cuts[0]
+    assert cut.order == (0,)
+    assert cut.step_seconds == pytest.approx(12)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_known_optimum(name):
+    case, expect = CASES[name]["case"], CASES[name]["expect"]
+    solution = solve(case_instance(case))
+    if expect["optimum_s"] is None:
+        assert not solution.cuts
+        assert solution.exact
+        return
+    cut = solution.cuts[0]
+    counts = tuple(np.diff(cut.bounds).tolist())
+    simulated = event_simulation(case | {"overlap": case.get("overlap", True)}, cut.order, counts)
+    assert simulated == pytest.approx(cut.step_seconds)
+    assert simulated <= expect["optimum_s"] * 1.01
+    assert solution.lower_bound_seconds <= expect["optimum_s"] * (1 + 1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000))
+def test_as_good_as_brute_force(seed):
+    case = random_case(seed)
+    instance = case_instance(case)
+    best = brute_force(case)
+    solution = solve(instance)
+    if best is None:
+        assert not solution.cuts
+        return
+    assert solution.cuts, "the planner found nothing where something fits"
+    assert solution.cuts[0].step_seconds == pytest.approx(best, rel=1e-9)
+    assert area_bound_seconds(instance) <= best * (1 + 1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000))
+def test_dynamic_programming_finds_what_fits(seed):
+    """A fixed order has a cut within the thresholds exactly if any cut fits."""
+    case = random_case(seed) | {"order": None, "use_all_devices": True}
+    order = tuple(range(len(case["devices"])))
+    found = threshold_bounds(StageTables(case_instance(case)), order)
+    fixed = brute_force(case | {"order": list(order)})
+    assert bool(found) == (fixed is not None)
+
+
+def test_order_by_counting_states_has_the_smallest_bottleneck():
+    # Four units, two cards of speed 1 and 3: the fast one takes three, so t = 1 (and the slow one 1).
+    case = two_cards()
+    tables = StageTables(case_instance(case))
+    order = count_order(tables)
+    assert order is not None
+    assert sorted(order) == [0, 1]
+
+
+def test_swappable_cards_are_one_class():
+    case = CASES["c1_a100x2_v100x2_12L_compute_bound"]["case"]
+    assert slot_classes(case_instance(case)).tolist() == [0, 0, 2, 2]
+    skewed = dict(case["links"], latency=[row[:] for row in case["links"]["latency"]])
+    skewed["latency"][0][2] = 1.0
+    assert slot_classes(case_instance(case | {"links": skewed})).tolist() == [0, 1, 2, 3]
+
+
+def test_nearest_miss_names_the_smallest_shortfall():
+    # 60 bytes of weights on cards of 20: at best 3 units each, 3 * 12 on the first stage of 20.
+    devices = [{"type": kind, "mem_bytes": 20, "reserved_bytes": 0} for kind in ("A", "B")]
+    _, miss = nearest_miss(case_instance(two_cards(devices=devices)))
+    assert miss.capacity_bytes == 20
+    assert miss.needed_bytes == pytest.approx(36)
+    assert miss.stage == 0
+
+
+def test_same_instance_same_cuts():
+    case = CASES["c1_a100x2_v100x2_12L_compute_bound"]["case"]
+    assert solve(case_instance(case)).cuts == solve(case_instance(case)).cuts

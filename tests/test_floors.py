@@ -1,0 +1,245 @@
+"""Who may import whom: reads the imports of every file, and runs none of them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ENGINE = {"torch", "yuan_kernels"}
+
+MAY_IMPORT = {
+    "config": set[str](),
+    "schedule": set[str](),
+    "planner": {"config", "schedule"},
+    "model": {"config", "yuan_kernels"},
+    "data": {"config"},
+    "parallel": {"config", "schedule", "yuan_kernels"},
+    "checkpoint": {"config", "parallel"},
+    "train": {"config", "schedule", "yuan_kernels", "model", "data", "parallel", "checkpoint"},
+    "cli": {
+        "config",
+        "schedule",
+        "yuan_kernels",
+        "model",
+        "data",
+        "parallel",
+        "checkpoint",
+        "train",
+        "planner",
+    },
+}
+"""Folders of ours that each folder may import, besides itself; lower floors stand first."""
+
+NEVER = {
+    "config": ENGINE,
+    "schedule": ENGINE | {"yaml", "pydantic", "numpy"},
+    "planner": ENGINE,
+    "data": ENGINE,
+    "model": {"torch.distributed"},
+    "kernels": {"torch.distributed", "yuan_train"},
+}
+"""Modules that a folder never imports, wherever in a file."""
+
+PYDANTIC = {"config/load.py", "config/units.py"}
+PLANNER = {"cli/plan.py", "cli/simulate.py"}
+CHECKPOINT_OF_PARALLEL = {"yuan_train.parallel.shard"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: `module` as far as it can be told, and whether only a type checker sees it."""
+
+    file: str
+    line: int
+    module: str
+    typing_only: bool
+
+    @property
+    def folder(self) -> str:
+        """The folder of ours that holds the importing file."""
+        return self.file.partition("/")[0]
+
+    @property
+    def target(self) -> str | None:
+        """The folder of ours that is imported; None for anybody else's module."""
+        parts = self.module.split(".")
+        if parts[0] == "yuan_kernels":
+            return "yuan_kernels"
+        return parts[1] if parts[0] == "yuan_train" and len(parts) > 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: imports {self.module}"
+
+
+def imports_of(path: Path, *, file: str, package: str) -> Iterator[Import]:
+    """Every import of a file, also those inside functions. `from a import b` may import a module a.b."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    hidden = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        for name in names:
+            yield Import(file, node.lineno, name, id(node) in hidden)  # type: ignore[attr-defined]
+
+
+def all_imports() -> list[Import]:
+    found: list[Import] = []
+    for top, name in (("yuan_train", "yuan_train"), ("kernels", "yuan_kernels")):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            file = (
+                path.relative_to(ROOT / "yuan_train").as_posix()
+                if top == "yuan_train"
+                else f"kernels/{path.name}"
+            )
+            package = ".".join([name, *path.parent.relative_to(ROOT / top).parts])
+            found += imports_of(path, file=file, package=package)
+    return found
+
+
+IMPORTS = all_imports()
+
+
+def refused(wrong: list[Import]) -> None:
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def within(module: str, names: set[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(IMPORTS) > 100
+    assert {"config", "schedule", "cli", "kernels"} <= {item.folder for item in IMPORTS}
+    assert set(MAY_IMPORT) == {
+        path.name for path in (ROOT / "yuan_train").iterdir() if (path / "__init__.py").exists()
+    }
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_a_folder_imports_only_floors_below_it(folder: str) -> None:
+    allowed = MAY_IMPORT[folder] | {folder, "__version__"}
+    refused([i for i in IMPORTS if i.folder == folder and i.target is not None and i.target not in allowed])
+
+
+@pytest.mark.parametrize("folder", NEVER)
+def test_a_folder_never_imports(folder: str) -> None:
+    refused([i for i in IMPORTS if i.folder == folder and within(i.module, NEVER[folder])])
+
+
+def test_kernels_are_entered_by_their_ops_alone() -> None:
+    outside = [i for i in IMPORTS if i.target == "yuan_kernels" and i.folder != "kernels"]
+    refused([i for i in outside if not within(i.module, {"yuan_kernels.ops"})])
+
+
+def test_checkpoints_know_parallel_by_its_shards_alone() -> None:
+    entered = [i for i in IMPORTS if i.folder == "checkpoint" and i.target == "parallel"]
+    refused([i for i in entered if not within(i.module, CHECKPOINT_OF_PARALLEL)])
+
+
+def test_pydantic_stays_at_the_edge() -> None:
+    refused(
+        [i for i in IMPORTS if within(i.module, {"pydantic", "pydantic_core"}) and i.file not in PYDANTIC]
+    )
+
+
+def test_pydantic_is_imported_lazily() -> None:
+    loaded = "import sys, yuan_train.config.run, yuan_train.config.plan; print(sorted(sys.modules))"
+    modules = subprocess.run(
+        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+    ).stdout
+    assert "'pydantic'" not in modules
+    assert "'yuan_train.config.load'" in modules
+
+
+def test_only_two_commands_plan() -> None:
+    refused([i for i in IMPORTS if i.target == "planner" and i.folder != "planner" and i.file not in PLANNER])
+
+
+def test_nobody_imports_the_command_line() -> None:
+    refused([i for i in IMPORTS if i.target == "cli" and i.folder not in ("cli", "__main__.py")])
+
+
+def test_nobody_imports_tools_or_tests() -> None:
+    refused([i for i in IMPORTS if within(i.module, {"tools", "tests", "kernels"})])
+
+
+def test_no_circles_between_folders() -> None:
+    arrows = {folder: {i.target for i in IMPORTS if i.folder == folder and i.target} for folder in MAY_IMPORT}
+    below: set[str] = {"yuan_kernels"}
+    waiting = set(MAY_IMPORT)
+    while waiting:
+        free = {folder for folder in waiting if arrows[folder] - {folder, "__version__"} <= below}
+        assert free, f"these folders import each other: {sorted(waiting)}"
+        below |= free
+        waiting -= free
+
+
+def test_no_circles_between_files() -> None:
+    files = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        for path in ROOT.glob("yuan_train/**/*.py")
+    }
+    arrows: dict[str, set[str]] = {file: set() for file in files}
+    for item in IMPORTS:
+        if item.typing_only or item.folder == "kernels":
+            continue
+        source = "yuan_train." + item.file.removesuffix(".py").replace("/", ".")
+        module = item.module if item.module in files else item.module.rpartition(".")[0]
+        if module in files and module != source:
+            arrows[source].add(module)
+    done: set[str] = set()
+    while waiting := files - done:
+        free = {file for file in waiting if arrows[file] <= done}
+        assert free, f"these files import each other: {sorted(waiting)}"
+        done |= free
+
+
+@pytest.mark.parametrize(
+    "command", ["--help", "plan --help", "inspect --help", "inspect configs/run/tiny.yaml"]
+)
+def test_light_commands_do_without_torch(command: str) -> None:
+    look = (
+        "import sys; from yuan_train.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", look, *command.split()], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert ran.stdout.splitlines()[-1] == "False", ran.stdout + ran.stderr
+
+
+def test_the_reader_of_imports(tmp_path: Path) -> None:
+    path = tmp_path / "file.py"
+    path.write_text(
+        "import torch.nn as nn\nfrom yuan_train.config import plan\nfrom . import load\nfrom ..schedule.step import Step\n"
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import yuan_train.cli\n"
+        "def f():\n    import yuan_kernels.ops\n"
+    )
+    found = list(imports_of(path, file="model/file.py", package="yuan_train.model"))
+    assert {i.module: i.target for i in found} == {
+        "torch.nn": None,
+        "yuan_train.config.plan": "config",
+        "yuan_train.model.load": "model",
+        "yuan_train.schedule.step.Step": "schedule",
+        "typing.TYPE_CHECKING": None,
+        "yuan_train.cli": "cli",
+        "yuan_kernels.ops": "yuan_kernels",
+    }
+    assert [i.module for i in found if i.typing_only] == ["yuan_train.cli"]
