@@ -217,18 +217,20 @@ def test_no_circles_between_files() -> None:
 )
 def test_light_commands_do_without_torch(command: str) -> None:
     look = (
-        "import sys; from yuan_train.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+        "import sys; from yuan_train.cli.main import main; code = main(sys.argv[1:]); "
+        "print(code, 'torch' in sys.modules)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", look, *command.split()], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert ran.stdout.splitlines()[-1] == "False", ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1] == "0 False", ran.stdout + ran.stderr
 
 
 def test_the_reader_of_imports(tmp_path: Path) -> None:
     path = tmp_path / "file.py"
     path.write_text(
-        "import torch.nn as nn\nfrom yuan_train.config import plan\nfrom . import load\nfrom ..schedule.step import Step\n"
+        "import torch.nn as nn\nfrom yuan_train.config import plan\n"
+        "from . import load\nfrom ..schedule.step import Step\n"
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import yuan_train.cli\n"
         "def f():\n    import yuan_kernels.ops\n"
     )

@@ -62,7 +62,7 @@ def test_two_stages_by_hand():
 
 def test_a_slow_link_is_first_in_first_out():
     # The link takes 5 for each message, compute 1: activations arrive at 6, 11, 16.
-    result = run((1, 1), (1, 1), (5,), 3)
+    result = run((1, 1), (1, 1), (5,), 3, schedule="gpipe")
     arrivals = [t.end_seconds for t in result.lanes[0] if t.step.kind == "send_activation"]
     assert arrivals == [6, 11, 16]
 
@@ -85,12 +85,12 @@ def test_many_at_once_equal_one_at_a_time(data, stages, m, overlap, schedule):
         overlap=overlap,
     )
     for i in range(3):
-        times = StageTimes(*(), **{
-            "forward_seconds": tuple(parts[0][i]),
-            "backward_seconds": tuple(parts[1][i]),
-            "send_activation_seconds": tuple(parts[2][i, 1:]),
-            "send_gradient_seconds": tuple(parts[3][i, 1:]),
-        })
+        times = StageTimes(
+            forward_seconds=tuple(parts[0][i]),
+            backward_seconds=tuple(parts[1][i]),
+            send_activation_seconds=tuple(parts[2][i, 1:]),
+            send_gradient_seconds=tuple(parts[3][i, 1:]),
+        )
         single = simulate(table, times, overlap=overlap)
         assert ends[i] == pytest.approx(single.stage_end_seconds)
         # No stage can be faster than its own work, the first micro-batch down and its gradient back up.

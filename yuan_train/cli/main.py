@@ -12,6 +12,7 @@ import difflib
 import importlib
 import logging
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -148,8 +149,12 @@ def _overview() -> Parser:
 def _reader_is_gone() -> bool:
     """Whether nobody reads our output any more (`| head`); if so, Python's own last flush is silenced."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        output = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(output, 0)
+        gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    except OSError:
+        return False
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return gone

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from yuan_train.parallel.bridge import Bridge
-from yuan_train.schedule.step import Lane, Step
+from yuan_train.schedule.step import Kind, Lane, Step
 
 
 class StageWork(Protocol):
@@ -78,28 +78,42 @@ class Executor:
         self._kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._gradients: dict[int, torch.Tensor] = {}
 
+    @property
+    def num_kept(self) -> int:
+        """Micro-batches whose output is kept now."""
+        return len(self._kept)
+
     def run(self, lane: Lane) -> None:
         """Take every step of the lane; gradients accumulate in the parameters.
 
         A lane without backwards (evaluation) keeps nothing.
         """
+        for _ in self.steps(lane):
+            pass
+
+    def steps(self, lane: Lane) -> Iterator[Step]:
+        """Yield every step of the lane just before it is taken."""
         training = any(step.kind == "backward" for step in lane)
-        neighbours = {step.kind for step in lane}
-        with torch.set_grad_enabled(training):
-            for step in lane:
-                if step.kind == "forward":
-                    self._forward(step, receives="receive_activation" in neighbours, keep=training)
-                elif step.kind == "backward":
-                    self._backward(step, receives="receive_gradient" in neighbours)
-                elif step.kind.startswith("receive"):
-                    self._need_bridge().post(step)
-                elif step.kind == "send_activation":
-                    self._need_bridge().send(step, self._outgoing(step, kept=training))
-                else:
-                    self._need_bridge().send(step, self._gradients.pop(step.micro_batch))
+        kinds = {step.kind for step in lane}
+        for step in lane:
+            yield step
+            with torch.set_grad_enabled(training):
+                self._take(step, kinds, training=training)
         if self._bridge is not None:
             self._bridge.drain()
         assert not self._kept and not self._gradients
+
+    def _take(self, step: Step, kinds: set[Kind], *, training: bool) -> None:
+        if step.kind == "forward":
+            self._forward(step, receives="receive_activation" in kinds, keep=training)
+        elif step.kind == "backward":
+            self._backward(step, receives="receive_gradient" in kinds)
+        elif step.kind in ("receive_activation", "receive_gradient"):
+            self._need_bridge().post(step)
+        elif step.kind == "send_activation":
+            self._need_bridge().send(step, self._outgoing(step, kept=training))
+        else:
+            self._need_bridge().send(step, self._gradients.pop(step.micro_batch))
 
     def _forward(self, step: Step, *, receives: bool, keep: bool) -> None:
         hidden_BSH = None

@@ -1,0 +1,235 @@
+"""The command line as a whole: help, unknown words, exit codes, overrides between options."""
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from yuan_train.cli import main as command_line
+from yuan_train.cli.main import COMMANDS, NOT_THERE_YET, main
+from yuan_train.config.errors import CheckpointError, ConfigError, NoPlanFits, TrainingError
+
+CLI = Path(command_line.__file__).parent
+THERE = sorted(set(COMMANDS) - NOT_THERE_YET)
+
+
+def module_of(name: str) -> Path:
+    return CLI / f"{name.replace('-', '_')}.py"
+
+
+# --- the table of commands -------------------------------------------------------------------------------
+
+
+def test_the_table_names_every_command_that_is_there() -> None:
+    assert set(COMMANDS) >= NOT_THERE_YET
+    written = {path.stem.replace("_", "-") for path in CLI.glob("*.py")} - {"main", "--init--"}
+    assert written == set(THERE)
+
+
+def test_help_lists_every_command_without_torch() -> None:
+    ran = subprocess.run([sys.executable, "-m", "yuan_train", "--help"], capture_output=True, text=True)
+    assert ran.returncode == 0
+    assert ran.stderr == ""
+    for name, line in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(line)}", ran.stdout, re.MULTILINE), name
+    assert ran.stdout.count("(not there yet)") == len(NOT_THERE_YET)
+    assert max(map(len, ran.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"yuan-train {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted(NOT_THERE_YET))
+def test_promised_commands_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--out", "x"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: `yuan-train {name}` is not there yet")
+
+
+def test_no_option_is_the_beginning_of_one_of_torchruns() -> None:
+    # torchrun takes `--run` for its `--run-path`, wherever it stands in the line.
+    spec = importlib.util.find_spec("torch")
+    assert spec and spec.origin
+    text = (Path(spec.origin).parent / "distributed" / "run.py").read_text(encoding="utf-8")
+    theirs = {option.replace("_", "-") for option in re.findall(r'"(--[a-z][a-z_-]*)"', text)}
+    assert {"--run-path", "--nproc-per-node", "--max-restarts"} <= theirs
+    for path in CLI.glob("*.py"):
+        for option in re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text(encoding="utf-8")):
+            assert not [name for name in theirs if name.startswith(option)], (path.name, option)
+
+
+# --- wrong words -----------------------------------------------------------------------------------------
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plann"], "error: there is no command 'plann'; did you mean 'plan'? (has: plan, simulate"),
+        (["xyzzy"], "error: there is no command 'xyzzy'; (has: plan, simulate"),
+        (["--plan"], "error: unrecognized arguments: --plan"),
+        (["inspect"], "error: the following arguments are required: PATH"),
+        (["inspect", "f", "--jsn"], "error: unknown argument '--jsn'; did you mean --json?"),
+        (["inspect", "f", "--js"], "error: unknown argument '--js'"),
+        (["inspect", "f", "g"], "error: unknown argument 'g'"),
+        (["inspect", "/nowhere/f"], "error: /nowhere/f: no such file"),
+    ],
+)
+def test_wrong_words(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == "" and "Traceback" not in printed.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"yuan-train \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+# --- a command of the test's own -------------------------------------------------------------------------
+
+Run = Callable[[argparse.Namespace], int]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
+    """Puts a command `probe` into the table that runs a given function."""
+
+    def install(run: Run) -> None:
+        def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+            parser = subparsers.add_parser("probe")
+            parser.add_argument("--config", required=True)
+            parser.add_argument("--plan")
+            parser.add_argument("--print", action="store_true")
+            parser.add_argument("overrides", nargs="*")
+            parser.set_defaults(run=run)
+
+        module = types.ModuleType("yuan_train.cli.probe")
+        module.register = register  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "yuan_train.cli.probe", module)
+        monkeypatch.setitem(COMMANDS, "probe", "a test")
+
+    yield install
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--config F a.b=1 --plan G c=2",
+        "a.b=1 --config F c=2 --plan G",
+        "--config F --plan G a.b=1 c=2",
+        "a.b=1 c=2 --plan=G --config=F",
+        "--plan G a.b=1 --config F -- c=2",
+    ],
+)
+def test_overrides_stand_anywhere(line: str, command: Callable[[Run], None]) -> None:
+    seen: list[argparse.Namespace] = []
+    command(lambda arguments: seen.append(arguments) or 0)
+    assert main(["probe", *line.split()]) == 0
+    assert (seen[0].config, seen[0].plan, seen[0].overrides) == ("F", "G", ["a.b=1", "c=2"])
+
+
+def test_an_option_may_take_what_looks_like_an_override(command: Callable[[Run], None]) -> None:
+    seen: list[argparse.Namespace] = []
+    command(lambda arguments: seen.append(arguments) or 0)
+    assert main(["probe", "--config", "x=1", "--print", "y=2"]) == 0
+    assert (seen[0].config, seen[0].print, seen[0].overrides) == ("x=1", True, ["y=2"])
+
+
+@pytest.mark.parametrize("line", ["a=1", "--conf F", "--config F --pla G", "--config F a=1 --bogus"])
+def test_overrides_hide_no_mistake(line: str, command: Callable[[Run], None]) -> None:
+    command(lambda arguments: 0)
+    assert main(["probe", *line.split()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("one\ntwo"), 2),
+        (CheckpointError("one\ntwo"), 2),
+        (NoPlanFits("one\ntwo"), 3),
+        (TrainingError("one\ntwo"), 1),
+    ],
+)
+def test_errors_of_the_user(
+    error: Exception, code: int, command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise error
+
+    command(run)
+    assert main(["probe", "--config", "F"]) == code
+    assert capsys.readouterr().err == "error: one\nerror: two\n"
+
+
+def test_a_bug_shows_its_place(command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise ValueError("a bug")
+
+    command(run)
+    assert main(["probe", "--config", "F"]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "ValueError: a bug" in said
+
+
+def test_interrupted(command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command(run)
+    assert main(["probe", "--config", "F"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_codes_of_commands_pass_through(command: Callable[[Run], None]) -> None:
+    command(lambda arguments: 7)
+    assert main(["probe", "--config", "F"]) == 7
+
+
+def test_a_broken_pipe_inside_a_command_is_no_secret(
+    command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise BrokenPipeError("a worker died")
+
+    command(run)
+    assert main(["probe", "--config", "F"]) == 1
+    assert "a worker died" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_is_no_error(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe:
+        ran = subprocess.run(
+            [sys.executable, "-m", "yuan_train", "inspect", "configs/run/tiny.yaml"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=CLI.parents[1],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert ran.returncode == 1
+    assert ran.stderr == ""
+
+
+def test_the_module_is_the_command() -> None:
+    line = [sys.executable, "-m", "yuan_train", "plann"]
+    ran = subprocess.run(line, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: there is no command 'plann'")

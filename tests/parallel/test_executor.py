@@ -1,0 +1,154 @@
+"""The executor on one process with messages handed over by hand: gradients, and memory that stays flat."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.schedule.check import peak_in_flight
+from yuan_train.schedule.step import Step
+from yuan_train.schedule.tables import forward_only, make_table
+
+
+class Post:
+    """Messages between stages that run one after the other in one process."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, int, int], torch.Tensor] = {}
+        self.most_held = 0
+
+    def put(self, kind: str, stage: int, micro_batch: int, tensor: torch.Tensor) -> None:
+        self.held[kind, stage, micro_batch] = tensor
+        self.most_held = max(self.most_held, len(self.held))
+
+
+class HandBridge:
+    """Stands in for a bridge: what is sent is there at once."""
+
+    def __init__(self, post: Post) -> None:
+        self.post_office = post
+
+    def post(self, step: Step) -> None:
+        pass
+
+    def take(self, step: Step) -> torch.Tensor:
+        return self.post_office.held.pop((step.kind.removeprefix("receive_"), step.stage, step.micro_batch))
+
+    def send(self, step: Step, tensor: torch.Tensor) -> None:
+        peer = step.stage + (1 if step.kind == "send_activation" else -1)
+        self.post_office.put(step.kind.removeprefix("send_"), peer, step.micro_batch, tensor.detach().clone())
+
+    def drain(self) -> None:
+        pass
+
+
+class Scale:
+    """A stage that multiplies by a weight; the last one also sums up to a loss."""
+
+    def __init__(self, weight: float, *, first: bool, last: bool) -> None:
+        self.weight = torch.tensor(weight, dtype=torch.float64, requires_grad=True)
+        self.first, self.last = first, last
+
+    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+        x = torch.full((1, 1, 2), micro_batch + 1.0, dtype=torch.float64) if hidden_BSH is None else hidden_BSH
+        output = x * self.weight
+        return output.sum() if self.last else output
+
+
+class Stepper:
+    """Runs the lanes of all stages by turns, a step whenever its message is there."""
+
+    def __init__(self, schedule: str, num_micro_batches: int, weights: list[float]) -> None:
+        num_stages = len(weights)
+        self.table = (
+            forward_only(num_stages=num_stages, num_micro_batches=num_micro_batches)
+            if schedule == "forward_only"
+            else make_table(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches)
+        )
+        self.works = [Scale(w, first=s == 0, last=s == num_stages - 1) for s, w in enumerate(weights)]
+        self.post = Post()
+        self.executors = [
+            Executor(work, HandBridge(self.post), Stopwatch(torch.device("cpu")))  # pyright: ignore
+            for work in self.works
+        ]
+        self.most_kept = [0] * num_stages
+
+    def run(self) -> None:
+        lanes = [self.executors[s].steps(lane) for s, lane in enumerate(self.table)]
+        pending = [next(lane, None) for lane in lanes]
+        while any(step is not None for step in pending):
+            moved = False
+            for s, step in enumerate(pending):
+                if step is not None and self._ready(step):
+                    pending[s] = next(lanes[s], None)
+                    self.most_kept[s] = max(self.most_kept[s], self.executors[s].num_kept)
+                    moved = True
+            assert moved, "deadlock"
+
+    def _ready(self, step: Step) -> bool:
+        last = len(self.table) - 1
+        if step.kind == "forward" and step.stage > 0:
+            return ("activation", step.stage, step.micro_batch) in self.post.held
+        if step.kind == "backward" and step.stage < last:
+            return ("gradient", step.stage, step.micro_batch) in self.post.held
+        return True
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 7])
+def test_gradients_are_those_of_the_whole(schedule: str, num_micro_batches: int) -> None:
+    stepper = Stepper(schedule, num_micro_batches, [2.0, 3.0, 5.0])
+    stepper.run()
+    # loss = sum over m of 2 (m + 1) w0 w1 w2
+    total = 2 * sum(range(1, num_micro_batches + 1))
+    gradients = [float(work.weight.grad) for work in stepper.works]  # pyright: ignore
+    assert gradients == [total * 15.0, total * 10.0, total * 6.0]
+
+
+def test_what_is_kept_follows_the_table_and_not_the_number_of_micro_batches() -> None:
+    for num_micro_batches in (8, 64):
+        stepper = Stepper("1f1b", num_micro_batches, [1.0, 1.0, 1.0])
+        stepper.run()
+        assert stepper.most_kept == [peak_in_flight(lane) for lane in stepper.table] == [3, 2, 1]
+        assert not stepper.post.held and stepper.post.most_held <= 3
+
+
+def test_evaluation_keeps_nothing() -> None:
+    stepper = Stepper("forward_only", 16, [1.0, 1.0, 1.0])
+    stepper.run()
+    assert max(stepper.most_kept) <= 1
+    assert all(work.weight.grad is None for work in stepper.works)
+
+
+class Clock:
+    """Time that passes only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = self.worked = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.worked
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def work(self, *, processor: float, waiting: float = 0.0) -> None:
+        self.worked += processor
+        self.now += processor + waiting
+
+
+def test_a_simulated_slow_card_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
+    watch = Stopwatch(torch.device("cpu"), slowdown=4.0)
+    with watch.running():
+        clock.work(processor=1.0, waiting=0.5)
+    assert watch.read() == 4.0
+    # Where other processes took the processor away for longer than that, nothing is added.
+    with watch.running():
+        clock.work(processor=1.0, waiting=9.0)
+    assert watch.read() == 10.0 and watch.read() == 0.0

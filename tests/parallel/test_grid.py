@@ -1,0 +1,78 @@
+"""Coordinates: every rank has one place, buckets cover the model once. No process is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.project import MODEL, make_plan
+from yuan_train.config.load import Document, build
+from yuan_train.config.plan import Plan
+from yuan_train.config.run import RunConfig
+from yuan_train.parallel.grid import Grid, unit_of
+
+
+def run_of(num_layers: int, batch: int, *, tied: bool = True) -> RunConfig:
+    values = {
+        "model": MODEL | {"num_layers": num_layers, "tie_embeddings": tied},
+        "data": {"train": [{"prefix": "nowhere"}], "sequence_length": 8, "reset_position_ids": False},
+        "train": {"steps": 1, "global_batch_size": batch},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return build(Document("run.yaml", values, {}), RunConfig)
+
+
+def plan_of(cuts: list[list[int]], *, tied: bool = True) -> Plan:
+    return make_plan(run_of(sum(cuts[0]), len(cuts), tied=tied), cuts)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any), st.integers(1, 4), st.booleans())
+def test_every_rank_and_every_unit_has_its_place(cut: list[int], num_pipelines: int, tied: bool) -> None:
+    plan = plan_of([cut] * num_pipelines, tied=tied)
+    grid = Grid(plan)
+    assert [place.rank for place in grid.places] == list(range(plan.world_size))
+    units = [unit for bucket in grid.buckets for unit in bucket.units]
+    assert units == ["embedding", *(f"layers.{i}" for i in range(sum(cut))), "head"]
+    for bucket in grid.buckets:
+        per_pipeline = 2 if tied and bucket.units == ("embedding",) and len(cut) > 1 else 1
+        assert len(bucket.owners) == per_pipeline * num_pipelines
+    assert len(set(grid.edges)) == len(grid.edges) == 2 * num_pipelines * (len(cut) - 1)
+    shares = sorted((grid.first_sequence(place), grid.pipeline(place).num_sequences) for place in grid.places)
+    assert {first for first, _ in shares} == set(range(0, num_pipelines))
+
+
+def test_neighbours_stay_within_their_pipeline() -> None:
+    grid = Grid(plan_of([[1, 2], [1, 2]]))
+    assert [grid.neighbour(place, 1) for place in grid.places] == [1, None, 3, None]
+    assert [grid.neighbour(place, -1) for place in grid.places] == [None, 0, None, 2]
+
+
+def test_ten_thousand_ranks() -> None:
+    plan = plan_of([[1] * 10] * 1000)
+    grid = Grid(plan)
+    assert len(grid.places) == 10_000 and grid.places[9_999].stage == 9
+    # The embedding is tied to the head, so it stands alone; the head goes with the last layer.
+    assert len(grid.buckets) == 11
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("embedding.weight", "embedding"),
+        ("layers.12.filter.conv1.bias", "layers.12"),
+        ("final_norm.weight", "head"),
+        ("head.weight", "head"),
+    ],
+)
+def test_units_of_parameters(name: str, unit: str) -> None:
+    assert unit_of(name) == unit
+
+
+def test_an_untied_head_is_owned_by_last_stages_alone() -> None:
+    tied, untied = Grid(plan_of([[1, 1]])), Grid(plan_of([[1, 1]], tied=False))
+    assert tied.buckets[0].owners == (0, 1) and untied.buckets[0].owners == (0,)
+    assert replace(untied.buckets[-1], units=()).owners == (1,)

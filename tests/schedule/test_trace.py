@@ -1,0 +1,77 @@
+"""Trace files: the format's own rules, and arrows that lead from each message to its use."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from yuan_train.planner.simulator import StageTimes, simulate_schedule
+from yuan_train.schedule.step import Step
+from yuan_train.schedule.trace import TimedStep, TraceLane, trace_events, write_trace
+
+
+def lanes():
+    times = StageTimes(
+        forward_seconds=(1.0, 2.0),
+        backward_seconds=(2.0, 4.0),
+        send_activation_seconds=(0.5,),
+        send_gradient_seconds=(0.5,),
+    )
+    simulation = simulate_schedule("1f1b", times, num_micro_batches=3)
+    return [
+        TraceLane(process=f"card {s}", pipeline=0, stage=s, steps=steps, label=f"layers {s}")
+        for s, steps in enumerate(simulation.lanes)
+    ]
+
+
+def test_file_is_what_perfetto_opens(tmp_path):
+    path = tmp_path / "deep" / "trace.json"
+    write_trace(path, lanes())
+    document = json.loads(path.read_text())
+    assert {event["ph"] for event in document["traceEvents"]} == {"M", "X", "s", "f"}
+    names = {e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}
+    assert names == {"card 0", "card 1"}
+    assert list(tmp_path.rglob("*.tmp")) == []
+
+
+def test_every_step_stands_once_and_none_overlap_on_a_thread():
+    boxes = [event for event in trace_events(lanes()) if event["ph"] == "X"]
+    # 2 stages * 3 micro-batches * (forward, backward), and 3 messages each way.
+    assert Counter(box["cat"] for box in boxes) == {
+        "forward": 6,
+        "backward": 6,
+        "send_activation": 3,
+        "send_gradient": 3,
+    }
+    for thread in {(box["pid"], box["tid"]) for box in boxes}:
+        own = sorted((b["ts"], b["ts"] + b["dur"]) for b in boxes if (b["pid"], b["tid"]) == thread)
+        assert all(a[1] <= b[0] for a, b in pairwise(own))
+
+
+def test_arrows_lead_to_the_step_that_uses_the_message():
+    events = trace_events(lanes())
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == 6
+    assert all(starts[key]["ts"] < ends[key]["ts"] for key in starts)
+    assert all(starts[key]["pid"] != ends[key]["pid"] for key in starts)
+
+
+def test_times_are_microseconds():
+    lane = TraceLane(process="p", pipeline=1, stage=0, steps=[TimedStep(Step("forward", 0, 0), 0.25, 0.5)])
+    (box,) = [event for event in trace_events([lane]) if event["ph"] == "X"]
+    assert (box["ts"], box["dur"]) == (250_000, 250_000)
+    assert box["args"] == {"pipeline": 1, "stage": 0, "micro_batch": 0}
+
+
+def test_a_message_without_a_receiver_has_no_arrow():
+    lane = TraceLane(process="p", pipeline=0, stage=0, steps=[TimedStep(Step("send_activation", 0, 0), 0, 1)])
+    assert not [event for event in trace_events([lane]) if event["ph"] in "sf"]
+
+
+def test_unwritable_place(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        write_trace(tmp_path / "file" / "trace.json", lanes())

@@ -1,0 +1,96 @@
+"""The learning-rate curve, and AdamW on flat buckets against torch's on the parameters themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from yuan_train.config.run import OptimizerConfig
+from yuan_train.parallel.gradients import FlatBucket, squared_norm
+from yuan_train.parallel.grid import Bucket
+from yuan_train.train.optimizer import Optimizer, learning_rate
+
+
+def config(**changes) -> OptimizerConfig:
+    values = {"learning_rate": 1.0, "minimum_learning_rate": 0.1, "warmup_steps": 4} | changes
+    return OptimizerConfig(**values)
+
+
+def test_the_curve_warms_up_falls_to_the_minimum_and_stays() -> None:
+    curve = [learning_rate(step, config(), decay_steps=10) for step in range(12)]
+    assert curve[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert curve[6] == pytest.approx(0.55)  # half way from step 4 to step 10
+    assert curve[9:] == pytest.approx([0.1, 0.1, 0.1])
+    assert all(a >= b for a, b in zip(curve[3:], curve[4:], strict=False))
+
+
+def test_linear_and_constant() -> None:
+    linear = [learning_rate(s, config(schedule="linear", warmup_steps=0), decay_steps=3) for s in range(3)]
+    assert linear == pytest.approx([0.7, 0.4, 0.1])
+    assert learning_rate(50, config(schedule="constant"), decay_steps=10) == 1.0
+
+
+def module() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.LayerNorm(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_flat_buckets_take_the_steps_of_plain_adamw(dtype: torch.dtype) -> None:
+    flat, plain = module().to(dtype), module().to(dtype)
+    bucket = FlatBucket(Bucket(("unit",), (0,)), dict(flat.named_parameters()))
+    optimizer = Optimizer([bucket], config(weight_decay=0.1))
+    groups = [
+        {"params": [p for p in plain.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in plain.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    inputs = torch.randn(4, 5, dtype=dtype)
+    for step in range(5):
+        for group in reference.param_groups:
+            group["lr"] = 0.1 * (step + 1)
+        bucket.gradient.zero_()
+        reference.zero_grad()
+        for model in (flat, plain):
+            model(inputs).square().sum().backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        ours = float(squared_norm([bucket], 0, device=torch.device("cpu")).sqrt())
+        assert ours == pytest.approx(float(norm), rel=1e-4)
+        optimizer.step(0.1 * (step + 1))
+        reference.step()
+        for ours, theirs in zip(flat.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_small_steps_are_not_lost_in_bf16() -> None:
+    model = module().to(torch.bfloat16)
+    bucket = FlatBucket(Bucket(("unit",), (0,)), dict(model.named_parameters()))
+    optimizer = Optimizer([bucket], config(weight_decay=0.0))
+    before = bucket.master.clone()
+    weight = model[0].weight.detach().clone()  # pyright: ignore
+    for _ in range(40):
+        bucket.gradient.fill_(1.0)
+        optimizer.step(1e-4)
+    # 40 steps of 1e-4, each below half a bf16 unit of most weights, add up in the master.
+    torch.testing.assert_close(bucket.master, before - 40e-4, rtol=0, atol=1e-5)
+    assert not torch.equal(model[0].weight, weight)  # pyright: ignore
+    assert model[0].weight.dtype == torch.bfloat16  # pyright: ignore
+
+
+def test_gradients_of_micro_batches_add_up_in_fp32_under_bf16() -> None:
+    model = module().to(torch.bfloat16)
+    bucket = FlatBucket(Bucket(("unit",), (0,)), dict(model.named_parameters()))
+    for _ in range(1000):
+        (model[0].bias.sum() * 1.0).backward()  # pyright: ignore
+    # In bf16 the sum would stop at 256.
+    assert bucket.view(bucket.gradient, "0.bias").tolist() == [1000.0] * 3
+
+
+def test_a_bucket_of_vectors_alone_and_no_bucket_at_all() -> None:
+    norm = torch.nn.LayerNorm(3)
+    bucket = FlatBucket(Bucket(("head",), (0,)), dict(norm.named_parameters()))
+    optimizer = Optimizer([bucket], config())
+    bucket.gradient.fill_(1.0)
+    optimizer.step(0.1)
+    assert float(norm.weight[0].detach()) == pytest.approx(0.9)
+    Optimizer([], config()).step(0.1)
