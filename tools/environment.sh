@@ -49,7 +49,11 @@ find_python() {
             return 0
         fi
     done
-    echo "error: wanted Python 3.11 or later; found" \
-        "$(python3 --version 2>&1 || echo none). Install one, or name it: YUAN_PYTHON=/path/to/python" >&2
+    if [ -n "${YUAN_PYTHON:-}" ]; then
+        echo "error: YUAN_PYTHON=$YUAN_PYTHON is no Python of 3.11 or later" >&2
+    else
+        echo "error: wanted Python 3.11 or later; found" \
+            "$(python3 --version 2>&1 || echo none). Install one, or name it: YUAN_PYTHON=/path/to/python" >&2
+    fi
     return 1
 }

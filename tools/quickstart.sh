@@ -13,7 +13,9 @@ step() {
     echo
     echo "== [$SECONDS s] $1"
     shift
-    echo "\$ $*"
+    printf '$'
+    printf ' %q' "$@"
+    echo
     "$@"
 }
 

@@ -45,8 +45,9 @@ def describe(steps: list[dict[str, Any]]) -> list[str]:
     ]
     forecast = last.get("forecast_step_seconds")
     if forecast:
+        off = forecast / measured - 1
         lines.append(
-            f"             {forecast:.3f} s forecast ({forecast / measured - 1:+.0%} of the measured)"
+            f"             {forecast:.3f} s forecast, {abs(off):.0%} {'above' if off > 0 else 'below'}"
         )
     if last.get("tokens_per_second"):
         lines.append(f"speed        {last['tokens_per_second']:,.0f} tokens/s in the last step")

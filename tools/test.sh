@@ -33,8 +33,8 @@ check_types() {
 }
 
 skipped=""
-check format ruff format --check --quiet .
-check lint ruff check --quiet .
+check format ruff format --check .
+check lint ruff check .
 check_types
 check tests python -m pytest -n 2 -q "$@"
 

@@ -14,7 +14,9 @@ from yuan_train.planner.partition import Instance
 
 CASES: dict[str, Any] = {
     entry["case"]["name"]: entry
-    for entry in json.loads((Path(__file__).parents[1] / "golden" / "planner_cases.json").read_text())["cases"]
+    for entry in json.loads((Path(__file__).parents[1] / "golden" / "planner_cases.json").read_text())[
+        "cases"
+    ]
 }
 
 
@@ -114,7 +116,9 @@ def _all_plans(case: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[in
     num_devices, num_layers = len(case["devices"]), len(case["layers"])
     line = case["order"] or range(num_devices)
     for length in [num_devices] if case["use_all_devices"] else range(1, num_devices + 1):
-        orders = itertools.combinations(line, length) if case["order"] else itertools.permutations(line, length)
+        orders = (
+            itertools.combinations(line, length) if case["order"] else itertools.permutations(line, length)
+        )
         for order in orders:
             for cuts in itertools.combinations(range(1, num_layers), length - 1):
                 ends = (0, *cuts, num_layers)

@@ -10,8 +10,15 @@ from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
-from yuan_train.config.run import SearchConfig
-from yuan_train.planner.candidates import Shape, list_shapes, make_instance, make_plan, read_options
+from yuan_train.config.run import Recompute, SearchConfig
+from yuan_train.planner.candidates import (
+    Shape,
+    is_faithful,
+    list_shapes,
+    make_instance,
+    make_plan,
+    read_options,
+)
 from yuan_train.planner.communication import message_seconds, ring_seconds
 from yuan_train.planner.cost import Setting, cost_plan, flow_sharers, make_costs
 from yuan_train.planner.memory import in_flight
@@ -52,8 +59,18 @@ CARDS = {card.name: card for card in CLUSTER.cards}
 
 
 def setting(**changes):
-    given = {"cluster": CLUSTER, "model": MODEL, "sequence_length": 128, "global_batch_size": 8, "precision": "fp32"}
+    given = {
+        "cluster": CLUSTER,
+        "model": MODEL,
+        "sequence_length": 128,
+        "global_batch_size": 8,
+        "precision": "fp32",
+    }
     return Setting(**(given | changes))
+
+
+def alike(recompute: Recompute, num_stages: int) -> list[Recompute]:
+    return [recompute for _ in range(num_stages)]
 
 
 def unit(seconds, *, state=1000.0, activation=100.0, output=10.0):
@@ -70,7 +87,7 @@ def profile(*entries, **changes):
     return Profile(**({"sequence_length": 128, "entries": entries} | changes))
 
 
-def entry(size=1, seconds=1.0, *, layers=1, recompute="none", kind="Card"):
+def entry(size=1, seconds=1.0, *, layers=1, recompute: Recompute = "none", kind="Card"):
     return ProfileEntry(
         device_type=kind,
         micro_batch_size=size,
@@ -81,7 +98,7 @@ def entry(size=1, seconds=1.0, *, layers=1, recompute="none", kind="Card"):
     )
 
 
-def costs_of(given, *, size=1, recompute="none"):
+def costs_of(given, *, size=1, recompute: Recompute = "none"):
     return card_costs(
         MODEL,
         sequence_length=128,
@@ -205,7 +222,10 @@ def test_slowdown_multiplies_estimates_but_not_measurements():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (profile(entry(), sequence_length=64), "measured at sequence_length 64, the run has 128; measure again"),
+        (
+            profile(entry(), sequence_length=64),
+            "measured at sequence_length 64, the run has 128; measure again",
+        ),
         (profile(entry(layers=5)), r"entries\[0\].layers: 5 layers, the model has 6"),
         (profile(entry(), precision="bf16"), "measured in bf16, the run has train.precision fp32"),
     ],
@@ -265,13 +285,15 @@ def test_pipelines_share_a_network_card():
 @pytest.mark.parametrize(("stages", "m"), [(1, 4), (4, 2), (4, 9)])
 def test_in_flight_is_what_the_table_does(schedule, stages, m):
     for stage, lane in enumerate(make_table(schedule, num_stages=stages, num_micro_batches=m)):
-        assert in_flight(schedule, stage=stage, num_stages=stages, num_micro_batches=m) == peak_in_flight(lane)
+        assert in_flight(schedule, stage=stage, num_stages=stages, num_micro_batches=m) == peak_in_flight(
+            lane
+        )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_tables_and_forecast_agree(schedule, tied, recompute):
+def test_tables_and_forecast_agree(schedule, tied, recompute: Recompute):
     """The vectors of the search and the categories of the forecast count the same seconds and bytes."""
     costs = make_costs(setting(model=replace(MODEL, tie_embeddings=tied)))
     options = read_options(SearchConfig(recompute=(recompute,), schedule=(schedule,)), micro_batch_size=1)
@@ -284,12 +306,16 @@ def test_tables_and_forecast_agree(schedule, tied, recompute):
             if length > count:
                 continue
             order = list(range(length))
-            plan = make_plan(costs, shape, order=order, bounds=bounds, recompute=[recompute] * length)
+            plan = make_plan(costs, shape, order=order, bounds=bounds, recompute=alike(recompute, length))
             cost = cost_plan(costs, plan)
             (seconds,) = simulate_cuts(tables, np.array([order]), np.array([bounds]))
-            assert seconds == pytest.approx(cost.step_seconds, rel=0.02 if length < count else 1e-9)
+            if is_faithful(costs, shape, options) or (length == count and shape.num_pipelines == 1):
+                assert seconds == pytest.approx(cost.step_seconds)
+            assert seconds >= cost.step_seconds * (1 - 1e-9), "an approximation may only be slow"
             for s, stage in enumerate(cost.stages[:length]):
-                needed = tables.needed_bytes(order[s], tables.in_flight(s, length))[0, bounds[s], bounds[s + 1]]
+                needed = tables.needed_bytes(order[s], tables.in_flight(s, length))[
+                    0, bounds[s], bounds[s + 1]
+                ]
                 assert needed + CARD.reserved == pytest.approx(stage.memory.total)
 
 
@@ -297,8 +323,10 @@ def test_tied_table_counts_once_on_a_single_stage_and_twice_on_two():
     costs = make_costs(setting())
     card = CARDS["n-0/0"], CARDS["n-0/1"]
     shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=((card[0],), (card[1],)))
-    alone = cost_plan(costs, make_plan(costs, shape, order=[0], bounds=[0, 8], recompute=["none"]))
-    pair = cost_plan(costs, make_plan(costs, shape, order=[0, 1], bounds=[0, 4, 8], recompute=["none"] * 2))
+    alone = cost_plan(costs, make_plan(costs, shape, order=[0], bounds=[0, 8], recompute=alike("none", 1)))
+    pair = cost_plan(
+        costs, make_plan(costs, shape, order=[0, 1], bounds=[0, 4, 8], recompute=alike("none", 2))
+    )
     table = 4 * MODEL.embedding_parameters
     whole = sum(stage.memory.parameters for stage in pair.stages)
     assert whole - alone.stages[0].memory.parameters == table
@@ -311,7 +339,7 @@ def test_ranks_are_numbered_node_by_node_over_the_cards_that_work():
     costs = make_costs(setting())
     slots = tuple((CARDS[name],) for name in ("x/0", "n-1/1", "n-0/0"))
     shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=slots)
-    plan = make_plan(costs, shape, order=[0, 1, 2], bounds=[0, 2, 4, 8], recompute=["none"] * 3)
+    plan = make_plan(costs, shape, order=[0, 1, 2], bounds=[0, 2, 4, 8], recompute=alike("none", 3))
     assert [entry.device for entry in plan.ranks] == ["n-0/0", "n-1/1", "x/0"]
     assert [stage.ranks for stage in plan.pipelines[0].stages] == [(2,), (1,), (0,)]
     assert set(plan.device_types) == {"Card", "Slow"}

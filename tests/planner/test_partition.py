@@ -12,7 +12,13 @@ from yuan_train.planner.partition import StageTables, area_bound_seconds, thresh
 
 def two_cards(**changes):
     """Six equal units of f = b = 1 on a fast card, three times that on a slow one; free links."""
-    layer = {"fwd": {"A": 1.0, "B": 3.0}, "bwd": {"A": 1.0, "B": 3.0}, "weight_bytes": 10, "act_bytes": 1, "out_bytes": 0}
+    layer = {
+        "fwd": {"A": 1.0, "B": 3.0},
+        "bwd": {"A": 1.0, "B": 3.0},
+        "weight_bytes": 10,
+        "act_bytes": 1,
+        "out_bytes": 0,
+    }
     case = {
         "num_microbatches": 10,
         "layers": [dict(layer) for _ in range(6)],
@@ -40,7 +46,10 @@ def test_two_stages_by_hand():
 def test_memory_overrules_speed():
     # Card A holds 3 units: as the first stage 2 micro-batches are alive, 3 * 12 = 36; as the last one 33. The
     # slow card, first, never waits: while it runs F1, the other does F0 and B0. So 10 * 18 = 180.
-    devices = [{"type": "A", "mem_bytes": 36, "reserved_bytes": 0}, {"type": "B", "mem_bytes": 1000, "reserved_bytes": 0}]
+    devices = [
+        {"type": "A", "mem_bytes": 36, "reserved_bytes": 0},
+        {"type": "B", "mem_bytes": 1000, "reserved_bytes": 0},
+    ]
     solution = solve(case_instance(two_cards(devices=devices)))
     cut = solution.cuts[0]
     sizes = dict(zip(cut.order, np.diff(cut.bounds).tolist(), strict=True))

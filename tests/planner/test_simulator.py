@@ -51,8 +51,11 @@ def test_two_stages_by_hand():
     result = run((1, 2), (2, 4), (1,), 2)
     assert result.step_seconds == 17
     assert result.stage_end_seconds == (17, 14)
-    spans = {(t.step.kind, t.step.stage, t.step.micro_batch): (t.start_seconds, t.end_seconds)
-             for lane in result.lanes for t in lane}
+    spans = {
+        (t.step.kind, t.step.stage, t.step.micro_batch): (t.start_seconds, t.end_seconds)
+        for lane in result.lanes
+        for t in lane
+    }
     assert spans["forward", 1, 0] == (2, 4)
     assert spans["send_gradient", 1, 0] == (8, 9)
     assert spans["backward", 0, 0] == (9, 11)
@@ -68,8 +71,13 @@ def test_a_slow_link_is_first_in_first_out():
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
-@given(data=st.data(), stages=st.integers(1, 5), m=st.integers(1, 7), overlap=st.booleans(),
-       schedule=st.sampled_from(["1f1b", "gpipe"]))
+@given(
+    data=st.data(),
+    stages=st.integers(1, 5),
+    m=st.integers(1, 7),
+    overlap=st.booleans(),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+)
 def test_many_at_once_equal_one_at_a_time(data, stages, m, overlap, schedule):
     seconds = st.floats(0, 3)
     rows = [[data.draw(seconds) for _ in range(4 * stages)] for _ in range(3)]

@@ -20,7 +20,7 @@ Cuts the model unevenly over the cards of a cluster: simulates the step of many 
 fits the memory of every card, prints it as a table and writes it. Never needs a card, nor torch.
 
 key=value changes the run file, or the defaults without one: search.pipelines=[2], search.recompute=[none],
-search.device_order=fixed, search.use_all_devices=true, search.time_limit="10 s", train.global_batch_size=128, ...
+search.device_order=fixed, search.use_all_devices=true, "search.time_limit=10 s", train.global_batch_size=128
 """
 
 
@@ -67,8 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
         profile=profile,
         overlap=run_config.search.overlap,
     )
-    if setting.precision == "fp16":
-        print("note: training cannot run fp16 yet; this plan only forecasts it", file=sys.stderr)
     result = search_plan(setting, run_config.search, micro_batch_size=run_config.train.micro_batch_size)
     if arguments.report:
         write_text(arguments.report, plan_html(result, setting))
@@ -151,4 +149,3 @@ def _differences(given: ModelConfig, named: ModelConfig) -> str:
         for key in keys
         if getattr(given, key) != getattr(named, key)
     )
-

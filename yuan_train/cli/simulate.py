@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from yuan_train.planner.simulator import Simulation, StageTimes
 
 _DESCRIPTION = """\
-Runs a plan's schedule table in virtual time: the same table that training runs on cards. Without --cluster the
-stage times are those of the plan's own forecast and messages are free, for a plan holds no link; with it, times
-are looked up again (from --profile, else estimated) and messages go over the cluster's links.
+Runs a plan's schedule table in virtual time: the same table that training runs on cards. Without --cluster
+the stage times are those of the plan's own forecast and messages are free, for a plan holds no link; with it,
+times are looked up again (from --profile, else estimated) and messages go over the cluster's links.
 """
 
 
@@ -29,9 +29,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--plan", required=True, metavar="F", help="plan file")
     parser.add_argument("--trace", metavar="F.json", help="write a trace for ui.perfetto.dev")
-    parser.add_argument("--cluster", metavar="F", help="cluster file: links, and times of a plan without forecast")
+    parser.add_argument(
+        "--cluster", metavar="F", help="cluster file: links, and times of a plan without forecast"
+    )
     parser.add_argument("--profile", metavar="F", help="measured times, with --cluster")
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="with --cluster")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="with --cluster"
+    )
     parser.add_argument("--blocking", action="store_true", help="the sender waits for its messages")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
@@ -90,7 +94,7 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
 
 
 def _from_forecast(arguments: argparse.Namespace, plan: Plan) -> list[Simulation]:
-    """Each pipeline by the stage times of the plan's forecast; a plan holds no links, so messages are free."""
+    """Each pipeline by the stage times of the plan's forecast; messages are free."""
     from yuan_train.planner.simulator import simulate_schedule
 
     print("messages are free: a plan holds no links; give --cluster F to count them", file=sys.stderr)
@@ -114,8 +118,8 @@ def _forecast_times(plan: Plan, pipeline: int) -> StageTimes:
     missing = [s for s in range(num_stages) if (pipeline, s) not in known]
     if missing:
         raise PlanError(
-            f"forecast: no times for pipeline {pipeline}, stage {missing[0]}; give --cluster F to estimate them, "
-            "or write forecast.stages"
+            f"forecast: no times for pipeline {pipeline}, stage {missing[0]}; give --cluster F to "
+            "estimate them, or write forecast.stages"
         )
     own = [known[pipeline, s] for s in range(num_stages)]
     free = (0.0,) * (num_stages - 1)
@@ -159,12 +163,15 @@ def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object
     compute = document["compute_seconds"]
     assert isinstance(compute, float)
     for p, simulation in enumerate(simulations):
-        for s, (busy, end) in enumerate(zip(simulation.busy_seconds, simulation.stage_end_seconds, strict=True)):
+        for s, (busy, end) in enumerate(
+            zip(simulation.busy_seconds, simulation.stage_end_seconds, strict=True)
+        ):
             stage = plan.pipelines[p].stages[s]
             share = busy / compute if compute else 0.0
             bar = "#" * round(20 * share)
             print(
-                f" pipeline {p} stage {s}  layers {stage.layers[0]}-{stage.layers[1]}  busy {show_seconds(busy):>8} "
+                f" pipeline {p} stage {s}  layers {stage.layers[0]}-{stage.layers[1]}  "
+                f"busy {show_seconds(busy):>8} "
                 f"{bar:<20} {share:4.0%}  done at {show_seconds(end)}"
             )
     step, bubble = document["step_seconds"], document["bubble_fraction"]
@@ -182,7 +189,11 @@ def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
         for s, steps in enumerate(simulation.lanes):
             stage = plan.pipelines[p].stages[s]
             entry = plan.ranks[stage.ranks[0]]
-            words = [f"layers {stage.layers[0]}-{stage.layers[1]}", "embedding" * stage.embedding, "head" * stage.head]
+            words = [
+                f"layers {stage.layers[0]}-{stage.layers[1]}",
+                "embedding" * stage.embedding,
+                "head" * stage.head,
+            ]
             lanes.append(
                 TraceLane(
                     process=f"{entry.device} ({entry.type})",

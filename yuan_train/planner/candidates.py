@@ -1,7 +1,8 @@
 """The shapes of a plan that the engine runs today, as cutting problems, and their cuts as plans.
 
-A shape fixes the number of equal pipelines, the micro-batches, the schedule, and how the cards are dealt. Slot i
-holds the cards that stand in the same place of each pipeline; they are of one type, so one cut suits all.
+A shape fixes the number of equal pipelines, the micro-batches, the schedule, and how the cards are dealt.
+Slot i holds the cards that stand in the same place of each pipeline; they are of one type, so one cut suits
+all.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from yuan_train.planner.topology import find_route
 from yuan_train.planner.workload import STATE_BYTES
 
 Slot = tuple[Card, ...]
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+"""What the engine runs; without a search key, both kinds of recompute and the first schedule are tried."""
+
 T = TypeVar("T")
 
 
@@ -62,17 +68,21 @@ class Shape:
 def read_options(search: SearchConfig, *, micro_batch_size: int) -> Options:
     """Narrow the search keys to what the engine runs.
 
-    Raises ConfigError for a key that allows nothing of it; of a list with something of it the rest is left out.
+    Raises ConfigError for a key that allows nothing of it; of a list with something of it the rest is left
+    out.
     """
     _only("tensor", search.tensor, (1,), "stages cut over several cards are")
     _only("replicas", search.replicas, (1,), "stages of several replicas are")
     _only("optimizer_sharding", search.optimizer_sharding, (False,), "a sharded optimizer state is")
-    recompute: tuple[Recompute, ...] = ("none", "full")
-    schedules: tuple[Schedule, ...] = ("1f1b", "gpipe")
-    wanted = _only("schedule", search.schedule, schedules, "other schedules are")
+    recompute: tuple[Recompute, ...] | None = _only(
+        "recompute", search.recompute, RECOMPUTE, "selective recompute is"
+    )
+    schedules: tuple[Schedule, ...] | None = _only(
+        "schedule", search.schedule, SCHEDULES, "other schedules are"
+    )
     return Options(
-        recompute=_only("recompute", search.recompute, recompute, "selective recompute is") or recompute,
-        schedules=wanted or ("1f1b",),
+        recompute=recompute or RECOMPUTE,
+        schedules=schedules or SCHEDULES[:1],
         pipelines=search.pipelines,
         num_micro_batches=search.num_micro_batches,
         micro_batch_sizes=tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,))),
@@ -139,7 +149,9 @@ def deal(cards: Sequence[Card], num_pipelines: int, *, use_all: bool) -> list[tu
         per_pipeline = len(group) // num_pipelines
         if use_all and len(group) % num_pipelines:
             return []
-        runs += [tuple(group[i + d * per_pipeline] for d in range(num_pipelines)) for i in range(per_pipeline)]
+        runs += [
+            tuple(group[i + d * per_pipeline] for d in range(num_pipelines)) for i in range(per_pipeline)
+        ]
         turns += [tuple(group[i * num_pipelines : (i + 1) * num_pipelines]) for i in range(per_pipeline)]
     place = {card: i for i, card in enumerate(cards)}
     ways = [tuple(sorted(slots, key=lambda slot: place[slot[0]])) for slots in (runs, turns)]
@@ -166,7 +178,9 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     ]
 
     def numbers(name: str) -> np.ndarray:
-        return np.array([[[getattr(unit, name) for unit in units] for units in row] for row in table], dtype=float)
+        return np.array(
+            [[[getattr(unit, name) for unit in units] for units in row] for row in table], dtype=float
+        )
 
     resident, transient = numbers("state_bytes"), numbers("transient_bytes")
     saving = resident[0, :, 0].copy() if tied else np.zeros(len(slots))
@@ -186,7 +200,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         capacity_bytes=np.array([float(device.memory - device.reserved) for device in types]),
         whole_model_saving_bytes=saving,
         boundary_bytes=costs.boundary_bytes(shape.micro_batch_size),
-        message_seconds=_message_matrix(costs, shape)[None],
+        message_seconds=_message_seconds(costs, shape).max(axis=0)[None],
         message_of=np.zeros(setting.model.num_layers + 2, dtype=np.int64),
         sync_seconds=_sync_table(costs, shape),
         update_seconds=_update_table(costs, shape),
@@ -196,20 +210,32 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     )
 
 
-def _message_matrix(costs: Costs, shape: Shape) -> np.ndarray:
-    """[D, D]: the slowest pipeline's hidden state from slot i to slot j."""
+def is_faithful(costs: Costs, shape: Shape, options: Options) -> bool:
+    """Whether the cutting problem costs every cut exactly as `cost_plan` does.
+
+    It takes the slowest pipeline's messages for all, and counts every slot's gradient sum on the network; so
+    it errs, on the slow side, where equal pipelines have unlike links or where slots that sum over a shared
+    network card may stay idle.
+    """
+    if shape.num_pipelines == 1:
+        return True
+    messages = _message_seconds(costs, shape)
+    idle_slots_matter = not options.use_all_devices and max(ring_sharers(shape.slots)) > 1
+    return bool((messages.min(axis=0) == messages.max(axis=0)).all()) and not idle_slots_matter
+
+
+def _message_seconds(costs: Costs, shape: Shape) -> np.ndarray:
+    """[pipelines, D, D]: a hidden state from slot i to slot j in each pipeline."""
     slots, size = shape.slots, costs.boundary_bytes(shape.micro_batch_size)
-    matrix = np.zeros((len(slots), len(slots)))
+    seconds = np.zeros((shape.num_pipelines, len(slots), len(slots)))
     for i, sources in enumerate(slots):
         for j, targets in enumerate(slots):
             if i == j:
                 continue
             edges = list(zip(sources, targets, strict=True))
-            matrix[i, j] = max(
-                message_seconds(find_route(costs.topology, a, b), size, sharers=sharers)
-                for (a, b), sharers in zip(edges, flow_sharers(edges), strict=True)
-            )
-    return matrix
+            for d, ((a, b), sharers) in enumerate(zip(edges, flow_sharers(edges), strict=True)):
+                seconds[d, i, j] = message_seconds(find_route(costs.topology, a, b), size, sharers=sharers)
+    return seconds
 
 
 def _sync_table(costs: Costs, shape: Shape) -> np.ndarray:

@@ -23,7 +23,9 @@ def message_seconds(route: Route, message_bytes: float, *, sharers: int = 1) -> 
     return route.latency_seconds + message_bytes * crowd / route.bytes_per_second
 
 
-def ring_seconds(topology: Topology, cards: Sequence[Card], summed_bytes: float, *, sharers: int = 1) -> float:
+def ring_seconds(
+    topology: Topology, cards: Sequence[Card], summed_bytes: float, *, sharers: int = 1
+) -> float:
     """All-reduce of `summed_bytes` over a ring of k cards: 2(k - 1) rounds of 1/k each over the slowest link.
 
     Volume 2(k-1)/k * n and the slowest-link rule: Patarasuk and Yuan 2009; 0 for one card.

@@ -1,8 +1,8 @@
 """What a plan costs: seconds and bytes of each stage, and of the step, from the simulation of its schedule.
 
 A step is the forwards and backwards of every pipeline; then each stage sums its gradients with the same stage
-of the other pipelines, as soon as it is done; then the tied table is summed between first and last stage; then
-every card updates its parameters:
+of the other pipelines, as soon as it is done; then the tied table is summed between first and last stage;
+then every card updates its parameters:
 
     step = max over pipelines and stages (last backward + gradient sum) + tied sum + slowest update
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.devices import Precision
@@ -48,13 +48,14 @@ class Costs:
     setting: Setting
     topology: Topology
     cards: dict[str, Card]
-    _known: dict[tuple[str, int, Recompute], CardCosts] = field(default_factory=dict)
+    known: dict[tuple[str, int, Recompute], CardCosts]
+    """What has been looked up."""
 
     def of(self, type_name: str, micro_batch_size: int, recompute: Recompute) -> CardCosts:
         """Every unit's cost on a type of card."""
         key = (type_name, micro_batch_size, recompute)
-        if key not in self._known:
-            self._known[key] = card_costs(
+        if key not in self.known:
+            self.known[key] = card_costs(
                 self.setting.model,
                 sequence_length=self.setting.sequence_length,
                 micro_batch_size=micro_batch_size,
@@ -64,7 +65,7 @@ class Costs:
                 device=self.setting.cluster.device_type(type_name),
                 profile=self.setting.profile,
             )
-        return self._known[key]
+        return self.known[key]
 
     def boundary_bytes(self, micro_batch_size: int) -> float:
         """One hidden state between two stages."""
@@ -83,7 +84,7 @@ def make_costs(setting: Setting) -> Costs:
             precision=setting.precision,
         )
     cards = {card.name: card for card in setting.cluster.cards}
-    return Costs(setting, make_topology(setting.cluster, setting.profile), cards)
+    return Costs(setting, make_topology(setting.cluster, setting.profile), cards, {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,8 @@ class PlanCost:
 def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """The cost of a plan with one card per stage.
 
-    Raises PlanError if a card is not in the cluster, a stage has several cards, or a card lacks the precision.
+    Raises PlanError if a card is not in the cluster, a stage has several cards, or a card lacks the
+    precision.
     """
     cards = [[_card_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
     stages: list[StageCost] = []
@@ -189,7 +191,9 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         compute_seconds=compute,
         sync_seconds=synced - compute,
         tied_seconds=tied_seconds(
-            costs, [row[0] for row in cards], [row[-1] for row in cards] if costs.setting.model.tie_embeddings else []
+            costs,
+            [row[0] for row in cards],
+            [row[-1] for row in cards] if costs.setting.model.tie_embeddings else [],
         ),
         update_seconds=max(stage.update_seconds for stage in stages),
     )
@@ -233,7 +237,7 @@ def flow_sharers(edges: Sequence[tuple[Card, Card]]) -> list[int]:
 
 
 def ring_sharers(rings: Sequence[Sequence[Card]]) -> list[int]:
-    """How many of these rings leave through the busiest network card of each; they are all summed together."""
+    """How many of these rings leave through the busiest network card of each; all are busy together."""
     nodes = [{card.node for card in ring} for ring in rings]
     crossing = Counter(node for places in nodes if len(places) > 1 for node in places)
     return [max((crossing[node] for node in places), default=1) if len(places) > 1 else 1 for places in nodes]
@@ -242,7 +246,11 @@ def ring_sharers(rings: Sequence[Sequence[Card]]) -> list[int]:
 def unit_gradient_bytes(costs: Costs) -> list[float]:
     """Gradients that the pipelines sum, by unit; a tied table is summed apart, over all that hold it."""
     model, state = costs.setting.model, STATE_BYTES[costs.setting.precision]
-    ends = (0, model.hidden_size) if model.tie_embeddings else (model.embedding_parameters, model.head_parameters)
+    ends = (
+        (0, model.hidden_size)
+        if model.tie_embeddings
+        else (model.embedding_parameters, model.head_parameters)
+    )
     counts = [ends[0], *[model.layer_parameters] * model.num_layers, ends[1]]
     return [float(count * state.gradients) for count in counts]
 
@@ -259,9 +267,7 @@ def tied_seconds(costs: Costs, firsts: Sequence[Card], lasts: Sequence[Card]) ->
 def stage_units(plan_stage: StagePlan, num_layers: int) -> slice:
     """The stage's units among embedding, layers, head."""
     first, end = plan_stage.layers
-    return slice(
-        0 if plan_stage.embedding else first + 1, num_layers + 2 if plan_stage.head else end + 1
-    )
+    return slice(0 if plan_stage.embedding else first + 1, num_layers + 2 if plan_stage.head else end + 1)
 
 
 # --- stages ----------------------------------------------------------------------------------------------
@@ -270,18 +276,20 @@ def stage_units(plan_stage: StagePlan, num_layers: int) -> slice:
 def _card_of(costs: Costs, plan: Plan, stage: StagePlan) -> Card:
     if len(stage.ranks) != 1:
         raise PlanError(
-            f"replicas {[list(r) for r in stage.replicas]}: forecasts know one card per stage yet; give each stage one"
+            f"replicas {[list(r) for r in stage.replicas]}: forecasts know one card per stage yet; "
+            "give each stage one"
         )
     entry = plan.ranks[stage.ranks[0]]
     card = costs.cards.get(entry.device)
     if card is None:
         raise PlanError(
-            f"card {entry.device!r} of the plan is not in cluster {costs.setting.cluster.name!r}; give the cluster "
-            f"that the plan was made for ({plan.cluster or 'unnamed'})"
+            f"card {entry.device!r} of the plan is not in cluster {costs.setting.cluster.name!r}; "
+            f"give the cluster that the plan was made for ({plan.cluster or 'unnamed'})"
         )
     if card.type != entry.type:
         raise PlanError(
-            f"card {entry.device!r} is a {entry.type} in the plan and a {card.type} in the cluster; plan again"
+            f"card {entry.device!r} is a {entry.type} in the plan and a {card.type} in the cluster; "
+            "plan again"
         )
     precision = costs.setting.precision
     if costs.setting.cluster.device_type(card.type).peak(precision) is None:
@@ -337,7 +345,8 @@ def _sync_seconds(costs: Costs, cards: Sequence[Sequence[Card]], s: int, where: 
     rings = [[row[i] for row in cards] for i in range(len(cards[0]))]
     sharers = ring_sharers(rings)[s]
     return sum(
-        ring_seconds(costs.topology, rings[s], size, sharers=sharers) for size in unit_gradient_bytes(costs)[where]
+        ring_seconds(costs.topology, rings[s], size, sharers=sharers)
+        for size in unit_gradient_bytes(costs)[where]
     )
 
 
@@ -352,4 +361,3 @@ def _edge_seconds(
     route = find_route(costs.topology, source, target)
     size = costs.boundary_bytes(plan.pipelines[p].micro_batch_size)
     return message_seconds(route, size, sharers=sharers)
-

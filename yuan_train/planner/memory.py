@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from yuan_train.config.plan import MemoryForecast
@@ -39,22 +40,21 @@ def stage_memory(
 ) -> MemoryForecast:
     """Peak bytes of a stage that holds `units` in the model's order, embedding and head where it has them.
 
-    `boundary_bytes` is one hidden state between two stages; a stage keeps it, for each micro-batch in flight, at
-    each of its edges. A stage with both ends of a tied model holds the table once. The head's transient (a block of logits, or
-    its scaled gradient) counts as logits, the largest of the other units' as buffers.
+    `boundary_bytes` is one hidden state between two stages; a stage keeps it, for each micro-batch in flight,
+    at each of its edges. A stage with both ends of a tied model holds the table once. The head's transient (a
+    block of logits, or its scaled gradient) counts as logits, the largest of the other units' as buffers.
     """
     once = units[1:] if tied and has_embedding and has_head else units
     body = units[:-1] if has_head else units
     tail = units[-1:] if has_head else ()
     num_edges = (not has_embedding) + (not has_head)
     return MemoryForecast(
-        parameters=sum(unit.parameter_bytes for unit in once),
-        gradients=sum(unit.gradient_bytes for unit in once),
-        optimizer=sum(unit.optimizer_bytes for unit in once),
-        activations=in_flight * sum(unit.activation_bytes for unit in units),
-        logits=sum(in_flight * unit.logit_bytes + unit.transient_bytes for unit in tail),
+        parameters=math.fsum(unit.parameter_bytes for unit in once),
+        gradients=math.fsum(unit.gradient_bytes for unit in once),
+        optimizer=math.fsum(unit.optimizer_bytes for unit in once),
+        activations=in_flight * math.fsum(unit.activation_bytes for unit in units),
+        logits=math.fsum(in_flight * unit.logit_bytes + unit.transient_bytes for unit in tail),
         buffers=max((unit.transient_bytes for unit in body), default=0.0)
         + boundary_bytes * num_edges * (in_flight + MESSAGES_PER_EDGE),
         reserved=reserved_bytes,
     )
-

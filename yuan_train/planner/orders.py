@@ -2,9 +2,9 @@
 
 `solve` takes a few good orders, cuts each by dynamic programming, simulates, and improves the best by local
 moves. Then, where there are few enough different orders, it proves the result: every order (and subset, where
-cards may stay idle) is excluded by a lower bound or its promising cuts are all simulated. `Solution.exact` says
-whether that went through; otherwise the result is the best of a heuristic search, and only the lower bound is
-certain.
+cards may stay idle) is excluded by a lower bound or its promising cuts are all simulated. `Solution.exact`
+says whether that went through; otherwise the result is the best of a heuristic search, and only the lower
+bound is certain.
 """
 
 from __future__ import annotations
@@ -188,27 +188,22 @@ def seed_orders(tables: StageTables, classes: Integers) -> list[tuple[int, ...]]
     if instance.order is not None:
         return _thin(few_orders_of(instance, instance.order))
     speed = 1.0 / np.maximum(tables.instance.forward_seconds.min(axis=0).sum(axis=1), 1e-300)
-    slots = range(instance.num_slots)
-    keys: list[Callable[[int], object]] = [
-        lambda d: 0,
-        lambda d: -speed[d],
-        lambda d: -instance.capacity_bytes[d],
-        lambda d: speed[d],
-        lambda d: instance.capacity_bytes[d],
-    ]
-    found = [tuple(sorted(slots, key=key)) for key in keys]  # type: ignore[arg-type]
-    found.insert(1, tuple(reversed(range(instance.num_slots))))
-    found += _block_orders(tables)
+    memory = instance.capacity_bytes
+    keys: list[Floats] = [np.zeros_like(speed), -speed, -memory, speed, memory]
+    found = [tuple(np.argsort(key, kind="stable").tolist()) for key in keys]
+    found.append(found[0][::-1])
     counted = count_order(tables)
     if counted is not None:
-        found = [counted, *found]
-    best_first = sorted(slots, key=lambda d: (-speed[d], -instance.capacity_bytes[d], d))
+        found.insert(0, counted)
+    best_first = np.lexsort((-memory, -speed)).tolist()
+    allowed = lengths(instance)
     result: dict[tuple[int, ...], None] = {}
-    for order in found:
-        for length in reversed(_few_lengths(lengths(instance))):
-            kept = set(best_first[:length])
+    for length in reversed(_few_lengths(allowed)):
+        kept = set(best_first[:length])
+        for order in found:
             result[tuple(slot for slot in order if slot in kept) if len(order) > length else order] = None
-    return _thin(list(result))
+    result |= dict.fromkeys(order for order in _block_orders(tables) if len(order) in allowed)
+    return _thin([order for order in result if len(order) in allowed])
 
 
 def few_orders_of(instance: Instance, order: Sequence[int]) -> list[tuple[int, ...]]:
@@ -241,11 +236,13 @@ def _block_orders(tables: StageTables) -> list[tuple[int, ...]]:
 
 
 def count_order(tables: StageTables) -> tuple[int, ...] | None:
-    """The order of kinds with the smallest slowest stage, links left out; None if nothing fits or it is too big.
+    """The order of kinds with the smallest slowest stage, links left out; None if nothing fits or it is too
+    big.
 
     State: how many cards of each kind the stages from the last one on have used; value: how early a unit they
     reach when no stage may take longer than t. The number of cards used is the distance from the end, so the
     micro-batches in flight follow from the state. t is found by bisection. Exact for max(stage seconds).
+    None also above MAX_COUNT_STATES states.
     """
     kinds = sorted(set(tables.kind_of.tolist()))
     members = [np.flatnonzero(tables.kind_of == kind).tolist() for kind in kinds]
@@ -306,7 +303,7 @@ def _reach(lines: Sequence[Sequence[Floats]], shape: tuple[int, ...], threshold:
 
 
 def _earliest(line: Floats, threshold: float) -> Integers:
-    """[U + 1]: the first unit of the longest stage that ends before each unit; the end itself if none fits."""
+    """[U + 1]: first unit of the longest stage that ends before each unit; the end itself if none fits."""
     fits = line <= threshold
     return np.where(fits.any(axis=0), fits.argmax(axis=0), np.arange(len(line)))
 
@@ -336,7 +333,7 @@ def _improve(pool: _Pool, classes: Integers, stopped: Callable[[], bool]) -> boo
 def neighbours(
     instance: Instance, classes: Integers, order: tuple[int, ...], bounds: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts one move away: a unit from one stage to another, two cards swapped, a card exchanged or dropped."""
+    """Cuts one move away: a unit to another stage, two cards swapped, a card exchanged or dropped."""
     stages = len(order)
     for a, b in itertools.permutations(range(stages), 2):
         # One unit leaves stage a and one joins stage b; the stages between shift by one.

@@ -1,12 +1,13 @@
 """Cutting a line of units over an ordered line of cards: exact dynamic programming, and proof by enumeration.
 
-An `Instance` is the whole problem as numbers: D slots (a slot is one card, or one card of each equal pipeline),
-U units in the model's order, C choices of recompute. A `Cut` is an answer: which slots, in which order, and
-where the line is cut. Each stage has at least one unit; embedding and head are units, so that a stage may hold
-no layer at all.
+An `Instance` is the whole problem as numbers: D slots (a slot is one card, or one card of each equal
+pipeline), U units in the model's order, C choices of recompute. A `Cut` is an answer: which slots, in which
+order, and where the line is cut. Each stage has at least one unit; embedding and head are units, so that a
+stage may hold no layer at all.
 
-What a stage costs is a table over [first unit, end unit) for each kind of slot and each number of micro-batches
-in flight; 1F1B's in-flight count is min(stages to the end, m), so a table belongs to a distance from the end.
+What a stage costs is a table over [first unit, end unit) for each kind of slot and each number of
+micro-batches in flight; 1F1B's in-flight count is min(stages to the end, m), so a table belongs to a distance
+from the end.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """An answer: stage s runs units [bounds[s], bounds[s + 1]) on slot order[s] with recompute choice choices[s]."""
+    """Stage s runs units [bounds[s], bounds[s + 1]) on slot order[s] with recompute choice choices[s]."""
 
     order: tuple[int, ...]
     bounds: tuple[int, ...]
@@ -116,7 +117,8 @@ class StageTables:
         self._whole = (first == 0) & (end == units)
 
     def stage(self, slot: int, in_flight: int) -> tuple[Floats, Integers]:
-        """(seconds [U+1, U+1], choice [U+1, U+1]) of one micro-batch; inf where the stage is empty or too big.
+        """(seconds [U+1, U+1], choice [U+1, U+1]) of one micro-batch; inf where the stage is empty or too
+        big.
 
         The choice is the fastest that fits; of equals, the first.
         """
@@ -155,7 +157,7 @@ class StageTables:
         return [self.stage(slot, self.in_flight(s, len(order)))[0] for s, slot in enumerate(order)]
 
     def edges(self, order: Sequence[int]) -> tuple[list[Floats], list[Floats]]:
-        """Seconds of activation and gradient over each edge of an order, [U+1] by the unit that follows the cut."""
+        """Seconds of activation and of gradient over each edge, [U+1] by the unit that follows the cut."""
         x = self.instance
         size = np.concatenate(([0], x.message_of))
         there = [x.message_seconds[size, a, b] for a, b in zip(order, order[1:], strict=False)]
@@ -167,7 +169,7 @@ class StageTables:
 
 
 def simulate_cuts(tables: StageTables, orders: Integers, bounds: Integers) -> Floats:
-    """Step seconds, [N], of cuts with P stages: orders [N, P], bounds [N, P + 1]; inf where one does not fit."""
+    """Step seconds [N] of cuts: orders [N, P], bounds [N, P + 1]; inf where one does not fit."""
     parts = [
         _simulate_batch(tables, orders[i : i + SIMULATION_ROWS], bounds[i : i + SIMULATION_ROWS])
         for i in range(0, len(orders), SIMULATION_ROWS)
@@ -316,7 +318,8 @@ def _minimal_sum(
 
 
 def latest_starts(tables: StageTables, order: Sequence[int], limit_seconds: float) -> list[Floats]:
-    """How late stage s may get its first input when it begins at unit u, [P][U+1], for the step to beat a limit.
+    """How late stage s may get its first input when it begins at unit u, [P][U+1], for the step to beat a
+    limit.
 
     From  step >= sum_{j<s}(w_j + c_j) + m * w_s  for every stage s, which no schedule with one stage per card
     can beat: micro-batch 0 must come down and micro-batch m-1's gradient go back up. Negative: it cannot.
@@ -341,7 +344,7 @@ def latest_starts(tables: StageTables, order: Sequence[int], limit_seconds: floa
 def promising_bounds(
     tables: StageTables, order: Sequence[int], limit_seconds: float, *, max_rows: int
 ) -> tuple[Integers, bool]:
-    """All cuts of an order, [N, P + 1], whose lower bound is within the limit; and whether none was left out."""
+    """Cuts of an order, [N, P + 1], whose lower bound is within the limit; and whether these are all."""
     x = tables.instance
     latest = latest_starts(tables, order, limit_seconds)
     lines, edges = tables.lines(order), _edge_seconds(tables, order)
@@ -371,9 +374,9 @@ def promising_bounds(
 def area_bound_seconds(instance: Instance) -> float:
     """No plan of this instance can take less: all its work, shared out perfectly and in fractions.
 
-    For shares l_d that sum to 1, a period t satisfies t >= sum_u min_d l_d w_du (linear-programming duality of
-    "every unit is done, no slot works longer than t"); l_d = 1/W_d is exact where slots differ by one factor.
-    Beside it: one micro-batch alone takes at least its fastest units.
+    For shares l_d that sum to 1, a period t satisfies t >= sum_u min_d l_d w_du (linear-programming duality
+    of "every unit is done, no slot works longer than t"); l_d = 1/W_d is exact where slots differ by one
+    factor. Beside it: one micro-batch alone takes at least its fastest units.
     """
     work = (instance.forward_seconds + instance.backward_seconds).min(axis=0)
     whole = np.maximum(work.sum(axis=1), 1e-300)

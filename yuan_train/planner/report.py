@@ -59,7 +59,11 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
         if result.even_split is None
         else {"step_seconds": result.even_split.step_seconds, "fits": result.even_split.cost.fits},
         "runners_up": [
-            {"step_seconds": c.step_seconds, "layers": layer_list(c), "why": slower_because(c.cost, best.cost)}
+            {
+                "step_seconds": c.step_seconds,
+                "layers": layer_list(c),
+                "why": slower_because(c.cost, best.cost),
+            }
             for c in result.runners_up
         ],
         "left_out": [{"card": item.card.name, "reason": item.reason} for item in result.left_out],
@@ -72,7 +76,8 @@ def describe_shape(candidate: Candidate) -> str:
     shape, stages = candidate.shape, len(candidate.plan.pipelines[0].stages)
     return (
         f"{_count(shape.num_pipelines, 'pipeline')} x {_count(stages, 'stage')}, "
-        f"{_count(shape.num_micro_batches, 'micro-batch', 'micro-batches')} of {shape.micro_batch_size}, {shape.schedule}"
+        f"{_count(shape.num_micro_batches, 'micro-batch', 'micro-batches')} of {shape.micro_batch_size}, "
+        f"{shape.schedule}"
     )
 
 
@@ -81,7 +86,9 @@ def step_words(result: SearchResult, setting: Setting) -> str:
     cost, step = result.best.cost, result.best.step_seconds
     tokens = setting.global_batch_size * setting.sequence_length
     peaks = sum(setting.cluster.device_type(s.card.type).peak(setting.precision) or 0.0 for s in cost.stages)
-    utilisation = tokens * setting.model.training_flops(setting.sequence_length) / step / peaks if peaks else 0.0
+    utilisation = (
+        tokens * setting.model.training_flops(setting.sequence_length) / step / peaks if peaks else 0.0
+    )
     parts = [
         f"step {show_seconds(step)}",
         f"{tokens / step:,.0f} tok/s",
@@ -100,7 +107,8 @@ def best_reasons(result: SearchResult) -> list[str]:
         proof = "proven fastest of the searched plans, in the simulation"
     else:
         gap = best.step_seconds / result.lower_bound_seconds - 1.0
-        proof = f"best found, not proven; no plan takes less than {show_seconds(result.lower_bound_seconds)} (gap {gap:.0%})"
+        bound = show_seconds(result.lower_bound_seconds)
+        proof = f"best found, not proven; no plan takes less than {bound} (gap {gap:.0%})"
     stopped = "; stopped by search.time_limit" if result.stopped else ""
     return [f"{proof}{stopped} ({_count(result.num_simulated, 'plan')} simulated)"]
 
@@ -141,7 +149,7 @@ def layer_list(candidate: Candidate) -> str:
 
 
 def megatron_layout(candidate: Candidate) -> str:
-    """The cut as megatron-core's --pipeline-model-parallel-layout: E, t and L are embedding, layer and loss."""
+    """The cut as megatron-core's --pipeline-model-parallel-layout: E embedding, t layer, L loss."""
     words: list[str] = []
     for stage in candidate.plan.pipelines[0].stages:
         layers = "t" if stage.num_layers == 1 else f"t*{stage.num_layers}" if stage.num_layers else ""
@@ -217,7 +225,11 @@ def layer_words(stage: StageCost) -> str:
 
 def _cards_words(stages: Sequence[StageCost]) -> str:
     name = stages[0].card.type
-    return f"{name} {stages[0].card.name}" if len(stages) == 1 else f"{name} {stages[0].card.name} x{len(stages)}"
+    return (
+        f"{name} {stages[0].card.name}"
+        if len(stages) == 1
+        else f"{name} {stages[0].card.name} x{len(stages)}"
+    )
 
 
 def _parts(cost: PlanCost) -> dict[str, float]:
@@ -257,22 +269,26 @@ def _count(number: int, word: str, plural: str | None = None) -> str:
 # --- HTML ------------------------------------------------------------------------------------------------
 
 _STYLE = """
-:root{--ink:#1b1f24;--paper:#fff;--soft:#eef1f4;--line:#c5ccd3;--warn:#b3261e;
+:root{--ink:#1b1f24;--paper:#fff;--soft:#eef1f4;--line:#c5ccd3;
 --c0:#3566a8;--c1:#7d9fd0;--c2:#1f8a70;--c3:#e0a030;--c4:#a05195;--c5:#d45087;--c6:#8a939c;--f:#3566a8;--b:#e0a030}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--paper:#15181c;--soft:#23282e;--line:#475059;--warn:#ff8a80;
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--paper:#15181c;--soft:#23282e;--line:#475059;
 --c0:#6c9be0;--c1:#3f5f8f;--c2:#45b899;--c3:#e6b455;--c4:#c382ba;--c5:#e07ba5;--c6:#6b747d;--f:#6c9be0;--b:#e6b455}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1080px;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.25em .6em;border-bottom:1px solid var(--line)}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);
+max-width:1080px;margin:2em auto;padding:0 1em}
+table{border-collapse:collapse;width:100%}
+th,td{text-align:left;padding:.25em .6em;border-bottom:1px solid var(--line)}
 td.n{font-variant-numeric:tabular-nums}pre{background:var(--soft);padding:1em;overflow:auto;font-size:12px}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--ink);font:11px system-ui,sans-serif}
-.card{fill:var(--soft);stroke:var(--line)}.idle{stroke-dasharray:3 3}.over{fill:none;stroke:var(--warn);stroke-width:2}
+.card{fill:var(--soft);stroke:var(--line)}.idle{stroke-dasharray:3 3}
 .limit{stroke:var(--ink);stroke-width:1.5}.f{fill:var(--f)}.b{fill:var(--b)}.rest{fill:var(--soft)}.wait{fill:url(#hatch)}
 .key{display:inline-block;margin-right:1em}.key svg{display:inline;width:14px;height:14px;vertical-align:-2px}
 @media print{body{max-width:none;margin:0}section{break-inside:avoid}pre{white-space:pre-wrap}}
 """
 _HATCH = (
-    '<svg width="0" height="0" style="position:absolute;width:0" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<rect width="5" height="5" fill="var(--soft)"/><rect width="1.5" height="5" fill="var(--line)"/></pattern></defs></svg>'
+    '<svg width="0" height="0" style="position:absolute;width:0" aria-hidden="true"><defs>'
+    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="5" height="5" fill="var(--soft)"/><rect width="1.5" height="5" fill="var(--line)"/>'
+    "</pattern></defs></svg>"
 )
 
 
@@ -301,7 +317,9 @@ def plan_html(result: SearchResult, setting: Setting) -> str:
 def _summary_html(result: SearchResult, setting: Setting) -> str:
     lines = [describe_shape(result.best) + _even_words(result).replace("     ", "; ")]
     lines += [step_words(result, setting), *best_reasons(result)]
-    lines.append(f"Layers per stage {layer_list(result.best)}; Megatron layout {megatron_layout(result.best)}")
+    lines.append(
+        f"Layers per stage {layer_list(result.best)}; Megatron layout {megatron_layout(result.best)}"
+    )
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
@@ -316,14 +334,17 @@ def _cluster_svg(result: SearchResult, setting: Setting) -> str:
         if group.link:
             words += f", inside {group.link.bandwidth / 1e9:.3g} GB/s {show_seconds(group.link.latency)}"
         if group.network:
-            words += f", network {group.network.bandwidth / 1e9:.3g} GB/s {show_seconds(group.network.latency)}"
+            words += (
+                f", network {group.network.bandwidth / 1e9:.3g} GB/s {show_seconds(group.network.latency)}"
+            )
         rows.append(f'<text x="0" y="{y + 12}">{escape(words)}</text>')
         for i, card in enumerate(cards):
             x, top = 130 * (i % 8), y + 18 + 42 * (i // 8)
             stage = working.get(card.name)
             label = f"p{stage.pipeline} stage {stage.stage}: {layer_words(stage)}" if stage else "left out"
+            kind = "card" if stage else "card idle"
             rows.append(
-                f'<rect class="card{"" if stage else " idle"}" x="{x}" y="{top}" width="124" height="36" rx="4"/>'
+                f'<rect class="{kind}" x="{x}" y="{top}" width="124" height="36" rx="4"/>'
                 f'<text x="{x + 6}" y="{top + 15}">{escape(card.name)}</text>'
                 f'<text x="{x + 6}" y="{top + 29}">{escape(label[:22])}<title>{escape(label)}</title></text>'
             )
@@ -336,7 +357,18 @@ def _cluster_svg(result: SearchResult, setting: Setting) -> str:
 
 
 def _stages_html(best: Candidate) -> str:
-    head = ("pipeline", "stage", "card", "layers", "forward", "backward", "peak", "capacity", "limited by", "source")
+    head = (
+        "pipeline",
+        "stage",
+        "card",
+        "layers",
+        "forward",
+        "backward",
+        "peak",
+        "capacity",
+        "limited by",
+        "source",
+    )
     rows = [
         (
             str(stage.pipeline),
@@ -361,7 +393,9 @@ def _memory_svg(cost: PlanCost) -> str:
     shapes: list[str] = []
     for row, stage in enumerate(cost.stages):
         y, x = 22 * row, 200.0
-        shapes.append(f'<text x="0" y="{y + 13}">{escape(stage.card.name)} ({escape(stage.card.type)})</text>')
+        shapes.append(
+            f'<text x="0" y="{y + 13}">{escape(stage.card.name)} ({escape(stage.card.type)})</text>'
+        )
         for i, category in enumerate(CATEGORIES):
             size = getattr(stage.memory, category)
             width = size * scale
@@ -377,7 +411,9 @@ def _memory_svg(cost: PlanCost) -> str:
             f"{stage.capacity_bytes / GIB:.1f} GiB</text>"
         )
     keys = "".join(_key(f"var(--c{i})", name) for i, name in enumerate(CATEGORIES))
-    return f"<p>{keys}<span class=key>| limit</span></p>" + _svg(1080, 22 * len(cost.stages), "memory", shapes)
+    return f"<p>{keys}<span class=key>| limit</span></p>" + _svg(
+        1080, 22 * len(cost.stages), "memory", shapes
+    )
 
 
 def _timeline_svg(cost: PlanCost) -> str:
@@ -390,11 +426,15 @@ def _timeline_svg(cost: PlanCost) -> str:
         stages = [stage for stage in cost.stages if stage.pipeline == p]
         for stage, shape in zip(stages, _lanes(simulation, step, scale), strict=True):
             label = f"p{p} s{stage.stage} {stage.card.name}"
-            shapes.append(f'<text x="0" y="{y + 13}">{escape(label)}</text><g transform="translate(150 {y})">{shape}</g>')
+            shapes.append(
+                f'<text x="0" y="{y + 13}">{escape(label)}</text>'
+                f'<g transform="translate(150 {y})">{shape}</g>'
+            )
             y += 22
         y += 6
     axis = "".join(
-        f'<text x="{150 + width * i / 4:.0f}" y="{y + 12}" text-anchor="middle">{show_seconds(step * i / 4)}</text>'
+        f'<text x="{150 + width * i / 4:.0f}" y="{y + 12}" text-anchor="middle">'
+        f"{show_seconds(step * i / 4)}</text>"
         for i in range(5)
     )
     keys = (
@@ -409,7 +449,9 @@ def _timeline_svg(cost: PlanCost) -> str:
 def _lanes(simulation: Simulation, step_seconds: float, scale: float) -> list[str]:
     """One SVG group's inside per stage: a rest bar, the waits, then forwards and backwards as two paths."""
     num_stages = len(simulation.busy_seconds)
-    boxes: list[dict[str, list[tuple[float, float]]]] = [{"f": [], "b": [], "wait": []} for _ in range(num_stages)]
+    boxes: list[dict[str, list[tuple[float, float]]]] = [
+        {"f": [], "b": [], "wait": []} for _ in range(num_stages)
+    ]
     before: list[float | None] = [None] * num_stages
     for (kind, stage, _, _), (start, end) in zip(simulation.program, simulation.spans, strict=True):
         if kind not in ("forward", "backward"):
@@ -423,7 +465,9 @@ def _lanes(simulation: Simulation, step_seconds: float, scale: float) -> list[st
     for lane in boxes:
         text = f'<rect class="rest" width="{step_seconds * scale:.2f}" height="16"/>'
         for name in ("wait", "f", "b"):
-            path = "".join(f"M{a * scale:.2f} 0h{(b - a) * scale:.2f}v16h{(a - b) * scale:.2f}z" for a, b in lane[name])
+            path = "".join(
+                f"M{a * scale:.2f} 0h{(b - a) * scale:.2f}v16h{(a - b) * scale:.2f}z" for a, b in lane[name]
+            )
             text += f'<path class="{name}" d="{path}"/>'
         result.append(text)
     return result
@@ -434,8 +478,8 @@ def _why_not_html(result: SearchResult) -> str:
     even = result.even_split
     if even is not None:
         items.append(
-            f"even split over the cluster's order, layers {layer_list(even)}: {show_seconds(even.step_seconds)}"
-            + ("" if even.cost.fits else ", does not fit the memory")
+            f"even split over the cluster's order, layers {layer_list(even)}: "
+            f"{show_seconds(even.step_seconds)}" + ("" if even.cost.fits else ", does not fit the memory")
         )
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
@@ -446,8 +490,8 @@ def _assumptions_html(result: SearchResult, setting: Setting) -> str:
         f"precision {setting.precision}, sequence length {setting.sequence_length}, global batch "
         f"{setting.global_batch_size} sequences",
         "sends overlap compute" if setting.overlap else "the sender waits for its messages",
-        "messages: latency + bytes / bandwidth, first in first out on each link; equal pipelines share a node's "
-        "network card",
+        "messages: latency + bytes / bandwidth, first in first out on each link; equal pipelines share a "
+        "node's network card",
     ]
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
@@ -461,7 +505,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _key(fill: str, name: str) -> str:
     return (
-        f'<span class="key"><svg viewBox="0 0 14 14" aria-hidden="true"><rect width="14" height="14" fill="{fill}"/>'
+        f'<span class="key"><svg viewBox="0 0 14 14" aria-hidden="true">'
+        f'<rect width="14" height="14" fill="{fill}"/>'
         f"</svg> {escape(name)}</span>"
     )
 

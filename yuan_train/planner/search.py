@@ -1,4 +1,5 @@
-"""The search for the fastest plan: shapes pruned by a lower bound, each cut and simulated, the finalists ranked.
+"""The search for the fastest plan: shapes pruned by a lower bound, each cut and simulated, the finalists
+ranked.
 
 The same input gives the same plan, byte for byte, unless the time limit ends the search; then the best so far
 is returned, and `SearchResult.stopped` says so.
@@ -16,10 +17,18 @@ from yuan_train.config.load import dump
 from yuan_train.config.plan import Plan, plan_laws
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.config.units import show_bytes
-from yuan_train.planner.candidates import Options, Shape, list_shapes, make_instance, make_plan, read_options
+from yuan_train.planner.candidates import (
+    Options,
+    Shape,
+    is_faithful,
+    list_shapes,
+    make_instance,
+    make_plan,
+    read_options,
+)
 from yuan_train.planner.cost import Costs, PlanCost, Setting, cost_plan, make_costs, make_forecast
 from yuan_train.planner.orders import Solution, nearest_miss, solve
-from yuan_train.planner.partition import Cut, Instance, area_bound_seconds
+from yuan_train.planner.partition import Cut, Instance, Shortfall, StageTables, area_bound_seconds
 
 NUM_RUNNERS_UP = 4
 MAX_FINALISTS = 100
@@ -55,7 +64,7 @@ class SearchResult:
     """Its plan carries the forecast."""
     runners_up: tuple[Candidate, ...]
     even_split: Candidate | None
-    """The same cards in the cluster's order, layers shared out evenly; None if there are more cards than layers."""
+    """The cards in the cluster's order, layers shared out evenly; None with more cards than layers."""
     left_out: tuple[LeftOut, ...]
     lower_bound_seconds: float
     exact: bool
@@ -77,8 +86,9 @@ def search_plan(
 ) -> SearchResult:
     """The fastest plan that fits.
 
-    `micro_batch_size` holds where `search.micro_batch_size` names none. Raises ConfigError if the search keys,
-    the batch or the precision rule every plan out, NoPlanFits (with the nearest miss) if no plan fits the cards.
+    `micro_batch_size` holds where `search.micro_batch_size` names none. Raises ConfigError if the search
+    keys, the batch or the precision rule every plan out, NoPlanFits (with the nearest miss) if no plan fits
+    the cards.
     """
     options = read_options(search, micro_batch_size=micro_batch_size)
     started = clock()
@@ -116,9 +126,11 @@ def search_plan(
 def usable_cards(setting: Setting, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:
     """The cards that can work in the setting's precision, and the others with the reason.
 
-    Raises ConfigError if none can, or if `use_all` asks for those that cannot.
+    Raises ConfigError if none can, if `use_all` asks for those that cannot, or if training cannot run it.
     """
     cluster, precision = setting.cluster, setting.precision
+    if precision == "fp16":
+        raise ConfigError("train.precision: training cannot run fp16 yet; use bf16, or fp32 on cards without it")
     lacking = [card for card in cluster.cards if cluster.device_type(card.type).peak(precision) is None]
     usable = [card for card in cluster.cards if card not in lacking]
     advice = (
@@ -130,16 +142,16 @@ def usable_cards(setting: Setting, *, use_all: bool) -> tuple[list[Card], list[L
         types = ", ".join(sorted({card.type for card in lacking}))
         demand = "search.use_all_devices asks for them" if usable else "there are no other cards"
         raise ConfigError(
-            f"train.precision: {precision}: {_names(lacking)} ({types}) have no {precision} units, and {demand}; "
-            + advice
-            + (", or use_all_devices: false to leave them out" if usable else "")
+            f"train.precision: {precision}: {_names(lacking)} ({types}) have no {precision} units, "
+            f"and {demand}; " + advice + (", or use_all_devices: false to leave them out" if usable else "")
         )
     reason = f"no {precision} units; {advice} to use it"
     return usable, [LeftOut(card=card, reason=reason) for card in lacking]
 
 
 def even_split(costs: Costs, shape: Shape, options: Options) -> Candidate | None:
-    """The naive plan: all slots in the cluster's order, layers shared out evenly, the first ones get one more.
+    """The naive plan: all slots in the cluster's order, layers shared out evenly, the first ones get one
+    more.
 
     It recomputes everything if it would not fit otherwise. None if there are more slots than layers.
     """
@@ -151,9 +163,8 @@ def even_split(costs: Costs, shape: Shape, options: Options) -> Candidate | None
     bounds[-1] += 1
     tried: list[Candidate] = []
     for recompute in options.recompute:
-        plan = make_plan(
-            costs, shape, order=range(num_stages), bounds=bounds, recompute=[recompute] * num_stages
-        )
+        same: list[Recompute] = [recompute] * num_stages
+        plan = make_plan(costs, shape, order=range(num_stages), bounds=bounds, recompute=same)
         tried.append(Candidate(plan=plan, cost=cost_plan(costs, plan), shape=shape))
     return next((candidate for candidate in tried if candidate.cost.fits), tried[0])
 
@@ -187,9 +198,12 @@ def _solve_shapes(
             lower_bound, exact = min(lower_bound, bounds[i]), False
             continue
         solution = solve(instance, stopped=stopped)
-        exact = exact and solution.exact
+        proven = solution.exact and (not solution.cuts or is_faithful(costs, shape, options))
+        exact = exact and proven
         num_simulated += solution.num_simulated
-        if solution.cuts or not solution.exact:
+        if not proven:
+            lower_bound = min(lower_bound, bounds[i])
+        elif solution.cuts:
             lower_bound = min(lower_bound, solution.lower_bound_seconds)
         candidates += _as_candidates(costs, shape, instance, options, solution)
         best = min((candidate.step_seconds for candidate in candidates), default=best)
@@ -282,7 +296,7 @@ def _notes(cost: PlanCost) -> tuple[str, ...]:
 
 def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) -> str:
     """The nearest miss over all shapes: which stage lacks how much, and what would help."""
-    misses = []
+    misses: list[tuple[float, int, Shortfall]] = []
     for i, shape in enumerate(shapes):
         instance = make_instance(costs, shape, options)
         _, miss = nearest_miss(instance)
@@ -301,22 +315,20 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) 
     if options.recompute[miss.choice] == "full":
         text += " with recompute: full"
     elif "full" not in options.recompute:
-        text += f"; with recompute: full it needs {show_bytes(_with_full(costs, shape, options, miss.stage, miss))}"
+        text += f"; with recompute: full it needs {show_bytes(_with_full(costs, shape, options, miss))}"
     return text + (
         ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
         + (", or allow search.recompute: [none, full]" if "full" not in options.recompute else "")
     )
 
 
-def _with_full(costs: Costs, shape: Shape, options: Options, stage: int, miss: object) -> float:
-    from yuan_train.planner.partition import Shortfall, StageTables
-
-    assert isinstance(miss, Shortfall)
+def _with_full(costs: Costs, shape: Shape, options: Options, miss: Shortfall) -> float:
+    """Bytes that the stage would need, the reserve included."""
     tables = StageTables(make_instance(costs, shape, replace(options, recompute=("full",))))
-    slot = miss.order[stage]
-    needed = tables.needed_bytes(slot, tables.in_flight(stage, len(miss.order)))
+    slot = miss.order[miss.stage]
+    needed = tables.needed_bytes(slot, tables.in_flight(miss.stage, len(miss.order)))
     device = costs.setting.cluster.device_type(shape.slots[slot][0].type)
-    return float(needed[0, miss.bounds[stage], miss.bounds[stage + 1]]) + device.reserved
+    return float(needed[0, miss.bounds[miss.stage], miss.bounds[miss.stage + 1]]) + device.reserved
 
 
 def _unit_words(costs: Costs, first: int, end: int) -> str:
@@ -330,18 +342,20 @@ def _unit_words(costs: Costs, first: int, end: int) -> str:
 
 
 def _no_shape(setting: Setting, options: Options, cards: Sequence[Card]) -> str:
-    return (
-        f"no pipelines can be made: {len(cards)} cards, global_batch_size {setting.global_batch_size} = pipelines * "
-        f"micro_batch_size * num_micro_batches with pipelines {_list(options.pipelines)}, micro_batch_size "
-        f"{_list(options.micro_batch_sizes)}, num_micro_batches {_list(options.num_micro_batches)} has no solution"
-        + (" that uses every card" if options.use_all_devices else "")
-        + "; loosen search.pipelines, search.micro_batch_size or search.num_micro_batches, or change "
-        "train.global_batch_size"
+    wanted = ", ".join(
+        f"{name} {'any' if values is None else list(values)}"
+        for name, values in (
+            ("pipelines", options.pipelines),
+            ("micro_batch_size", options.micro_batch_sizes),
+            ("num_micro_batches", options.num_micro_batches),
+        )
     )
-
-
-def _list(values: Sequence[int] | None) -> str:
-    return "any" if values is None else str(list(values))
+    return (
+        f"no pipelines can be made: {len(cards)} cards, global_batch_size {setting.global_batch_size} = "
+        f"pipelines * micro_batch_size * num_micro_batches with {wanted} has no solution"
+        + (" that uses every card" if options.use_all_devices else "")
+        + "; loosen these search keys, or change train.global_batch_size"
+    )
 
 
 def _names(cards: Sequence[Card]) -> str:

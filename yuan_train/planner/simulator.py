@@ -1,9 +1,9 @@
 """A schedule table in virtual time: the same table that the trainer runs.
 
-A stage takes its steps in the table's order, without pre-emption. A compute step starts when the stage is free
-and its message has arrived. A message goes over the directed link between two stages when the compute before
-it has ended and the link has finished the message before (FIFO), and holds the link until it is there. With
-blocking sends the sender waits for that too; the receiver is never held.
+A stage takes its steps in the table's order, without pre-emption. A compute step starts when the stage is
+free and its message has arrived. A message goes over the directed link between two stages when the compute
+before it has ended and the link has finished the message before (FIFO), and holds the link until it is there.
+With blocking sends the sender waits for that too; the receiver is never held.
 
 All durations are known beforehand, so the order in which steps can be evaluated is a property of the table
 alone: it is found once, and then one plan is a loop over numbers, and many plans are a loop over vectors.
@@ -98,7 +98,8 @@ def simulate_many(
     send_gradient_seconds: Floats,
     overlap: bool = True,
 ) -> Floats:
-    """End of the last compute step of each stage, [N, P], of N pipelines of P stages that run the same schedule.
+    """End of the last compute step of each stage, [N, P], of N pipelines of P stages that run the same
+    schedule.
 
     The times are [N, P] and [N, P - 1]; meaning as in StageTimes.
     """
@@ -106,7 +107,10 @@ def simulate_many(
 
     count, stages = forward_seconds.shape
     forward, backward = forward_seconds.T.copy(), backward_seconds.T.copy()
-    sends = {"send_activation": send_activation_seconds.T.copy(), "send_gradient": send_gradient_seconds.T.copy()}
+    sends = {
+        "send_activation": send_activation_seconds.T.copy(),
+        "send_gradient": send_gradient_seconds.T.copy(),
+    }
     free = np.zeros((stages, count))
     ends = np.zeros((stages, count))
     link_free = {kind: np.zeros((max(stages - 1, 0), count)) for kind in sends}
@@ -122,8 +126,9 @@ def simulate_many(
         link = link_free[kind][edge]
         np.maximum(link, free[stage], out=link)
         link += sends[kind][edge]
-        target = ("forward", stage + 1) if kind == "send_activation" else ("backward", stage - 1)
-        arrivals[(*target, micro_batch)] = link.copy()
+        onward = kind == "send_activation"
+        target = stage + 1 if onward else stage - 1
+        arrivals["forward" if onward else "backward", target, micro_batch] = link.copy()
         if not overlap:
             free[stage] = link
     return ends.T

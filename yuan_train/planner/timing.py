@@ -65,7 +65,9 @@ class CardCosts:
     """Rate of the optimizer step's memory traffic."""
 
 
-def check_profile(profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision) -> None:
+def check_profile(
+    profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision
+) -> None:
     """Raise ConfigError unless the profile was measured for this model's depth, length and precision."""
     if profile.sequence_length != sequence_length:
         raise ConfigError(
@@ -80,7 +82,8 @@ def check_profile(profile: Profile, model: ModelConfig, *, sequence_length: int,
     for i, entry in enumerate(profile.entries):
         if len(entry.layers) not in (1, model.num_layers):
             raise ConfigError(
-                f"profile: entries[{i}].layers: {len(entry.layers)} layers, the model has {model.num_layers}; "
+                f"profile: entries[{i}].layers: {len(entry.layers)} layers, "
+                f"the model has {model.num_layers}; "
                 "give one that stands for all, or one per layer"
             )
 
@@ -142,7 +145,9 @@ def _measured(
             continue
         entry, note = _at_size(entries, micro_batch_size)
         if measured_as != recompute:
-            entry = replace(entry, layers=tuple(_recomputed(layer) for layer in entry.layers), recompute="full")
+            entry = replace(
+                entry, layers=tuple(_recomputed(layer) for layer in entry.layers), recompute="full"
+            )
             note += "; full recompute derived from an entry without"
         return entry, note
     return None

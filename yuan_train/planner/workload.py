@@ -1,8 +1,8 @@
 """Work and bytes of each unit of the model: embedding, layers, head. One micro-batch of `tokens` tokens.
 
-H = hidden size, P = heads * head size, F = feed-forward width, V = vocabulary, N = heads, S = sequence length,
-e = bytes of an element (2 for bf16 and fp16, 4 for fp32, 8 for fp64), w = bytes of a statistic (8 for fp64,
-else 4).
+H = hidden size, P = heads * head size, F = feed-forward width, V = vocabulary, N = heads, S = sequence
+length, e = bytes of an element (2 for bf16 and fp16, 4 for fp32, 8 for fp64), w = bytes of a statistic (8 for
+fp64, else 4).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STATE_BYTES: dict[Precision, StateBytes] = {
     "fp32": StateBytes(parameters=4, gradients=4, optimizer=8),
     "fp64": StateBytes(parameters=8, gradients=8, optimizer=16),
 }
-"""16-bit runs keep fp32 gradients, and an fp32 master copy with Adam's two moments; else the weights are the master."""
+"""16-bit runs keep fp32 gradients, and an fp32 master with Adam's moments; else weights are the master."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def _wide(precision: Precision) -> int:
 
 
 def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision: Precision) -> UnitWork:
-    """Forward 36H^2 + 2SH FLOP a token for the published shapes, the filter's 4H^2 included; backward twice."""
+    """Forward 36H^2 + 2SH FLOP a token for the published shapes, the filter's 4H^2 in it; backward twice."""
     e, hidden, ffn = ELEMENT_BYTES[precision], model.hidden_size, model.ffn_hidden_size
     flops = float(tokens * model.layer_forward_flops(sequence_length))
     kept = tokens * layer_activation_bytes(model, precision)

@@ -1,7 +1,7 @@
 """Timed steps as Chrome trace events, for ui.perfetto.dev: one writer for forecast and measurement.
 
-A process of the trace is a card or a node, a thread is a stage. Messages stand on a thread of their own beside
-their stage's, because they overlap its compute, and an arrow leads from each to the step that uses it.
+A process of the trace is a card or a node, a thread is a stage. Messages stand on a thread of their own
+beside their stage's, because they overlap its compute, and an arrow leads from each to the step that uses it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,13 @@ def _lane_events(lane: TraceLane, pid: int, tid: int) -> Iterator[dict[str, Any]
     label = f"{name}: {lane.label}" if lane.label else name
     for thread, text in ((tid, label), (tid + 1, f"{name} sends")):
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": text}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": thread, "args": {"sort_index": thread}}
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": pid,
+            "tid": thread,
+            "args": {"sort_index": thread},
+        }
     for timed in lane.steps:
         step = timed.step
         if step.kind.startswith("receive"):
@@ -117,7 +123,13 @@ def _arrows(lanes: Sequence[TraceLane], processes: dict[str, int]) -> Iterator[d
             }
             at = _microseconds(timed.start_seconds)
             yield common | {"ph": "s", "pid": processes[lane.process], "tid": 2 * number + 1, "ts": at}
-            yield common | {"ph": "f", "bp": "e", "pid": pid, "tid": tid, "ts": _microseconds(target.start_seconds)}
+            yield common | {
+                "ph": "f",
+                "bp": "e",
+                "pid": pid,
+                "tid": tid,
+                "ts": _microseconds(target.start_seconds),
+            }
 
 
 def _microseconds(seconds: float) -> float:

@@ -1,0 +1,142 @@
+"""python tools/bench_memory.py: peak memory of each rank with 8 and with 64 micro-batches.
+
+Under 1F1B a stage keeps as many micro-batches as there are stages from it to the end, so memory must not grow
+with their number. Three ranks over gloo, one pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import socket
+import sys
+
+import torch
+
+from yuan_train.config.load import Document, build
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.run import RunConfig
+from yuan_train.model.transformer import Transformer, init_weights
+from yuan_train.parallel.apply import parallelize
+from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.groups import join, leave
+from yuan_train.train.measure import machine_name
+
+NUM_STAGES = 3
+
+
+def main() -> int:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--sequence-length", type=int, default=1024)
+    options = parser.parse_args()
+    growth = {n: measure(options.hidden_size, options.sequence_length, n) for n in (8, 64)}
+    print(f"Machine: {machine_name()}")
+    boundary = options.hidden_size * options.sequence_length * 4 / 2**20
+    print(
+        f"1F1B, {NUM_STAGES} stages of 2 layers, messages of {boundary:.0f} MiB; "
+        "growth of peak memory over a step, MiB\n"
+    )
+    print("| micro-batches | " + " | ".join(f"stage {s}" for s in range(NUM_STAGES)) + " |")
+    print("|--:" * (NUM_STAGES + 1) + "|")
+    for number, ranks in growth.items():
+        print(f"| {number} | " + " | ".join(f"{mib:.0f}" for mib in ranks) + " |")
+    return 0
+
+
+def measure(hidden_size: int, sequence_length: int, num_micro_batches: int) -> list[float]:
+    """MiB by which each rank's peak memory grows in one step."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    shape = (hidden_size, sequence_length, num_micro_batches)
+    ranks = [
+        context.Process(target=run_rank, args=(rank, port, shape, results)) for rank in range(NUM_STAGES)
+    ]
+    for process in ranks:
+        process.start()
+    found = dict(results.get(timeout=600) for _ in ranks)
+    for process in ranks:
+        process.join()
+    return [found[rank] for rank in range(NUM_STAGES)]
+
+
+def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None:  # pyright: ignore
+    """One stage: a warm-up step with few micro-batches, then the measured one."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(NUM_STAGES),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    device = torch.device("cpu")
+    join(device=device, timeout_seconds=300)
+    plan = make_plan(*shape)
+    stage = plan.pipelines[0].stages[rank]
+    model = Transformer(plan.model, layers=stage.layers, embedding=stage.embedding, head=stage.head)
+    init_weights(model, seed=0)
+    worker = parallelize(model, plan, rank, device=device, dtype=torch.float32)
+    executor = Executor(Stage(model, shape[1]), worker.bridge, Stopwatch(device))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    executor.run(worker.lane)
+    results.put((rank, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+    leave()
+
+
+class Stage:
+    """Runs a part of the model on random tokens."""
+
+    def __init__(self, model: Transformer, sequence_length: int) -> None:
+        self.model = model
+        self.tokens_BS = torch.randint(model.config.vocab_size, (1, sequence_length))
+
+    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+        output = self.model(self.tokens_BS if hidden_BSH is None else hidden_BSH)
+        return self.model.loss(output, self.tokens_BS) if self.model.has_head else output
+
+
+def make_plan(hidden_size: int, sequence_length: int, num_micro_batches: int) -> Plan:
+    """Three stages of two layers."""
+    values = {
+        "model": {
+            "name": "bench",
+            "num_layers": 2 * NUM_STAGES,
+            "hidden_size": hidden_size,
+            "num_attention_heads": 8,
+            "ffn_hidden_size": 4 * hidden_size,
+            "vocab_size": 1024,
+            "max_sequence_length": sequence_length,
+        },
+        "data": {
+            "train": [{"prefix": "none"}],
+            "sequence_length": sequence_length,
+            "reset_position_ids": False,
+        },
+        "train": {"steps": 1, "global_batch_size": num_micro_batches},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    run = build(Document("bench", json.loads(json.dumps(values)), {}), RunConfig)
+    stages = tuple(
+        StagePlan(replicas=((s,),), layers=(2 * s, 2 * s + 2), embedding=s == 0, head=s == NUM_STAGES - 1)
+        for s in range(NUM_STAGES)
+    )
+    return Plan(
+        model=run.model,
+        sequence_length=sequence_length,
+        global_batch_size=num_micro_batches,
+        ranks=tuple(RankPlan(rank=s, device=f"cpu/{s}", type="cpu") for s in range(NUM_STAGES)),
+        pipelines=(PipelinePlan(micro_batch_size=1, num_micro_batches=num_micro_batches, stages=stages),),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
