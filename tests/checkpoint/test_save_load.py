@@ -88,7 +88,9 @@ def test_nothing_there(tmp_path: Path) -> None:
 def test_names_and_shapes_must_be_those_asked_for(tmp_path: Path) -> None:
     save(tmp_path, 1)
     wanted = {"weights.a": torch.zeros(3, 2), "weights.b": torch.zeros(1)}
-    with pytest.raises(CheckpointError, match=r"weights.a: has shape \[2, 3\], wanted \[3, 2\]; weights.b: missing"):
+    with pytest.raises(
+        CheckpointError, match=r"weights.a: has shape \[2, 3\], wanted \[3, 2\]; weights.b: missing"
+    ):
         load_tensors(find_checkpoint(tmp_path), wanted)
 
 

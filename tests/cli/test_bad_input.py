@@ -54,7 +54,7 @@ def refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., 
     return run
 
 
-def edit_plan(run_file: Path, path: Path, change: Callable[[dict], None]) -> Path:
+def edit_plan(run_file: Path, path: Path, change: Callable[[dict], object]) -> Path:
     """Write the plan [2, 4] with a change."""
     plan = as_plain(make_plan(run_config(run_file), [[2, 4]]))
     change(plan)
@@ -76,7 +76,14 @@ PLANS: dict[str, tuple[Callable[[dict], object], str]] = {
     "a batch that does not add up": (lambda p: p.update(global_batch_size=9), "take 8 sequences"),
     "an unknown key": (lambda p: p.update(scedule="1f1b"), "did you mean 'schedule'"),
     "tensor parallel, not there yet": (
-        lambda p: p.update(pipelines=[{**p["pipelines"][0], "stages": [{**stage(p, 0), "replicas": [[0, 1]], "layers": [0, 6], "head": True}]}]),
+        lambda p: p.update(
+            pipelines=[
+                {
+                    **p["pipelines"][0],
+                    "stages": [{**stage(p, 0), "replicas": [[0, 1]], "layers": [0, 6], "head": True}],
+                }
+            ]
+        ),
         "cannot be run yet",
     ),
 }

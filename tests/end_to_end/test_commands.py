@@ -125,5 +125,15 @@ def test_generate_greedily_and_by_seed(run_file: Path, tmp_path: Path) -> None:
     text = yuan_train(*options, "--temperature", "0").stdout
     assert text.startswith("the quick")
     ids = ",".join(map(str, answers[0]["prompt_ids"]))
-    again = yuan_train("generate", "--checkpoint", checkpoints, "--prompt-ids", ids, *options[5:], "--temperature", "0", "--json")
+    again = yuan_train(
+        "generate",
+        "--checkpoint",
+        checkpoints,
+        "--prompt-ids",
+        ids,
+        *options[5:],
+        "--temperature",
+        "0",
+        "--json",
+    )
     assert json.loads(again.stdout)["new_ids"] == answers[0]["new_ids"]

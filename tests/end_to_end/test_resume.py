@@ -88,7 +88,9 @@ def test_a_resumed_run_is_the_same_run(run_file: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_a_plan_holds_the_tensors_of_one_process(run_file: Path, tmp_path: Path) -> None:
     run = run_config(run_file)
-    cut = case(run_file, tmp_path / "cut", make_plan(run, [[0, 6, 0]]), steps=2, checkpoints=tmp_path / "cut-ck")
+    cut = case(
+        run_file, tmp_path / "cut", make_plan(run, [[0, 6, 0]]), steps=2, checkpoints=tmp_path / "cut-ck"
+    )
     alone = case(run_file, tmp_path / "alone", None, steps=2, checkpoints=tmp_path / "alone-ck")
     run_cases([cut])
     run_alone(alone)

@@ -34,9 +34,7 @@ def largest_difference(curve: list[dict], reference: list[dict], key: str = "los
 def test_every_cut_gives_the_curve_of_one_process(run_file: Path, tmp_path: Path, precision: str) -> None:
     overrides = (f"train.precision={precision}",)
     run = run_config(run_file, *overrides)
-    cases = [
-        Case(run_file, tmp_path / name, make_plan(run, cuts), overrides) for name, cuts in CUTS.items()
-    ]
+    cases = [Case(run_file, tmp_path / name, make_plan(run, cuts), overrides) for name, cuts in CUTS.items()]
     reference = run_alone(Case(run_file, tmp_path / "alone", None, overrides))
     run_cases(cases)
     assert len(reference) == 20 and reference[-1]["loss"] < reference[0]["loss"] - 0.5

@@ -51,7 +51,11 @@ class Scale:
         self.first, self.last = first, last
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
-        x = torch.full((1, 1, 2), micro_batch + 1.0, dtype=torch.float64) if hidden_BSH is None else hidden_BSH
+        x = (
+            torch.full((1, 1, 2), micro_batch + 1.0, dtype=torch.float64)
+            if hidden_BSH is None
+            else hidden_BSH
+        )
         output = x * self.weight
         return output.sum() if self.last else output
 

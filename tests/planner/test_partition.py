@@ -136,3 +136,12 @@ def test_nearest_miss_names_the_smallest_shortfall():
 def test_same_instance_same_cuts():
     case = CASES["c1_a100x2_v100x2_12L_compute_bound"]["case"]
     assert solve(case_instance(case)).cuts == solve(case_instance(case)).cuts
+
+
+def test_bound_counts_filling_the_pipeline():
+    # Two equal cards, m = 2: stage 0 has T / 2 for a micro-batch, stage 1 half of the rest, T / 4. The 12 s
+    # of a micro-batch make T >= 16, and four units before two reach it: 2 * 8, and 8 + 2 * 4.
+    devices = [{"type": "A", "mem_bytes": 1000, "reserved_bytes": 0} for _ in range(2)]
+    case = two_cards(devices=devices, num_microbatches=2)
+    assert area_bound_seconds(case_instance(case)) == pytest.approx(16)
+    assert solve(case_instance(case)).cuts[0].step_seconds == pytest.approx(16)

@@ -215,6 +215,14 @@ def test_keys_that_cannot_be_met_are_refused(search, words):
         find(setting(UNLIKE), **search)
 
 
+def test_more_cards_than_parts_of_the_model():
+    many = setting(cluster(Fast=(12, card())))
+    with pytest.raises(ConfigError, match="pipelines of at least 12 cards, but the model has only 10 parts"):
+        find(many, use_all_devices=True, pipelines=(1,))
+    assert len(find(many, use_all_devices=True, pipelines=(1, 2)).best.plan.ranks) == 12
+    assert len(find(many, pipelines=(1,)).best.plan.ranks) <= 10
+
+
 def test_fp16_is_refused():
     with pytest.raises(ConfigError, match="train.precision: training cannot run fp16 yet; use bf16, or fp32"):
         find(setting(UNLIKE, precision="fp16"))

@@ -26,12 +26,14 @@ def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
     `body` must be importable (a function of a module). It joins the others with `as_rank`.
     """
     context = mp.spawn(body, args=arguments, nprocs=num_ranks, join=False)
+    assert context is not None
     deadline = time.monotonic() + TIMEOUT_SECONDS
     try:
         while not context.join(timeout=1):
             assert time.monotonic() < deadline, f"{num_ranks} ranks did not end within {TIMEOUT_SECONDS} s"
     finally:
         for process in context.processes:
+            assert process is not None
             if process.is_alive():
                 process.kill()
             process.join()

@@ -30,7 +30,14 @@ METRICS = StepMetrics(
 
 def test_the_line_tells_loss_speed_mfu_forecast_and_time_left() -> None:
     line = progress_line(METRICS, total_steps=127)
-    for part in ("step   7/127", "loss 2.5000", "20.5k tok/s", "MFU 31.0%", "0.500 s (forecast 0.480 s)", "ETA 1:00"):
+    for part in (
+        "step   7/127",
+        "loss 2.5000",
+        "20.5k tok/s",
+        "MFU 31.0%",
+        "0.500 s (forecast 0.480 s)",
+        "ETA 1:00",
+    ):
         assert part in line
     bare = progress_line(replace(METRICS, mfu=None, forecast_step_seconds=None), total_steps=7)
     assert "MFU -" in bare and "forecast" not in bare

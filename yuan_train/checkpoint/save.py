@@ -101,7 +101,7 @@ def _sync(path: Path) -> None:
 
 
 def _drop_old(directory: Path, keep: int, *, newest: Path) -> None:
-    """Drop what an interrupted save left, and all but `keep` whole checkpoints; never the one just written."""
+    """Drop what interrupted saves left, and all but `keep` whole checkpoints; never the one just written."""
     for leftover in (*directory.glob(".step-*.tmp"), *directory.glob(".step-*.old")):
         shutil.rmtree(leftover, ignore_errors=True)
     paths = [directory / step_name(step) for step in steps_in(directory)]

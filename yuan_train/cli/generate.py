@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from yuan_train.cli.evaluate import parse_ids
 from yuan_train.config.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -18,17 +19,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "generate",
         help="write text with a trained model",
-        description="Continues a prompt with the model of a checkpoint, using the key-value and filter caches.",
+        description="Continues a prompt with a checkpoint's model, using the key-value and filter caches.",
     )
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them"
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
     parser.add_argument("--prompt-ids", metavar="1,2,3", help="token ids to continue, in place of --prompt")
     parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy; default 1")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="0 is greedy; default 1"
+        "--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: all"
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: all")
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that sum to P"
     )
@@ -41,35 +44,28 @@ def run(arguments: argparse.Namespace) -> int:
     """Read the checkpoint, continue the prompt, print it as it comes."""
     if (arguments.prompt is None) == (arguments.prompt_ids is None):
         raise ConfigError("give either --prompt or --prompt-ids")
-    from yuan_train.checkpoint.load import find_checkpoint, load_weights
-    from yuan_train.data.tokenizer import Tokenizer
+    from yuan_train.checkpoint.load import find_checkpoint
     from yuan_train.model.generate import generate
-    from yuan_train.model.transformer import Transformer
+    from yuan_train.train.evaluate import load_trained
 
     checkpoint = find_checkpoint(arguments.checkpoint)
     for note in checkpoint.notes:
         print(f"note: {note}", file=sys.stderr)
-    place = arguments.tokenizer or checkpoint.tokenizer
-    tokenizer = Tokenizer.load(place) if place is not None else None
+    trained = load_trained(checkpoint, tokenizer=arguments.tokenizer)
+    tokenizer = trained.tokenizer
     prompt_ids = _prompt_ids(arguments, tokenizer, checkpoint.model.vocab_size)
-    model = Transformer(checkpoint.model)
-    load_weights(checkpoint, model)
-    model.eval()
-    data = checkpoint.state.get("run", {}).get("data", {})
     new_ids: list[int] = []
     stream = None if arguments.json or tokenizer is None else _TextStream(tokenizer, prompt_ids)
     for token in generate(
-        model,
+        trained.model,
         prompt_ids,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
-        eod_id=tokenizer.eod_id if tokenizer is not None else None,
-        reset_position_ids=data.get("reset_position_ids", True),
-        reset_attention=data.get("reset_attention", False),
-        reset_filter=data.get("reset_filter", False),
+        eod_id=trained.eod_id,
+        **trained.resets,
     ):
         new_ids.append(token)
         if stream is not None:
@@ -84,14 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _prompt_ids(arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
     if arguments.prompt_ids is not None:
-        words = arguments.prompt_ids.split(",")
-        if not all(word.strip().isdigit() for word in words):
-            raise ConfigError(f"--prompt-ids: wanted numbers such as 1,2,3; got {arguments.prompt_ids!r}")
-        ids = [int(word) for word in words]
-    elif tokenizer is None:
+        return parse_ids(arguments.prompt_ids, option="--prompt-ids", vocab_size=vocab_size)
+    if tokenizer is None:
         raise DataError("the checkpoint holds no tokenizer; give --tokenizer DIR, or --prompt-ids")
-    else:
-        ids = tokenizer.encode(arguments.prompt)
+    ids = tokenizer.encode(arguments.prompt)
     if not ids:
         raise ConfigError("the prompt is empty; give at least one token")
     if max(ids) >= vocab_size:

@@ -30,8 +30,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "launch",
         help="start this machine's ranks of a plan",
-        description="Starts one process per rank that the plan gives to this machine, and ends when they end. "
-        "Simulated cards (with a slowdown) all run here.",
+        description="Starts one process per rank that the plan gives to this machine, and ends when they "
+        "end. Simulated cards (with a slowdown) all run here.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run file")
     parser.add_argument("--plan", required=True, metavar="FILE", help="the plan")
@@ -209,7 +209,7 @@ def _wait(children: list[_Child]) -> int:
 
 
 def _innocence(child: _Child) -> tuple[int, int]:
-    """One rank's end makes the others fail too, by its silence: first ask who met bad input, then who was killed."""
+    """Ask first who met bad input, then who was killed: the others fail by the silence of these."""
     code = child.process.returncode
     return (0 if code in (2, 3) else 1 if code < 0 else 2), child.rank
 

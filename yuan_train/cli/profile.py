@@ -20,12 +20,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "profile",
         help="measure this machine's card",
-        description="Measures forward and backward of embedding, layer and head on this machine's card, and what "
-        "they keep in memory. `yuan-train plan --profile` then needs no estimates for it.",
+        description="Measures forward and backward of embedding, layer and head on this machine's card, and "
+        "what they keep in memory. `yuan-train plan --profile` then needs no estimates for it.",
     )
     parser.add_argument("--model", required=True, metavar="FILE", help="the model file")
     parser.add_argument("--out", required=True, metavar="FILE", help="where the profile goes (JSON)")
-    parser.add_argument("--config", metavar="FILE", help="the run: sequence length, micro-batch size, precision")
+    parser.add_argument(
+        "--config", metavar="FILE", help="the run: sequence length, micro-batch size, precision"
+    )
     parser.add_argument("--cluster", metavar="FILE", help="also give entries for its simulated cards")
     parser.add_argument("--device-type", metavar="NAME", help="what the card is called in the cluster file")
     parser.add_argument("--json", action="store_true", help="print the profile on stdout too")
@@ -42,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(arguments.model)
     config = load_run(arguments.config, tuple(arguments.overrides)) if arguments.config else None
     if config is not None and config.model != model:
-        raise ConfigError(f"{arguments.model} is not the model of {arguments.config}; profile the one that is run")
+        raise ConfigError(
+            f"{arguments.model} is not the model of {arguments.config}; profile the one that is run"
+        )
     cluster = load_cluster(arguments.cluster) if arguments.cluster else None
     profile = _measure(model, config, cluster, arguments.device_type)
     text = json.dumps(as_plain(profile), indent=1)

@@ -15,12 +15,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "train",
         help="train",
-        description="Trains a model. Without a plan: one process, the whole model. With one: start each of its "
-        "ranks, by `yuan-train launch` or torchrun. SIGTERM saves a checkpoint and ends with 0.",
+        description="Trains a model. Without a plan: one process, the whole model. With one: start each of "
+        "its ranks, by `yuan-train launch` or torchrun. SIGTERM saves a checkpoint and ends with 0.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run file")
     parser.add_argument("--plan", metavar="FILE", help="the plan, as `yuan-train plan` or a person wrote it")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run, train.steps=50")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the run, train.steps=50"
+    )
     parser.set_defaults(run=run)
 
 

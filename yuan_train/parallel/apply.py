@@ -32,9 +32,7 @@ class Worker:
     def evaluation_lane(self) -> Lane:
         """The lane that only forwards."""
         pipeline = self.grid.pipeline(self.place)
-        table = forward_only(
-            num_stages=len(pipeline.stages), num_micro_batches=pipeline.num_micro_batches
-        )
+        table = forward_only(num_stages=len(pipeline.stages), num_micro_batches=pipeline.num_micro_batches)
         return table[self.place.stage]
 
 
@@ -51,7 +49,9 @@ def parallelize(
     groups = make_groups(grid, device=device)
     parameters = dict(model.named_parameters())
     pipeline = grid.pipeline(place)
-    boundary = Boundary((pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size), dtype, device)
+    boundary = Boundary(
+        (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size), dtype, device
+    )
     bridge = None
     if len(pipeline.stages) > 1:
         window = 1 + max(peak_in_flight(lane) for lane in table)
@@ -69,9 +69,7 @@ def parallelize(
 def pipeline_table(plan: Plan, pipeline: int) -> Table:
     """The checked schedule table of one pipeline."""
     shape = plan.pipelines[pipeline]
-    table = make_table(
-        plan.schedule, num_stages=len(shape.stages), num_micro_batches=shape.num_micro_batches
-    )
+    table = make_table(plan.schedule, num_stages=len(shape.stages), num_micro_batches=shape.num_micro_batches)
     check_table(table)
     return table
 
@@ -114,8 +112,8 @@ def _not_yet(plan: Plan) -> Iterator[str]:
             where = f"pipelines[{p}].stages[{s}]"
             if len(stage.replicas) > 1:
                 yield f"{where}.replicas: {len(stage.replicas)} replicas; use one, or more pipelines"
-            if len(stage.replicas[0]) > 1:
-                yield f"{where}.replicas: tensor-parallel width {len(stage.replicas[0])}; use 1"
+            if len(stage.ranks) > len(stage.replicas):
+                yield f"{where}.replicas: tensor-parallel width above 1; use 1"
             if stage.recompute == "selective":
                 yield f"{where}.recompute: selective; use none or full"
             if stage.optimizer_offload > 0:

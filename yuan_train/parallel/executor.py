@@ -94,7 +94,7 @@ class Executor:
     def steps(self, lane: Lane) -> Iterator[Step]:
         """Yield every step of the lane just before it is taken."""
         training = any(step.kind == "backward" for step in lane)
-        kinds = {step.kind for step in lane}
+        kinds: set[Kind] = {step.kind for step in lane}
         for step in lane:
             yield step
             with torch.set_grad_enabled(training):

@@ -60,6 +60,7 @@ class FlatBucket:
             return
 
         def add(p: torch.Tensor) -> None:
+            assert p.grad is not None
             view.add_(p.grad)
             p.grad = None
 

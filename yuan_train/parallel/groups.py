@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -58,12 +59,17 @@ def make_groups(grid: Grid, *, device: torch.device) -> Groups:
     """Create and warm up the groups of a plan; collective over all ranks."""
     if not dist.is_initialized():
         return Groups({}, {})
-    edges = {edge: dist.new_group(list(edge)) for edge in grid.edges}
+    edges = {edge: _new_group(edge) for edge in grid.edges}
     shared = dict.fromkeys(bucket.owners for bucket in grid.buckets if len(bucket.owners) > 1)
-    owners = {ranks: dist.new_group(list(ranks)) for ranks in shared}
+    owners = {ranks: _new_group(ranks) for ranks in shared}
     groups = Groups(edges, owners)
     _warm_up(groups, device)
     return groups
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    # Outside a group torch returns a stand-in that is never used.
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks)))
 
 
 def _warm_up(groups: Groups, device: torch.device) -> None:

@@ -41,6 +41,9 @@ MAX_PROVEN_STEPS = 60_000_000
 MAX_ROWS_PER_ORDER = 200_000
 MAX_SEED_ORDERS = 64
 MAX_MOVE_ROUNDS = 40
+MAX_MOVED_STAGES = 24
+MAX_CLASSED_SLOTS = 96
+"""Slots up to which swappable ones are looked for; with more, no two count as alike and nothing is proven."""
 MAX_COUNT_STATES = 200_000
 KEPT = 12
 """Cuts that a solution keeps, best first."""
@@ -125,6 +128,8 @@ def slot_classes(instance: Instance) -> Integers:
     """[D]: the first slot that each slot may be swapped with, without any cost of the problem changing."""
     kinds = StageTables(instance).kind_of
     classes = list(range(instance.num_slots))
+    if instance.num_slots > MAX_CLASSED_SLOTS:
+        return np.array(classes, dtype=np.int64)
     for slot in range(instance.num_slots):
         for other in range(slot):
             if classes[other] == other and kinds[slot] == kinds[other] and _swappable(instance, slot, other):
@@ -323,7 +328,7 @@ def _improve(pool: _Pool, classes: Integers, stopped: Callable[[], bool]) -> boo
         tried.update(fresh)
         by_length: dict[int, dict[tuple[tuple[int, ...], tuple[int, ...]], None]] = {}
         for order, bounds in fresh:
-            for neighbour in neighbours(pool.tables.instance, classes, order, bounds):
+            for neighbour in neighbours(pool.tables, classes, order, bounds):
                 by_length.setdefault(len(neighbour[0]), {})[neighbour] = None
         for found in by_length.values():
             pool.add(np.array([order for order, _ in found]), np.array([bounds for _, bounds in found]))
@@ -331,11 +336,18 @@ def _improve(pool: _Pool, classes: Integers, stopped: Callable[[], bool]) -> boo
 
 
 def neighbours(
-    instance: Instance, classes: Integers, order: tuple[int, ...], bounds: tuple[int, ...]
+    tables: StageTables, classes: Integers, order: tuple[int, ...], bounds: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts one move away: a unit to another stage, two cards swapped, a card exchanged or dropped."""
-    stages = len(order)
+    """Cuts one move away: a unit to another stage, two cards swapped, a card exchanged or dropped.
+
+    In long pipelines only moves that involve one of the MAX_MOVED_STAGES slowest stages.
+    """
+    instance, stages = tables.instance, len(order)
+    seconds = [float(line[a, b]) for line, a, b in zip(tables.lines(order), bounds, bounds[1:], strict=False)]
+    slowest = set(sorted(range(stages), key=lambda s: (-seconds[s], s))[:MAX_MOVED_STAGES])
     for a, b in itertools.permutations(range(stages), 2):
+        if a not in slowest:
+            continue
         # One unit leaves stage a and one joins stage b; the stages between shift by one.
         low, high, shift = (a + 1, b + 1, -1) if a < b else (b + 1, a + 1, 1)
         moved = tuple(bound + shift if low <= i < high else bound for i, bound in enumerate(bounds))
@@ -345,7 +357,7 @@ def neighbours(
         return
     sizes = [y - x for x, y in itertools.pairwise(bounds)]
     for a, b in itertools.combinations(range(stages), 2):
-        if classes[order[a]] != classes[order[b]]:
+        if classes[order[a]] != classes[order[b]] and not slowest.isdisjoint((a, b)):
             swapped = list(order)
             swapped[a], swapped[b] = swapped[b], swapped[a]
             yield tuple(swapped), bounds
@@ -353,7 +365,7 @@ def neighbours(
             moved_sizes[a], moved_sizes[b] = sizes[b], sizes[a]
             yield tuple(swapped), tuple(itertools.accumulate(moved_sizes, initial=0))
     idle = {int(classes[d]): d for d in reversed(range(instance.num_slots)) if d not in order}
-    for a, slot in itertools.product(range(stages), idle.values()):
+    for a, slot in itertools.product(sorted(slowest), idle.values()):
         if classes[order[a]] != classes[slot]:
             yield (*order[:a], slot, *order[a + 1 :]), bounds
     if not instance.use_all and stages > 1:

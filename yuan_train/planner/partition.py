@@ -374,16 +374,21 @@ def promising_bounds(
 def area_bound_seconds(instance: Instance) -> float:
     """No plan of this instance can take less: all its work, shared out perfectly and in fractions.
 
-    For shares l_d that sum to 1, a period t satisfies t >= sum_u min_d l_d w_du (linear-programming duality
-    of "every unit is done, no slot works longer than t"); l_d = 1/W_d is exact where slots differ by one
-    factor. Beside it: one micro-batch alone takes at least its fastest units.
+    In a step of T seconds, stage s (from 0) has at most (T / m) (1 - 1/m)^s for each micro-batch, because
+    sum_{j<s} w_j + m * w_s <= T. For shares l_d that sum to 1, all stages together satisfy
+    sum_d l_d w_d >= sum_u min_d l_d w_du (linear-programming duality), and the left side is largest with the
+    largest shares first. Here l_d = 1/W_d, the slot's speed; memory and messages are left out. Beside it: one
+    micro-batch alone takes at least its fastest units.
     """
+    m = instance.num_micro_batches
     work = (instance.forward_seconds + instance.backward_seconds).min(axis=0)
     whole = np.maximum(work.sum(axis=1), 1e-300)
     share = (1.0 / whole) / (1.0 / whole).sum()
-    period = float((share[:, None] * work).min(axis=0).sum())
+    needed = float((share[:, None] * work).min(axis=0).sum())
+    first = np.sort(share)[::-1][: instance.num_units]
+    room = float((first * (1.0 - 1.0 / m) ** np.arange(len(first))).sum())
     alone = float(work.min(axis=0).sum())
-    return max(instance.num_micro_batches * period, alone) + float(instance.ends_seconds.min())
+    return max(m * needed / room, alone) + float(instance.ends_seconds.min())
 
 
 # --- nothing fits ----------------------------------------------------------------------------------------

@@ -101,6 +101,8 @@ def search_plan(
     shapes = list(list_shapes(cards, options, global_batch_size=setting.global_batch_size))
     if not shapes:
         raise ConfigError(_no_shape(setting, options, cards))
+    if options.use_all_devices:
+        shapes = _with_a_unit_for_each(setting, shapes)
     found = _solve_shapes(costs, shapes, options, stopped)
     if not found.candidates:
         raise NoPlanFits(describe_shortfall(costs, shapes, options))
@@ -130,7 +132,9 @@ def usable_cards(setting: Setting, *, use_all: bool) -> tuple[list[Card], list[L
     """
     cluster, precision = setting.cluster, setting.precision
     if precision == "fp16":
-        raise ConfigError("train.precision: training cannot run fp16 yet; use bf16, or fp32 on cards without it")
+        raise ConfigError(
+            "train.precision: training cannot run fp16 yet; use bf16, or fp32 on cards without it"
+        )
     lacking = [card for card in cluster.cards if cluster.device_type(card.type).peak(precision) is None]
     usable = [card for card in cluster.cards if card not in lacking]
     advice = (
@@ -312,14 +316,15 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) 
         f"({card.name}, {card.type}, {_unit_words(costs, first, end)}) needs "
         f"{show_bytes(miss.needed_bytes + device.reserved)} of {show_bytes(device.memory)}"
     )
+    advice = ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
     if options.recompute[miss.choice] == "full":
-        text += " with recompute: full"
-    elif "full" not in options.recompute:
-        text += f"; with recompute: full it needs {show_bytes(_with_full(costs, shape, options, miss))}"
-    return text + (
-        ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
-        + (", or allow search.recompute: [none, full]" if "full" not in options.recompute else "")
-    )
+        return f"{text} with recompute: full{advice}"
+    recomputed = _with_full(costs, shape, options, miss)
+    if recomputed < miss.needed_bytes + device.reserved:
+        text += f"; with recompute: full it needs {show_bytes(recomputed)}"
+        if "full" not in options.recompute:
+            advice += ", or allow search.recompute: [none, full]"
+    return text + advice
 
 
 def _with_full(costs: Costs, shape: Shape, options: Options, miss: Shortfall) -> float:
@@ -339,6 +344,21 @@ def _unit_words(costs: Costs, first: int, end: int) -> str:
     if high > low:
         words.append(f"layer {low}" if high == low + 1 else f"layers {low} to {high - 1}")
     return " and ".join(words + ["head"] * (end == num_layers + 2))
+
+
+def _with_a_unit_for_each(setting: Setting, shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes whose pipelines are not longer than the model. Raises ConfigError if there are none."""
+    num_units = setting.model.num_layers + 2
+    kept = [shape for shape in shapes if len(shape.slots) <= num_units]
+    if not kept:
+        shortest = min(len(shape.slots) for shape in shapes)
+        raise ConfigError(
+            f"search.use_all_devices: pipelines of at least {shortest} cards, but the model has only "
+            f"{num_units} parts (embedding, layers, head) to give to them; allow more search.pipelines, "
+            "or leave cards out "
+            "with use_all_devices: false"
+        )
+    return kept
 
 
 def _no_shape(setting: Setting, options: Options, cards: Sequence[Card]) -> str:

@@ -24,8 +24,8 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.model.transformer import Transformer, init_weights
 from yuan_train.parallel.apply import check_supported, parallelize
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.groups import join, leave
 from yuan_train.parallel.grid import Grid
+from yuan_train.parallel.groups import join, leave
 from yuan_train.train.metrics import Log, StepMetrics, peak_flops, peak_memory_bytes
 from yuan_train.train.optimizer import Optimizer, learning_rate
 from yuan_train.train.stage import StageRunner
@@ -71,16 +71,20 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
             "(yuan-train launch), or plan for the cards that are there"
         )
     if run.train.precision == "fp16":
-        raise ConfigError("train.precision: fp16 needs loss scaling, which is not there yet; use bf16 or fp32")
+        raise ConfigError(
+            "train.precision: fp16 needs loss scaling, which is not there yet; use bf16 or fp32"
+        )
     device = choose_device(run.train.device, position)
     slow = plan.device_type(position.rank)
     if device.type == "cuda" and slow is not None and slow.slowdown:
-        raise PlanError(f"rank {position.rank} is a simulated card (slowdown); those run on a CPU: train.device=cpu")
+        raise PlanError(
+            f"rank {position.rank} is a simulated card (slowdown); those run on a CPU: train.device=cpu"
+        )
     tokenizer = Tokenizer.load(run.data.tokenizer) if run.data.tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {run.model.vocab_size} rows, but tokenizer {run.data.tokenizer} has "
-            f"{tokenizer.vocab_size} pieces; use a larger vocab_size or the tokenizer that belongs to the model"
+            f"{tokenizer.vocab_size} pieces; use a larger vocab_size, or the model's own tokenizer"
         )
     train, validation = open_data(run)
     return Job(run, plan, position, device, train, validation, tokenizer, find_resume(run))
@@ -146,7 +150,8 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
     wrong = [
         f"{key} {getattr(saved, key)!r} there, {getattr(model, key)!r} here"
         for key in ModelConfig.__dataclass_fields__
-        if key not in ("name", "max_sequence_length", "init_std") and getattr(saved, key) != getattr(model, key)
+        if key not in ("name", "max_sequence_length", "init_std")
+        and getattr(saved, key) != getattr(model, key)
     ]
     if wrong:
         raise CheckpointError(
@@ -252,7 +257,11 @@ def _step(
             stop=stop,
         )
     except TrainingError as error:
-        good = f"the last good checkpoint is that of step {saved}" if saved is not None else "no checkpoint is saved yet"
+        good = (
+            f"the last good checkpoint is that of step {saved}"
+            if saved is not None
+            else "no checkpoint is saved yet"
+        )
         raise TrainingError(f"step {progress.step + 1}: {error}; {good}") from error
 
 
@@ -314,8 +323,8 @@ def _say_start(job: Job, progress: Progress, log: Log) -> None:
         ",".join(str(stage.num_layers) for stage in pipeline.stages) for pipeline in plan.pipelines
     )
     log.say(
-        f"{run.model.name}: {run.model.parameters:,} parameters, {plan.world_size} ranks, layers per stage {cut}, "
-        f"{run.train.precision} on {job.device.type}"
+        f"{run.model.name}: {run.model.parameters:,} parameters, {plan.world_size} ranks, "
+        f"layers per stage {cut}, {run.train.precision} on {job.device.type}"
     )
     if run.log.directory is not None:
         write_text(Path(run.log.directory) / "config.yaml", dump(run))

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import ProfileEntry, UnitProfile
-from yuan_train.config.run import OptimizerConfig
+from yuan_train.config.run import OptimizerConfig, Recompute
 from yuan_train.model.transformer import Transformer, init_weights
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
@@ -40,14 +41,13 @@ class Setting:
 
 def measure_entry(setting: Setting, *, device_type: str) -> ProfileEntry:
     """Measure embedding, layer and head, each as the engine runs it on one micro-batch."""
-    model = setting.model
     return ProfileEntry(
         device_type=device_type,
         micro_batch_size=setting.micro_batch_size,
-        recompute=setting.recompute,  # pyright: ignore[reportArgumentType]
-        embedding=_measure(setting, Transformer(model, layers=(0, 0), head=False, **_build(setting))),
-        layers=(_measure(setting, Transformer(model, layers=(0, 1), embedding=False, head=False, **_build(setting))),),
-        head=_measure(setting, Transformer(model, layers=(0, 0), embedding=False, **_build(setting))),
+        recompute=cast(Recompute, setting.recompute),
+        embedding=_measure(setting, _part(setting, layers=(0, 0), embedding=True)),
+        layers=(_measure(setting, _part(setting, layers=(0, 1))),),
+        head=_measure(setting, _part(setting, layers=(0, 0), head=True)),
     )
 
 
@@ -84,7 +84,8 @@ def name_of(device: torch.device) -> str:
     near = [
         known
         for known, card in CATALOGUE.items()
-        if words.replace(" ", "-").startswith(known.split("-")[0]) and abs(card.memory / 1e9 - memory_gb) < 0.15 * memory_gb
+        if words.replace(" ", "-").startswith(known.split("-")[0])
+        and abs(card.memory / 1e9 - memory_gb) < 0.15 * memory_gb
     ]
     return near[0] if len(near) == 1 else name
 
@@ -97,8 +98,18 @@ def machine_name() -> str:
     return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
 
 
-def _build(setting: Setting) -> dict[str, object]:
-    return {"recompute": setting.recompute, "device": setting.device, "dtype": setting.dtype}
+def _part(
+    setting: Setting, *, layers: tuple[int, int], embedding: bool = False, head: bool = False
+) -> Transformer:
+    return Transformer(
+        setting.model,
+        layers=layers,
+        embedding=embedding,
+        head=head,
+        recompute=setting.recompute,
+        device=setting.device,
+        dtype=setting.dtype,
+    )
 
 
 def _measure(setting: Setting, part: Transformer) -> UnitProfile:

@@ -47,7 +47,7 @@ class StageRunner:
         self.finite.fill_(True)
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
-        """Hidden state [B, S, H], or on the last stage the micro-batch's share of the mean loss (a scalar)."""
+        """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss (a scalar)."""
         assert self._blend is not None
         first = self._first_sample + micro_batch * self._micro_batch_size
         batch = self._blend.batch(first, self._micro_batch_size)

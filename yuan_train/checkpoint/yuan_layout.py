@@ -1,0 +1,219 @@
+"""Our names and sizes beside those of the published Hugging Face form of Yuan 2.0. No files here.
+
+Three things differ from what the published names suggest:
+
+- `q_proj` and `k_proj` are the upper and lower half of one query-key matrix whose rows are interleaved per
+  head: the first half of the heads, queries and keys, lies in `q_proj`.
+- The silu sits on `up_proj`, not on `gate_proj`.
+- `v_proj` takes the unfiltered input. The filter's kernels are Conv2d weights [out, in, 2, 1].
+
+(IEIT-Yuan/Yuan-2.0:megatron/model/yuan_hf_model.py:279-330 and tools/convert_hf.py:173-255.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from yuan_train.config.errors import CheckpointError, ConfigError
+from yuan_train.config.load import Document, build
+from yuan_train.config.model import ModelConfig, model_laws
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+END_OF_DOCUMENT_ID = 77185
+SEPARATOR_ID = 77187
+MASK_ID = 134953
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """One tensor of ours, and the published ones that hold it, one above the other (equal numbers of rows).
+
+    `shape` is ours; a published part has `part_shape`, which may end in a 1 that ours has not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    conv2d: bool = False
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        rows = self.shape[0] // len(self.parts)
+        return (rows, *self.shape[1:], *((1,) if self.conv2d else ()))
+
+
+def published_layout(model: ModelConfig) -> Iterator[Mapped]:
+    """Every tensor of a model, in the model's order, without a tied output head."""
+    hidden = model.hidden_size
+    yield Mapped("embedding.weight", (model.vocab_size, hidden), (EMBEDDING,))
+    for i in range(model.num_layers):
+        yield from _layer(model, f"layers.{i}", f"model.layers.{i}")
+    yield Mapped("final_norm.weight", (hidden,), ("model.norm.weight",))
+    if not model.tie_embeddings:
+        yield Mapped("head.weight", (model.vocab_size, hidden), (HEAD,))
+
+
+def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[Mapped]:
+    hidden, projection, width = model.hidden_size, model.projection_size, model.ffn_hidden_size
+    attention, filter_, mlp = f"{theirs}.self_attn", f"{theirs}.self_attn.lf_gate", f"{theirs}.mlp"
+
+    def one(name: str, shape: tuple[int, ...], *parts: str, conv2d: bool = False) -> Mapped:
+        return Mapped(f"{ours}.{name}", shape, parts, conv2d)
+
+    yield one("attention_norm.weight", (hidden,), f"{theirs}.input_layernorm.weight")
+    if model.attention == "localized_filter":
+        half = hidden // 2
+        yield one("filter.conv1.weight", (half, hidden, 2), f"{filter_}.conv1.weight", conv2d=True)
+        yield one("filter.conv1.bias", (half,), f"{filter_}.conv1.bias")
+        yield one("filter.conv2.weight", (hidden, half, 2), f"{filter_}.conv2.weight", conv2d=True)
+        yield one("filter.conv2.bias", (hidden,), f"{filter_}.conv2.bias")
+        yield one("filter.norm.weight", (hidden,), f"{filter_}.output_layernorm.weight")
+    yield one("attention.value.weight", (projection, hidden), f"{attention}.v_proj.weight")
+    yield one(
+        "attention.query_key.weight",
+        (2 * projection, hidden),
+        f"{attention}.q_proj.weight",
+        f"{attention}.k_proj.weight",
+    )
+    yield one("attention.out.weight", (hidden, projection), f"{attention}.o_proj.weight")
+    yield one("feed_forward_norm.weight", (hidden,), f"{theirs}.post_attention_layernorm.weight")
+    yield one(
+        "feed_forward.up.weight", (2 * width, hidden), f"{mlp}.up_proj.weight", f"{mlp}.gate_proj.weight"
+    )
+    yield one("feed_forward.down.weight", (hidden, width), f"{mlp}.down_proj.weight")
+
+
+def rotary_buffer(layer: int) -> str:
+    """Published name of a layer's rotary frequencies [head_dim / 2]; computed, and not always stored."""
+    return f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
+
+
+def model_of(config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig:
+    """The sizes that a published `config.json` tells. Raises CheckpointError for what we cannot run."""
+    for problem in _beyond_us(config):
+        raise CheckpointError(f"{where}: {problem}")
+    sizes = {
+        "name": name,
+        "num_layers": config.get("num_hidden_layers"),
+        "hidden_size": config.get("hidden_size"),
+        "num_attention_heads": config.get("num_attention_heads"),
+        "ffn_hidden_size": config.get("intermediate_size"),
+        "vocab_size": config.get("vocab_size"),
+        "head_dim": _head_dim(config),
+        "attention": "localized_filter" if config.get("localized_filter", True) else "plain",
+        "rope_base": float(config.get("rope_theta") or 10000.0),
+        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": config.get("tie_word_embeddings", True),
+        "init_std": config.get("initializer_range", 0.02),
+        "max_sequence_length": config.get("max_position_embeddings") or config.get("model_max_length"),
+    }
+    missing = [key for key in _SIZES if config.get(key) is None]
+    if missing or sizes["max_sequence_length"] is None:
+        wanted = missing or ["max_position_embeddings"]
+        raise CheckpointError(f"{where}: no {', '.join(wanted)}; wanted the sizes of a Yuan 2.0 model")
+    try:
+        return build(Document(where, sizes, {}), ModelConfig, laws=model_laws)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: describes no model: {error}") from None
+
+
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    """Width of a head where the config says it; 0 for hidden_size / num_attention_heads."""
+    if isinstance(config.get("head_dim"), int):
+        return config["head_dim"]
+    projection, heads = config.get("attention_projection_size"), config.get("num_attention_heads")
+    if isinstance(projection, int) and isinstance(heads, int) and heads > 0 and projection % heads == 0:
+        return projection // heads
+    return 0
+
+
+def _beyond_us(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("model_type", "yuan") != "yuan":
+        yield f"model_type {config['model_type']!r}; wanted 'yuan' (Yuan 2.0)"
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act {config['hidden_act']!r}; Yuan 2.0 has 'silu'"
+    if config.get("use_shareqk"):
+        yield "use_shareqk: the form without a filter, which no released model uses, cannot be imported"
+    if config.get("rope_scaling"):
+        yield "rope_scaling: scaled rotary embeddings cannot be imported"
+    if config.get("quantization_config"):
+        yield "quantization_config: import the unquantized weights"
+    if config.get("moe_config") or config.get("num_experts"):
+        yield "a mixture of experts (Yuan 2.0-M32) cannot be imported; dense Yuan 2.0 models can"
+    kv_heads = config.get("num_key_value_heads")
+    if kv_heads not in (None, config.get("num_attention_heads")):
+        yield f"num_key_value_heads {kv_heads}: grouped queries are no part of Yuan 2.0"
+
+
+def published_config(
+    model: ModelConfig,
+    *,
+    dtype: str,
+    original: Mapping[str, Any] | None = None,
+    resets: Mapping[str, bool] | None = None,
+    token_ids: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """A `config.json` that our shipped model code and the published one read; every key they want is there.
+
+    `original` is the config that the model was imported with: what it says beside sizes is kept. `token_ids`
+    has `eod`, `sep`, `pad` and `mask`.
+    """
+    ids = {"eod": END_OF_DOCUMENT_ID, "sep": SEPARATOR_ID, "pad": END_OF_DOCUMENT_ID, "mask": MASK_ID}
+    ids |= token_ids or {}
+    resets = resets or {}
+    defaults = {
+        "use_cache": True,
+        "causal_mask": True,
+        "use_flash_attention": False,
+        "use_loss_mask": False,
+        "dropout": 0,
+        "reset_position_ids": resets.get("reset_position_ids", True),
+        "reset_attention_mask": resets.get("reset_attention", False),
+        "eod_token": ids["eod"],
+        "eod_token_id": ids["eod"],
+        "sep_token": ids["sep"],
+        "sep_token_id": ids["sep"],
+        "mask_token": ids["mask"],
+        "pad_token_id": ids["pad"],
+        "bos_token_id": ids["eod"],
+        "eos_token_id": ids["eod"],
+    }
+    kept = {key: value for key, value in (original or {}).items() if key not in ("auto_map", "torch_dtype")}
+    told = {
+        "model_type": "yuan",
+        "architectures": ["YuanForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_yuan.YuanConfig",
+            "AutoModel": "modeling_yuan.YuanModel",
+            "AutoModelForCausalLM": "modeling_yuan.YuanForCausalLM",
+        },
+        "torch_dtype": dtype,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "head_dim": model.head_dim,
+        "attention_projection_size": model.projection_size,
+        "hidden_act": "silu",
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": model.rope_base,
+        "max_position_embeddings": model.max_sequence_length,
+        "model_max_length": model.max_sequence_length,
+        "tie_word_embeddings": model.tie_embeddings,
+        "localized_filter": model.attention == "localized_filter",
+        "reset_filter": resets.get("reset_filter", False),
+    }
+    return {**defaults, **kept, **told}
+
+
+def model_as_plain(model: ModelConfig) -> dict[str, Any]:
+    """A model as the values of a model file."""
+    return asdict(model)

@@ -1,0 +1,102 @@
+"""yuan-train evaluate --checkpoint DIR --data PREFIX: loss and perplexity; or the logits of given tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from yuan_train.config.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from yuan_train.train.evaluate import TrainedModel
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="loss and perplexity of a trained model on token files",
+        description="Reads token files once through and tells the mean loss. With --token-ids, writes the "
+        "logits of those tokens instead.",
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them"
+    )
+    parser.add_argument("--data", metavar="PREFIX", help="token files, without .bin or .idx")
+    parser.add_argument("--sequence-length", type=int, metavar="N", help="default: that of the training run")
+    parser.add_argument("--max-sequences", type=int, default=0, metavar="N", help="stop after N; 0: read all")
+    parser.add_argument("--token-ids", metavar="1,2,3", help="tokens whose logits are wanted")
+    parser.add_argument("--logits", metavar="FILE", help="where they go (safetensors: input_ids, logits)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate on a corpus, or write logits."""
+    if (arguments.data is None) == (arguments.token_ids is None):
+        raise ConfigError("give either --data or --token-ids")
+    if (arguments.token_ids is None) != (arguments.logits is None):
+        raise ConfigError("--token-ids and --logits go together")
+    from yuan_train.checkpoint.load import find_checkpoint
+    from yuan_train.train.evaluate import evaluate, load_trained
+
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    for note in checkpoint.notes:
+        print(f"note: {note}", file=sys.stderr)
+    trained = load_trained(checkpoint)
+    if arguments.token_ids is not None:
+        shape = _write_logits(trained, arguments.token_ids, Path(arguments.logits))
+        _report({"logits": arguments.logits, "shape": shape}, arguments.json)
+        return 0
+    data = checkpoint.state.get("run", {}).get("data", {})
+    length = arguments.sequence_length or data.get("sequence_length", checkpoint.model.max_sequence_length)
+    found = evaluate(trained, arguments.data, sequence_length=length, max_sequences=arguments.max_sequences)
+    _report({"step": checkpoint.step, **asdict(found)}, arguments.json)
+    return 0
+
+
+def parse_ids(text: str, *, option: str, vocab_size: int) -> list[int]:
+    """Token ids such as `1,2,3`. Raises ConfigError for other words, DataError beyond the vocabulary."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() for word in words):
+        raise ConfigError(f"{option}: wanted numbers such as 1,2,3; got {text!r}")
+    ids = [int(word) for word in words]
+    if max(ids) >= vocab_size:
+        raise DataError(f"{option}: token id {max(ids)} is beyond the model's vocabulary of {vocab_size}")
+    return ids
+
+
+def _write_logits(trained: TrainedModel, text: str, path: Path) -> list[int]:
+    import torch
+    from safetensors.torch import save_file
+
+    from yuan_train.train.evaluate import hidden_states
+
+    ids = parse_ids(text, option="--token-ids", vocab_size=trained.model.config.vocab_size)
+    if len(ids) > trained.model.config.max_sequence_length:
+        raise ConfigError(
+            f"--token-ids: {len(ids)} tokens; the model allows {trained.model.config.max_sequence_length}"
+        )
+    tokens_BS = torch.tensor([ids])
+    with torch.no_grad():
+        logits_BSV = trained.model.logits(hidden_states(trained, tokens_BS))
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file({"input_ids": tokens_BS, "logits": logits_BSV.contiguous()}, aside)
+        aside.replace(path)
+    except Exception as error:
+        aside.unlink(missing_ok=True)
+        raise ConfigError(f"--logits: {path} cannot be written: {error}") from None
+    return list(logits_BSV.shape)
+
+
+def _report(facts: dict[str, object], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        for name, value in facts.items():
+            print(f"{name:<12} {value:.4f}" if isinstance(value, float) else f"{name:<12} {value}")

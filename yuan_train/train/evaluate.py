@@ -1,0 +1,108 @@
+"""Loss and perplexity of a trained model on token files, on one device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from yuan_train.checkpoint.load import Checkpoint, load_weights
+from yuan_train.config.errors import ConfigError
+from yuan_train.data.loader import open_corpora
+from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.model.documents import find_resets
+from yuan_train.model.transformer import Transformer
+
+BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss in nats per token, and what follows from it."""
+
+    loss: float
+    perplexity: float
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A whole model with the weights of a checkpoint, and what it was trained to reset at document ends."""
+
+    model: Transformer
+    tokenizer: Tokenizer | None
+    resets: dict[str, bool]
+
+    @property
+    def eod_id(self) -> int | None:
+        return self.tokenizer.eod_id if self.tokenizer is not None else None
+
+
+def load_trained(
+    checkpoint: Checkpoint,
+    *,
+    tokenizer: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> TrainedModel:
+    """The model of a checkpoint, and its tokenizer unless another is given. Raises YuanError."""
+    place = tokenizer or checkpoint.tokenizer
+    model = Transformer(checkpoint.model, device=device, dtype=dtype)
+    load_weights(checkpoint, model)
+    data = checkpoint.state.get("run", {}).get("data", {})
+    return TrainedModel(
+        model=model.eval(),
+        tokenizer=Tokenizer.load(place) if place is not None else None,
+        resets={
+            "reset_position_ids": data.get("reset_position_ids", True),
+            "reset_attention": data.get("reset_attention", False),
+            "reset_filter": data.get("reset_filter", False),
+        },
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    trained: TrainedModel, prefix: str, *, sequence_length: int, max_sequences: int = 0
+) -> Evaluation:
+    """Mean loss over every sample of one corpus, in sequences of `sequence_length` (0: all of them).
+
+    Raises DataError for token files that are not sound, ConfigError for a length beyond the model's.
+    """
+    model = trained.model
+    if not 0 < sequence_length <= model.config.max_sequence_length:
+        raise ConfigError(
+            f"sequence_length: wanted 1 to {model.config.max_sequence_length}, got {sequence_length}"
+        )
+    blend = open_corpora(
+        [(prefix, 1.0)], sequence_length=sequence_length, seed=0, vocab_size=model.config.vocab_size
+    )
+    sequences = blend.corpora[0].samples_per_epoch
+    if max_sequences:
+        sequences = min(sequences, max_sequences)
+    total = 0.0
+    for first in range(0, sequences, BATCH_SIZE):
+        batch = blend.batch(first, min(BATCH_SIZE, sequences - first))
+        hidden_BSH = hidden_states(trained, torch.from_numpy(batch.inputs))
+        total += float(model.loss(hidden_BSH, torch.from_numpy(batch.targets).to(hidden_BSH.device)))
+    tokens = sequences * sequence_length
+    loss = total / tokens
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return Evaluation(loss=loss, perplexity=perplexity, tokens=tokens, sequences=sequences)
+
+
+@torch.no_grad()
+def hidden_states(trained: TrainedModel, tokens_BS: torch.Tensor) -> torch.Tensor:
+    """Final hidden states [B, S, H] of tokens, with the resets that the model was trained with."""
+    model = trained.model
+    device = model.output_weight.device
+    resets = find_resets(tokens_BS, eod_id=trained.eod_id, **trained.resets)
+    return model(
+        tokens_BS.to(device),
+        positions=None if resets.positions is None else resets.positions.to(device),
+        document_start=None if resets.document_start is None else resets.document_start.to(device),
+        document_ranges=resets.document_ranges,
+    )
