@@ -36,7 +36,7 @@ COMMANDS = {
     "inspect": "say what a file or checkpoint holds, and whether it is whole",
     "doctor": "say what is installed, what is missing and what that costs",
 }
-NOT_THERE_YET = frozenset({"import-hf", "export-hf", "doctor"})
+NOT_THERE_YET = frozenset({"doctor"})
 """Commands that are promised and not written; a name leaves this list together with its module's arrival."""
 
 USER_ERROR = 2

@@ -1,0 +1,75 @@
+"""yuan-train export-hf CKPT --out DIR: a checkpoint to a Yuan 2.0 model in its Hugging Face form."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from yuan_train.config.errors import ConfigError
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "export-hf",
+        help="turn a checkpoint into a Hugging Face model",
+        description="Writes safetensors under the published names, config.json, the tokenizer if there is "
+        "one, and model code that transformers loads with trust_remote_code. Streamed.",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="default: as imported, or the precision of the run",
+    )
+    parser.add_argument(
+        "--shard-size", type=float, default=5.0, metavar="GB", help="size of a file at most, default 5"
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export and report."""
+    if not arguments.shard_size > 0:
+        raise ConfigError(f"--shard-size: {arguments.shard_size}; wanted a number of gigabytes above 0")
+    from yuan_train.checkpoint.hf import export_hf
+    from yuan_train.checkpoint.load import find_checkpoint
+
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    for note in checkpoint.notes:
+        print(f"note: {note}", file=sys.stderr)
+    tokenizer, token_ids = _tokenizer(arguments.tokenizer or checkpoint.tokenizer)
+    done = export_hf(
+        checkpoint,
+        arguments.out,
+        dtype=arguments.dtype,
+        tokenizer=tokenizer,
+        token_ids=token_ids,
+        shard_bytes=round(arguments.shard_size * 1e9),
+    )
+    if arguments.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(f"{done.path}: {done.parameters:,} parameters, {done.dtype}, {done.tensors} tensors")
+    return 0
+
+
+def _tokenizer(place: str | Path | None) -> tuple[Path | None, dict[str, int] | None]:
+    """The tokenizer's file, and its ids for config.json."""
+    if place is None:
+        return None, None
+    from yuan_train.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(place)
+    ids = {"eod": tokenizer.eod_id, "pad": tokenizer.eod_id}
+    for key, piece in (("sep", "<sep>"), ("mask", "<mask>")):
+        number = tokenizer.piece_id(piece)
+        if number is not None:
+            ids[key] = number
+    return tokenizer.path, ids
