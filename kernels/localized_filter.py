@@ -1,6 +1,6 @@
 """The localized filter as a sandwich: product, one elementwise pass, product.
 
-    A = [W1_old; W1_new]  (H x H)         Bm = [W2_old | W2_new]  (H x H)
+    A = [W1_old; W1_new]  (2n x H)        Bm = [W2_old | W2_new]  (H x 2n)
     z    = x A^T + (0, b1)                z[t] = (older[t], newer[t])
     c[t] = newer[t] + k[t] older[t-1]     k[t] = 0 where a document starts, else 1
     taps[t] = (k[t] c[t-1], c[t])
@@ -13,20 +13,31 @@ Folding both convolutions into one of three taps would cost half as much again. 
     dz[t] = (k[t+1] dc[t+1], dc[t])
     dx = dz A,  dA = dz^T x,  db1 = sum dc,  dBm = dy^T taps,  db2 = sum dy
 
+A sequence cut over cards, whose part begins at token a, is given x[a-1] and c[a-1]: older[a-1] = x[a-1] W1_old^T
+and c[a-1] stand before the first token, and the backward returns their gradients, k[a] dc[a] W1_old and k[a] p[a].
+
 k selects and never multiplies (0 * inf is NaN): no content of one document can change a bit of another.
 The stacked matrices A and Bm are made anew in backward: kept, they would cost 2 H^2 words for each
 micro-batch in flight, and to make them is a small part of one product.
+
+The elementwise passes come in two forms. `blocks`, for CPUs: tokens go through product, pass and product in blocks
+that stay in the cache, and k is a list of the few rows to clear. `torch`, for any device and never
+waiting for it: whole tensors and masks. On CUDA, Triton kernels take the place of the latter's passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from yuan_kernels import dispatch, products, reference
 from yuan_kernels.reference import FilterState
+
+_BLOCK = 256
+"""Tokens of a block: enough for the products' full speed, few enough for the cache."""
 
 
 def localized_filter(
@@ -37,9 +48,14 @@ def localized_filter(
     conv2_bias: Tensor | None,
     *,
     document_start: Tensor | None = None,
+    before: FilterState | None = None,
 ) -> Tensor:
     """Both convolutions over whole sequences; arguments and result as in `ops.localized_filter`."""
-    return _Sandwich.apply(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start)  # type: ignore[no-any-return]
+    weights = conv1_weight, conv1_bias, conv2_weight, conv2_bias
+    if dispatch.reference_selected():
+        state = reference.empty_filter_state(x, conv1_weight) if before is None else before
+        return reference.localized_filter_step(x, state, *weights, document_start=document_start)[0]
+    return torch.ops.yuan.localized_filter(x, *weights, document_start, *(before or (None, None)))[0]
 
 
 def localized_filter_step(
@@ -65,43 +81,66 @@ def localized_filter_step(
     return y, (x[:, -1], c[:, -1])
 
 
+def localized_filter_state(
+    x_tail: Tensor, conv1_weight: Tensor, conv1_bias: Tensor, *, document_start: Tensor | None = None
+) -> FilterState:
+    """The state after the last of two tokens; arguments and result as in `ops.localized_filter_state`."""
+    starts = None if document_start is None else document_start[:, 1:]
+    c = _interleaved_taps(x_tail[:, 1:], x_tail[:, 0], starts, conv1_weight, conv1_bias)
+    return x_tail[:, 1], c[:, 0]
+
+
 def sandwich_forward(
     x: Tensor,
     conv1_weight: Tensor,
     conv1_bias: Tensor,
     conv2_weight: Tensor,
     conv2_bias: Tensor | None,
-    continues: Tensor | None,
+    document_start: Tensor | None = None,
+    before: FilterState | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y [B, S, H], taps [B, S, H]); the weight gradient needs x and taps.
+    """Return (y [B, S, H], taps [B, S, 2n]); the weight gradient needs x and taps."""
+    u_before, c_before = before or (None, None)
+    older_before = None if u_before is None else u_before @ conv1_weight[:, :, 0].T
+    stacked1, stacked2 = _stack_conv1(conv1_weight), _stack_conv2(conv2_weight)
+    bias1 = torch.cat((torch.zeros_like(conv1_bias), conv1_bias))
+    form = dispatch.implementation("localized_filter", x)
+    if form == "blocks":
+        return _forward_blocks(
+            x, stacked1, bias1, stacked2, conv2_bias, document_start, older_before, c_before
+        )
+    z = F.linear(x, stacked1, bias1)
+    if form == "triton":
+        from yuan_kernels import triton_forms
 
-    `continues` is bool [B, S-1, 1], True where token t+1 belongs to the document of token t; None if all do.
-    """
-    bias = torch.cat((torch.zeros_like(conv1_bias), conv1_bias))
-    z = F.linear(x, _stack_conv1(conv1_weight), bias)
-    older, newer = z.chunk(2, dim=-1)
-    taps = torch.empty_like(z)
-    before, c = taps.chunk(2, dim=-1)
-    c.copy_(newer)
-    c[:, 1:] += _select(older[:, :-1], continues)
-    before[:, :1] = 0
-    before[:, 1:] = _select(c[:, :-1], continues)
-    return F.linear(taps, _stack_conv2(conv2_weight), conv2_bias), taps
+        taps = triton_forms.filter_forward(z, document_start, older_before, c_before)
+    else:
+        taps = _taps(z, document_start, older_before, c_before)
+    return F.linear(taps, stacked2, conv2_bias), taps
 
 
 def data_gradient(
-    dy: Tensor, conv1_weight: Tensor, conv2_weight: Tensor, continues: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (dx [B, S, H], dz [B, S, H]); the weight gradient needs dz."""
-    dtaps = dy @ _stack_conv2(conv2_weight)
-    dbefore, dc_direct = dtaps.chunk(2, dim=-1)
-    dz = torch.empty_like(dtaps)
-    dolder, dc = dz.chunk(2, dim=-1)
-    dc.copy_(dc_direct)
-    dc[:, :-1] += _select(dbefore[:, 1:], continues)
-    dolder[:, -1:] = 0
-    dolder[:, :-1] = _select(dc[:, 1:], continues)
-    return dz @ _stack_conv1(conv1_weight), dz
+    dy: Tensor,
+    conv1_weight: Tensor,
+    conv2_weight: Tensor,
+    document_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dx [B, S, H], dz [B, S, 2n], p_first [B, n]); the weight gradient needs dz.
+
+    p_first is k[0] p[0], the gradient of the c before the first token; without a state before it, ignore it.
+    """
+    stacked1, stacked2 = _stack_conv1(conv1_weight), _stack_conv2(conv2_weight)
+    form = dispatch.implementation("localized_filter", dy)
+    if form == "blocks":
+        return _data_gradient_blocks(dy, stacked1, stacked2, document_start)
+    dtaps = dy @ stacked2
+    if form == "triton":
+        from yuan_kernels import triton_forms
+
+        dz = triton_forms.filter_backward(dtaps, document_start)
+    else:
+        dz = _dz(dtaps, document_start)
+    return dz @ stacked1, dz, _first_p(dtaps, document_start)
 
 
 def weight_gradient(x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -109,42 +148,153 @@ def weight_gradient(x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor) -> tuple[Te
 
     torch sums 16-bit numbers in fp32 and rounds once, in the biases as in the products.
     """
-    hidden, channels = x.shape[-1], taps.shape[-1] // 2
+    channels = taps.shape[-1] // 2
     flat_dz, flat_dy = dz.flatten(0, 1), dy.flatten(0, 1)
-    stacked1 = flat_dz.T @ x.flatten(0, 1)
-    stacked2 = flat_dy.T @ taps.flatten(0, 1)
-    conv1_weight = stacked1.view(2, channels, hidden).permute(1, 2, 0).contiguous()
-    conv2_weight = stacked2.view(hidden, 2, channels).permute(0, 2, 1).contiguous()
+    stacked1 = products.product(flat_dz.T, x.flatten(0, 1))
+    stacked2 = products.product(flat_dy.T, taps.flatten(0, 1))
+    conv1_weight = _interleave(stacked1[:channels], stacked1[channels:])
+    conv2_weight = _interleave(stacked2[:, :channels], stacked2[:, channels:])
     return conv1_weight, flat_dz[:, channels:].sum(dim=0), conv2_weight, flat_dy.sum(dim=0)
 
 
-class _Sandwich(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        conv1_weight: Tensor,
-        conv1_bias: Tensor,
-        conv2_weight: Tensor,
-        conv2_bias: Tensor | None,
-        document_start: Tensor | None,
-    ) -> Tensor:
-        continues = None if document_start is None else ~document_start[:, 1:, None]
-        y, taps = sandwich_forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, continues)
-        ctx.save_for_backward(x, taps, conv1_weight, conv2_weight, continues)
-        return y
+# --- on a CPU: blocks of tokens, all sequences end to end --------------------------------------------------
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, taps, conv1_weight, conv2_weight, continues = ctx.saved_tensors
-        needs_x, *needs_weights, _ = ctx.needs_input_grad
-        dx, dz = data_gradient(dy, conv1_weight, conv2_weight, continues)
-        weights: tuple[Tensor | None, ...] = (None,) * 4
-        if any(needs_weights):
-            made = weight_gradient(x, taps, dz, dy)
-            weights = tuple(g if needed else None for g, needed in zip(made, needs_weights, strict=True))
-        return dx if needs_x else None, *weights, None
+
+def _forward_blocks(
+    x: Tensor,
+    stacked1: Tensor,
+    bias1: Tensor,
+    stacked2: Tensor,
+    bias2: Tensor | None,
+    document_start: Tensor | None,
+    older_before: Tensor | None,
+    c_before: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    batch, length, hidden = x.shape
+    width = stacked1.shape[0]
+    flat = x.reshape(-1, hidden)
+    y, taps = x.new_empty(flat.shape), x.new_empty(flat.shape[0], width)
+    last_older = last_c = x.new_zeros(width // 2)
+    for rows, cleared in _blocks_of(batch, length, document_start):
+        z = products.linear(flat[rows], stacked1, bias1, out=taps[rows])
+        older, c = z.chunk(2, dim=-1)
+        next_older = older[-1].clone()
+        # What stands before a cleared row is not added to it: taken out here, as the sum needs no mask then.
+        older[[row - 1 for row in cleared if row > 0]] = 0
+        c[1:] += older[:-1]
+        if 0 not in cleared:
+            c[0] += last_older
+        first_rows = _first_rows(rows, length, document_start) if older_before is not None else []
+        for row, sequence in first_rows:
+            assert older_before is not None
+            c[row] += older_before[sequence]
+        older[1:] = c[:-1]
+        older[0] = last_c
+        older[cleared] = 0
+        for row, sequence in first_rows:
+            assert c_before is not None
+            older[row] = c_before[sequence]
+        last_older, last_c = next_older, c[-1]
+        products.linear(z, stacked2, bias2, out=y[rows])
+    return y.view(batch, length, hidden), taps.view(batch, length, width)
+
+
+def _data_gradient_blocks(
+    dy: Tensor, stacked1: Tensor, stacked2: Tensor, document_start: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, hidden = dy.shape
+    width = stacked1.shape[0]
+    flat = dy.reshape(-1, hidden)
+    dx, dz = dy.new_empty(flat.shape), dy.new_empty(flat.shape[0], width)
+    p_first = dy.new_zeros(batch, width // 2)
+    next_p = next_dc = dy.new_zeros(width // 2)
+    for rows, cleared in reversed(list(_blocks_of(batch, length, document_start))):
+        dtaps = products.product(flat[rows], stacked2, out=dz[rows])
+        p, dc = dtaps.chunk(2, dim=-1)
+        for row, sequence in _first_rows(rows, length, document_start):
+            p_first[sequence] = p[row]
+        p[cleared] = 0
+        first_p = p[0].clone()
+        dc[:-1] += p[1:]
+        dc[-1] += next_p
+        p[:-1] = dc[1:]
+        p[-1] = next_dc
+        p[[row - 1 for row in cleared if row > 0]] = 0
+        next_p, next_dc = first_p, torch.zeros_like(next_dc) if 0 in cleared else dc[0]
+        products.product(dtaps, stacked1, out=dx[rows])
+    return dx.view(batch, length, hidden), dz.view(batch, length, width), p_first
+
+
+def _blocks_of(
+    batch: int, length: int, document_start: Tensor | None
+) -> Iterator[tuple[slice, list[int]]]:
+    """(rows, those of them, counted from the block's first, that have nothing before them)."""
+    tokens = batch * length
+    if tokens == 0:
+        return
+    starts = torch.zeros(batch, length, dtype=torch.bool)
+    if document_start is not None:
+        starts.copy_(document_start)
+    starts[:, 0] = True
+    for first in range(0, tokens, _BLOCK):
+        rows = slice(first, min(first + _BLOCK, tokens))
+        yield rows, starts.view(-1)[rows].nonzero().flatten().tolist()
+
+
+def _first_rows(rows: slice, length: int, document_start: Tensor | None) -> list[tuple[int, int]]:
+    """(row of the block, sequence) of the sequences that begin in a block inside a document."""
+    first = -(-rows.start // length)
+    sequences = range(first, -(-rows.stop // length))
+    return [
+        (sequence * length - rows.start, sequence)
+        for sequence in sequences
+        if document_start is None or not document_start[sequence, 0]
+    ]
+
+
+# --- anywhere: whole tensors and masks ---------------------------------------------------------------------
+
+
+def _taps(
+    z: Tensor, document_start: Tensor | None, older_before: Tensor | None, c_before: Tensor | None
+) -> Tensor:
+    continues = None if document_start is None else ~document_start.unsqueeze(-1)
+    older, newer = z.chunk(2, dim=-1)
+    c = newer + _select(_after(older_before, older), continues)
+    return torch.cat((_select(_after(c_before, c), continues), c), dim=-1)
+
+
+def _dz(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
+    continues = None if document_start is None else ~document_start[:, 1:, None]
+    p, q = dtaps.chunk(2, dim=-1)
+    dc = q + _before_end(_select(p[:, 1:], continues), q)
+    return torch.cat((_before_end(_select(dc[:, 1:], continues), q), dc), dim=-1)
+
+
+def _first_p(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
+    batch, length, width = dtaps.shape
+    if length == 0:
+        return dtaps.new_zeros(batch, width // 2)
+    continues = None if document_start is None else ~document_start[:, :1]
+    return _select(dtaps[:, 0, : width // 2], continues).clone()
+
+
+def _after(before: Tensor | None, x: Tensor) -> Tensor:
+    """x[t-1] in the place of x[t], `before` or 0 in the first."""
+    first = torch.zeros_like(x[:, :1]) if before is None else before.unsqueeze(1)
+    return torch.cat((first, x), dim=1)[:, : x.shape[1]]
+
+
+def _before_end(x: Tensor, like: Tensor) -> Tensor:
+    """x [B, S-1, n] with zeros behind it, in the shape of `like` [B, S, n]."""
+    return F.pad(x, (0, 0, 0, like.shape[1] - x.shape[1]))
+
+
+def _select(x: Tensor, keep: Tensor | None) -> Tensor:
+    return x if keep is None else torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+# --- the weights' two orders -------------------------------------------------------------------------------
 
 
 def _interleaved_taps(
@@ -157,14 +307,136 @@ def _interleaved_taps(
 
 
 def _stack_conv1(weight: Tensor) -> Tensor:
-    """[H/2, H, 2] to [H, H]: the rows of the older tap, then those of the newer."""
-    return weight.permute(2, 0, 1).flatten(0, 1)
+    """[n, H, 2] to [2n, H]: the rows of the older tap, then those of the newer."""
+    channels, hidden, _ = weight.shape
+    stacked = weight.new_empty(2 * channels, hidden)
+    # Two copies with one stride each; a permuted copy of the whole takes three times as long.
+    stacked[:channels].copy_(weight[:, :, 0])
+    stacked[channels:].copy_(weight[:, :, 1])
+    return stacked
 
 
 def _stack_conv2(weight: Tensor) -> Tensor:
-    """[H, H/2, 2] to [H, H]: the columns of the older tap, then those of the newer."""
-    return weight.permute(0, 2, 1).flatten(1)
+    """[H, n, 2] to [H, 2n]: the columns of the older tap, then those of the newer."""
+    hidden, channels, _ = weight.shape
+    stacked = weight.new_empty(hidden, 2 * channels)
+    stacked[:, :channels].copy_(weight[:, :, 0])
+    stacked[:, channels:].copy_(weight[:, :, 1])
+    return stacked
 
 
-def _select(x: Tensor, keep: Tensor | None) -> Tensor:
-    return x if keep is None else torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
+def _interleave(older: Tensor, newer: Tensor) -> Tensor:
+    """[a, b] and [a, b] to [a, b, 2]."""
+    both = older.new_empty(*older.shape, 2)
+    both[:, :, 0].copy_(older)
+    both[:, :, 1].copy_(newer)
+    return both
+
+
+# --- registration ------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("yuan::localized_filter", mutates_args=())
+def _filter(
+    x: Tensor,
+    conv1_weight: Tensor,
+    conv1_bias: Tensor,
+    conv2_weight: Tensor,
+    conv2_bias: Tensor | None,
+    document_start: Tensor | None,
+    u_before: Tensor | None,
+    c_before: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return (y, taps) of `sandwich_forward`."""
+    before = None if u_before is None or c_before is None else (u_before, c_before)
+    return sandwich_forward(
+        x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before
+    )
+
+
+@torch.library.custom_op("yuan::localized_filter_data_gradient", mutates_args=())
+def _filter_data_gradient(
+    dy: Tensor, conv1_weight: Tensor, conv2_weight: Tensor, document_start: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return data_gradient(dy, conv1_weight, conv2_weight, document_start)
+
+
+@torch.library.custom_op("yuan::localized_filter_weight_gradient", mutates_args=())
+def _filter_weight_gradient(
+    x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return weight_gradient(x, taps, dz, dy)
+
+
+@_filter.register_fake
+def _(
+    x: Tensor, conv1_weight: Tensor, conv1_bias: Any, conv2_weight: Any, conv2_bias: Any, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:2], 2 * conv1_weight.shape[0])
+
+
+@_filter_data_gradient.register_fake
+def _(
+    dy: Tensor, conv1_weight: Tensor, conv2_weight: Tensor, document_start: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    channels = conv1_weight.shape[0]
+    return (
+        dy.new_empty(dy.shape),
+        dy.new_empty(*dy.shape[:2], 2 * channels),
+        dy.new_empty(dy.shape[0], channels),
+    )
+
+
+@_filter_weight_gradient.register_fake
+def _(x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden, channels = x.shape[-1], taps.shape[-1] // 2
+    return (
+        x.new_empty(channels, hidden, 2),
+        x.new_empty(channels),
+        x.new_empty(hidden, channels, 2),
+        x.new_empty(hidden),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, conv1_weight, _, conv2_weight, _, document_start, u_before, _ = inputs
+    ctx.save_for_backward(x, output[1], conv1_weight, conv2_weight, document_start, u_before)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x, taps, conv1_weight, conv2_weight, document_start, u_before = ctx.saved_tensors
+    needs_x, *needs_weights, _, _, _ = ctx.needs_input_grad
+    ops = torch.ops.yuan
+    dx, dz, dc_before = ops.localized_filter_data_gradient(dy, conv1_weight, conv2_weight, document_start)
+    weights: tuple[Tensor | None, ...] = (None,) * 4
+    if any(needs_weights):
+        weights = ops.localized_filter_weight_gradient(x, taps, dz, dy)
+    du_before = None
+    if u_before is None:
+        dc_before = None
+    else:
+        du_before, weights = _gradients_before(dz, u_before, conv1_weight, document_start, weights)
+    weights = tuple(g if needed else None for g, needed in zip(weights, needs_weights, strict=True))
+    return dx if needs_x else None, *weights, None, du_before, dc_before
+
+
+def _gradients_before(
+    dz: Tensor,
+    u_before: Tensor,
+    conv1_weight: Tensor,
+    document_start: Tensor | None,
+    weights: tuple[Tensor | None, ...],
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The gradient of u before the first token, and the weights' gradients with its share in conv1's."""
+    channels = conv1_weight.shape[0]
+    continues = None if document_start is None else ~document_start[:, :1]
+    dolder = _select(dz[:, 0, channels:], continues)
+    du_before = dolder @ conv1_weight[:, :, 0]
+    if weights[0] is None:
+        return du_before, weights
+    share = torch.stack((dolder.T @ u_before, torch.zeros_like(conv1_weight[:, :, 0])), dim=-1)
+    return du_before, (weights[0] + share, *weights[1:])
+
+
+_filter.register_autograd(_backward, setup_context=_keep)

@@ -75,6 +75,12 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
     return (wide * scale * weight).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(s), s) of s = x + residual, rounded to x's dtype."""
+    total = x + residual
+    return rms_norm(total, weight, epsilon=epsilon), total
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + D/2]) of each head of x [B, S, N, D]; see `ops`."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -98,15 +99,25 @@ class Bomb:
     """A pickle that would run code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (Path("exploded"),))
+        return (os.mkdir, ("exploded",))
 
 
-def test_code_in_metadata_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Attribute:
+    """A pickle that would take any attribute of anything."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (torch.Size, "__init__"))
+
+
+@pytest.mark.parametrize("content", [Bomb(), Attribute()])
+def test_code_in_metadata_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: object
+) -> None:
     monkeypatch.chdir(tmp_path)
     place = save(tmp_path / "ck", 1)
     metadata = place / ".metadata"
     size = metadata.stat().st_size
-    metadata.write_bytes(pickle.dumps(Bomb()).ljust(size, b"\0"))
+    metadata.write_bytes(pickle.dumps(content).ljust(size, b"\0"))
     with pytest.raises(CheckpointError, match="does not belong into a checkpoint"):
         load_tensors(find_checkpoint(place), tensors())
     assert not (tmp_path / "exploded").exists()

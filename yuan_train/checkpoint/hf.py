@@ -201,9 +201,7 @@ def _assembled(mapped: Mapped, stored: Mapping[str, LazyTensor]) -> LazyTensor:
     return LazyTensor(mapped.shape, dtype, read)
 
 
-def _buffers(
-    model: ModelConfig, stored: Mapping[str, LazyTensor], notes: list[str]
-) -> dict[str, LazyTensor]:
+def _buffers(model: ModelConfig, stored: Mapping[str, LazyTensor], notes: list[str]) -> dict[str, LazyTensor]:
     """The stored rotary frequencies, after comparing them with the ones that we compute."""
     found = {name: t for name, t in stored.items() if name.endswith(".rotary_emb.inv_freq")}
     if not found:
@@ -378,7 +376,9 @@ def export_hf(
     common = dtype or hf.get("dtype") or PRECISIONS.get(precision, "float32")
     if common not in DTYPES:
         raise CheckpointError(f"--dtype: {common!r}; wanted one of {', '.join(DTYPES)}")
-    tensors = dict(_published(checkpoint, common, {} if dtype else hf.get("dtypes", {}), hf.get("head", True)))
+    tensors = dict(
+        _published(checkpoint, common, {} if dtype else hf.get("dtypes", {}), hf.get("head", True))
+    )
     config = published_config(
         checkpoint.model, dtype=common, original=hf.get("config"), resets=data, token_ids=token_ids
     )

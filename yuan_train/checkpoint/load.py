@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -228,8 +229,18 @@ class _MetadataUnpickler(pickle.Unpickler):
                 value = None
         elif (module, name) == ("torch.serialization", "_get_layout"):
             value = super().find_class(module, name)
+        elif (module, name) == ("builtins", "getattr"):
+            # How newer Pythons write a member of an enumeration.
+            value = _member
         elif module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "Path"):
             value = super().find_class(module, name)
         if value is None:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
         return value
+
+
+def _member(kind: object, name: str) -> enum.Enum:
+    """A member of an enumeration, and nothing else that `getattr` would give."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r} does not belong into a checkpoint")
+    return kind[name]

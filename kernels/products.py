@@ -1,0 +1,97 @@
+"""Matrix products into given places, through oneDNN where that is faster for fp32.
+
+On CPUs whose BLAS library is not tuned for them, torch's own fp32 product runs at half the speed of oneDNN's.
+oneDNN's is reached by a private operation of torch without a derivative; it serves here inside our own
+backward passes, if it proves right and faster when the first large product is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("yuan_kernels")
+
+_LARGE = 1 << 24
+"""Multiply-adds of a product from which on the choice matters; smaller ones stay with torch's."""
+
+_GAIN = 1.2
+"""How many times faster oneDNN must be: between equals, noise would choose, and not twice the same."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Return x [T, K] weight^T + bias, weight [N, K]; written into `out` [T, N] where that is given."""
+    if _through_onednn(x, weight.shape[0]):
+        made = _onednn(x, weight, bias)
+        return made if out is None else out.copy_(made)
+    if bias is None:
+        return torch.mm(x, weight.T) if out is None else torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T) if out is None else torch.addmm(bias, x, weight.T, out=out)
+
+
+def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return left [M, K] right [K, N]; written into `out` [M, N] where that is given."""
+    return linear(left, right.T, out=out)
+
+
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Whether fp32 products go through oneDNN on this CPU: tested once, for being right and for its speed."""
+    try:
+        chosen = _onednn_is_right() and _speed_ratio() > _GAIN
+    except Exception as error:
+        logger.info("fp32 matrix products on the CPU: torch (oneDNN's failed: %s)", error)
+        return False
+    logger.info("fp32 matrix products on the CPU: %s", "oneDNN" if chosen else "torch")
+    return chosen
+
+
+def _through_onednn(x: Tensor, columns: int) -> bool:
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    return x.shape[0] * x.shape[1] * columns >= _LARGE and onednn_is_faster()
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _onednn_is_right() -> bool:
+    """Both orders of both operands, odd sizes, with and without bias."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(37, 53, generator=generator)
+    right = torch.randn(29, 53, generator=generator)
+    bias = torch.randn(29, generator=generator)
+    turned = left.T.contiguous().T, right.T.contiguous().T
+    wanted = left.double() @ right.double().T
+    return all(
+        torch.allclose(_onednn(x, w, b).double(), wanted + (0 if b is None else b), rtol=1e-4, atol=1e-4)
+        for x in (left, turned[0])
+        for w in (right, turned[1])
+        for b in (None, bias)
+    )
+
+
+def _speed_ratio() -> float:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 512, generator=generator) for n in (256, 512))
+    torchs, onednns = (
+        _shortest(lambda f=f: f(x, weight))  # type: ignore[misc]
+        for f in (lambda x, w: x @ w.T, lambda x, w: _onednn(x, w, None))
+    )
+    return torchs / onednns
+
+
+def _shortest(call: Callable[[], Tensor], repeats: int = 5) -> float:
+    """Seconds of the shortest of several calls: what else the machine does can only lengthen them."""
+    seconds: list[float] = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

@@ -1,0 +1,200 @@
+"""RMS norm, alone and with the residual sum before it, forward and backward.
+
+    s = x + residual        r = 1 / sqrt(mean(s^2) + epsilon)        y = s r w
+    dw = sum over tokens of dy s r
+    ds = r w dy - s r^3 / H sum(dy w s) + the gradient that reaches s past the norm
+
+(Zhang and Sennrich 2019.) s is rounded to x's dtype, as it is kept and as the next layer reads it; all else
+is fp32 (fp64 for fp64). On a CPU a block of rows goes through all passes while it stays in the cache: it is
+widened once, and the sums over rows and columns are products of a matrix with a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from yuan_kernels import dispatch, reference
+from yuan_kernels.reference import accumulation_dtype
+
+_BLOCK = 1 << 16
+"""Numbers of a block: the three fp32 buffers of the backward then fit a second-level cache of 1 MB."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
+    """The norm alone; arguments and result as in `ops.rms_norm`."""
+    if dispatch.reference_selected():
+        return reference.rms_norm(x, weight, epsilon=epsilon)
+    return torch.ops.yuan.rms_norm(x, weight, epsilon)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Sum and norm; arguments and result as in `ops.add_rms_norm`."""
+    if dispatch.reference_selected():
+        return reference.add_rms_norm(x, residual, weight, epsilon=epsilon)
+    return torch.ops.yuan.add_rms_norm(x, residual, weight, epsilon)[:2]
+
+
+@torch.library.custom_op("yuan::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return (y like x, r [T])."""
+    y, _, scale = _forward(x, None, weight, epsilon)
+    return y, scale
+
+
+@torch.library.custom_op("yuan::add_rms_norm", mutates_args=())
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y like x, s like x, r [T])."""
+    return _forward(x, residual, weight, epsilon)
+
+
+@torch.library.custom_op("yuan::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (ds like s, dw [H]); `past` is the gradient of s that does not come through the norm."""
+    hidden = s.shape[-1]
+    ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    flat = tuple(None if t is None else t.reshape(-1, hidden) for t in (dy, past, s))
+    if dispatch.implementation("rms_norm", s) == "triton":
+        from yuan_kernels import triton_forms
+
+        dw = triton_forms.rms_norm_backward(*flat, weight, scale, ds.view(-1, hidden))
+    else:
+        dw = torch.zeros(hidden, dtype=scale.dtype, device=s.device)
+        _backward_blocks(*flat, weight.to(scale.dtype), scale, ds.view(-1, hidden), dw)
+    return ds, dw.to(weight.dtype)
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y, s, r); s is x itself where there is no residual."""
+    hidden = x.shape[-1]
+    wide = accumulation_dtype(x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    s = x if residual is None else torch.empty_like(y)
+    scale = torch.empty(y.numel() // max(1, hidden), dtype=wide, device=x.device)
+    flat_x, flat_y = x.reshape(-1, hidden), y.view(-1, hidden)
+    flat_residual = None if residual is None else residual.reshape(-1, hidden)
+    flat_s = flat_x if residual is None else s.view(-1, hidden)
+    if dispatch.implementation("rms_norm", x) == "triton":
+        from yuan_kernels import triton_forms
+
+        triton_forms.rms_norm_forward(flat_x, flat_residual, weight, epsilon, flat_y, flat_s, scale)
+    else:
+        _forward_blocks(flat_x, flat_residual, weight.to(wide), epsilon, flat_y, flat_s, scale)
+    return y, s, scale
+
+
+def _forward_blocks(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, y: Tensor, s: Tensor, scale: Tensor
+) -> None:
+    buffers = _buffers(x, 2, weight.dtype)
+    for rows in _blocks(x):
+        wide, other = (buffer[: rows.stop - rows.start] for buffer in buffers)
+        wide.copy_(x[rows])
+        if residual is not None:
+            s[rows] = wide.add_(other.copy_(residual[rows]))
+            wide.copy_(s[rows])
+        mean = torch.linalg.vector_norm(wide, dim=-1).square_().div_(x.shape[-1])
+        scale[rows] = mean.add_(epsilon).rsqrt_()
+        y[rows] = wide.mul_(scale[rows].unsqueeze(1)).mul_(weight)
+
+
+def _backward_blocks(
+    dy: Tensor | None,
+    past: Tensor | None,
+    s: Tensor | None,
+    weight: Tensor,
+    scale: Tensor,
+    ds: Tensor,
+    dw: Tensor,
+) -> None:
+    """Fill ds [T, H] and add to dw [H]."""
+    assert dy is not None and s is not None
+    buffers = _buffers(s, 3, weight.dtype)
+    for rows in _blocks(s):
+        gradient, wide, both = (buffer[: rows.stop - rows.start] for buffer in buffers)
+        r = scale[rows]
+        torch.mul(gradient.copy_(dy[rows]), wide.copy_(s[rows]), out=both)
+        dw.addmv_(both.T, r)
+        pull = torch.mv(both, weight).mul_(r * r * r).div_(-s.shape[-1])
+        gradient.mul_(weight).mul_(r.unsqueeze(1)).addcmul_(wide, pull.unsqueeze(1))
+        if past is not None:
+            gradient.add_(wide.copy_(past[rows]))
+        ds[rows] = gradient
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    tokens, size = x.shape[0], _block_rows(x)
+    return (slice(first, min(first + size, tokens)) for first in range(0, tokens, size))
+
+
+def _block_rows(x: Tensor) -> int:
+    """A GPU wants few large operations; there, and for small inputs, one block is all."""
+    if x.device.type != "cpu":
+        return max(1, x.shape[0])
+    return max(1, min(x.shape[0], _BLOCK // max(1, x.shape[1])))
+
+
+def _buffers(x: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty(_block_rows(x), x.shape[1], dtype=dtype, device=x.device) for _ in range(count)]
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return _fake(x)
+
+
+@_add_rms_norm.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    y, scale = _fake(x)
+    return y, torch.empty_like(y), scale
+
+
+@_rms_norm_backward.register_fake
+def _(
+    dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _fake(s)[0], torch.empty_like(weight)
+
+
+def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, x.new_empty(x.shape[:-1].numel(), dtype=accumulation_dtype(x.dtype))
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, s, scale = output
+    ctx.save_for_backward(s, inputs[2], scale)
+    ctx.mark_non_differentiable(scale)
+    ctx.set_materialize_grads(False)
+
+
+def _norm_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    ds, dw = torch.ops.yuan.rms_norm_backward(dy, None, *ctx.saved_tensors)
+    return ds, dw, None
+
+
+def _add_norm_backward(
+    ctx: Any, dy: Tensor | None, past: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return past, past, None, None
+    ds, dw = torch.ops.yuan.rms_norm_backward(dy, past, *ctx.saved_tensors)
+    return ds, ds, dw, None
+
+
+_rms_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
+_add_rms_norm.register_autograd(_add_norm_backward, setup_context=_keep_add_norm)

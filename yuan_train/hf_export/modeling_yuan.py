@@ -1,0 +1,368 @@
+"""Yuan 2.0 for transformers, with cached decoding; part of a model exported by yuan_train. Apache-2.0.
+
+    layer:      u = norm(x);  x += attention(u, filter(u));  x += feed_forward(norm(x))
+    filter:     c_t = A0 u_{t-1} + A1 u_t + a;  d_t = B0 c_{t-1} + B1 c_t + b;  f = norm(d + u)
+    attention:  queries and keys from f, values from u
+
+What is cached of each layer: keys and values [B, N, P, D], and the filter's u [B, H] and c [B, H/2] of the
+last token. B sequences, S new tokens, P past ones, N heads of size D, H hidden.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .configuration_yuan import YuanConfig
+
+IGNORED_LABEL = -100
+
+
+class YuanRMSNorm(nn.Module):
+    """x / rms(x) * weight, statistics in fp32."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return self.weight * scaled.to(x.dtype)
+
+
+class YuanFilter(nn.Module):
+    """Two causal convolutions of two taps, and a norm over their sum with the input.
+
+    The weights have the form of 2-D convolutions [out, in, 2, 1]; index 0 of the third dim is the older token.
+    """
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(size, size // 2, (2, 1))
+        self.conv2 = nn.Conv2d(size // 2, size, (2, 1))
+        self.output_layernorm = YuanRMSNorm(size, epsilon)
+
+    def forward(self, u: Tensor, past: "Past", real: Tensor | None, start: Tensor | None) -> "FilterResult":
+        """f [B, S, H], and u and c of the last token. `real` and `start` are bool [B, S, 1] or None.
+
+        Where `real` is False there is padding, which leaves nothing to the tokens after it; where `start` is
+        True a document begins, which takes nothing from the token before.
+        """
+        last_u, last_c = past if past is not None else (u.new_zeros(()), u.new_zeros(()))
+        if real is not None:
+            u = u * real
+        c = _two_taps(self.conv1, u, last_u, start)
+        if real is not None:
+            c = c * real
+        d = _two_taps(self.conv2, c, last_c, start)
+        return self.output_layernorm(d + u), (u[:, -1], c[:, -1])
+
+
+Past = tuple[Tensor, Tensor] | None
+FilterResult = tuple[Tensor, tuple[Tensor, Tensor]]
+
+
+def _two_taps(conv: nn.Conv2d, x: Tensor, last: Tensor, start: Tensor | None) -> Tensor:
+    """weight0 x_{t-1} + weight1 x_t + bias; `last` [B, in] (or 0) is what came before the first."""
+    first = last.expand(x.shape[0], x.shape[2]).unsqueeze(1)
+    older = torch.cat((first, x[:, :-1]), dim=1)
+    if start is not None:
+        older = older * ~start
+    weight = conv.weight.squeeze(-1)
+    return F.linear(older, weight[..., 0]) + F.linear(x, weight[..., 1], conv.bias)
+
+
+class YuanAttention(nn.Module):
+    """Causal attention; `q_proj` and `k_proj` are halves of one matrix, interleaved per head.
+
+    Of the 2 N D outputs of both together, head j has its query at [2jD, 2jD + D) and its key right after.
+    """
+
+    def __init__(self, config: YuanConfig) -> None:
+        super().__init__()
+        hidden, projection = config.hidden_size, config.attention_projection_size
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(hidden, projection, bias=False)
+        self.k_proj = nn.Linear(hidden, projection, bias=False)
+        self.v_proj = nn.Linear(hidden, projection, bias=False)
+        self.o_proj = nn.Linear(projection, hidden, bias=False)
+        if config.localized_filter:
+            self.lf_gate = YuanFilter(hidden, config.rms_norm_eps)
+
+    def forward(self, u: Tensor, past: tuple[Tensor, ...] | None, context: "Context") -> Any:
+        """The output [B, S, H], and the cache of this layer."""
+        filtered, state = u, ()
+        if hasattr(self, "lf_gate"):
+            last = (past[2], past[3]) if past is not None else None
+            filtered, state = self.lf_gate(u, last, context.real, context.start)
+        both = torch.cat((self.q_proj(filtered), self.k_proj(filtered)), dim=-1)
+        query, key = both.unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2).chunk(2, dim=-1)
+        value = self.v_proj(u).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key = _rotate(query, context), _rotate(key, context)
+        if past is not None:
+            key, value = torch.cat((past[0], key), dim=2), torch.cat((past[1], value), dim=2)
+        heads = F.scaled_dot_product_attention(query, key, value, attn_mask=context.visible)
+        return self.o_proj(heads.transpose(1, 2).flatten(2)), (key, value, *state)
+
+
+def _rotate(x: Tensor, context: "Context") -> Tensor:
+    """Rotary embedding of x [B, N, S, D], halves of D together, in fp32."""
+    low, high = x.float().chunk(2, dim=-1)
+    cos, sin = context.cos, context.sin
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+class YuanMLP(nn.Module):
+    """down(gate(x) * silu(up(x))): the silu is on `up_proj`."""
+
+    def __init__(self, config: YuanConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.up_proj(x)) * self.gate_proj(x))
+
+
+class YuanDecoderLayer(nn.Module):
+    """One layer."""
+
+    def __init__(self, config: YuanConfig) -> None:
+        super().__init__()
+        self.self_attn = YuanAttention(config)
+        self.mlp = YuanMLP(config)
+        self.input_layernorm = YuanRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = YuanRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, past: tuple[Tensor, ...] | None, context: "Context") -> Any:
+        attended, cache = self.self_attn(self.input_layernorm(x), past, context)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class Context:
+    """What all layers share of a forward pass over S new tokens after P past ones.
+
+    Made from the tokens read so far [B, P + S] and from which of them are real: positions that count from the
+    first real token (or from the document's start), who sees whom, where the filter forgets.
+    """
+
+    def __init__(
+        self,
+        config: YuanConfig,
+        tokens: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        new: int,
+        dtype: torch.dtype,
+    ) -> None:
+        total = tokens.shape[1]
+        device = tokens.device
+        real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.to(device).bool()
+        begins = torch.zeros_like(real)
+        begins[:, 1:] = tokens[:, :-1] == config.eod_token
+        # The padding's token may be the one that ends documents.
+        begins[:, 1:] &= real[:, :-1]
+        document = begins.cumsum(1)
+        if positions is None:
+            positions = _places(real, begins if config.reset_position_ids else None)
+        self.cos, self.sin = _rotary_tables(config, positions[:, -new:])
+        padded = not bool(real.all())
+        self.real = real[:, -new:, None] if padded else None
+        self.start = begins[:, -new:, None] if config.reset_filter else None
+        keys = torch.arange(total, device=device)
+        visible = keys <= keys[total - new :, None]
+        visible = visible & real[:, None, :]
+        if config.reset_attention_mask:
+            visible = visible & (document[:, None, :] == document[:, -new:, None])
+        # A padded query sees nothing; seeing itself keeps its softmax, which nobody reads, finite.
+        visible = visible | (keys == keys[total - new :, None])
+        self.visible = torch.zeros(visible.shape, device=device, dtype=dtype)
+        self.visible = self.visible.masked_fill(~visible, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def _places(real: Tensor, begins: Tensor | None) -> Tensor:
+    """int64 [B, T]: how many real tokens stand before each one, in its document if `begins` is given."""
+    count = real.long().cumsum(1) - 1
+    count = count.clamp(min=0)
+    if begins is None:
+        return count
+    return count - torch.where(begins, count, torch.zeros_like(count)).cummax(dim=1).values
+
+
+def _rotary_tables(config: YuanConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies = 1.0 / config.rope_theta ** (exponents / config.head_dim)
+    angles = positions[:, None, :, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+class YuanPreTrainedModel(PreTrainedModel):
+    """What transformers wants to know of the family."""
+
+    config_class = YuanConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["YuanDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = "past_key_values"
+    _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_cache_class = False
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, YuanRMSNorm):
+            nn.init.ones_(module.weight)
+
+
+class YuanModel(YuanPreTrainedModel):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: YuanConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([YuanDecoderLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = YuanRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> Any:
+        if input_ids is None:
+            raise ValueError("give input_ids: document ends and the cache are found by token")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        past = past_key_values if _holds_tokens(past_key_values) else None
+        tokens = input_ids if past is None else torch.cat((past[-1][0], input_ids), dim=1)
+        context = Context(self.config, tokens, attention_mask, position_ids, input_ids.shape[1], x.dtype)
+        caches, states = [], [x]
+        for number, layer in enumerate(self.layers):
+            x, cache = layer(x, None if past is None else past[number], context)
+            caches.append(cache)
+            states.append(x)
+        x = states[-1] = self.norm(x)
+        keep = self.config.use_cache if use_cache is None else use_cache
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=(*caches, (tokens,)) if keep else None,  # type: ignore[arg-type]
+            hidden_states=tuple(states) if output_hidden_states else None,
+        )
+
+
+def _holds_tokens(past: Any) -> bool:
+    """Whether this is a cache of ours; generation of some releases hands in an empty one of its own."""
+    return isinstance(past, tuple) and len(past) > 1
+
+
+class YuanForCausalLM(YuanPreTrainedModel, GenerationMixin):
+    """The model with its output head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: YuanConfig) -> None:
+        super().__init__(config)
+        self.model = YuanModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # keys and values are not all that is cached
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.lm_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        found = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        logits = self.lm_head(found.last_hidden_state).float()
+        loss = None if labels is None else self._loss(logits, labels)
+        if return_dict is False:
+            values = (loss, logits, found.past_key_values, found.hidden_states)
+            return tuple(value for value in values if value is not None)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=found.past_key_values,
+            hidden_states=found.hidden_states,
+        )
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if not self.config.labels_are_shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten().to(logits.device), ignore_index=IGNORED_LABEL
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool | None = True,
+        **_: Any,
+    ) -> Any:
+        """The tokens that the cache has not read yet."""
+        past = past_key_values if _holds_tokens(past_key_values) else None
+        if past is not None:
+            input_ids = input_ids[:, past[-1][0].shape[1] :]
+        return {
+            "input_ids": input_ids,
+            "past_key_values": past,
+            "attention_mask": attention_mask,
+            "use_cache": use_cache,
+        }
+
+    @staticmethod
+    def _reorder_cache(past: Any, beam_idx: Tensor) -> Any:
+        """All that is cached moves together, the filter's state too."""
+        return tuple(tuple(x.index_select(0, beam_idx.to(x.device)) for x in layer) for layer in past)
