@@ -13,6 +13,8 @@ setup(
     # PyPI has another project called `kernels`, so ours is imported under a name of its own.
     package_dir={"yuan_kernels": "kernels"},
     packages=["yuan_kernels", *find_packages(include=["yuan_train", "yuan_train.*"])],
+    # Model code for the models that export-hf writes: data here, run by transformers there.
+    package_data={"yuan_train": ["hf_export/*.py"]},
     install_requires=[
         "torch>=2.11",
         "numpy",
@@ -25,7 +27,19 @@ setup(
     extras_require={
         "report": ["rich", "tensorboard"],
         "megatron": ["megatron-core", "psutil", "einops"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "highspy"],
+        "tokenizers": ["tokenizers"],
+        "parquet": ["pyarrow"],
+        "test": [
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "pyright",
+            "highspy",
+            "transformers",
+            "tokenizers",
+            "pyarrow",
+        ],
     },
     entry_points={"console_scripts": ["yuan-train = yuan_train.cli.main:main"]},
 )

@@ -60,14 +60,18 @@ def implementation(op: str, x: Tensor) -> str:
     """Return the name of the implementation of `op` for x [..., H]."""
     if reference_selected():
         return "reference"
-    return choose(op, x.device, x.dtype, shape_class(x.shape[-1] if x.dim() else 1)).implementation
+    return choose(op, x.device, x.dtype, shape_class(x.shape[-1])).implementation
+
+
+def flat_implementation(op: str, x: Tensor) -> str:
+    """Return the name of the implementation of `op` for a flat buffer x, which has no rows."""
+    if reference_selected():
+        return "reference"
+    return choose(op, x.device, x.dtype, "regular").implementation
 
 
 def shape_class(hidden: int) -> str:
-    """Return `regular`, or `odd` for rows that our Triton kernels do not take.
-
-    Flat buffers (AdamW) have no rows: their class is always `regular`.
-    """
+    """Return `regular`, or `odd` for rows that our Triton kernels do not take."""
     return "regular" if hidden % 16 == 0 and 0 < hidden <= _MAXIMUM_ROW else "odd"
 
 

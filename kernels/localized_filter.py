@@ -13,15 +13,15 @@ Folding both convolutions into one of three taps would cost half as much again. 
     dz[t] = (k[t+1] dc[t+1], dc[t])
     dx = dz A,  dA = dz^T x,  db1 = sum dc,  dBm = dy^T taps,  db2 = sum dy
 
-A sequence cut over cards, whose part begins at token a, is given x[a-1] and c[a-1]: older[a-1] = x[a-1] W1_old^T
-and c[a-1] stand before the first token, and the backward returns their gradients, k[a] dc[a] W1_old and k[a] p[a].
+A part of a sequence that begins at token a is given x[a-1] and c[a-1]: older[a-1] = x[a-1] W1_old^T and
+c[a-1] stand before its first token, and their gradients are k[a] dc[a] W1_old and k[a] p[a].
 
 k selects and never multiplies (0 * inf is NaN): no content of one document can change a bit of another.
 The stacked matrices A and Bm are made anew in backward: kept, they would cost 2 H^2 words for each
 micro-batch in flight, and to make them is a small part of one product.
 
-The elementwise passes come in two forms. `blocks`, for CPUs: tokens go through product, pass and product in blocks
-that stay in the cache, and k is a list of the few rows to clear. `torch`, for any device and never
+The elementwise passes come in two forms. `blocks`, for CPUs: tokens go through product, pass and product
+in blocks that stay in the cache, and k is a list of the few rows to clear. `torch`, for any device and never
 waiting for it: whole tensors and masks. On CUDA, Triton kernels take the place of the latter's passes.
 """
 
@@ -180,7 +180,7 @@ def _forward_blocks(
         older, c = z.chunk(2, dim=-1)
         next_older = older[-1].clone()
         # What stands before a cleared row is not added to it: taken out here, as the sum needs no mask then.
-        older[[row - 1 for row in cleared if row > 0]] = 0
+        _clear(older, [row - 1 for row in cleared if row > 0])
         c[1:] += older[:-1]
         if 0 not in cleared:
             c[0] += last_older
@@ -190,7 +190,7 @@ def _forward_blocks(
             c[row] += older_before[sequence]
         older[1:] = c[:-1]
         older[0] = last_c
-        older[cleared] = 0
+        _clear(older, cleared)
         for row, sequence in first_rows:
             assert c_before is not None
             older[row] = c_before[sequence]
@@ -213,21 +213,24 @@ def _data_gradient_blocks(
         p, dc = dtaps.chunk(2, dim=-1)
         for row, sequence in _first_rows(rows, length, document_start):
             p_first[sequence] = p[row]
-        p[cleared] = 0
+        _clear(p, cleared)
         first_p = p[0].clone()
         dc[:-1] += p[1:]
         dc[-1] += next_p
         p[:-1] = dc[1:]
         p[-1] = next_dc
-        p[[row - 1 for row in cleared if row > 0]] = 0
+        _clear(p, [row - 1 for row in cleared if row > 0])
         next_p, next_dc = first_p, torch.zeros_like(next_dc) if 0 in cleared else dc[0]
         products.product(dtaps, stacked1, out=dx[rows])
     return dx.view(batch, length, hidden), dz.view(batch, length, width), p_first
 
 
-def _blocks_of(
-    batch: int, length: int, document_start: Tensor | None
-) -> Iterator[tuple[slice, list[int]]]:
+def _clear(x: Tensor, rows: list[int]) -> None:
+    if rows:
+        x[rows] = 0
+
+
+def _blocks_of(batch: int, length: int, document_start: Tensor | None) -> Iterator[tuple[slice, list[int]]]:
     """(rows, those of them, counted from the block's first, that have nothing before them)."""
     tokens = batch * length
     if tokens == 0:
@@ -349,9 +352,7 @@ def _filter(
 ) -> tuple[Tensor, Tensor]:
     """Return (y, taps) of `sandwich_forward`."""
     before = None if u_before is None or c_before is None else (u_before, c_before)
-    return sandwich_forward(
-        x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before
-    )
+    return sandwich_forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
 
 
 @torch.library.custom_op("yuan::localized_filter_data_gradient", mutates_args=())
@@ -429,6 +430,8 @@ def _gradients_before(
     weights: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The gradient of u before the first token, and the weights' gradients with its share in conv1's."""
+    if dz.shape[1] == 0:
+        return torch.zeros_like(u_before), weights
     channels = conv1_weight.shape[0]
     continues = None if document_start is None else ~document_start[:, :1]
     dolder = _select(dz[:, 0, channels:], continues)

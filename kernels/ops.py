@@ -1,7 +1,11 @@
-"""One public function per op, whatever implements it.
+"""One public function per op, whatever implements it; `dispatch.py` chooses.
 
 The environment variable `YUAN_KERNELS=reference` selects the definitions in `reference.py`; it is read at
 each call. Unset or empty selects the fast forms; any other value is a ValueError.
+
+The ops are registered with torch.library (namespace `yuan`): torch.compile, fake tensors and autograd know
+them. Not so AdamW, which has no derivative, and cross-entropy with a main gradient or a cut vocabulary,
+which calls back: under torch.compile these break the graph.
 
 B = sequences, S = tokens of a sequence, T = tokens, H = hidden size, N = heads, D = size of a head,
 F = feed-forward width, V = vocabulary.
@@ -9,19 +13,30 @@ F = feed-forward width, V = vocabulary.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
-from yuan_kernels import cross_entropy, reference
+from yuan_kernels import adamw, cross_entropy, dispatch, products, reference
 from yuan_kernels import localized_filter as sandwich
+from yuan_kernels import rms_norm as norms
+from yuan_kernels.cross_entropy import Exchange
+from yuan_kernels.dispatch import Choice
 from yuan_kernels.reference import FilterState, Reduction
 
 __all__ = [
+    "Choice",
+    "Exchange",
     "FilterState",
+    "adamw_step",
+    "add_rms_norm",
+    "choices",
+    "fp32_products",
     "linear_cross_entropy",
     "localized_filter",
+    "localized_filter_data_gradient",
+    "localized_filter_forward",
+    "localized_filter_state",
     "localized_filter_step",
+    "localized_filter_weight_gradient",
     "rms_norm",
     "rotary",
     "swiglu",
@@ -36,6 +51,7 @@ def localized_filter(
     conv2_bias: Tensor | None,
     *,
     document_start: Tensor | None = None,
+    before: FilterState | None = None,
 ) -> Tensor:
     """Return the two causal convolutions of Yuan 2.0's attention, before residual and norm.
 
@@ -50,6 +66,8 @@ def localized_filter(
         conv2_bias: [H]; None adds none, for a caller that sums parts over the channels and adds it once.
         document_start: bool [B, S], True where a token begins a document: the terms of t-1 are absent
             there, and no value of another document can change a bit of this one. None resets nothing.
+        before: (u [B, H], c [B, n]) of the token before x[:, 0], for a part of a longer sequence, as
+            `localized_filter_state` makes it; both get gradients. None: nothing stands before x.
 
     Returns:
         d, [B, S, H] in x's dtype.
@@ -58,8 +76,24 @@ def localized_filter(
         ValueError: a shape does not fit the others, or document_start is not bool.
     """
     _check_filter(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start)
-    form = reference.localized_filter if _reference_selected() else sandwich.localized_filter
-    return form(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start)
+    if before is not None:
+        _check_state("before", before, x, conv1_weight)
+    return sandwich.localized_filter(
+        x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start, before=before
+    )
+
+
+def localized_filter_state(
+    x_tail: Tensor, conv1_weight: Tensor, conv1_bias: Tensor, *, document_start: Tensor | None = None
+) -> FilterState:
+    """Return the state after x_tail [B, 2, H], the last two tokens of a part of a sequence.
+
+    It is `before` of the next part, (u [B, H], c [B, n]): what the holder of this part sends, before any
+    other work, to the holder of the next. Autograd takes its gradient back to x_tail and the weights. A part
+    has at least two tokens, unless it is the last. `document_start` is bool [B, 2], of x_tail.
+    """
+    _check_shape("x_tail", x_tail, (x_tail.shape[0], 2, x_tail.shape[-1]))
+    return sandwich.localized_filter_state(x_tail, conv1_weight, conv1_bias, document_start=document_start)
 
 
 def localized_filter_step(
@@ -79,10 +113,57 @@ def localized_filter_step(
     whole. Other arguments and errors as there.
     """
     _check_filter(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start)
-    _check_shape("state[0]", state[0], (x.shape[0], x.shape[2]))
-    _check_shape("state[1]", state[1], (x.shape[0], conv1_weight.shape[0]))
-    form = reference.localized_filter_step if _reference_selected() else sandwich.localized_filter_step
+    _check_state("state", state, x, conv1_weight)
+    selected = dispatch.reference_selected()
+    form = reference.localized_filter_step if selected else sandwich.localized_filter_step
     return form(x, state, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start)
+
+
+def localized_filter_forward(
+    x: Tensor,
+    conv1_weight: Tensor,
+    conv1_bias: Tensor,
+    conv2_weight: Tensor,
+    conv2_bias: Tensor | None,
+    *,
+    document_start: Tensor | None = None,
+    before: FilterState | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (y [B, S, H], taps [B, S, 2n]): `localized_filter` for a caller that runs its backward in parts.
+
+    Autograd sees nothing of it. Arguments and errors as there.
+    """
+    _check_filter(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start)
+    if before is not None:
+        _check_state("before", before, x, conv1_weight)
+    with torch.no_grad():
+        return sandwich.sandwich_forward(
+            x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before
+        )
+
+
+def localized_filter_data_gradient(
+    dy: Tensor, conv1_weight: Tensor, conv2_weight: Tensor, *, document_start: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dx [B, S, H], dz [B, S, 2n], dc_before [B, n]) of the gradient dy [B, S, H].
+
+    dz is for `localized_filter_weight_gradient`; dc_before is the gradient of before[1], for a part of a
+    longer sequence. (That of before[0] is dz[:, 0, n:] conv1_weight[:, :, 0], or 0 at a document's start.)
+    """
+    with torch.no_grad():
+        return sandwich.data_gradient(dy, conv1_weight, conv2_weight, document_start)
+
+
+def localized_filter_weight_gradient(
+    x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of conv1_weight, conv1_bias, conv2_weight and conv2_bias.
+
+    From x and taps [B, S, 2n] of the forward, dz [B, S, 2n] of the data gradient, and dy [B, S, H]. What a
+    state before the first token adds to conv1_weight's is not in it.
+    """
+    with torch.no_grad():
+        return sandwich.weight_gradient(x, taps, dz, dy)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
@@ -90,7 +171,15 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
 
     Statistics and products in fp32 (fp64 for fp64), rounded once to x's dtype (Zhang and Sennrich 2019).
     """
-    return reference.rms_norm(x, weight, epsilon=epsilon)
+    _check_shape("weight", weight, x.shape[-1:])
+    return norms.rms_norm(x, weight, epsilon=epsilon)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(s), s) of s = x + residual, all [..., H]; s is rounded to x's dtype first."""
+    _check_shape("residual", residual, x.shape)
+    _check_shape("weight", weight, x.shape[-1:])
+    return norms.add_rms_norm(x, residual, weight, epsilon=epsilon)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -115,6 +204,9 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "sum",
     chunk_size: int | None = None,
+    main_gradient: Tensor | None = None,
+    gradient_scale: float | None = None,
+    vocabulary: tuple[int, Exchange] | None = None,
 ) -> Tensor:
     """Return the cross-entropy of the logits hidden weight^T without ever holding all logits.
 
@@ -124,13 +216,22 @@ def linear_cross_entropy(
         targets: int64 [T]; tokens whose target is `ignore_index` have loss 0 and no gradient.
         reduction: `sum` over the tokens (gradients are made in the forward), or `none` for the loss of each
             token (the backward computes the logits again).
-        chunk_size: tokens whose logits exist at once; None chooses 256 on a CPU and 2048 on a GPU.
+        chunk_size: tokens whose logits exist at once; None chooses for the device and dtype.
+        main_gradient: [V, H], fp32 (fp64 for fp64): the weight's gradient is added to it in the
+            forward, and `weight` gets none from autograd. Only with `sum`; untouched where gradients are off.
+        gradient_scale: with `main_gradient`, the gradient of this op's result that the backward will bring
+            (1 / trained tokens of the step): it must be known in the forward. Another one is refused.
+        vocabulary: (first_row, exchange) where `weight` holds only the words [first_row, first_row + V) of
+            a vocabulary cut over ranks. `exchange(local_logsumexp [t], local_target [t])` starts to gather
+            both over the ranks and returns a function that waits and gives both, [ranks, t] each; it is
+            called once per block of t tokens, so `chunk_size` must agree. The loss is then the
+            same on all ranks; hidden's gradient is this rank's part, which the caller sums over them.
 
     Returns:
         fp32 (fp64 for fp64): a scalar for `sum`, [T] for `none`.
 
     Raises:
-        ValueError: a shape, a dtype or a word is wrong.
+        ValueError: a shape, a dtype or a word is wrong; in the backward, another gradient than promised.
     """
     _check_shape("targets", targets, hidden.shape[:1])
     _check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]))
@@ -140,20 +241,109 @@ def linear_cross_entropy(
         raise ValueError(f"reduction {reduction!r} is unknown; use 'sum' or 'none'")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size {chunk_size} is not positive")
-    if _reference_selected():
-        return reference.linear_cross_entropy(
-            hidden, weight, targets, ignore_index=ignore_index, reduction=reduction
-        )
+    if (main_gradient is None) != (gradient_scale is None):
+        raise ValueError("main_gradient and gradient_scale belong together; give both or neither")
+    if main_gradient is not None:
+        _check_main_gradient(main_gradient, weight, reduction)
     return cross_entropy.linear_cross_entropy(
-        hidden, weight, targets, ignore_index=ignore_index, reduction=reduction, chunk_size=chunk_size
+        hidden,
+        weight,
+        targets,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        chunk_size=chunk_size,
+        main_gradient=main_gradient,
+        gradient_scale=1.0 if gradient_scale is None else gradient_scale,
+        vocabulary=vocabulary,
     )
 
 
-def _reference_selected() -> bool:
-    choice = os.environ.get("YUAN_KERNELS", "")
-    if choice not in ("", "reference"):
-        raise ValueError(f"YUAN_KERNELS={choice!r} is unknown; unset it, or set it to 'reference'")
-    return choice == "reference"
+def adamw_step(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rounded: Tensor | None,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    clip_factor: Tensor,
+) -> None:
+    """Move flat weights by one step of AdamW (Loshchilov and Hutter 2019), in place and in one pass.
+
+    Args:
+        master: [n], fp32 (or fp64).
+        gradient: [n] in master's dtype; left in an undefined state.
+        exp_avg: [n] in master's dtype, average of the gradient.
+        exp_avg_sq: [n] in master's dtype, average of its square.
+        rounded: [n] in 16 bits, set to the new weights; None for none.
+        step: counted from 1.
+        lr: learning rate of this step.
+        beta1: decay of `exp_avg`.
+        beta2: decay of `exp_avg_sq`.
+        epsilon: added to the root of `exp_avg_sq`.
+        weight_decay: times the learning rate, the share of the weights taken away.
+        clip_factor: scalar fp32 tensor > 0 on master's device, by which the gradient is multiplied.
+
+    Raises:
+        ValueError: the buffers are not flat, or of different lengths; step is below 1.
+    """
+    size = (master.numel(),)
+    named = {"master": master, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    for name, buffer in (named | ({} if rounded is None else {"rounded": rounded})).items():
+        _check_shape(name, buffer, size)
+    if step < 1:
+        raise ValueError(f"step {step} is below 1; the first step is 1")
+    adamw.adamw_step(
+        master,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        rounded,
+        step=step,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        clip_factor=clip_factor,
+    )
+
+
+def choices(device: torch.device, dtype: torch.dtype, *, hidden: int) -> list[Choice]:
+    """Return what serves each op on a device, for rows of `hidden` numbers, and why nothing faster does."""
+    if dispatch.reference_selected():
+        reason = "YUAN_KERNELS=reference asks for the definitions"
+        return [Choice(op, str(device), dtype, "any", "reference", reason) for op in dispatch.OPS]
+    shape = dispatch.shape_class(hidden)
+    return [
+        dispatch.choose(op, device, torch.float32 if op == "adamw" else dtype, shape) for op in dispatch.OPS
+    ]
+
+
+def fp32_products() -> str:
+    """Return `oneDNN` or `torch`: what multiplies large fp32 matrices in our ops on this CPU, by a test."""
+    return "oneDNN" if products.onednn_is_faster() else "torch"
+
+
+def _check_main_gradient(main_gradient: Tensor, weight: Tensor, reduction: Reduction) -> None:
+    _check_shape("main_gradient", main_gradient, tuple(weight.shape))
+    wide = reference.accumulation_dtype(weight.dtype)
+    if main_gradient.dtype != wide:
+        raise ValueError(f"main_gradient is {main_gradient.dtype}; for {weight.dtype} it must be {wide}")
+    if reduction != "sum":
+        raise ValueError(
+            "main_gradient goes with reduction 'sum': 'none' makes its gradients in the backward"
+        )
+
+
+def _check_state(name: str, state: FilterState, x: Tensor, conv1_weight: Tensor) -> None:
+    _check_shape(f"{name}[0]", state[0], (x.shape[0], x.shape[2]))
+    _check_shape(f"{name}[1]", state[1], (x.shape[0], conv1_weight.shape[0]))
 
 
 def _check_filter(

@@ -62,17 +62,17 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _onednn_is_right() -> bool:
-    """Both orders of both operands, odd sizes, with and without bias."""
+    """Both orders of both operands, and columns of wider ones; odd sizes; with and without bias."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(37, 53, generator=generator)
     right = torch.randn(29, 53, generator=generator)
     bias = torch.randn(29, generator=generator)
-    turned = left.T.contiguous().T, right.T.contiguous().T
+    lefts, rights = ((x, x.T.contiguous().T, torch.cat((x, x), dim=1)[:, 53:]) for x in (left, right))
     wanted = left.double() @ right.double().T
     return all(
         torch.allclose(_onednn(x, w, b).double(), wanted + (0 if b is None else b), rtol=1e-4, atol=1e-4)
-        for x in (left, turned[0])
-        for w in (right, turned[1])
+        for x in lefts
+        for w in rights
         for b in (None, bias)
     )
 

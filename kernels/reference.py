@@ -122,3 +122,28 @@ def _two_taps(older: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 def _last(x: Tensor, before: Tensor) -> Tensor:
     return x[:, -1] if x.shape[1] else before
+
+
+def adamw_step(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rounded: Tensor | None,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    clip_factor: Tensor,
+) -> None:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) in place, on the clipped gradient; see `ops`."""
+    clipped = gradient * clip_factor
+    exp_avg.mul_(beta1).add_(clipped, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(clipped, clipped, value=1 - beta2)
+    root = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(epsilon)
+    master.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, root, value=-lr / (1 - beta1**step))
+    if rounded is not None:
+        rounded.copy_(master)

@@ -59,14 +59,15 @@ def _rms_norm_backward(
     """Return (ds like s, dw [H]); `past` is the gradient of s that does not come through the norm."""
     hidden = s.shape[-1]
     ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    flat = tuple(None if t is None else t.reshape(-1, hidden) for t in (dy, past, s))
+    flat_past = None if past is None else past.reshape(-1, hidden)
+    flat_dy, flat_s, flat_ds = dy.reshape(-1, hidden), s.reshape(-1, hidden), ds.view(-1, hidden)
     if dispatch.implementation("rms_norm", s) == "triton":
         from yuan_kernels import triton_forms
 
-        dw = triton_forms.rms_norm_backward(*flat, weight, scale, ds.view(-1, hidden))
+        dw = triton_forms.rms_norm_backward(flat_dy, flat_past, flat_s, weight, scale, flat_ds)
     else:
         dw = torch.zeros(hidden, dtype=scale.dtype, device=s.device)
-        _backward_blocks(*flat, weight.to(scale.dtype), scale, ds.view(-1, hidden), dw)
+        _backward_blocks(flat_dy, flat_past, flat_s, weight.to(scale.dtype), scale, flat_ds, dw)
     return ds, dw.to(weight.dtype)
 
 
@@ -107,16 +108,9 @@ def _forward_blocks(
 
 
 def _backward_blocks(
-    dy: Tensor | None,
-    past: Tensor | None,
-    s: Tensor | None,
-    weight: Tensor,
-    scale: Tensor,
-    ds: Tensor,
-    dw: Tensor,
+    dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor, ds: Tensor, dw: Tensor
 ) -> None:
     """Fill ds [T, H] and add to dw [H]."""
-    assert dy is not None and s is not None
     buffers = _buffers(s, 3, weight.dtype)
     for rows in _blocks(s):
         gradient, wide, both = (buffer[: rows.stop - rows.start] for buffer in buffers)
@@ -158,9 +152,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tens
 
 
 @_rms_norm_backward.register_fake
-def _(
-    dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return _fake(s)[0], torch.empty_like(weight)
 
 
@@ -187,9 +179,7 @@ def _norm_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return ds, dw, None
 
 
-def _add_norm_backward(
-    ctx: Any, dy: Tensor | None, past: Tensor | None, _: Any
-) -> tuple[Tensor | None, ...]:
+def _add_norm_backward(ctx: Any, dy: Tensor | None, past: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return past, past, None, None
     ds, dw = torch.ops.yuan.rms_norm_backward(dy, past, *ctx.saved_tensors)

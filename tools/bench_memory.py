@@ -13,14 +13,18 @@ import os
 import resource
 import socket
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import cast
 
 import torch
 
 from yuan_train.config.load import Document, build
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.run import RunConfig
-from yuan_train.model.transformer import Transformer, init_weights
-from yuan_train.parallel.apply import parallelize
+from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
+from yuan_train.model.transformer import Transformer, initial_weight
+from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import join, leave
 from yuan_train.train.measure import machine_name
@@ -81,11 +85,17 @@ def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None
     device = torch.device("cpu")
     join(device=device, timeout_seconds=300)
     plan = make_plan(*shape)
-    stage = plan.pipelines[0].stages[rank]
-    model = Transformer(plan.model, layers=stage.layers, embedding=stage.embedding, head=stage.head)
-    init_weights(model, seed=0)
-    worker = parallelize(model, plan, rank, device=device, dtype=torch.float32)
-    executor = Executor(Stage(model, shape[1]), worker.bridge, Stopwatch(device))
+    parts = ModelParts(
+        build=lambda stage: Transformer(
+            plan.model, layers=stage.layers, embedding=stage.embedding, head=stage.head, device="meta"
+        ),
+        initial=partial(initial_weight, plan.model, seed=0),
+        sharding=SHARDING,
+        row_blocks=ROW_BLOCKS,
+    )
+    worker = parallelize(plan, rank, parts, device=device, dtype=torch.float32)
+    works = {s: Stage(cast(Transformer, part), shape[1]) for s, part in worker.parts.items()}
+    executor = Executor(works, worker.bridge, Stopwatch(device))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     executor.run(worker.lane)
     results.put((rank, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
@@ -102,6 +112,13 @@ class Stage:
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         output = self.model(self.tokens_BS if hidden_BSH is None else hidden_BSH)
         return self.model.loss(output, self.tokens_BS) if self.model.has_head else output
+
+    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
+        assert not split, "1F1B takes its backwards whole"
+        return nullcontext()
+
+    def backward_weight(self, micro_batch: int) -> None:
+        raise AssertionError("no backward is split")
 
 
 def make_plan(hidden_size: int, sequence_length: int, num_micro_batches: int) -> Plan:

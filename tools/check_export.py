@@ -20,9 +20,12 @@ TOLERANCE = 2e-5
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints one JSON object; 1 with the reason where something differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("export", type=Path, metavar="EXPORT")
     parser.add_argument("expected", type=Path, metavar="EXPECTED")
+    parser.add_argument("--ids", type=Path, metavar="FILE", help="samples of text and ids for the tokenizer")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     import transformers
@@ -34,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     facts = {"transformers": transformers.__version__, "torch": torch.__version__}
     try:
         facts |= check(model, load_file(options.expected))
-        facts |= check_tokenizer(options.export)
+        if options.ids is not None:
+            facts |= check_tokenizer(options.export, options.ids)
     except AssertionError as error:
         print(f"error: transformers {transformers.__version__}: {error}", file=sys.stderr)
         return 1
@@ -80,17 +84,17 @@ def check_batches(model: Any, prompt: torch.Tensor, count: int) -> dict[str, Any
     return {"beams": "equal", "padded": "equal"}
 
 
-def check_tokenizer(export: Path) -> dict[str, Any]:
-    """Ids of the exported tokenizer, if there is one, as yuan_train gives them."""
-    if not (export / "tokenizer.model").exists():
-        return {}
+def check_tokenizer(export: Path, samples: Path) -> dict[str, Any]:
+    """Ids that the exported tokenizer gives to texts, and the texts that come back."""
     import transformers
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
-    wanted = json.loads((export / "expected_ids.json").read_text(encoding="utf-8"))["samples"]
+    wanted = json.loads(samples.read_text(encoding="utf-8"))["samples"]
     for sample in wanted:
         ids = tokenizer(sample["text"])["input_ids"]
         assert ids == sample["ids"], f"{sample['text']!r} gives {ids}, wanted {sample['ids']}"
+        text = tokenizer.decode(ids)
+        assert text == sample["text"], f"{sample['text']!r} comes back as {text!r}"
     return {"tokenizer_samples": len(wanted)}
 
 

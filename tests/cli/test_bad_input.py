@@ -75,16 +75,9 @@ PLANS: dict[str, tuple[Callable[[dict], object], str]] = {
     "a rank named twice in stages": (lambda p: stage(p, 1).update(replicas=[[0]]), "rank 0 is named twice"),
     "a batch that does not add up": (lambda p: p.update(global_batch_size=9), "take 8 sequences"),
     "an unknown key": (lambda p: p.update(scedule="1f1b"), "did you mean 'schedule'"),
-    "tensor parallel, not there yet": (
-        lambda p: p.update(
-            pipelines=[
-                {
-                    **p["pipelines"][0],
-                    "stages": [{**stage(p, 0), "replicas": [[0, 1]], "layers": [0, 6], "head": True}],
-                }
-            ]
-        ),
-        "cannot be run yet",
+    "something that is not there yet": (
+        lambda p: stage(p, 0).update(recompute="selective"),
+        "cannot be run yet: .*selective; use none or full",
     ),
 }
 

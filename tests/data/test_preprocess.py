@@ -144,7 +144,7 @@ def test_text_that_gives_the_end_of_document_is_refused(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A foreign model may hold <eod> as an ordinary piece."""
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: [5, self.eod_id, 6])
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **_: [5, self.eod_id, 6])
     with pytest.raises(DataError, match=r"decoder\.py: the text itself gives the end-of-document id"):
         preprocess([SOURCE], tokenizer, tmp_path / "corpus")
 

@@ -1,12 +1,16 @@
 """Block-wise linear cross-entropy against all logits at once."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from yuan_kernels import ops, reference
+from yuan_kernels import ops, products, reference
 
 
 def make_inputs(tokens: int, hidden: int = 8, vocab: int = 13, *, seed: int = 0, dtype=torch.float64):
@@ -72,7 +76,18 @@ def test_gradcheck(reduction):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_non_contiguous(reduction):
+    hidden, weight, targets = make_inputs(9)
+    turned = hidden.T.contiguous().T, weight.T.contiguous().T, torch.stack((targets, targets), 1)[:, 0]
+    assert not any(t.is_contiguous() for t in turned)
+    ours = with_gradients(ops.linear_cross_entropy, *turned, reduction=reduction, chunk_size=4)
+    wanted = with_gradients(reference.linear_cross_entropy, hidden, weight, targets, reduction=reduction)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_no_worse_than_the_plain_form(dtype):
     # More words than one block of dW, so that the blocks' borders are crossed.
     inputs = make_inputs(300, 32, 5000, dtype=dtype)
@@ -91,6 +106,131 @@ def test_rounding_is_no_worse_than_the_plain_form(dtype):
     assert (losses - truth).norm() <= 2 * (naive_losses - truth).norm()
 
 
+def test_a_sure_model_keeps_its_small_gradients():
+    """1 - P[y] is 1e-4 here: rounded to bf16 before the subtraction, it would be 0."""
+    weight = torch.eye(8, 8).bfloat16()
+    hidden = (weight * 11.0).float().bfloat16()
+    targets = torch.arange(8)
+    exact = with_gradients(ops.linear_cross_entropy, hidden.double(), weight.double(), targets)
+    ours = with_gradients(ops.linear_cross_entropy, hidden, weight, targets)
+    for a, truth in zip(ours, exact, strict=True):
+        assert (a.double() - truth).norm() <= 1e-2 * truth.norm()
+
+
+# --- into a main gradient ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float64,) * 2, (torch.bfloat16, torch.float32)])
+def test_main_gradient_is_added_to(dtype, wide):
+    hidden, weight, targets = make_inputs(20, 16, 3000, dtype=dtype)
+    exact = with_gradients(ops.linear_cross_entropy, hidden.double(), weight.double(), targets, scale=0.25)
+    plain_gradients = with_gradients(plain, hidden, weight, targets, scale=0.25, reduction="sum")
+    before = torch.linspace(-1, 1, weight.numel(), dtype=wide).view_as(weight)
+    main = before.clone()
+    leaf, fixed = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = ops.linear_cross_entropy(
+        leaf, fixed, targets, main_gradient=main, gradient_scale=0.25, chunk_size=7
+    )
+    after_forward = main.clone()
+    (loss * 0.25).backward()
+    assert fixed.grad is None and torch.equal(main, after_forward) and leaf.grad is not None
+    ours = [loss.detach(), leaf.grad, main.double() - before.double()]
+    for a, b, truth in zip(ours[1:], plain_gradients[1:], exact[1:], strict=True):
+        rounding = 0.0 if dtype == torch.float64 else (b.double() - truth).norm()
+        assert (a.double() - truth).norm() <= 2 * rounding + 1e-6 * truth.norm()
+
+
+def test_another_gradient_than_promised_is_refused():
+    hidden, weight, targets = make_inputs(5)
+    main = torch.zeros_like(weight)
+    loss = ops.linear_cross_entropy(
+        hidden.requires_grad_(), weight, targets, main_gradient=main, gradient_scale=0.25
+    )
+    with pytest.raises(ValueError, match="given the gradient of the loss as 0.25; another one .* 0.5"):
+        (loss * 0.5).backward()
+
+
+# --- a vocabulary cut over ranks ---------------------------------------------------------------------------
+
+
+class Exchanges:
+    """Ranks as threads of one process: everyone leaves its numbers, and takes all."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks, timeout=20)
+        self._left: list = [None] * num_ranks
+        self.num_calls = 0
+
+    def of(self, rank: int):
+        def exchange(local_logsumexp, local_target):
+            self._left[rank] = (local_logsumexp.clone(), local_target.clone())
+            self.num_calls += rank == 0
+
+            def wait() -> tuple[Tensor, Tensor]:
+                self._barrier.wait()
+                sums, targets = (torch.stack(parts) for parts in zip(*self._left, strict=True))
+                self._barrier.wait()
+                return sums, targets
+
+            return wait
+
+        return exchange
+
+
+def on_ranks(bounds, inputs, **options) -> tuple[list[tuple[Tensor, Tensor, Tensor]], int]:
+    """(loss, dh, dW) of each rank; `main` counts dW in a main gradient."""
+    hidden, weight, targets = inputs
+    exchanges = Exchanges(len(bounds))
+    scale, main = options.pop("scale", 1.0), options.pop("main", False)
+
+    def run(rank):
+        first, last = bounds[rank]
+        h, w = hidden.clone().requires_grad_(), weight[first:last].clone().requires_grad_()
+        place = torch.zeros_like(w, dtype=reference.accumulation_dtype(w.dtype)) if main else None
+        given = {"main_gradient": place, "gradient_scale": float(scale)} if main else {}
+        loss = ops.linear_cross_entropy(
+            h, w, targets, vocabulary=(first, exchanges.of(rank)), **given, **options
+        )
+        (loss * scale).sum().backward()
+        dweight = place if main else w.grad
+        assert h.grad is not None and dweight is not None
+        return loss.detach(), h.grad, dweight
+
+    with ThreadPoolExecutor(len(bounds)) as pool:
+        return list(pool.map(run, range(len(bounds)))), exchanges.num_calls
+
+
+@pytest.mark.parametrize("bounds", [[(0, 13)], [(0, 6), (6, 13)], [(0, 1), (1, 12), (12, 13)]])
+@pytest.mark.parametrize(("reduction", "main"), [("sum", False), ("sum", True), ("none", False)])
+def test_a_cut_vocabulary_equals_the_whole(bounds, reduction, main):
+    inputs = make_inputs(10)
+    scale = torch.linspace(-1, 2, 10, dtype=torch.float64) if reduction == "none" else 0.37
+    loss, dh, dw = with_gradients(ops.linear_cross_entropy, *inputs, scale=scale, reduction=reduction)
+    ranks, num_calls = on_ranks(bounds, inputs, scale=scale, reduction=reduction, chunk_size=4, main=main)
+    assert num_calls == 3
+    for theirs in ranks:
+        torch.testing.assert_close(theirs[0], loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.stack([r[1] for r in ranks]).sum(0), dh, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([r[2] for r in ranks]), dw, rtol=0, atol=1e-12)
+
+
+def test_a_cut_vocabulary_rounds_no_worse_than_the_plain_form():
+    inputs = make_inputs(64, 32, 500, dtype=torch.bfloat16)
+    hidden, weight, targets = inputs
+    exact = with_gradients(ops.linear_cross_entropy, hidden.double(), weight.double(), targets)
+    naive = with_gradients(plain, *inputs, reduction="sum")
+    ranks, _ = on_ranks([(0, 200), (200, 500)], inputs)
+    ours = [ranks[0][0], torch.stack([r[1].double() for r in ranks]).sum(0), torch.cat([r[2] for r in ranks])]
+    for a, b, truth in zip(ours[1:], naive[1:], exact[1:], strict=True):
+        assert (a.double() - truth).norm() <= 2 * (b.double() - truth).norm()
+
+
+def test_an_unknown_word_fails():
+    hidden, weight, targets = make_inputs(3)
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        ops.linear_cross_entropy(hidden, weight, targets + 1000)
+
+
 def test_half_keeps_small_probabilities():
     """softmax(z) of many words lies below fp16's normal range; a scaled loss still gives it all its bits."""
     hidden, weight, _ = make_inputs(4, 4, 200_000, dtype=torch.float16)
@@ -104,19 +244,22 @@ def test_half_keeps_small_probabilities():
         assert (a.double() - truth).norm() <= 1e-3 * truth.norm()
 
 
-def test_evaluation_makes_no_gradients():
+@pytest.mark.parametrize("main", [False, True])
+def test_evaluation_makes_no_gradients(main, monkeypatch):
     """One product for each block of tokens, and no more."""
     hidden, weight, targets = make_inputs(8)
-    products = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            products.append(func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_))
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Watch():
-        ops.linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), targets, chunk_size=4)
-    assert sum(products) == 2
+    options = {"main_gradient": torch.zeros_like(weight), "gradient_scale": 1.0} if main else {}
+    made = []
+    linear = products.linear
+    monkeypatch.setattr(products, "linear", lambda *a, **k: made.append(1) or linear(*a, **k))
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    with torch.no_grad():
+        ops.linear_cross_entropy(hidden, weight, targets, chunk_size=4, **options)
+    assert len(made) == 2
+    if main:
+        assert options["main_gradient"].count_nonzero() == 0
+    ops.linear_cross_entropy(hidden, weight, targets, chunk_size=4, **options)
+    assert len(made) == 2 + 6
 
 
 def test_only_what_is_asked_for_is_made():
@@ -141,9 +284,11 @@ def test_no_tensor_of_all_logits_exists():
                 largest = max(largest, out.numel())
             return out
 
+    # Inside a registered op no mode looks; with a main gradient the same code runs outside of one.
+    main = torch.zeros_like(weight)
     with Watch():
         ops.linear_cross_entropy(
-            hidden.requires_grad_(), weight.requires_grad_(), targets, chunk_size=8
+            hidden.requires_grad_(), weight, targets, chunk_size=8, main_gradient=main, gradient_scale=1.0
         ).backward()
     assert largest == 8 * 1000
 
@@ -166,5 +311,14 @@ def test_errors():
         ops.linear_cross_entropy(hidden, weight, targets, reduction="mean")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="same dtype"):
         ops.linear_cross_entropy(hidden.float(), weight, targets)
+    main = torch.zeros_like(weight)
+    with pytest.raises(ValueError, match="belong together"):
+        ops.linear_cross_entropy(hidden, weight, targets, main_gradient=main)
+    with pytest.raises(ValueError, match="main_gradient is torch.float32"):
+        ops.linear_cross_entropy(hidden, weight, targets, main_gradient=main.float(), gradient_scale=1.0)
+    with pytest.raises(ValueError, match="goes with reduction 'sum'"):
+        ops.linear_cross_entropy(
+            hidden, weight, targets, main_gradient=main, gradient_scale=1.0, reduction="none"
+        )
     with pytest.raises(ValueError, match="chunk_size 0"):
         ops.linear_cross_entropy(hidden, weight, targets, chunk_size=0)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from yuan_kernels import dispatch, ops, reference
 from yuan_kernels import localized_filter as sandwich
-from yuan_kernels import ops, reference
 
 BATCH = 2
 
@@ -98,6 +98,81 @@ def test_without_resets_equals_reference():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+@given(
+    tokens=st.integers(1, 11),
+    batch=st.integers(1, 3),
+    rate=st.sampled_from([None, 0.0, 0.3, 1.0]),
+    block=st.sampled_from([1, 2, 3, 5, 256]),
+    form=st.sampled_from(["blocks", "torch"]),
+    with_before=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_every_form_equals_the_reference(tokens, batch, rate, block, form, with_before, seed):
+    """Blocks whose borders fall on, before and behind documents and sequences; a state before or none."""
+    x, weights = make_inputs(tokens, 6, batch=batch, seed=seed)
+    starts = None if rate is None else make_starts(tokens, batch=batch, seed=seed, rate=rate)
+    before = make_inputs(1, 6, batch=batch, seed=seed + 1)[0][:, 0]
+    state = [before, before[:, :3] * 2] if with_before else []
+
+    def of(function):
+        def call(x, w1, b1, w2, b2, *state):
+            given = state or reference.empty_filter_state(x, w1)
+            return function(x, (w1, b1, w2, b2), given if function is stepped else (state or None))
+
+        return with_gradients(call, x, [*weights, *state])
+
+    def stepped(x, weights, state):
+        return reference.localized_filter_step(x, state, *weights, document_start=starts)[0]
+
+    def ours(x, weights, state):
+        return ops.localized_filter(x, *weights, document_start=starts, before=state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandwich, "_BLOCK", block)
+        patch.setattr(dispatch, "implementation", lambda *_: form)
+        made = of(ours)
+    for a, b in zip(made, of(stepped), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cut", [2, 5, 10])
+@pytest.mark.parametrize("with_starts", [False, True])
+def test_a_cut_sequence_equals_the_whole(cut, with_starts):
+    """Two cards hold a part of the sequence each; the first sends a state, and gets its gradient back."""
+    x, weights = make_inputs(11)
+    starts = make_starts(11) if with_starts else None
+
+    def in_two(x, w1, b1, w2, b2, *, document_start):
+        first, second = (None, None) if starts is None else (starts[:, :cut], starts[:, cut:])
+        tail = None if starts is None else starts[:, cut - 2 : cut]
+        state = ops.localized_filter_state(x[:, cut - 2 : cut], w1, b1, document_start=tail)
+        left = ops.localized_filter(x[:, :cut], w1, b1, w2, b2, document_start=first)
+        right = ops.localized_filter(x[:, cut:], w1, b1, w2, b2, document_start=second, before=state)
+        return torch.cat((left, right), dim=1)
+
+    ours = with_gradients(in_two, x, weights, document_start=starts)
+    wanted = with_gradients(reference.localized_filter, x, weights, document_start=starts)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_the_state_before_a_document_does_not_touch_it():
+    x, weights = make_inputs(4)
+    starts = torch.zeros(BATCH, 4, dtype=torch.bool)
+    starts[:, 0] = True
+    state = torch.full((BATCH, 10), float("nan")).double(), torch.full((BATCH, 5), float("inf")).double()
+    ours = ops.localized_filter(x, *weights, document_start=starts, before=state)
+    assert torch.equal(ours, ops.localized_filter(x, *weights, document_start=starts))
+
+
+def test_gradcheck_with_a_state_before():
+    x, weights = make_inputs(3, 4)
+    state = make_inputs(1, 4, seed=1)[0][:, 0], make_inputs(1, 2, seed=2)[0][:, 0]
+    leaves = [t.requires_grad_() for t in (x, *weights, *state)]
+    assert torch.autograd.gradcheck(lambda *a: ops.localized_filter(*a[:5], before=(a[5], a[6])), leaves)
+
+
 @pytest.mark.parametrize("with_starts", [False, True])
 def test_gradcheck(with_starts):
     x, weights = make_inputs(5, 4)
@@ -106,9 +181,13 @@ def test_gradcheck(with_starts):
     assert torch.autograd.gradcheck(lambda *a: ops.localized_filter(*a, document_start=starts), leaves)
 
 
+@pytest.mark.parametrize("block", [1, 4, 256])
+@pytest.mark.parametrize("form", ["blocks", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_documents_do_not_touch_each_other(dtype):
+def test_documents_do_not_touch_each_other(dtype, form, block, monkeypatch):
     """Whatever stands in other documents, infinities included, a document's bits stay."""
+    monkeypatch.setattr(sandwich, "_BLOCK", block)
+    monkeypatch.setattr(dispatch, "implementation", lambda *_: form)
     x, weights = make_inputs(12, dtype=dtype)
     starts = torch.zeros(BATCH, 12, dtype=torch.bool)
     starts[:, [4, 5, 9]] = True
@@ -161,7 +240,7 @@ def test_non_contiguous():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_no_worse_than_the_plain_form(dtype):
     x, weights = make_inputs(64, 64, dtype=dtype)
     exact = with_gradients(two_convolutions_of, x.double(), [w.double() for w in weights])
@@ -199,14 +278,17 @@ def test_channels_cut_over_cards_sum_to_the_whole():
     torch.testing.assert_close(parts[0] + parts[1] + b2, whole, rtol=0, atol=1e-12)
 
 
-def test_data_and_weight_gradients_are_separable():
+@pytest.mark.parametrize("with_starts", [False, True])
+def test_data_and_weight_gradients_are_separable(with_starts):
     x, weights = make_inputs(6)
-    _, dx, *dweights = with_gradients(reference.localized_filter, x, weights)
-    y, taps = sandwich.sandwich_forward(x, *weights, None)
+    starts = make_starts(6) if with_starts else None
+    wanted_y, dx, *dweights = with_gradients(reference.localized_filter, x, weights, document_start=starts)
+    y, taps = ops.localized_filter_forward(x, *weights, document_start=starts)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    ours, dz = sandwich.data_gradient(dy, weights[0], weights[2], None)
+    ours, dz, _ = ops.localized_filter_data_gradient(dy, weights[0], weights[2], document_start=starts)
+    torch.testing.assert_close(y, wanted_y, rtol=0, atol=1e-12)
     torch.testing.assert_close(ours, dx, rtol=0, atol=1e-12)
-    for a, b in zip(sandwich.weight_gradient(x, taps, dz, dy), dweights, strict=True):
+    for a, b in zip(ops.localized_filter_weight_gradient(x, taps, dz, dy), dweights, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
@@ -240,7 +322,7 @@ def test_step_state_is_input_and_first_convolution():
 
 
 def test_override_selects_the_reference(monkeypatch):
-    monkeypatch.setattr(reference, "localized_filter", lambda *_, **__: "reference")
+    monkeypatch.setattr(reference, "localized_filter_step", lambda *_, **__: ("reference", None))
     x, weights = make_inputs(3)
     assert isinstance(ops.localized_filter(x, *weights), Tensor)
     monkeypatch.setenv("YUAN_KERNELS", "reference")
@@ -258,5 +340,9 @@ def test_errors_name_shapes():
         ops.localized_filter(x[0], w1, b1, w2, b2)
     with pytest.raises(ValueError, match="must be bool"):
         ops.localized_filter(x, w1, b1, w2, b2, document_start=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"before\[0\]"):
+        ops.localized_filter(x, w1, b1, w2, b2, before=(x, x))
+    with pytest.raises(ValueError, match="x_tail"):
+        ops.localized_filter_state(x, w1, b1)
     with pytest.raises(ValueError, match=r"state\[1\]"):
         ops.localized_filter_step(x, (x[:, 0], x[:, 0]), w1, b1, w2, b2)

@@ -1,12 +1,14 @@
 """Generation against full forwards; the filters of sampling; refusals."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from yuan_train.config.errors import YuanError
 from yuan_train.model import generate as generate_module
 from yuan_train.model.documents import find_resets
-from yuan_train.model.generate import Sampling, generate, sample
+from yuan_train.model.generate import Sampling, generate, generate_batch, sample
 
 EOD = 9
 
@@ -83,6 +85,62 @@ def test_a_prompt_may_fill_the_model(make_model):
     model = make_model(max_sequence_length=8)
     assert len(list(generate(model, [1] * 5, max_new_tokens=3, seed=0))) == 3
     assert list(generate(model, [1] * 8, max_new_tokens=0)) == []
+
+
+# Batches
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2], [7, EOD, 8, 3], [EOD, 1, 1, 1, 1, 1, 1, 1, 1]]
+
+
+def columns(batch):
+    """New tokens of each prompt."""
+    rows = list(map(list, zip(*batch, strict=True)))
+    for row in rows:
+        ended = row.index(None) if None in row else len(row)
+        assert row[ended:] == [None] * (len(row) - ended)
+    return [[token for token in row if token is not None] for row in rows]
+
+
+@pytest.mark.parametrize("chunk", [4, 512])
+@pytest.mark.parametrize("attention", ["localized_filter", "plain"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        dict(reset_position_ids=False),
+        dict(reset_attention=True, reset_filter=True),
+        dict(reset_position_ids=False, reset_attention=True),
+    ],
+)
+def test_prompts_of_unequal_length(make_model, monkeypatch, switches, attention, chunk):
+    monkeypatch.setattr(generate_module, "PREFILL_CHUNK", chunk)
+    model = make_model(attention=attention)
+    options: dict[str, Any] = dict(max_new_tokens=10, temperature=0, eod_id=EOD, **switches)
+    together = columns(generate_batch(model, PROMPTS, **options))
+    assert together == [list(generate(model, prompt, **options)) for prompt in PROMPTS]
+
+
+def test_draws_of_a_batch_are_those_of_its_prompts_alone(make_model):
+    model = make_model(init_std=0.1)
+    together = columns(generate_batch(model, PROMPTS, max_new_tokens=9, seed=5))
+    alone = [list(generate(model, p, max_new_tokens=9, seed=5 + i)) for i, p in enumerate(PROMPTS)]
+    assert together == alone
+
+
+def test_a_batch_ends_with_its_last_prompt(make_model):
+    model = make_model()
+    options: dict[str, Any] = dict(max_new_tokens=8, temperature=0, reset_position_ids=False)
+    free = columns(generate_batch(model, PROMPTS[:2], **options))
+    stop = next(token for token in free[0] if token not in free[1])
+    batch = columns(generate_batch(model, PROMPTS[:2], eod_id=stop, **options))
+    assert batch[1] == free[1] and len(batch[0]) == free[0].index(stop) + 1
+    same = list(generate_batch(model, [PROMPTS[0]] * 2, eod_id=stop, **options))
+    assert len(same) == free[0].index(stop) + 1
+
+
+def test_no_prompt(make_model):
+    with pytest.raises(YuanError, match="there is no prompt"):
+        generate_batch(make_model(), [], max_new_tokens=1)
 
 
 # The draw

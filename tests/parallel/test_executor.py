@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -59,6 +61,13 @@ class Scale:
         output = x * self.weight
         return output.sum() if self.last else output
 
+    def splitting(self, micro_batch: int, split: bool) -> nullcontext[None]:
+        assert not split
+        return nullcontext()
+
+    def backward_weight(self, micro_batch: int) -> None:
+        raise AssertionError
+
 
 class Stepper:
     """Runs the lanes of all stages by turns, a step whenever its message is there."""
@@ -73,8 +82,8 @@ class Stepper:
         self.works = [Scale(w, first=s == 0, last=s == num_stages - 1) for s, w in enumerate(weights)]
         self.post = Post()
         self.executors = [
-            Executor(work, HandBridge(self.post), Stopwatch(torch.device("cpu")))  # pyright: ignore
-            for work in self.works
+            Executor({s: work}, HandBridge(self.post), Stopwatch(torch.device("cpu")))  # pyright: ignore
+            for s, work in enumerate(self.works)
         ]
         self.most_kept = [0] * num_stages
 

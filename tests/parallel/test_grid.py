@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.project import MODEL, make_plan
+from tests.support.project import MODEL, make_plan, parse_plan
 from yuan_train.config.load import Document, build
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import RunConfig
-from yuan_train.parallel.grid import Grid, unit_of
+from yuan_train.parallel.grid import Bucket, Grid, unit_of
 
 
 def run_of(num_layers: int, batch: int, *, tied: bool = True) -> RunConfig:
@@ -45,16 +45,41 @@ def test_every_rank_and_every_unit_has_its_place(cut: list[int], num_pipelines: 
     assert {first for first, _ in shares} == set(range(0, num_pipelines))
 
 
-def test_neighbours_stay_within_their_pipeline() -> None:
+def test_peers_stay_within_their_pipeline() -> None:
     grid = Grid(plan_of([[1, 2], [1, 2]]))
-    assert [grid.neighbour(place, 1) for place in grid.places] == [1, None, 3, None]
-    assert [grid.neighbour(place, -1) for place in grid.places] == [None, 0, None, 2]
+    assert [grid.peer(place, 1 - place.stages[0], 0) for place in grid.places] == [1, 0, 3, 2]
+
+
+def test_wide_owners_meet_in_slices() -> None:
+    # Widths 2 and 3 meet in six slices; a rank of the first holds three of them, one of the second two.
+    bucket = Bucket(("layers.0",), ((0, 1), (2, 3, 4)))
+    assert bucket.num_slices == 6
+    assert [list(bucket.slices_of(rank)) for rank in range(6)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [],
+    ]
+    assert [bucket.slice_group(i) for i in range(6)] == [(0, 2), (0, 2), (0, 3), (1, 3), (1, 4), (1, 4)]
+
+
+def test_replicas_and_virtual_stages() -> None:
+    run = run_of(6, 8)
+    replicated = Grid(parse_plan(run, "1x8: 3@0;1 | 3@2,3"))
+    assert replicated.workers(0) == ((0, 1), (2,)) and replicated.replicas(0) == ((0,), (1,), (2, 3))
+    assert [replicated.peer(replicated.places[2], 0, m) for m in range(4)] == [0, 1, 0, 1]
+    looped = Grid(parse_plan(run, "1x8: 1@0|2@1|2@0|1@1", schedule="interleaved_1f1b"))
+    assert looped.places[0].stages == (0, 2) and looped.workers(0) == ((0,), (1,), (0,), (1,))
+    # Rank 1 sends activations to rank 0 and gradients too: two edges.
+    assert len(set(looped.edges)) == len(looped.edges) == 6
 
 
 def test_ten_thousand_ranks() -> None:
     plan = plan_of([[1] * 10] * 1000)
     grid = Grid(plan)
-    assert len(grid.places) == 10_000 and grid.places[9_999].stage == 9
+    assert len(grid.places) == 10_000 and grid.places[9_999].stages == (9,)
     # The embedding is tied to the head, so it stands alone; the head goes with the last layer.
     assert len(grid.buckets) == 11
 
@@ -74,5 +99,5 @@ def test_units_of_parameters(name: str, unit: str) -> None:
 
 def test_an_untied_head_is_owned_by_last_stages_alone() -> None:
     tied, untied = Grid(plan_of([[1, 1]])), Grid(plan_of([[1, 1]], tied=False))
-    assert tied.buckets[0].owners == (0, 1) and untied.buckets[0].owners == (0,)
-    assert replace(untied.buckets[-1], units=()).owners == (1,)
+    assert tied.buckets[0].owners == ((0,), (1,)) and untied.buckets[0].owners == ((0,),)
+    assert replace(untied.buckets[-1], units=()).owners == ((1,),)

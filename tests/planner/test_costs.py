@@ -69,6 +69,11 @@ def setting(**changes):
     return Setting(**(given | changes))
 
 
+def alone_in(card: Card):
+    """A slot of one pipeline, one replica, one card."""
+    return (((card,),),)
+
+
 def alike(recompute: Recompute, num_stages: int) -> list[Recompute]:
     return [recompute for _ in range(num_stages)]
 
@@ -296,7 +301,8 @@ def test_in_flight_is_what_the_table_does(schedule, stages, m):
 def test_tables_and_forecast_agree(schedule, tied, recompute: Recompute):
     """The vectors of the search and the categories of the forecast count the same seconds and bytes."""
     costs = make_costs(setting(model=replace(MODEL, tie_embeddings=tied)))
-    options = read_options(SearchConfig(recompute=(recompute,), schedule=(schedule,)), micro_batch_size=1)
+    keys = SearchConfig(recompute=(recompute,), schedule=(schedule,), replicas=(1,), tensor=(1,))
+    options = read_options(keys, micro_batch_size=1, model=MODEL)
     for shape in list_shapes(list(CARDS.values()), options, global_batch_size=8):
         instance = make_instance(costs, shape, options)
         tables = StageTables(instance)
@@ -310,19 +316,21 @@ def test_tables_and_forecast_agree(schedule, tied, recompute: Recompute):
             cost = cost_plan(costs, plan)
             (seconds,) = simulate_cuts(tables, np.array([order]), np.array([bounds]))
             if is_faithful(costs, shape, options) or (length == count and shape.num_pipelines == 1):
-                assert seconds == pytest.approx(cost.step_seconds)
+                # A stage of the tied table alone sums nothing, yet is charged a ring's latency.
+                assert seconds == pytest.approx(cost.step_seconds, rel=1e-4)
             assert seconds >= cost.step_seconds * (1 - 1e-9), "an approximation may only be slow"
             for s, stage in enumerate(cost.stages[:length]):
-                needed = tables.needed_bytes(order[s], tables.in_flight(s, length))[
-                    0, bounds[s], bounds[s + 1]
-                ]
+                alive = tables.in_flights(order)[s]
+                needed = tables.needed_bytes(order[s], alive)[0, bounds[s], bounds[s + 1]]
                 assert needed + CARD.reserved == pytest.approx(stage.memory.total)
 
 
 def test_tied_table_counts_once_on_a_single_stage_and_twice_on_two():
     costs = make_costs(setting())
     card = CARDS["n-0/0"], CARDS["n-0/1"]
-    shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=((card[0],), (card[1],)))
+    shape = Shape(
+        schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=(alone_in(card[0]), alone_in(card[1]))
+    )
     alone = cost_plan(costs, make_plan(costs, shape, order=[0], bounds=[0, 8], recompute=alike("none", 1)))
     pair = cost_plan(
         costs, make_plan(costs, shape, order=[0, 1], bounds=[0, 4, 8], recompute=alike("none", 2))
@@ -337,7 +345,7 @@ def test_tied_table_counts_once_on_a_single_stage_and_twice_on_two():
 
 def test_ranks_are_numbered_node_by_node_over_the_cards_that_work():
     costs = make_costs(setting())
-    slots = tuple((CARDS[name],) for name in ("x/0", "n-1/1", "n-0/0"))
+    slots = tuple(alone_in(CARDS[name]) for name in ("x/0", "n-1/1", "n-0/0"))
     shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=slots)
     plan = make_plan(costs, shape, order=[0, 1, 2], bounds=[0, 2, 4, 8], recompute=alike("none", 3))
     assert [entry.device for entry in plan.ranks] == ["n-0/0", "n-1/1", "x/0"]

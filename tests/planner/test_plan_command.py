@@ -63,9 +63,9 @@ def test_overrides_reach_the_search(tmp_path):
     [
         (["--config", RUN, "search.tensr=[1]"], 2, "did you mean 'tensor'"),
         (
-            ["--config", RUN, "search.tensor=[2]"],
+            ["--config", RUN, "search.recompute=[selective]"],
             2,
-            "search.tensor: [2] asks for what training cannot run yet",
+            "search.recompute: [selective] asks for what training cannot run yet",
         ),
         ([], 2, "give --model F, or --config F"),
         (

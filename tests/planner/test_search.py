@@ -187,7 +187,7 @@ def test_full_recompute_only_where_memory_asks_for_it():
     roomy = find(setting(cluster(Fast=(1, card(4.0))), model=model)).best
     assert roomy.plan.pipelines[0].stages[0].recompute == "none"
     need = roomy.cost.stages[0].memory.total / GIB
-    tight = find(setting(cluster(Fast=(1, card(need - 0.02))), model=model)).best
+    tight = find(setting(cluster(Fast=(1, card(need - 0.015))), model=model)).best
     assert tight.plan.pipelines[0].stages[0].recompute == "full"
     assert tight.step_seconds > roomy.step_seconds
 
@@ -198,13 +198,7 @@ def test_full_recompute_only_where_memory_asks_for_it():
 @pytest.mark.parametrize(
     ("search", "words"),
     [
-        (
-            {"tensor": (2,)},
-            r"search.tensor: \[2\] asks for what training cannot run yet .* add 1 to the list",
-        ),
-        ({"replicas": (2, 4)}, r"search.replicas: \[2, 4\]"),
-        ({"optimizer_sharding": (True,)}, r"search.optimizer_sharding: \[true\] .* add false"),
-        ({"schedule": ("zero_bubble",)}, r"search.schedule: \[zero_bubble\] .* add 1f1b, gpipe"),
+        ({"tensor": (3,)}, r"search.tensor: \[3\] asks for .* cannot run yet, or not with this model; add 1"),
         ({"recompute": ("selective",)}, r"search.recompute: \[selective\] .* add none, full"),
         ({"pipelines": (5,)}, r"no pipelines can be made: 4 cards, global_batch_size 16 .* pipelines \[5\]"),
         ({"num_micro_batches": (7,)}, r"num_micro_batches \[7\] has no solution; loosen"),
@@ -217,10 +211,11 @@ def test_keys_that_cannot_be_met_are_refused(search, words):
 
 def test_more_cards_than_parts_of_the_model():
     many = setting(cluster(Fast=(12, card())))
+    single = {"tensor": (1,), "replicas": (1,)}
     with pytest.raises(ConfigError, match="pipelines of at least 12 cards, but the model has only 10 parts"):
-        find(many, use_all_devices=True, pipelines=(1,))
-    assert len(find(many, use_all_devices=True, pipelines=(1, 2)).best.plan.ranks) == 12
-    assert len(find(many, pipelines=(1,)).best.plan.ranks) <= 10
+        find(many, use_all_devices=True, pipelines=(1,), **single)
+    assert len(find(many, use_all_devices=True, pipelines=(1, 2), **single).best.plan.ranks) == 12
+    assert len(find(many, pipelines=(1,), **single).best.plan.ranks) <= 10
 
 
 def test_fp16_is_refused():
@@ -231,13 +226,11 @@ def test_fp16_is_refused():
 def test_of_a_list_the_known_values_are_used():
     result = find(
         setting(UNLIKE),
-        tensor=(1, 2),
-        optimizer_sharding=(True, False),
-        schedule=("zero_bubble", "1f1b"),
+        tensor=(1, 3),
         recompute=("selective", "none"),
     )
     plan = result.best.plan
-    assert (plan.schedule, plan.optimizer_sharding) == ("1f1b", False)
+    assert {len(replica) for stage in plan.pipelines[0].stages for replica in stage.replicas} == {1}
     assert {stage.recompute for stage in plan.pipelines[0].stages} == {"none"}
 
 
@@ -266,7 +259,7 @@ def test_all_cards_cannot_be_used_where_some_lack_bf16():
 def test_nearest_miss_says_what_is_missing():
     small = cluster(Fast=(2, card(0.15, speed=3.0)))
     with pytest.raises(
-        NoPlanFits, match=r"Nearest: 2 stages; stage \d \(fast/\d, Fast, .*\) needs .* MiB of 153.6 MiB"
+        NoPlanFits, match=r"Nearest: \d stages?; stage \d \(fast/\d.*, Fast, .*\) needs .* MiB of 153.6 MiB"
     ):
         find(setting(small))
     assert NoPlanFits.exit_code == 3

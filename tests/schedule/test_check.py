@@ -46,22 +46,22 @@ def test_good_tables_pass() -> None:
         (
             "receive_activation",
             1,
-            r"stage 0 send_activation \[0, 1, 2, 3\], but stage 1 receive_activation \[0, 1, 3\]",
+            r"of stage 0 from worker 0 to worker 1: sent \[0, 1, 2, 3\], received \[0, 1, 3\]",
         ),
         (
             "receive_gradient",
             0,
-            r"stage 1 send_gradient \[0, 1, 2, 3\], but stage 0 receive_gradient \[0, 1, 3\]",
+            r"send_gradient of stage 1 from worker 1 to worker 0: sent \[0, 1, 2, 3\], received \[0, 1, 3\]",
         ),
         (
             "send_activation",
             0,
-            r"stage 0 send_activation \[0, 1, 3\], but stage 1 receive_activation \[0, 1, 2, 3\]",
+            r"of stage 0 from worker 0 to worker 1: sent \[0, 1, 3\], received \[0, 1, 2, 3\]",
         ),
         (
             "send_gradient",
             2,
-            r"stage 2 send_gradient \[0, 1, 3\], but stage 1 receive_gradient \[0, 1, 2, 3\]",
+            r"send_gradient of stage 2 from worker 2 to worker 1: sent \[0, 1, 3\], received \[0, 1, 2, 3\]",
         ),
         ("forward", 1, "the backward of micro-batch 2 on stage 1 stands before its forward"),
         ("forward", 0, r"stage 0: no forward of micro-batches \[2\], which other stages have"),
@@ -105,8 +105,8 @@ def test_orders_that_differ_between_the_ends() -> None:
     table = swapped(TABLE, Step("receive_activation", 1, 0), Step("receive_activation", 1, 1))
     said = faults(table)
     assert (
-        "send_activation of stage 0: sent in the order [0, 1, 2, 3], received in the order [1, 0, 2, 3]"
-        in said
+        "send_activation of stage 0 from worker 0 to worker 1: sent in the order [0, 1, 2, 3], "
+        "received in the order [1, 0, 2, 3]" in said
     )
 
 
@@ -130,14 +130,16 @@ def test_a_send_before_its_result() -> None:
 def test_a_receive_from_beyond_the_ends(kind: Kind, stage: int) -> None:
     lanes = list(TABLE)
     lanes[stage] = (Step(kind, stage, 0), *lanes[stage])
-    assert "has nobody to receive from" in faults(tuple(lanes))
+    assert "sent [], received [0]" in faults(tuple(lanes))
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("send_activation", 2), ("send_gradient", 0)])
 def test_a_send_beyond_the_ends(kind: Kind, stage: int) -> None:
     lanes = list(TABLE)
     lanes[stage] = (*lanes[stage], Step(kind, stage, 0))
-    assert f"stage {stage} {kind} [0], but stage" in faults(tuple(lanes))
+    assert f"{kind} of stage {stage} from worker {stage} to worker -1: sent [0], received []" in faults(
+        tuple(lanes)
+    )
 
 
 def test_a_deadlock_of_compute() -> None:

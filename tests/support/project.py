@@ -97,3 +97,52 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def run_config(path: Path, *overrides: str) -> RunConfig:
     """The run with overrides."""
     return load_run(path, overrides)
+
+
+def parse_plan(
+    run: RunConfig,
+    text: str,
+    *,
+    schedule: str = "1f1b",
+    optimizer_sharding: bool = False,
+    recompute: str = "none",
+) -> Plan:
+    """A plan in short: pipelines apart by `/`, each `sequences x micro-batches : stages`.
+
+    Stages are apart by `|`, each `layers @ replicas`; replicas are apart by `;`, their ranks by `,`. So
+    `1x4: 2@0,1 | 4@2 / 2x2: 6@3` has a pipeline of two stages, the first two ranks wide, beside a card.
+    """
+    pipelines: list[PipelinePlan] = []
+    for part in text.split("/"):
+        shape, _, stages = part.partition(":")
+        size, _, number = shape.partition("x")
+        cut = [stage.split("@") for stage in stages.split("|")]
+        layers = [int(stage[0]) for stage in cut]
+        pipelines.append(
+            PipelinePlan(
+                micro_batch_size=int(size),
+                num_micro_batches=int(number),
+                stages=tuple(
+                    StagePlan(
+                        replicas=tuple(
+                            tuple(int(rank) for rank in replica.split(",")) for replica in stage[1].split(";")
+                        ),
+                        layers=(sum(layers[:s]), sum(layers[: s + 1])),
+                        embedding=s == 0,
+                        head=s == len(cut) - 1,
+                        recompute=recompute,  # pyright: ignore[reportArgumentType]
+                    )
+                    for s, stage in enumerate(cut)
+                ),
+            )
+        )
+    world_size = 1 + max(rank for p in pipelines for stage in p.stages for rank in stage.ranks)
+    return Plan(
+        model=run.model,
+        sequence_length=run.data.sequence_length,
+        global_batch_size=run.train.global_batch_size,
+        schedule=schedule,  # pyright: ignore[reportArgumentType]
+        optimizer_sharding=optimizer_sharding,
+        ranks=tuple(RankPlan(rank=i, device=f"card/{i}", type="card") for i in range(world_size)),
+        pipelines=tuple(pipelines),
+    )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
-from yuan_train.parallel import gradients
+from yuan_train.parallel import collectives
+from yuan_train.parallel.zero import SharedState, WholeState
 from yuan_train.train.loop import Position, prepare, train
 
 
@@ -24,7 +28,7 @@ class Case:
     plan: Plan | None = None
     overrides: tuple[str, ...] = ()
     without: str = ""
-    """Negative control: the synchronisation to leave out (`gradient_sum`)."""
+    """Negative control: the synchronisation to leave out; see `_leaving_out`."""
     port: int = field(default_factory=free_port)
 
     @property
@@ -54,18 +58,39 @@ def _run_cases(rank: int, cases: list[Case]) -> None:
 
 def _run_case(rank: int, case: Case) -> None:
     position = Position(rank, case.num_ranks, rank, case.num_ranks)
-    whole = gradients.sum_over_owners
-    if case.without == "gradient_sum":
-        import yuan_train.train.step as step
-
-        step.sum_over_owners = lambda buckets, groups: None
-    try:
+    with _leaving_out(case.without):
         train(prepare(_config(case), case.plan, position))
-    finally:
-        if case.without:
-            import yuan_train.train.step as step
 
-            step.sum_over_owners = whole
+
+@contextmanager
+def _leaving_out(what: str) -> Iterator[None]:
+    """Switch a synchronisation off for a negative control."""
+    if not what:
+        yield
+        return
+    owner, name, stand_in = {
+        "gradient_sum": (WholeState, "sum_gradients", lambda self: None),
+        "shared_gradient_sum": (SharedState, "sum_gradients", _keep_own_gradient),
+        "tensor_sum": (collectives.dist, "all_reduce", _pass_small(collectives.dist.all_reduce)),
+        "hand_on": (collectives.dist, "broadcast", lambda *a, **k: None),
+    }[what]
+    before = getattr(owner, name)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _keep_own_gradient(self: SharedState) -> None:
+    for part, shard, ranges in zip(self._bucket.slices, self.shards, self._ranges, strict=True):
+        start, end = ranges[self._bucket.rank]
+        shard.gradient.copy_(self._bucket.pack(self._bucket.gradient, part)[start:end])
+
+
+def _pass_small(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """Sum numbers, as the norm and the loss need; leave activations and their gradients alone."""
+    return lambda tensor, *a, **k: whole(tensor, *a, **k) if tensor.dim() < 3 else None
 
 
 def _config(case: Case):

@@ -64,3 +64,22 @@ def test_states_under_bf16(tmp_path: Path) -> None:
     )
     entry = measure.measure_entry(setting, device_type="here")
     assert entry.layers[0].state_bytes == 18 * run.model.layer_parameters
+
+
+def test_planner_knows_its_own_profiles() -> None:
+    from yuan_train.planner.timing import OWN_SOURCE
+
+    assert measure.OWN_SOURCE == OWN_SOURCE
+
+
+def test_profiles_of_two_machines_become_one(tmp_path: Path) -> None:
+    run_file = make_project(tmp_path)
+    parts = []
+    for name in ("A", "B"):
+        parts.append(str(tmp_path / f"{name}.json"))
+        words = ["--config", str(run_file), "--device-type", name, "--out", parts[-1]]
+        assert main(["profile", *words]) == 0
+    whole = tmp_path / "whole.json"
+    assert main(["profile", "--merge", *parts, "--out", str(whole)]) == 0
+    assert {entry.device_type for entry in load_profile(whole).entries} == {"A", "B"}
+    assert main(["profile", "--out", str(whole)]) == 2

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from yuan_train.config.run import OptimizerConfig
-from yuan_train.parallel.gradients import FlatBucket, squared_norm
+from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
+from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.zero import SharedState, WholeState
 from yuan_train.train.optimizer import Optimizer, learning_rate
 
 
@@ -30,16 +33,27 @@ def test_linear_and_constant() -> None:
     assert learning_rate(50, config(schedule="constant"), decay_steps=10) == 1.0
 
 
+STATES = {"whole": WholeState, "shared": SharedState}
+
+
+def flat_bucket(model: torch.nn.Module) -> FlatBucket:
+    parameters = dict(model.named_parameters())
+    shards = {name: Shard(tuple(parameter.shape)) for name, parameter in parameters.items()}
+    return FlatBucket(Bucket(("unit",), ((0,),)), parameters, shards, rank=0)
+
+
 def module() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.LayerNorm(3))
 
 
+@pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_flat_buckets_take_the_steps_of_plain_adamw(dtype: torch.dtype) -> None:
+def test_flat_buckets_take_the_steps_of_plain_adamw(dtype: torch.dtype, kind: str) -> None:
     flat, plain = module().to(dtype), module().to(dtype)
-    bucket = FlatBucket(Bucket(("unit",), (0,)), dict(flat.named_parameters()))
-    optimizer = Optimizer([bucket], config(weight_decay=0.1))
+    bucket = flat_bucket(flat)
+    state = STATES[kind](bucket, Groups({}, {}))
+    optimizer = Optimizer([state], config(weight_decay=0.1))
     groups = [
         {"params": [p for p in plain.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in plain.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -54,7 +68,8 @@ def test_flat_buckets_take_the_steps_of_plain_adamw(dtype: torch.dtype) -> None:
         for model in (flat, plain):
             model(inputs).square().sum().backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
-        ours = float(squared_norm([bucket], 0, device=torch.device("cpu")).sqrt())
+        state.sum_gradients()
+        ours = float(state.squared_norm().sqrt())
         assert ours == pytest.approx(float(norm), rel=1e-4)
         optimizer.step(0.1 * (step + 1))
         reference.step()
@@ -64,22 +79,23 @@ def test_flat_buckets_take_the_steps_of_plain_adamw(dtype: torch.dtype) -> None:
 
 def test_small_steps_are_not_lost_in_bf16() -> None:
     model = module().to(torch.bfloat16)
-    bucket = FlatBucket(Bucket(("unit",), (0,)), dict(model.named_parameters()))
-    optimizer = Optimizer([bucket], config(weight_decay=0.0))
-    before = bucket.master.clone()
+    bucket = flat_bucket(model)
+    state = WholeState(bucket, Groups({}, {}))
+    optimizer = Optimizer([state], config(weight_decay=0.0))
+    before = state.shards[0].master.clone()
     weight = model[0].weight.detach().clone()  # pyright: ignore
     for _ in range(40):
         bucket.gradient.fill_(1.0)
         optimizer.step(1e-4)
     # 40 steps of 1e-4, each below half a bf16 unit of most weights, add up in the master.
-    torch.testing.assert_close(bucket.master, before - 40e-4, rtol=0, atol=1e-5)
+    torch.testing.assert_close(state.shards[0].master, before - 40e-4, rtol=0, atol=1e-5)
     assert not torch.equal(model[0].weight, weight)  # pyright: ignore
     assert model[0].weight.dtype == torch.bfloat16  # pyright: ignore
 
 
 def test_gradients_of_micro_batches_add_up_in_fp32_under_bf16() -> None:
     model = module().to(torch.bfloat16)
-    bucket = FlatBucket(Bucket(("unit",), (0,)), dict(model.named_parameters()))
+    bucket = flat_bucket(model)
     for _ in range(1000):
         (model[0].bias.sum() * 1.0).backward()  # pyright: ignore
     # In bf16 the sum would stop at 256.
@@ -88,8 +104,8 @@ def test_gradients_of_micro_batches_add_up_in_fp32_under_bf16() -> None:
 
 def test_a_bucket_of_vectors_alone_and_no_bucket_at_all() -> None:
     norm = torch.nn.LayerNorm(3)
-    bucket = FlatBucket(Bucket(("head",), (0,)), dict(norm.named_parameters()))
-    optimizer = Optimizer([bucket], config())
+    bucket = flat_bucket(norm)
+    optimizer = Optimizer([WholeState(bucket, Groups({}, {}))], config())
     bucket.gradient.fill_(1.0)
     optimizer.step(0.1)
     assert float(norm.weight[0].detach()) == pytest.approx(0.9)

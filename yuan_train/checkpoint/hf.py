@@ -7,6 +7,7 @@ unpickler, and Python files are not looked at.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import warnings
@@ -47,6 +48,7 @@ TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 MODEL_CODE = ("configuration_yuan.py", "modeling_yuan.py")
 TOKENIZER_CODE = "tokenization_yuan.py"
 LISTED = 5
+CHECKED_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,9 @@ def _check_names(folder: Path, model: ModelConfig, stored: Mapping[str, LazyTens
         )
     layout = list(published_layout(model))
     wanted = {part: m.part_shape for m in layout for part in m.parts}
-    optional = {rotary_buffer(i): (model.head_dim // 2,) for i in range(model.num_layers)}
+    optional: dict[str, tuple[int, ...]] = {
+        rotary_buffer(i): (model.head_dim // 2,) for i in range(model.num_layers)
+    }
     if model.tie_embeddings:
         optional[HEAD] = (model.vocab_size, model.hidden_size)
     known = wanted | optional
@@ -193,7 +197,7 @@ def _assembled(mapped: Mapped, stored: Mapping[str, LazyTensor]) -> LazyTensor:
         tensors = []
         for name, part in zip(mapped.parts, parts, strict=True):
             tensor = part.read()
-            if not bool(torch.isfinite(tensor).all()):
+            if not is_finite(tensor):
                 raise CheckpointError(f"{name}: holds values that are not finite (NaN or infinite)")
             tensors.append(tensor.reshape(-1, *mapped.shape[1:]).to(dtype))
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
@@ -225,10 +229,23 @@ def _check_tied(stored: Mapping[str, LazyTensor], notes: list[str]) -> None:
     if HEAD not in stored:
         notes.append(f"{HEAD} is not stored: it is {EMBEDDING}")
         return
-    if not torch.equal(stored[HEAD].read(), stored[EMBEDDING].read()):
+    if _digest(stored[HEAD]) != _digest(stored[EMBEDDING]):
         raise CheckpointError(
             f"{HEAD} differs from {EMBEDDING}, but config.json ties them (tie_word_embeddings: true)"
         )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are numbers; looked at in pieces, for the check itself takes memory."""
+    return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(CHECKED_ELEMENTS))
+
+
+def _digest(tensor: LazyTensor) -> tuple[str, str]:
+    """Type and checksum of the values, so that two large tensors are compared one after the other."""
+    digest = hashlib.sha256()
+    for piece in tensor.read().contiguous().view(-1).view(torch.uint8).split(CHECKED_ELEMENTS):
+        digest.update(piece.numpy().data)
+    return str(tensor.dtype), digest.hexdigest()
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -498,8 +515,9 @@ def _write_code(aside: Path, tokenizer: Path | None) -> None:
         (aside / name).write_text((code / name).read_text(encoding="utf-8"), encoding="utf-8")
     if tokenizer is None:
         return
-    shutil.copyfile(tokenizer, aside / f"tokenizer{tokenizer.suffix}")
-    if tokenizer.suffix != ".model":
+    name = "tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"
+    shutil.copyfile(tokenizer, aside / name)
+    if name != "tokenizer.model":
         return
     (aside / TOKENIZER_CODE).write_text((code / TOKENIZER_CODE).read_text(encoding="utf-8"), encoding="utf-8")
     told = {

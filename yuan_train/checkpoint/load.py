@@ -26,6 +26,7 @@ from yuan_train.checkpoint.names import (
     step_name,
     steps_in,
 )
+from yuan_train.checkpoint.parts import LoadPlanner, Tensors
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig, model_laws
@@ -101,7 +102,7 @@ def find_latest(directory: str | Path) -> Checkpoint | None:
     return None
 
 
-def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *, alone: bool = False) -> None:
+def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, alone: bool = False) -> None:
     """Read tensors by global name, in place. Collective, unless `alone`.
 
     Raises CheckpointError, with every difference, if a name is missing or a shape is another.
@@ -119,7 +120,12 @@ def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *,
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
+            dcp.load(
+                dict(tensors),
+                storage_reader=reader,
+                planner=LoadPlanner(),
+                no_dist=alone or not dist.is_initialized(),
+            )
     except (Exception, CheckpointException) as error:
         # Whatever the bytes provoke in the readers below, the answer is the same: this file is not sound.
         raise CheckpointError(f"{checkpoint.path}: cannot be read: {error}") from error

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,6 +23,7 @@ from yuan_train.checkpoint.names import (
     steps_in,
     write_manifest,
 )
+from yuan_train.checkpoint.parts import SavePlanner, Tensors
 from yuan_train.config.errors import CheckpointError
 
 
@@ -31,7 +31,7 @@ def save_checkpoint(
     directory: str | Path,
     *,
     step: int,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Tensors,
     state: Mapping[str, Any],
     tokenizer: Path | None = None,
     keep: int = 0,
@@ -64,11 +64,11 @@ def _make_room(aside: Path) -> None:
     aside.mkdir(parents=True)
 
 
-def _write_tensors(aside: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_tensors(aside: Path, tensors: Tensors) -> None:
     with warnings.catch_warnings():
         # A process alone is not an accident here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(dict(tensors), checkpoint_id=aside, no_dist=not dist.is_initialized())
+        dcp.save(dict(tensors), checkpoint_id=aside, planner=SavePlanner(), no_dist=not dist.is_initialized())
 
 
 def _finish(aside: Path, final: Path, state: Mapping[str, Any], tokenizer: Path | None) -> None:

@@ -76,7 +76,8 @@ def save_streamed(
         saving._make_room(aside)
         if tokenizer is not None:
             (aside / TOKENIZER).mkdir()
-            shutil.copyfile(tokenizer, aside / TOKENIZER / f"tokenizer{tokenizer.suffix}")
+            name = "tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"
+            shutil.copyfile(tokenizer, aside / TOKENIZER / name)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
@@ -95,7 +96,7 @@ def save_streamed(
     return final
 
 
-def _cause_of(error: Exception) -> BaseException:
+def _cause_of(error: BaseException) -> BaseException:
     """What went wrong inside torch's writer, which wraps it."""
     if isinstance(error, CheckpointException) and error.failures:
         failure, _ = next(iter(error.failures.values()))

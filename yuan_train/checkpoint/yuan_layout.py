@@ -104,7 +104,7 @@ def model_of(config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig
         "vocab_size": config.get("vocab_size"),
         "head_dim": _head_dim(config),
         "attention": "localized_filter" if config.get("localized_filter", True) else "plain",
-        "rope_base": float(config.get("rope_theta") or 10000.0),
+        "rope_base": _rope_base(config),
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "tie_embeddings": config.get("tie_word_embeddings", True),
         "init_std": config.get("initializer_range", 0.02),
@@ -133,6 +133,13 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return 0
 
 
+def _rope_base(config: Mapping[str, Any]) -> Any:
+    """As old and new releases of transformers write it; the published models say nothing and mean 10000."""
+    newer = config.get("rope_parameters")
+    told = newer.get("rope_theta") if isinstance(newer, dict) else None
+    return config.get("rope_theta") or told or 10000.0
+
+
 def _beyond_us(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("model_type", "yuan") != "yuan":
         yield f"model_type {config['model_type']!r}; wanted 'yuan' (Yuan 2.0)"
@@ -140,7 +147,9 @@ def _beyond_us(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"hidden_act {config['hidden_act']!r}; Yuan 2.0 has 'silu'"
     if config.get("use_shareqk"):
         yield "use_shareqk: the form without a filter, which no released model uses, cannot be imported"
-    if config.get("rope_scaling"):
+    newer = config.get("rope_parameters")
+    scaled = isinstance(newer, dict) and newer.get("rope_type", "default") != "default"
+    if config.get("rope_scaling") or scaled:
         yield "rope_scaling: scaled rotary embeddings cannot be imported"
     if config.get("quantization_config"):
         yield "quantization_config: import the unquantized weights"

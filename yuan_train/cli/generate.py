@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.evaluate import parse_ids
@@ -26,6 +27,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
     parser.add_argument("--prompt-ids", metavar="1,2,3", help="token ids to continue, in place of --prompt")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="one prompt per line, continued together; prints JSON lines"
+    )
+    parser.add_argument(
+        "--special", action="store_true", help="heed strings such as <sep> in prompts, and show them in text"
+    )
     parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy; default 1")
@@ -42,10 +49,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the checkpoint, continue the prompt, print it as it comes."""
-    if (arguments.prompt is None) == (arguments.prompt_ids is None):
-        raise ConfigError("give either --prompt or --prompt-ids")
+    given = [arguments.prompt, arguments.prompt_ids, arguments.prompts]
+    if sum(option is not None for option in given) != 1:
+        raise ConfigError("give either --prompt, --prompt-ids or --prompts")
     from yuan_train.checkpoint.load import find_checkpoint
-    from yuan_train.model.generate import generate
+    from yuan_train.model.generate import generate_batch
     from yuan_train.train.evaluate import load_trained
 
     checkpoint = find_checkpoint(arguments.checkpoint)
@@ -53,12 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     trained = load_trained(checkpoint, tokenizer=arguments.tokenizer)
     tokenizer = trained.tokenizer
-    prompt_ids = _prompt_ids(arguments, tokenizer, checkpoint.model.vocab_size)
-    new_ids: list[int] = []
-    stream = None if arguments.json or tokenizer is None else _TextStream(tokenizer, prompt_ids)
-    for token in generate(
+    prompts = _prompts(arguments, tokenizer, checkpoint.model.vocab_size)
+    new_ids: list[list[int]] = [[] for _ in prompts]
+    shown = not arguments.json and arguments.prompts is None
+    stream = (
+        _TextStream(tokenizer, prompts[0], arguments.special) if shown and tokenizer is not None else None
+    )
+    for tokens in generate_batch(
         trained.model,
-        prompt_ids,
+        prompts,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -67,23 +78,36 @@ def run(arguments: argparse.Namespace) -> int:
         eod_id=trained.eod_id,
         **trained.resets,
     ):
-        new_ids.append(token)
+        for row, token in zip(new_ids, tokens, strict=True):
+            row += [] if token is None else [token]
         if stream is not None:
-            stream.show(new_ids)
-    if arguments.json:
-        text = tokenizer.decode(new_ids) if tokenizer is not None else None
-        print(json.dumps({"prompt_ids": prompt_ids, "new_ids": new_ids, "text": text}, ensure_ascii=False))
+            stream.show(new_ids[0])
+    if not shown:
+        for prompt_ids, row in zip(prompts, new_ids, strict=True):
+            text = tokenizer.decode(row, special=arguments.special) if tokenizer is not None else None
+            told = {"prompt_ids": prompt_ids, "new_ids": row, "text": text}
+            print(json.dumps(told, ensure_ascii=False))
     else:
-        print("" if stream is not None else ",".join(map(str, new_ids)))
+        print("" if stream is not None else ",".join(map(str, new_ids[0])))
     return 0
 
 
-def _prompt_ids(arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+def _prompts(arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int) -> list[list[int]]:
     if arguments.prompt_ids is not None:
-        return parse_ids(arguments.prompt_ids, option="--prompt-ids", vocab_size=vocab_size)
+        return [parse_ids(arguments.prompt_ids, option="--prompt-ids", vocab_size=vocab_size)]
     if tokenizer is None:
         raise DataError("the checkpoint holds no tokenizer; give --tokenizer DIR, or --prompt-ids")
-    ids = tokenizer.encode(arguments.prompt)
+    if arguments.prompts is None:
+        return [_encode(tokenizer, arguments.prompt, arguments.special, vocab_size)]
+    try:
+        lines = Path(arguments.prompts).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompts: {arguments.prompts}: cannot be read: {error}") from None
+    return [_encode(tokenizer, line, arguments.special, vocab_size) for line in lines if line.strip()]
+
+
+def _encode(tokenizer: Tokenizer, text: str, special: bool, vocab_size: int) -> list[int]:
+    ids = tokenizer.encode(text, special=special)
     if not ids:
         raise ConfigError("the prompt is empty; give at least one token")
     if max(ids) >= vocab_size:
@@ -94,14 +118,15 @@ def _prompt_ids(arguments: argparse.Namespace, tokenizer: Tokenizer | None, voca
 class _TextStream:
     """Prints text as its tokens come; a character whose bytes are not all there yet waits."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], special: bool) -> None:
         self._tokenizer = tokenizer
+        self._special = special
         self._prompt_ids = prompt_ids
         self._shown = 0
         self.show([])
 
     def show(self, new_ids: list[int]) -> None:
-        text = self._tokenizer.decode([*self._prompt_ids, *new_ids])
+        text = self._tokenizer.decode([*self._prompt_ids, *new_ids], special=self._special)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             print(text[self._shown :], end="", flush=True)
             self._shown = len(text)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from yuan_train.config.load import Document
     from yuan_train.config.model import ModelConfig
+    from yuan_train.config.profile import Profile
     from yuan_train.config.run import RunConfig
 
 DEFAULT_GLOBAL_BATCH_SIZE = 64
@@ -35,9 +36,18 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--cluster", required=True, metavar="F", help="cluster file")
     parser.add_argument("--model", metavar="F", help="model file; needed without --config")
     parser.add_argument("--config", metavar="F", help="run file: lengths, batch, precision, search keys")
-    parser.add_argument("--profile", metavar="F", help="measured times; without it they are estimated")
+    parser.add_argument(
+        "--profile",
+        metavar="F[,F]",
+        help="measured times, of several files together; without it they are estimated",
+    )
     parser.add_argument("--out", metavar="F", help="where the plan is written; without it it is only printed")
     parser.add_argument("--report", metavar="F.html", help="also write a page with timeline and memory bars")
+    parser.add_argument(
+        "--emit",
+        choices=("megatron", "yuan"),
+        help="print only the cut: Megatron-LM's --pipeline-model-parallel-layout, or Yuan 2.0's -blocks",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
     parser.set_defaults(run=run)
@@ -48,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.load import write_text
     from yuan_train.config.plan import save_plan
-    from yuan_train.config.profile import load_profile
 
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
-    profile = load_profile(arguments.profile) if arguments.profile else None
+    profile = read_profiles(arguments.profile)
 
     from yuan_train.planner.cost import Setting
+    from yuan_train.planner.layout import to_blocks, to_layout
     from yuan_train.planner.report import plan_html, plan_json, plan_table
     from yuan_train.planner.search import search_plan
 
@@ -75,11 +85,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(plan_json(result, path=arguments.out)))
         return 0
-    print(plan_table(result, setting))
+    if arguments.emit:
+        for pipeline in result.best.plan.pipelines:
+            print(to_layout(pipeline) if arguments.emit == "megatron" else to_blocks(pipeline))
+    else:
+        print(plan_table(result, setting))
     for path in (arguments.out, arguments.report):
         if path:
             print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+def read_profiles(paths: str | None) -> Profile | None:
+    """The profiles of a list with commas, as one. Raises ConfigError if they do not go together."""
+    from yuan_train.cli.profile import merge_profiles
+    from yuan_train.config.profile import load_profile
+
+    if not paths:
+        return None
+    return merge_profiles([(path, load_profile(path)) for path in paths.split(",")])
 
 
 def read_run_config(config: str | None, model: str | None, overrides: tuple[str, ...]) -> RunConfig:

@@ -21,14 +21,14 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "preprocess",
         help="turn text or jsonl into Megatron .bin/.idx token files",
         description="Encodes documents, ends each with <eod>, and writes PREFIX.bin and PREFIX.idx. A .jsonl "
-        "file holds one document per line; any other file is one document. The bytes do not depend on "
-        "--workers.",
+        "or .parquet file holds one document per line or row; any other file is one document. The bytes do "
+        "not depend on --workers.",
     )
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="text or .jsonl files, in order"
+        "--input", nargs="+", required=True, metavar="FILE", help="text, .jsonl or .parquet files, in order"
     )
     parser.add_argument(
-        "--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.model, or the model"
+        "--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.model or .json, or the file"
     )
     parser.add_argument(
         "--out", required=True, metavar="PREFIX", help="path of the token files without .bin or .idx"
@@ -36,7 +36,14 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="processes that encode (default 1)"
     )
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl lines")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="key or column of the text")
+    parser.add_argument(
+        "--convention",
+        choices=["plain", "yuan"],
+        default="plain",
+        help="yuan: one sample per line of any other file, <n> for a newline, [SEP] between question and "
+        "answer; special strings such as <sep> are heeded",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -51,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out,
         workers=arguments.workers,
         text_key=arguments.text_key,
+        convention=arguments.convention,
         report=_progress_line(),
     )
     for path in done.undecodable[:NAMED_FILES]:

@@ -27,26 +27,32 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--plan", required=True, metavar="F", help="plan file")
+    parser.add_argument("--plan", metavar="F", help="plan file; or give a hand-made cut:")
+    parser.add_argument(
+        "--layout", metavar="L", help="Megatron-LM's, such as 'Ettt|tt|ttL'; one card a stage"
+    )
+    parser.add_argument("--blocks", metavar="N,N", help="Yuan 2.0's: layers of each stage; one card a stage")
+    parser.add_argument("--model", metavar="F", help="model file, with a hand-made cut")
+    parser.add_argument("--config", metavar="F", help="run file, with a hand-made cut")
     parser.add_argument("--trace", metavar="F.json", help="write a trace for ui.perfetto.dev")
     parser.add_argument(
         "--cluster", metavar="F", help="cluster file: links, and times of a plan without forecast"
     )
     parser.add_argument("--profile", metavar="F", help="measured times, with --cluster")
     parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="with --cluster"
+        "--precision", choices=("bf16", "fp16", "fp32", "fp64"), help="with --cluster; bf16 if not given"
     )
     parser.add_argument("--blocking", action="store_true", help="the sender waits for its messages")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, write the trace. Raises PlanError if there are no times to go by."""
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.plan import load_plan
 
-    plan = load_plan(arguments.plan)
+    plan = _read_plan(arguments)
     _check_runs(plan)
     if arguments.profile and not arguments.cluster:
         raise ConfigError("--profile: needs --cluster F too, for the cards' types and links")
@@ -68,6 +74,69 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _read_plan(arguments: argparse.Namespace) -> Plan:
+    """The plan file, or the plan of a hand-made cut over the cluster's cards in their order."""
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.config.plan import load_plan
+
+    given = [name for name in ("plan", "layout", "blocks") if getattr(arguments, name)]
+    if len(given) != 1:
+        raise ConfigError("give one of --plan F, --layout 'Ett|tL' and --blocks 2,1")
+    if arguments.plan:
+        if arguments.overrides or arguments.config or arguments.model:
+            raise ConfigError("--model, --config and key=value go with --layout or --blocks, not with --plan")
+        return load_plan(arguments.plan)
+    return _plan_of_cut(arguments)
+
+
+def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
+    from yuan_train.cli.plan import read_run_config
+    from yuan_train.config.cluster import load_cluster
+    from yuan_train.config.errors import ConfigError, PlanError
+    from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, own_device_types, plan_laws
+    from yuan_train.planner.layout import read_blocks, read_layout
+
+    if not arguments.cluster:
+        raise ConfigError("a hand-made cut needs --cluster F: its cards, in their order, take the stages")
+    run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
+    arguments.precision = arguments.precision or run_config.train.precision
+    cluster = load_cluster(arguments.cluster)
+    num_layers = run_config.model.num_layers
+    if arguments.layout:
+        counts = read_layout(arguments.layout, num_layers=num_layers)
+    else:
+        counts = read_blocks(arguments.blocks, num_layers=num_layers)
+    cards = cluster.cards[: len(counts)]
+    if len(cards) < len(counts):
+        raise PlanError(f"{len(counts)} stages, but cluster {cluster.name!r} has {len(cards)} cards")
+    ends = [sum(counts[: s + 1]) for s in range(len(counts))]
+    size = run_config.train.micro_batch_size
+    stages = tuple(
+        StagePlan(
+            replicas=((s,),),
+            layers=(end - count, end),
+            embedding=s == 0,
+            head=s == len(counts) - 1,
+        )
+        for s, (count, end) in enumerate(zip(counts, ends, strict=True))
+    )
+    batch = run_config.train.global_batch_size
+    plan = Plan(
+        cluster=cluster.name,
+        model=run_config.model,
+        sequence_length=run_config.data.sequence_length,
+        global_batch_size=batch,
+        schedule=(run_config.search.schedule or ("1f1b",))[0],
+        ranks=tuple(RankPlan(rank=r, device=card.name, type=card.type) for r, card in enumerate(cards)),
+        pipelines=(PipelinePlan(micro_batch_size=size, num_micro_batches=batch // size, stages=stages),),
+        device_types=own_device_types(cluster, {card.type for card in cards}),
+    )
+    problems = [problem.message for problem in plan_laws(plan)]
+    if problems:
+        raise PlanError("\n".join(problems))
+    return plan
+
+
 def _check_runs(plan: Plan) -> None:
     from yuan_train.config.errors import PlanError
     from yuan_train.schedule.tables import SCHEDULES
@@ -77,8 +146,8 @@ def _check_runs(plan: Plan) -> None:
 
 
 def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
+    from yuan_train.cli.plan import read_profiles
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.config.profile import load_profile
     from yuan_train.planner.cost import Setting, cost_plan, make_costs
 
     setting = Setting(
@@ -86,8 +155,8 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
         model=plan.model,
         sequence_length=plan.sequence_length,
         global_batch_size=plan.global_batch_size,
-        precision=arguments.precision,
-        profile=load_profile(arguments.profile) if arguments.profile else None,
+        precision=arguments.precision or "bf16",
+        profile=read_profiles(arguments.profile),
         overlap=not arguments.blocking,
     )
     return cost_plan(make_costs(setting), plan)
@@ -95,6 +164,7 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
 
 def _from_forecast(arguments: argparse.Namespace, plan: Plan) -> list[Simulation]:
     """Each pipeline by the stage times of the plan's forecast; messages are free."""
+    from yuan_train.planner.cost import stage_workers
     from yuan_train.planner.simulator import simulate_schedule
 
     print("messages are free: a plan holds no links; give --cluster F to count them", file=sys.stderr)
@@ -103,6 +173,7 @@ def _from_forecast(arguments: argparse.Namespace, plan: Plan) -> list[Simulation
             plan.schedule,
             _forecast_times(plan, p),
             num_micro_batches=pipeline.num_micro_batches,
+            workers=stage_workers(pipeline),
             overlap=not arguments.blocking,
         )
         for p, pipeline in enumerate(plan.pipelines)
@@ -135,14 +206,14 @@ def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) 
     compute = max(simulation.step_seconds for simulation in simulations)
     busy = sum(sum(simulation.busy_seconds) for simulation in simulations)
     step = cost.step_seconds if cost else compute
-    num_stages = sum(len(simulation.busy_seconds) for simulation in simulations)
+    num_workers = sum(len(simulation.busy_seconds) for simulation in simulations)
     return {
         "step_seconds": step,
         "compute_seconds": compute,
         "gradient_sum_seconds": cost.sync_seconds + cost.tied_seconds if cost else None,
         "update_seconds": cost.update_seconds if cost else None,
         "tokens_per_second": plan.global_batch_size * plan.sequence_length / step if step else None,
-        "bubble_fraction": 1.0 - busy / (step * num_stages) if step else 0.0,
+        "bubble_fraction": 1.0 - busy / (step * num_workers) if step else 0.0,
         "messages": "cluster" if cost else "free",
         "source": cost.source if cost else (plan.forecast.source if plan.forecast else None),
         "forecast_step_seconds": plan.forecast.step_seconds if plan.forecast else None,
@@ -151,10 +222,19 @@ def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) 
             {"pipeline": p, "stage": s, "busy_seconds": busy_seconds, "end_seconds": end}
             for p, simulation in enumerate(simulations)
             for s, (busy_seconds, end) in enumerate(
-                zip(simulation.busy_seconds, simulation.stage_end_seconds, strict=True)
+                zip(_stage_busy(simulation), simulation.stage_end_seconds, strict=True)
             )
         ],
     }
+
+
+def _stage_busy(simulation: Simulation) -> list[float]:
+    """Compute of each stage, on all its workers."""
+    busy = [0.0] * len(simulation.stage_end_seconds)
+    for operation, (start, end) in zip(simulation.program, simulation.spans, strict=True):
+        if operation.peer < 0:
+            busy[operation.stage] += end - start
+    return busy
 
 
 def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object]) -> None:
@@ -164,10 +244,10 @@ def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object
     assert isinstance(compute, float)
     for p, simulation in enumerate(simulations):
         for s, (busy, end) in enumerate(
-            zip(simulation.busy_seconds, simulation.stage_end_seconds, strict=True)
+            zip(_stage_busy(simulation), simulation.stage_end_seconds, strict=True)
         ):
             stage = plan.pipelines[p].stages[s]
-            share = busy / compute if compute else 0.0
+            share = busy / (compute * len(stage.replicas)) if compute else 0.0
             bar = "#" * round(20 * share)
             print(
                 f" pipeline {p} stage {s}  layers {stage.layers[0]}-{stage.layers[1]}  "
@@ -182,27 +262,29 @@ def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object
 
 def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
     from yuan_train.config.errors import ConfigError
+    from yuan_train.planner.cost import stage_workers
     from yuan_train.schedule.trace import TraceLane, write_trace
 
     lanes: list[TraceLane] = []
     for p, simulation in enumerate(simulations):
-        for s, steps in enumerate(simulation.lanes):
-            stage = plan.pipelines[p].stages[s]
-            entry = plan.ranks[stage.ranks[0]]
+        workers = stage_workers(plan.pipelines[p])
+        for s, stage in enumerate(plan.pipelines[p].stages):
             words = [
                 f"layers {stage.layers[0]}-{stage.layers[1]}",
                 "embedding" * stage.embedding,
                 "head" * stage.head,
             ]
-            lanes.append(
-                TraceLane(
-                    process=f"{entry.device} ({entry.type})",
-                    pipeline=p,
-                    stage=s,
-                    steps=steps,
-                    label=" ".join(word for word in words if word),
+            for replica, worker in zip(stage.replicas, workers[s], strict=True):
+                entry = plan.ranks[replica[0]]
+                lanes.append(
+                    TraceLane(
+                        process=f"{entry.device} ({entry.type})",
+                        pipeline=p,
+                        stage=s,
+                        steps=[timed for timed in simulation.lanes[worker] if timed.step.stage == s],
+                        label=" ".join(word for word in words if word),
+                    )
                 )
-            )
     try:
         write_trace(path, lanes)
     except OSError as error:

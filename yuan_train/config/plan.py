@@ -198,6 +198,12 @@ def _rank_laws(plan: Plan) -> Iterator[Problem]:
                 if first[0] != p:
                     there = f"it works in pipeline {first[0]} already"
                     yield Problem(path, f"rank {rank} is named twice: {there}")
+                elif virtual and not _same_replica(pipeline, first[1], s, rank):
+                    yield Problem(
+                        path,
+                        f"rank {rank} works in stage {first[1]} in another group; virtual stages of a rank "
+                        "must have the same replica, rank for rank",
+                    )
                 elif not virtual:
                     yield Problem(
                         path,
@@ -208,6 +214,11 @@ def _rank_laws(plan: Plan) -> Iterator[Problem]:
     for rank in range(plan.world_size):
         if rank not in where:
             yield Problem(("ranks", rank), f"rank {rank} works in no stage; leave it out or give it one")
+
+
+def _same_replica(pipeline: PipelinePlan, a: int, b: int, rank: int) -> bool:
+    groups = [next(r for r in pipeline.stages[s].replicas if rank in r) for s in (a, b)]
+    return groups[0] == groups[1]
 
 
 def _layer_laws(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[Problem]:
@@ -325,3 +336,30 @@ def single_card_plan(run: RunConfig) -> Plan:
 def own_device_types(cluster: Cluster, names: set[str]) -> dict[str, DeviceType]:
     """The described types among `names`, for a plan to carry."""
     return {name: cluster.device_types[name] for name in sorted(names) if name in cluster.device_types}
+
+
+RUNNABLE_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
+"""Schedules that the engine runs today."""
+
+RUNNABLE_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+"""Kinds of recompute that the engine runs today."""
+
+
+def check_runnable(plan: Plan) -> None:
+    """Raise PlanError, with every reason, if the plan asks for something that the engine cannot run yet."""
+    reasons = list(not_runnable(plan))
+    if reasons:
+        raise PlanError("\n".join(f"this plan cannot be run yet: {reason}" for reason in reasons))
+
+
+def not_runnable(plan: Plan) -> Iterator[str]:
+    """Yield what in a lawful plan the engine cannot run yet; the planner writes no such plan."""
+    if plan.schedule not in RUNNABLE_SCHEDULES:
+        yield f"schedule: {plan.schedule}; use one of {', '.join(RUNNABLE_SCHEDULES)}"
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            where = f"pipelines[{p}].stages[{s}]"
+            if stage.recompute not in RUNNABLE_RECOMPUTE:
+                yield f"{where}.recompute: {stage.recompute}; use {' or '.join(RUNNABLE_RECOMPUTE)}"
+            if stage.optimizer_offload > 0:
+                yield f"{where}.optimizer_offload: {stage.optimizer_offload}; use 0"

@@ -48,11 +48,24 @@ class DataConfig:
     """Attention does not look into older documents."""
     reset_filter: bool = False
     """The localized filter does not look into older documents."""
+    fim_rate: Share = 0.0
+    """Share of the documents in a sample that are turned into fill-in-the-middle (published runs: 0.5)."""
+    fim_spm_rate: Share = 0.5
+    """Of these, the share in the order suffix, prefix, middle; the others have prefix, suffix, middle."""
+    loss_after_separator: bool = False
+    """Fine-tuning: of a document with a `<sep>`, only the tokens from there to its end are trained."""
+    mask_loss_after_eod: bool = False
+    """The first token of a document is not trained: nothing before it tells what it is."""
 
     @property
     def resets(self) -> bool:
         """Whether document ends matter at all."""
         return self.reset_position_ids or self.reset_attention or self.reset_filter
+
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens of a sample are not trained."""
+        return self.loss_after_separator or self.mask_loss_after_eod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +203,18 @@ def run_laws(run: RunConfig) -> Iterator[Problem]:
             ("data", "tokenizer"),
             "resets at document ends need the tokenizer's end-of-document token; give a tokenizer, or set "
             "reset_position_ids, reset_attention and reset_filter to false",
+        )
+    if (data.fim_rate or data.masks) and data.tokenizer is None:
+        yield Problem(
+            ("data", "tokenizer"),
+            "fim_rate, loss_after_separator and mask_loss_after_eod need the tokenizer's special tokens; "
+            "give the tokenizer that the corpora were made with",
+        )
+    if data.fim_rate and data.loss_after_separator:
+        yield Problem(
+            ("data", "fim_rate"),
+            "filling in the middle would cut questions from their answers; set it to 0 for fine-tuning "
+            "(loss_after_separator)",
         )
     if data.split is not None:
         if not data.split[0] or not data.split[1] or sum(data.split) > 1 + 1e-9:

@@ -15,6 +15,7 @@ import numpy as np
 
 from yuan_train.config.errors import DataError
 from yuan_train.data.indexed import CHUNK_ENTRIES, IndexedDataset
+from yuan_train.data.rules import IGNORED, SampleRules
 from yuan_train.data.sampler import (
     BlendOrder,
     EpochOrder,
@@ -33,7 +34,7 @@ CACHED_EPOCHS = 2  # a batch may lie across an epoch's border
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Packed sequences: `targets` is `inputs` one token further on. Both int64 [B, S]."""
+    """Packed sequences: `targets` is `inputs` one token further on, or IGNORED. Both int64 [B, S]."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -55,8 +56,10 @@ class Corpus:
         seed: int,
         identity: str,
         vocab_size: int | None,
+        rules: SampleRules | None = None,
     ) -> None:
         assert sequence_length >= 1
+        self.rules = rules
         self.dataset = dataset
         self.prefix = dataset.prefix
         self.sequence_length = sequence_length
@@ -81,10 +84,21 @@ class Corpus:
         return len(self._documents)
 
     def sample(self, index: int) -> np.ndarray:
-        """Token ids of sample `index`, which counts on over the epochs: int64 [S + 1].
+        """Token ids int64 [S + 1] of sample `index`, which counts on over epochs; rearranged by the rules.
 
         Raises DataError when an id is beyond the vocabulary.
         """
+        tokens = self.stored_sample(index)
+        if self.rules is None:
+            return tokens
+        return self.rules.rearrange(tokens, hash_key("fim", self._seed, self._identity, index))
+
+    def targets(self, tokens: np.ndarray) -> np.ndarray:
+        """Targets int64 [S] of a sample [S + 1]; IGNORED where the rules train nothing."""
+        return tokens[1:] if self.rules is None else self.rules.targets(tokens)
+
+    def stored_sample(self, index: int) -> np.ndarray:
+        """Token ids of sample `index` as they are stored: int64 [S + 1]."""
         position = sample_position(
             index,
             num_tokens=self.num_tokens,
@@ -157,9 +171,27 @@ class Blend:
         """
         assert first_sample >= 0 and count >= 1
         located = [self.locate(number) for number in range(first_sample, first_sample + count)]
-        tokens = np.stack([self.corpora[corpus].sample(index) for corpus, index in located])
+        samples = [(self.corpora[corpus], self.corpora[corpus].sample(index)) for corpus, index in located]
         # Copies, so that neither holds the other's memory and both are contiguous.
-        return Batch(inputs=tokens[:, :-1].copy(), targets=tokens[:, 1:].copy())
+        return Batch(
+            inputs=np.stack([tokens[:-1] for _, tokens in samples]),
+            targets=np.stack([corpus.targets(tokens) for corpus, tokens in samples]),
+        )
+
+    def trained_tokens(self, first_sample: int, count: int) -> int:
+        """How many tokens of samples [first_sample, first_sample + count) have a loss.
+
+        The same on every rank: a function of the data alone. Where the rules mask nothing, no data is read.
+        """
+        total = 0
+        for number in range(first_sample, first_sample + count):
+            corpus, index = self.locate(number)
+            source = self.corpora[corpus]
+            if source.rules is None or not source.rules.masks:
+                total += source.sequence_length
+            else:
+                total += int((source.targets(source.sample(index)) != IGNORED).sum())
+        return total
 
 
 def open_corpora(
@@ -170,12 +202,14 @@ def open_corpora(
     vocab_size: int | None,
     split: tuple[float, float] | None = None,
     part: Literal["train", "validation"] = "train",
+    rules: SampleRules | None = None,
 ) -> Blend:
     """Opens (prefix, weight) pairs as one blend; weights need not sum to one.
 
     With `split`, each corpus is divided by document into (train, validation) shares and `part` is read;
     without it `part` only gives the order another seed. The division depends on the corpus alone, not on the
-    seed: a document held out once stays held out in a later run.
+    seed: a document held out once stays held out in a later run. `rules` say what is done to each sample;
+    validation data is not rearranged.
 
     Raises DataError for missing or torn files, weights that are not above zero, a share without documents,
     and a corpus shorter than one sample.
@@ -196,6 +230,7 @@ def open_corpora(
                 seed=seed,
                 identity=f"{content}/{copy}/{part}",
                 vocab_size=vocab_size,
+                rules=rules.without_fim() if rules is not None and part == "validation" else rules,
             )
         )
     blend = Blend(corpora, [weight for _, weight in sources])

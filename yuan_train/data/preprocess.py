@@ -18,7 +18,7 @@ import numpy as np
 
 from yuan_train.config.errors import DataError
 from yuan_train.data.indexed import IndexedWriter, bin_path, token_dtype
-from yuan_train.data.text import Item, check_inputs, decode_item, read_items
+from yuan_train.data.text import Convention, Item, check_inputs, decode_item, read_items
 from yuan_train.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 1 << 20  # of text handed to a worker at once: some tenths of a second of work
@@ -56,6 +56,7 @@ class _Encoder:
     tokenizer: str
     digest: str
     text_key: str
+    convention: Convention
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,15 @@ def preprocess(
     *,
     workers: int = 1,
     text_key: str = "text",
+    convention: Convention = "plain",
     report: Callable[[Progress], None] | None = None,
 ) -> Preprocessed:
     """Encodes the documents of `inputs` to `PREFIX.bin` and `PREFIX.idx`.
 
-    A `.jsonl` file holds one document per line, under `text_key`; any other file is one document. Blank
-    documents and files that are not UTF-8 are skipped and counted. `report` is called after every chunk.
+    A `.jsonl` or `.parquet` file holds one document per line or row, under `text_key`; any other file is one
+    document, or under the convention `yuan` one sample per line (`text.yuan_text`), in which `<sep>` and the
+    other special strings are heeded. Otherwise every string is text, whatever it says. Blank documents and
+    files that are not UTF-8 are skipped and counted. `report` is called after every chunk.
 
     Raises DataError for unreadable inputs, a malformed line (with file:line), a missing tokenizer, a worker
     that died, and when no document is left; then nothing is written and older files stay as they were.
@@ -91,11 +95,14 @@ def preprocess(
     check_inputs(inputs)
     loaded = Tokenizer.load(tokenizer)
     dtype = token_dtype(loaded.vocab_size)
-    encoder = _Encoder(tokenizer=str(loaded.path), digest=loaded.digest, text_key=text_key)
+    encoder = _Encoder(
+        tokenizer=str(loaded.path), digest=loaded.digest, text_key=text_key, convention=convention
+    )
+    items = read_items(inputs, text_key=text_key, convention=convention)
     empty, text_bytes = 0, 0
     undecodable: list[str] = []
     with IndexedWriter(prefix, dtype=dtype) as writer:
-        for encoded in _encode_in_order(encoder, _chunks(read_items(inputs)), workers):
+        for encoded in _encode_in_order(encoder, _chunks(items), workers):
             writer.add_many(encoded.tokens, encoded.lengths)
             empty += encoded.empty
             text_bytes += encoded.text_bytes
@@ -173,13 +180,13 @@ def _encode_chunk(encoder: _Encoder, chunk: list[Item]) -> _Encoded:
     undecodable: list[str] = []
     empty, text_bytes = 0, 0
     for item in chunk:
-        text = decode_item(item, text_key=encoder.text_key)
+        text = decode_item(item, text_key=encoder.text_key, convention=encoder.convention)
         if text is None:
             undecodable.append(item.path)
         elif not text.strip():
             empty += 1
         else:
-            documents.append(_encode_document(tokenizer, text, item))
+            documents.append(_encode_document(tokenizer, text, item, encoder.convention))
             text_bytes += item.size_bytes
     dtype = token_dtype(tokenizer.vocab_size)
     return _Encoded(
@@ -191,8 +198,10 @@ def _encode_chunk(encoder: _Encoder, chunk: list[Item]) -> _Encoded:
     )
 
 
-def _encode_document(tokenizer: Tokenizer, text: str, item: Item) -> np.ndarray:
-    ids = tokenizer.encode(text)
+def _encode_document(tokenizer: Tokenizer, text: str, item: Item, convention: Convention) -> np.ndarray:
+    # The beginning and the unknown are no part of a text, even where a special string may be.
+    heeded = frozenset(tokenizer.specials) - {"<s>", "<unk>"}
+    ids = tokenizer.encode(text, special=heeded) if convention == "yuan" else tokenizer.encode(text)
     # Control symbols of our own models cannot come from text; a foreign model may hold <eod> as an ordinary
     # piece.
     if tokenizer.eod_id in ids:

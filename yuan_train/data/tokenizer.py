@@ -1,18 +1,20 @@
-"""Sentencepiece tokenizers: training one, and turning text to ids and back.
+"""Tokenizers: training one with sentencepiece, and turning text to ids and back with ours, Yuan's or others.
 
-Byte-pair encoding with byte fallback over unchanged text: no normaliser, spaces kept, digits one by one,
-newlines and tabs as bytes. Text comes back as it was, but for U+2581, the sign that sentencepiece writes for
-a space.
+Ours: byte-pair encoding with byte fallback over unchanged text: no normaliser, spaces kept, digits one by
+one, newlines and tabs as bytes. Text comes back as it was, but for U+2581, the sign that sentencepiece writes
+for a space.
 """
 
+import functools
 import hashlib
 import io
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import sentencepiece
 
@@ -20,6 +22,7 @@ from yuan_train.config.errors import DataError
 from yuan_train.data.text import check_inputs, decode_item, read_items
 
 MODEL_NAME = "tokenizer.model"
+HUGGING_FACE_NAME = "tokenizer.json"
 END_OF_DOCUMENT = "<eod>"
 # Control symbols: no text is ever encoded to one of them.
 CONTROL_SYMBOLS = (
@@ -30,6 +33,25 @@ CONTROL_SYMBOLS = (
     "<FIM_PREFIX>",
     "<FIM_MIDDLE>",
     "<FIM_SUFFIX>",
+)
+# Strings that the published Yuan tokenizer heeds in text; those without a piece are appended in this order.
+YUAN_SPECIALS = (
+    END_OF_DOCUMENT,
+    "<sep>",
+    "<pad>",
+    "<mask>",
+    "<predict>",
+    "<FIM_SUFFIX>",
+    "<FIM_PREFIX>",
+    "<FIM_MIDDLE>",
+    "<commit_before>",
+    "<commit_msg>",
+    "<commit_after>",
+    "<jupyter_start>",
+    "<jupyter_text>",
+    "<jupyter_code>",
+    "<jupyter_output>",
+    "<empty_output>",
 )
 TRAINING_BYTES = 64_000_000  # of text; more makes training longer and the pieces no better
 LINE_CHARACTERS = 1_000  # sentencepiece drops lines above 4,192 bytes; 1,000 characters are at most 4,000
@@ -186,24 +208,50 @@ def _write_whole(path: Path, content: bytes) -> None:
         raise DataError(f"{path}: cannot write: {error.strerror or error}; choose another --out") from error
 
 
-class Tokenizer:
-    """A sentencepiece model; `path` is the model's file, `digest` the sha256 of its bytes."""
+# --- encoding and decoding -------------------------------------------------------------------------------
 
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor, path: Path, digest: str) -> None:
-        self._processor = processor
+
+Special = bool | frozenset[str]
+"""Which special strings in a text are heeded: none, all, or those named."""
+
+
+class Backend(Protocol):
+    """What a form of tokenizer gives; `special` strings are those that `encode` may be asked to heed."""
+
+    vocab_size: int
+    eod_id: int | None
+    specials: Mapping[str, int]
+
+    def piece_id(self, piece: str) -> int | None: ...
+
+    def encode(self, text: str, special: Special) -> list[int]: ...
+
+    def decode(self, ids: list[int], special: bool) -> str: ...
+
+
+class Tokenizer:
+    """A sentencepiece model, or a Hugging Face `tokenizer.json`.
+
+    `path` is its file, `digest` the sha256 of the file's bytes, `vocab_size` the largest id plus one,
+    `specials` the strings with a meaning of their own, such as `<sep>`, and their ids.
+    """
+
+    def __init__(self, backend: Backend, path: Path, digest: str) -> None:
+        self._backend = backend
         self.path = path
         self.digest = digest
-        self.vocab_size: int = processor.get_piece_size()
-        self.eod_id = self._end_of_document()
+        self.vocab_size = backend.vocab_size
+        self.specials = backend.specials
+        self.eod_id = self._end_of_document(backend.eod_id)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Loads a model file, or `tokenizer.model` of a folder.
+        """Loads a model file, or `tokenizer.model` of a folder, else its `tokenizer.json`.
 
-        Raises DataError when there is none, when it is not a sentencepiece model, or when no piece can end a
-        document.
+        Raises DataError when there is none, when it is torn or of another kind, when no piece can end a
+        document, or when a `tokenizer.json` is given and the package `tokenizers` is not installed.
         """
-        file = Path(path) / MODEL_NAME if Path(path).is_dir() else Path(path)
+        file = _file_of(Path(path))
         advice = "make one with: yuan-train tokenizer --input TEXT --vocab-size N --out DIR"
         try:
             content = file.read_bytes()
@@ -211,26 +259,27 @@ class Tokenizer:
             raise DataError(
                 f"{file}: no tokenizer: cannot read it: {error.strerror or error}; {advice}"
             ) from error
-        processor = sentencepiece.SentencePieceProcessor()
-        try:
-            processor.LoadFromSerializedProto(content)
-            if not processor.get_piece_size():  # an empty file loads without complaint
-                raise RuntimeError("no pieces")
-        except RuntimeError as error:
-            raise DataError(f"{file}: not a sentencepiece model, or a torn one; {advice}") from error
-        return cls(processor, file, hashlib.sha256(content).hexdigest())
+        opened = HuggingFaceBackend.open if file.suffix == ".json" else SentencePieceBackend.open
+        return cls(opened(file, content, advice), file, hashlib.sha256(content).hexdigest())
 
     def piece_id(self, piece: str) -> int | None:
-        """The id of a piece such as `<sep>`; None if the model has no such piece."""
-        number = self._processor.piece_to_id(piece)
-        return number if self._processor.id_to_piece(number) == piece else None
+        """The id of a piece such as `<sep>`; None if there is no such piece."""
+        return self._backend.piece_id(piece)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of the text; nothing is added at its ends."""
-        return self._processor.encode(text)
+    def encode(self, text: str, *, special: Special = False) -> list[int]:
+        """Token ids of the text; nothing is added at its ends.
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; control symbols give no text, ids beyond the vocabulary are a DataError."""
+        With `special`, strings such as `<sep>` in the text become their ids (all of them, or those named),
+        and what stands between two of them is encoded as a string of its own, as the published Yuan tokenizer
+        does; without it all is text.
+        """
+        return self._backend.encode(text, special)
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """The text of token ids; special ones give no text, unless `special`.
+
+        Raises DataError for ids beyond the vocabulary.
+        """
         numbers = [int(number) for number in ids]
         beyond = [number for number in numbers if not 0 <= number < self.vocab_size]
         if beyond:
@@ -238,16 +287,147 @@ class Tokenizer:
                 f"{self.path}: token id {beyond[0]} is beyond the vocabulary of {self.vocab_size}; "
                 "use the tokenizer that the tokens were made with"
             )
-        return self._processor.decode(numbers)
+        return self._backend.decode(numbers, special)
 
-    def _end_of_document(self) -> int:
-        number = self.piece_id(END_OF_DOCUMENT)
-        # A foreign model has no <eod>; its end-of-sentence symbol does the same work.
+    def _end_of_document(self, number: int | None) -> int:
         if number is None:
-            number = self._processor.eos_id()
-        if number < 0:
             raise DataError(
                 f"{self.path}: has neither {END_OF_DOCUMENT} nor an end-of-sentence piece, so nothing can "
                 "end a document; train a tokenizer of your own"
             )
         return number
+
+
+def _file_of(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    names = (MODEL_NAME, HUGGING_FACE_NAME)
+    return next((path / name for name in names if (path / name).is_file()), path / MODEL_NAME)
+
+
+class SentencePieceBackend:
+    """A sentencepiece model: one of ours, Yuan's, or anybody's.
+
+    Ours hold `<eod>`, `<sep>`, ... as control symbols, which no text gives. Yuan's holds some of its special
+    strings as ordinary pieces and five not at all: those have the ids right after the last piece, in the
+    order of `YUAN_SPECIALS` (IEIT-Yuan/Yuan-2.0:megatron/tokenizer/tokenizer.py:44-46).
+    """
+
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
+        self._processor = processor
+        size = processor.get_piece_size()
+        self._is_yuan = all(self._is_ordinary(piece) for piece in (END_OF_DOCUMENT, "<sep>", "<pad>"))
+        self.specials: Mapping[str, int] = self._find_specials(size)
+        self._texts = {number: piece for piece, number in self.specials.items()}
+        self.vocab_size = max(size, 1 + max(self.specials.values(), default=0))
+        self.eod_id = self._end_of_document()
+
+    @classmethod
+    def open(cls, file: Path, content: bytes, advice: str) -> "SentencePieceBackend":
+        processor = sentencepiece.SentencePieceProcessor()
+        try:
+            processor.LoadFromSerializedProto(content)
+            if not processor.get_piece_size():  # an empty file loads without complaint
+                raise RuntimeError("no pieces")
+        except RuntimeError as error:
+            raise DataError(f"{file}: not a sentencepiece model, or a torn one; {advice}") from error
+        return cls(processor)
+
+    def piece_id(self, piece: str) -> int | None:
+        if piece in self.specials:
+            return self.specials[piece]
+        number = self._processor.piece_to_id(piece)
+        return number if self._processor.id_to_piece(number) == piece else None
+
+    def encode(self, text: str, special: Special) -> list[int]:
+        heeded = frozenset(self.specials) & special if isinstance(special, frozenset) else self.specials
+        if not special or not heeded:
+            return self._processor.encode(text)
+        ids: list[int] = []
+        for number, part in enumerate(_splitter(frozenset(heeded)).split(text)):
+            if number % 2:
+                ids.append(self.specials[part])
+            elif part:  # each with a dummy prefix of its own
+                ids += self._processor.encode(part)
+        return ids
+
+    def decode(self, ids: list[int], special: bool) -> str:
+        if not self._is_yuan and not special:
+            return self._processor.decode(ids)
+        parts, first = [], 0
+        for index, number in enumerate(ids):
+            if number in self._texts:
+                parts.append(self._processor.decode(ids[first:index]))
+                parts.append(self._texts[number] if special else "")
+                first = index + 1
+        return "".join([*parts, self._processor.decode(ids[first:])])
+
+    def _is_ordinary(self, piece: str) -> bool:
+        number = self._processor.piece_to_id(piece)
+        known = self._processor.id_to_piece(number) == piece
+        return known and not self._processor.is_control(number) and not self._processor.is_unknown(number)
+
+    def _find_specials(self, size: int) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for piece in YUAN_SPECIALS if self._is_yuan else CONTROL_SYMBOLS:
+            number = self._processor.piece_to_id(piece)
+            if self._processor.id_to_piece(number) == piece:
+                found[piece] = number
+            elif self._is_yuan:
+                found[piece] = size
+                size += 1
+        if self._is_yuan:
+            # Registered by the published tokenizer too, as its own control pieces; `</s>` is not.
+            found |= {piece: self._processor.piece_to_id(piece) for piece in ("<s>", "<unk>")}
+        return found
+
+    def _end_of_document(self) -> int | None:
+        number = self._processor.piece_to_id(END_OF_DOCUMENT)
+        if self._processor.id_to_piece(number) == END_OF_DOCUMENT:
+            return number
+        # A foreign model has no <eod>; its end-of-sentence symbol does the same work.
+        return self._processor.eos_id() if self._processor.eos_id() >= 0 else None
+
+
+@functools.lru_cache(maxsize=8)
+def _splitter(words: frozenset[str]) -> re.Pattern[str]:
+    """Splits a text at the words, and keeps them: every second part is a word."""
+    longest_first = sorted(words, key=lambda word: (-len(word), word))
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
+class HuggingFaceBackend:
+    """A `tokenizer.json`, read by the package `tokenizers` (the extra [tokenizers])."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.specials: Mapping[str, int] = {
+            token.content: number for number, token in added.items() if token.special
+        }
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        ends = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+        self.eod_id = next((self.piece_id(piece) for piece in ends if self.piece_id(piece) is not None), None)
+
+    @classmethod
+    def open(cls, file: Path, content: bytes, advice: str) -> "HuggingFaceBackend":
+        try:
+            import tokenizers
+        except ImportError:
+            raise DataError(
+                f"{file}: reading it needs the package tokenizers: pip install 'yuan-train[tokenizers]'"
+            ) from None
+        try:
+            return cls(tokenizers.Tokenizer.from_str(content.decode("utf-8")))
+        except Exception as error:  # tokenizers raises bare Exceptions for what it cannot read
+            raise DataError(f"{file}: not a tokenizer.json, or a torn one: {error}; {advice}") from None
+
+    def piece_id(self, piece: str) -> int | None:
+        return self._tokenizer.token_to_id(piece)
+
+    def encode(self, text: str, special: Special) -> list[int]:
+        self._tokenizer.encode_special_tokens = not special
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int], special: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=not special)

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_outputs
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_yuan import YuanConfig
 
 IGNORED_LABEL = -100
+# Releases differ in the types that they give to these.
+BaseOutput: Any = modeling_outputs.BaseModelOutputWithPast
+CausalOutput: Any = modeling_outputs.CausalLMOutputWithPast
 
 
 class YuanRMSNorm(nn.Module):
@@ -39,7 +41,7 @@ class YuanRMSNorm(nn.Module):
 class YuanFilter(nn.Module):
     """Two causal convolutions of two taps, and a norm over their sum with the input.
 
-    The weights have the form of 2-D convolutions [out, in, 2, 1]; index 0 of the third dim is the older token.
+    The weights have the form of 2-D convolutions [out, in, 2, 1]; index 0 of dim 2 is the older token.
     """
 
     def __init__(self, size: int, epsilon: float) -> None:
@@ -207,6 +209,7 @@ def _rotary_tables(config: YuanConfig, positions: Tensor) -> tuple[Tensor, Tenso
 class YuanPreTrainedModel(PreTrainedModel):
     """What transformers wants to know of the family."""
 
+    config: YuanConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class = YuanConfig
     base_model_prefix = "model"
     _no_split_modules = ["YuanDecoderLayer"]  # noqa: RUF012
@@ -263,9 +266,9 @@ class YuanModel(YuanPreTrainedModel):
             states.append(x)
         x = states[-1] = self.norm(x)
         keep = self.config.use_cache if use_cache is None else use_cache
-        return BaseModelOutputWithPast(
+        return BaseOutput(
             last_hidden_state=x,
-            past_key_values=(*caches, (tokens,)) if keep else None,  # type: ignore[arg-type]
+            past_key_values=(*caches, (tokens,)) if keep else None,
             hidden_states=tuple(states) if output_hidden_states else None,
         )
 
@@ -329,7 +332,7 @@ class YuanForCausalLM(YuanPreTrainedModel, GenerationMixin):
         if return_dict is False:
             values = (loss, logits, found.past_key_values, found.hidden_states)
             return tuple(value for value in values if value is not None)
-        return CausalLMOutputWithPast(
+        return CausalOutput(
             loss=loss,
             logits=logits,
             past_key_values=found.past_key_values,

@@ -49,6 +49,7 @@ class LocalizedFilter(nn.Module):
 
     `convolve` and `convolve_step` hold all that depends on the H/2 channels: a runtime that cuts the
     channels over cards replaces these two and sums their results; residual and norm stay as they are.
+    `convolution` is the op itself, which a runtime that splits the backward replaces.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -57,21 +58,22 @@ class LocalizedFilter(nn.Module):
         self.conv1 = TwoTapConvolution(hidden, channels, device=device, dtype=dtype)
         self.conv2 = TwoTapConvolution(channels, hidden, device=device, dtype=dtype)
         self.norm = RMSNorm(hidden, config.norm_epsilon, device=device, dtype=dtype)
+        self.convolution = ops.localized_filter
 
     def forward(self, u_BSH: Tensor, document_start: Tensor | None = None) -> Tensor:
         """Return f [B, S, H]; `document_start` bool [B, S] or None."""
-        return self.norm(self.convolve(u_BSH, document_start) + u_BSH)
+        return self.norm.add(self.convolve(u_BSH, document_start), u_BSH)[0]
 
     def step(
         self, u_BSH: Tensor, state: ops.FilterState, document_start: Tensor | None = None
     ) -> tuple[Tensor, ops.FilterState]:
         """Return f [B, S, H] of the next tokens, and the state after them."""
         filtered_BSH, state = self.convolve_step(u_BSH, state, document_start)
-        return self.norm(filtered_BSH + u_BSH), state
+        return self.norm.add(filtered_BSH, u_BSH)[0], state
 
     def convolve(self, u_BSH: Tensor, document_start: Tensor | None) -> Tensor:
         """Return both convolutions of u [B, S, H]."""
-        return ops.localized_filter(
+        return self.convolution(
             u_BSH,
             self.conv1.weight,
             self.conv1.bias,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,16 +51,50 @@ def generate(
     reset_attention: bool = False,
     reset_filter: bool = False,
 ) -> Iterator[int]:
-    """Return an iterator over new tokens, each as soon as it is drawn.
+    """Return an iterator over new tokens, each as soon as it is drawn: `generate_batch` of one prompt."""
+    batch = generate_batch(
+        model,
+        [prompt_ids],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eod_id=eod_id,
+        reset_position_ids=reset_position_ids,
+        reset_attention=reset_attention,
+        reset_filter=reset_filter,
+    )
+    return (token for tokens in batch for token in tokens if token is not None)
+
+
+def generate_batch(
+    model: Transformer,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    eod_id: int | None = None,
+    reset_position_ids: bool = True,
+    reset_attention: bool = False,
+    reset_filter: bool = False,
+) -> Iterator[list[int | None]]:
+    """Return an iterator over the next token of every prompt; None where one has ended.
+
+    Prompts may be of any lengths: shorter ones are padded on the left, and neither attention nor the filter
+    sees the padding, so that each gives what it gives alone.
 
     Args:
         model: a whole model.
-        prompt_ids: at least one token.
+        prompts: at least one, each of at least one token.
         max_new_tokens: where to stop at the latest.
         temperature: 0 is greedy; see `Sampling` for this and the next two.
         top_k: see `Sampling`.
         top_p: see `Sampling`.
-        seed: of the draw's own generator; None takes a fresh one.
+        seed: of the draw's own generators; prompt i has `seed + i`. None takes fresh ones.
         eod_id: stop after yielding this token. In the prompt it closes a document, and the three switches
             say what the model was trained to reset there (`documents.find_resets` has the same defaults).
         reset_position_ids: rotary positions count from the document's start.
@@ -68,25 +102,36 @@ def generate(
         reset_filter: the localized filter sees its own document only.
 
     Raises:
-        YuanError: (a ValueError) an argument is out of range, or prompt and new tokens together exceed the
+        YuanError: (a ValueError) an argument is out of range, or a prompt and new tokens together exceed the
             model's max_sequence_length. Raised by the call, before the first token is asked for.
     """
-    _check_request(model, prompt_ids, max_new_tokens)
+    if not prompts:
+        raise YuanError("there is no prompt; give at least one")
+    for prompt_ids in prompts:
+        _check_request(model, prompt_ids, max_new_tokens)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    generator = torch.Generator("cpu")
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    longest = max(map(len, prompts))
     reader = _Reader(
         model,
-        model.new_cache(batch_size=1, max_length=len(prompt_ids) + max_new_tokens),
+        model.new_cache(batch_size=len(prompts), max_length=longest + max_new_tokens),
+        paddings=[longest - len(prompt_ids) for prompt_ids in prompts],
         eod_id=eod_id,
         reset_position_ids=reset_position_ids,
         reset_attention=reset_attention,
         reset_filter=reset_filter,
     )
-    return _stream(reader, prompt_ids, max_new_tokens, sampling, generator)
+    padded = [[0] * (longest - len(prompt_ids)) + list(prompt_ids) for prompt_ids in prompts]
+    return _stream(reader, padded, max_new_tokens, sampling, _generators(seed, len(prompts)))
+
+
+def _generators(seed: int | None, count: int) -> list[torch.Generator]:
+    generators = [torch.Generator("cpu") for _ in range(count)]
+    for number, generator in enumerate(generators):
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed + number)
+    return generators
 
 
 def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -109,37 +154,77 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 def _stream(
     reader: _Reader,
-    prompt_ids: list[int],
+    prompts: list[list[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    generator: torch.Generator,
-) -> Iterator[int]:
-    unread = prompt_ids
+    generators: list[torch.Generator],
+) -> Iterator[list[int | None]]:
+    unread = prompts
+    ended = [False] * len(prompts)
     for _ in range(max_new_tokens):
-        token = sample(reader.read(unread), sampling, generator)
-        yield token
-        if token == reader.eod_id:
+        logits_BV = reader.read(unread)
+        tokens = [
+            None if ended[row] else sample(logits_BV[row], sampling, generators[row])
+            for row in range(len(prompts))
+        ]
+        yield tokens
+        ended = [token is None or token == reader.eod_id for token in tokens]
+        if all(ended):
             return
-        unread = [token]
+        # What has ended goes on being read, and nobody looks.
+        unread = [[0 if token is None else token] for token in tokens]
 
 
 @dataclass(kw_only=True)
 class _Places:
-    """Of tokens being read: place in the document, whether they begin one, and where theirs began."""
+    """Of tokens being read: place in the document, whether the filter forgets, and the first one in sight."""
 
     positions: list[int] = field(default_factory=list)
     starts: list[bool] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
 
 
+class _Follower:
+    """Follows the documents of one sequence; its padding is no part of any."""
+
+    def __init__(self, padding: int, eod_id: int | None) -> None:
+        self._padding = padding
+        self._eod_id = eod_id
+        self._first = padding
+        self._closed = True
+
+    def follow(self, ids: list[int], start: int) -> _Places:
+        places = _Places()
+        for index, token in enumerate(ids, start=start):
+            if index < self._padding:
+                # Sees itself alone: a softmax over nothing is not a number.
+                self._note(places, 0, False, index)
+                continue
+            if self._closed:
+                self._first = index
+            self._note(places, index - self._first, self._closed, self._first)
+            self._closed = token == self._eod_id
+        return places
+
+    @staticmethod
+    def _note(places: _Places, position: int, start: bool, first: int) -> None:
+        places.positions.append(position)
+        places.starts.append(start)
+        places.firsts.append(first)
+
+
 class _Reader:
-    """Feeds a model through its cache and follows the documents in what it reads."""
+    """Feeds a model through its cache and follows the documents in what it reads.
+
+    What a reset does at a document's start happens at the first token after the padding in any case.
+    """
 
     def __init__(
         self,
         model: Transformer,
         cache: Cache,
         *,
+        paddings: list[int],
         eod_id: int | None,
         reset_position_ids: bool,
         reset_attention: bool,
@@ -148,47 +233,48 @@ class _Reader:
         self.model = model
         self.cache = cache
         self.eod_id = eod_id
-        self.reset_position_ids = reset_position_ids
-        self.reset_attention = reset_attention
-        self.reset_filter = reset_filter
-        self._first = 0
-        self._closed = True
+        self._switches = {
+            "positions": reset_position_ids,
+            "starts": reset_filter,
+            "firsts": reset_attention,
+        }
+        self._padded = any(paddings)
+        # One that heeds the ends of documents, one for the switches that are off.
+        self._by_document = [_Follower(padding, eod_id) for padding in paddings]
+        self._by_sequence = [_Follower(padding, None) for padding in paddings]
 
-    def read(self, ids: list[int]) -> Tensor:
-        """Read ids, at least one; return the logits [V] of the token that follows."""
+    def read(self, rows: list[list[int]]) -> Tensor:
+        """Read rows of equally many ids, at least one; return the logits [B, V] of what follows."""
         hidden_BSH = None
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            hidden_BSH = self._read_chunk(ids[start : start + PREFILL_CHUNK])
+        for start in range(0, len(rows[0]), PREFILL_CHUNK):
+            hidden_BSH = self._read_chunk([row[start : start + PREFILL_CHUNK] for row in rows])
         assert hidden_BSH is not None
         with torch.no_grad():
-            return self.model.logits(hidden_BSH[0, -1])
+            return self.model.logits(hidden_BSH[:, -1])
 
-    def _read_chunk(self, ids: list[int]) -> Tensor:
-        places = self._follow(ids)
+    def _read_chunk(self, rows: list[list[int]]) -> Tensor:
         device = next(self.model.parameters()).device
+        start = self.cache.length
+        documents = [f.follow(ids, start) for f, ids in zip(self._by_document, rows, strict=True)]
+        sequences = [f.follow(ids, start) for f, ids in zip(self._by_sequence, rows, strict=True)]
 
-        def row(values: list[int] | list[bool], wanted: bool) -> Tensor | None:
-            return torch.tensor([values], device=device) if wanted else None
+        def told(what: str) -> Tensor | None:
+            if self._switches[what]:
+                return torch.tensor([getattr(places, what) for places in documents], device=device)
+            if self._padded:
+                return torch.tensor([getattr(places, what) for places in sequences], device=device)
+            return None
 
+        firsts = told("firsts")
+        if not self._padded and firsts is not None and not firsts.any():
+            firsts = None  # no older document to hide, and no mask to make
         return self.model.forward_cached(
-            torch.tensor([ids], device=device),
+            torch.tensor(rows, device=device),
             self.cache,
-            positions=row(places.positions, self.reset_position_ids),
-            document_start=row(places.starts, self.reset_filter),
-            # Without an older document in the cache there is nothing to hide, and no mask to make.
-            visible_from=row(places.firsts, self.reset_attention and self._first > 0),
+            positions=told("positions"),
+            document_start=told("starts"),
+            visible_from=firsts,
         )
-
-    def _follow(self, ids: list[int]) -> _Places:
-        places = _Places()
-        for index, token in enumerate(ids, start=self.cache.length):
-            if self._closed:
-                self._first = index
-            places.positions.append(index - self._first)
-            places.starts.append(self._closed)
-            places.firsts.append(self._first)
-            self._closed = token == self.eod_id
-        return places
 
 
 def _check_request(model: Transformer, prompt_ids: list[int], max_new_tokens: int) -> None:

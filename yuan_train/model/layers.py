@@ -54,6 +54,10 @@ class RMSNorm(nn.Module):
         """Return [..., H] in x's dtype."""
         return ops.rms_norm(x, self.weight, epsilon=self.epsilon)
 
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (norm of the sum, sum) of x and residual [..., H], in one pass."""
+        return ops.add_rms_norm(x, residual, self.weight, epsilon=self.epsilon)
+
 
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(z0) * z1), where up gives (z0, z1)."""

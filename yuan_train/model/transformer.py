@@ -66,8 +66,9 @@ class Block(nn.Module):
         """Return [B, S, H]."""
         u_BSH = self.attention_norm(x_BSH)
         filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start)
-        x_BSH = x_BSH + self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
-        return x_BSH + self.feed_forward(self.feed_forward_norm(x_BSH))
+        attended_BSH = self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
+        u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
+        return x_BSH + self.feed_forward(u_BSH)
 
     def step(
         self,
@@ -83,8 +84,9 @@ class Block(nn.Module):
         if self.filter is not None:
             assert cache.filter_state is not None
             filtered_BSH, cache.filter_state = self.filter.step(u_BSH, cache.filter_state, document_start)
-        x_BSH = x_BSH + self.attention.step(u_BSH, filtered_BSH, rotary, cache, first, visible)
-        return x_BSH + self.feed_forward(self.feed_forward_norm(x_BSH))
+        attended_BSH = self.attention.step(u_BSH, filtered_BSH, rotary, cache, first, visible)
+        u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
+        return x_BSH + self.feed_forward(u_BSH)
 
 
 class Transformer(nn.Module):

@@ -1,120 +1,146 @@
-"""From a plan and a built stage to something that can run."""
+"""From a plan and the parts of a model to something that can run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from yuan_train.config.errors import PlanError
-from yuan_train.config.plan import Plan
+from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Grid, Place, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
+from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.split import WeightQueue, split_backward
+from yuan_train.parallel.tensor import Cutting, cut_parameters, join_group
+from yuan_train.parallel.zero import BucketState, SharedState, WholeState
 from yuan_train.schedule.check import check_table, peak_in_flight
 from yuan_train.schedule.step import Lane, Table
-from yuan_train.schedule.tables import SCHEDULES, forward_only, make_table
+from yuan_train.schedule.tables import forward_only, make_table
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """How a model is built, cut and filled; the runtime knows it by names alone."""
+
+    build: Callable[[StagePlan], torch.nn.Module]
+    """One stage's part, on the meta device."""
+    initial: Callable[[str, tuple[int, ...]], torch.Tensor]
+    """First value of a parameter by global name and shape."""
+    sharding: Mapping[str, str]
+    row_blocks: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank of a plan, ready to work: its place, its lane, its flat weights and its neighbours."""
+    """One rank of a plan, ready to work: its place, its lane, its weights and its neighbours."""
 
     grid: Grid
     place: Place
     lane: Lane
-    buckets: list[FlatBucket]
+    evaluation_lane: Lane
+    parts: Mapping[int, torch.nn.Module]
+    """By stage."""
+    queues: Mapping[int, WeightQueue]
+    """By stage: weight gradients put off, where the schedule splits the backward."""
+    shards: Mapping[str, Shard]
+    """What this rank holds of each parameter, by global name."""
+    states: tuple[BucketState, ...]
+    buckets: tuple[FlatBucket, ...]
     groups: Groups
     bridge: Bridge | None
 
-    def evaluation_lane(self) -> Lane:
-        """The lane that only forwards."""
-        pipeline = self.grid.pipeline(self.place)
-        table = forward_only(num_stages=len(pipeline.stages), num_micro_batches=pipeline.num_micro_batches)
-        return table[self.place.stage]
-
 
 def parallelize(
-    model: torch.nn.Module, plan: Plan, rank: int, *, device: torch.device, dtype: torch.dtype
+    plan: Plan, rank: int, parts: ModelParts, *, device: torch.device, dtype: torch.dtype
 ) -> Worker:
-    """Lay the stage's weights flat and join it to its neighbours; collective over all ranks.
+    """Build this rank's parts of the model, lay their weights flat, and join its neighbours.
 
-    `model` is this rank's part, its parameters under their global names; `dtype` is what crosses the cuts.
+    `dtype` is what crosses the cuts. Collective over all ranks.
     """
     grid = Grid(plan)
     place = grid.places[rank]
-    table = pipeline_table(plan, place.pipeline)
     groups = make_groups(grid, device=device)
-    parameters = dict(model.named_parameters())
     pipeline = grid.pipeline(place)
-    boundary = Boundary(
-        (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size), dtype, device
-    )
-    bridge = None
-    if len(pipeline.stages) > 1:
-        window = 1 + max(peak_in_flight(lane) for lane in table)
-        bridge = Bridge(grid, place, groups, boundary, window=window)
+    cutting = Cutting(parts.sharding, parts.row_blocks, place.position, len(grid.replica(place)))
+    modules, shards = _build_parts(grid, place, parts, cutting, device)
+    if groups.tensor is not None:
+        for module in modules.values():
+            join_group(module, cutting, groups.tensor)
+    queues = {stage: WeightQueue() for stage in modules}
+    if plan.schedule == "zero_bubble":
+        for stage, module in modules.items():
+            split_backward(module, queues[stage], parts.sharding)
+    parameters = {name: p for module in modules.values() for name, p in module.named_parameters()}
+    buckets = _flatten(grid, rank, parameters, shards)
+    share = SharedState if plan.optimizer_sharding else WholeState
+    workers = grid.workers(place.pipeline)
+    table = pipeline_table(plan, place.pipeline)
+    shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
+    window = 1 + max(peak_in_flight(lane) for lane in table)
     return Worker(
         grid=grid,
         place=place,
-        lane=table[place.stage],
-        buckets=_flatten(grid, rank, parameters),
+        lane=table[place.worker],
+        evaluation_lane=forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)[
+            place.worker
+        ],
+        parts=modules,
+        queues=queues,
+        shards=shards,
+        states=tuple(share(bucket, groups) for bucket in buckets),
+        buckets=tuple(buckets),
         groups=groups,
-        bridge=bridge,
+        bridge=Bridge(grid, place, groups, Boundary(shape, dtype, device), window=window)
+        if len(pipeline.stages) > 1
+        else None,
     )
 
 
 def pipeline_table(plan: Plan, pipeline: int) -> Table:
     """The checked schedule table of one pipeline."""
-    shape = plan.pipelines[pipeline]
-    table = make_table(plan.schedule, num_stages=len(shape.stages), num_micro_batches=shape.num_micro_batches)
-    check_table(table)
+    workers = Grid(plan).workers(pipeline)
+    table = make_table(
+        plan.schedule, workers=workers, num_micro_batches=plan.pipelines[pipeline].num_micro_batches
+    )
+    check_table(table, workers, window=1 + max(peak_in_flight(lane) for lane in table))
     return table
 
 
-def _flatten(grid: Grid, rank: int, parameters: dict[str, torch.nn.Parameter]) -> list[FlatBucket]:
+def _build_parts(
+    grid: Grid, place: Place, parts: ModelParts, cutting: Cutting, device: torch.device
+) -> tuple[dict[int, torch.nn.Module], dict[str, Shard]]:
+    """This rank's part of the model for each of its stages, cut and filled."""
+    modules: dict[int, torch.nn.Module] = {}
+    shards: dict[str, Shard] = {}
+    for number in place.stages:
+        module = parts.build(grid.pipeline(place).stages[number])
+        found = cut_parameters(module, cutting, device=device)
+        for name, parameter in module.named_parameters():
+            with torch.no_grad():
+                parameter.copy_(found[name].local(parts.initial(name, found[name].shape)))
+        _tie(module, modules)
+        shards |= found
+        modules[number] = module
+    return modules, shards
+
+
+def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None:
+    """Let two stages of one rank that both hold the tied embedding share it."""
+    for other in others.values():
+        if "embedding" in module._modules and "embedding" in other._modules:
+            module._modules["embedding"].weight = other._modules["embedding"].weight  # pyright: ignore
+
+
+def _flatten(
+    grid: Grid, rank: int, parameters: dict[str, torch.nn.Parameter], shards: Mapping[str, Shard]
+) -> list[FlatBucket]:
     flat: list[FlatBucket] = []
     for bucket in grid.buckets:
-        if rank in bucket.owners:
-            held = {name: p for name, p in parameters.items() if unit_of(name) in bucket.units}
-            if held:
-                flat.append(FlatBucket(bucket, held))
+        held = {name: p for name, p in parameters.items() if unit_of(name) in bucket.units}
+        if held and bucket.slices_of(rank):
+            flat.append(FlatBucket(bucket, held, shards, rank=rank))
     assert sum(len(bucket.parameters) for bucket in flat) == len(parameters)
     return flat
-
-
-def check_supported(plan: Plan) -> None:
-    """Raise PlanError, with every reason, if the plan asks for something that the engine cannot run yet."""
-    reasons = list(_not_yet(plan))
-    if reasons:
-        raise PlanError("\n".join(f"this plan cannot be run yet: {reason}" for reason in reasons))
-
-
-def _not_yet(plan: Plan) -> Iterator[str]:
-    if plan.schedule not in SCHEDULES:
-        yield f"schedule: {plan.schedule}; use one of {', '.join(SCHEDULES)}"
-    if plan.optimizer_sharding:
-        yield "optimizer_sharding: true; set it to false"
-    first = plan.pipelines[0]
-    for p, pipeline in enumerate(plan.pipelines):
-        where = f"pipelines[{p}]"
-        cut = [stage.layers for stage in pipeline.stages]
-        if cut != [stage.layers for stage in first.stages]:
-            yield f"{where}: cut unlike pipelines[0]; give all pipelines the same layers per stage"
-        if (pipeline.micro_batch_size, pipeline.num_micro_batches) != (
-            first.micro_batch_size,
-            first.num_micro_batches,
-        ):
-            yield f"{where}: micro-batches unlike pipelines[0]; give all pipelines the same size and number"
-        for s, stage in enumerate(pipeline.stages):
-            where = f"pipelines[{p}].stages[{s}]"
-            if len(stage.replicas) > 1:
-                yield f"{where}.replicas: {len(stage.replicas)} replicas; use one, or more pipelines"
-            if len(stage.ranks) > len(stage.replicas):
-                yield f"{where}.replicas: tensor-parallel width above 1; use 1"
-            if stage.recompute == "selective":
-                yield f"{where}.recompute: selective; use none or full"
-            if stage.optimizer_offload > 0:
-                yield f"{where}.optimizer_offload: {stage.optimizer_offload}; use 0"

@@ -1,4 +1,8 @@
-"""Messages between the stages of a pipeline: activations one way, their gradients the other."""
+"""Messages between the stages of a pipeline: activations one way, their gradients the other.
+
+Between stages of unlike tensor-parallel width the first rank of one group sends to the first of the other,
+which hands the message on inside its group: one copy over the slow link, fan-out on the fast one.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,16 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
-from yuan_train.parallel.grid import Grid, Place
+from yuan_train.parallel.grid import Edge, Grid, Place
 from yuan_train.parallel.groups import Groups
-from yuan_train.schedule.step import Step
+from yuan_train.schedule.step import Kind, Step
 
-_OFFSETS = {"send_activation": 1, "receive_activation": -1, "send_gradient": -1, "receive_gradient": 1}
+_OFFSETS: dict[Kind, int] = {
+    "send_activation": 1,
+    "receive_activation": -1,
+    "send_gradient": -1,
+    "receive_gradient": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -28,51 +37,50 @@ class Boundary:
 class Bridge:
     """Posts and awaits the messages of one rank.
 
-    A receive buffer lives from its posting to its use. A sent tensor is let go as soon as its arrival is
-    certain without asking, or, at the latest, when `window` younger ones of its kind are under way.
+    A receive buffer lives from its posting to its use. A sent activation is let go when its gradient has
+    come, which proves that it had arrived; a sent gradient at the latest when `window` younger ones of its
+    edge are under way, by when the table's in-flight depth has made its receiver take it.
     """
 
     def __init__(self, grid: Grid, place: Place, groups: Groups, boundary: Boundary, *, window: int) -> None:
+        self._grid = grid
         self._place = place
         self._groups = groups
         self._boundary = boundary
         self._window = window
-        self._peers = {kind: grid.neighbour(place, offset) for kind, offset in _OFFSETS.items()}
-        self._received: dict[tuple[str, int], tuple[dist.Work, torch.Tensor]] = {}
-        self._sent: dict[str, deque[tuple[Step, dist.Work, torch.Tensor]]] = {
-            "send_activation": deque(),
-            "send_gradient": deque(),
-        }
+        self._leads = place.position == 0
+        self._received: dict[Step, tuple[dist.Work | None, torch.Tensor]] = {}
+        self._sent: dict[Edge, deque[tuple[Step, dist.Work, torch.Tensor]]] = {}
 
     def post(self, step: Step) -> None:
         """Open the door for a message: allocate its buffer and start to receive."""
-        boundary, peer = self._boundary, self._peers[step.kind]
-        assert peer is not None
+        boundary, edge = self._boundary, self._edge(step)
         buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
-        work = dist.irecv(buffer, peer, group=self._groups.edges[peer, self._place.rank])
-        assert work is not None
-        self._received[step.kind, step.micro_batch] = (work, buffer)
+        work = dist.irecv(buffer, edge.sender, group=self._groups.edges[edge]) if self._leads else None
+        self._received[step] = (work, buffer)
 
     def take(self, step: Step) -> torch.Tensor:
-        """Wait for a message that was posted, and hand it over.
-
-        A gradient that has come proves that its activation had arrived, so that one is let go.
-        """
-        work, buffer = self._received.pop((step.kind, step.micro_batch))
-        self._wait(step, work)
+        """Wait for a message that was posted, and hand it over."""
+        work, buffer = self._received.pop(step)
+        if work is not None:
+            self._wait(step, work)
+        replica = self._grid.replica(self._place)
+        if len(replica) > 1:
+            dist.broadcast(buffer, replica[0], group=self._groups.tensor)
         if step.kind == "receive_gradient":
-            self._retire("send_activation", up_to=step.micro_batch)
+            self._retire(Step("send_activation", step.stage, step.micro_batch))
         return buffer
 
     def send(self, step: Step, tensor: torch.Tensor) -> None:
         """Start to send; does not wait for the peer unless `window` older messages are still under way."""
-        peer = self._peers[step.kind]
-        assert peer is not None
-        under_way = self._sent[step.kind]
+        if not self._leads:
+            return
+        edge = self._edge(step)
+        under_way = self._sent.setdefault(edge, deque())
         while len(under_way) >= self._window:
             self._wait(*under_way.popleft()[:2])
         tensor = tensor.detach().contiguous()
-        work = dist.isend(tensor, peer, group=self._groups.edges[self._place.rank, peer])
+        work = dist.isend(tensor, edge.receiver, group=self._groups.edges[edge])
         assert work is not None
         under_way.append((step, work, tensor))
 
@@ -82,15 +90,26 @@ class Bridge:
             while under_way:
                 self._wait(*under_way.popleft()[:2])
 
-    def _retire(self, kind: str, *, up_to: int) -> None:
-        under_way = self._sent[kind]
-        while under_way and under_way[0][0].micro_batch <= up_to:
+    def _retire(self, proven: Step) -> None:
+        """Let go of an activation whose gradient has come, and of those sent before it on its edge."""
+        under_way = self._sent.get(self._edge(proven))
+        while self._leads and under_way and under_way[0][0].micro_batch <= proven.micro_batch:
             self._wait(*under_way.popleft()[:2])
+
+    def _edge(self, step: Step) -> Edge:
+        peer_stage = step.stage + _OFFSETS[step.kind]
+        peer = self._grid.peer(self._place, peer_stage, step.micro_batch)
+        mine = self._grid.replica(self._place)[0]
+        onward = step.kind.endswith("activation")
+        if step.kind.startswith("send"):
+            return Edge(self._place.pipeline, step.stage, onward, mine, peer)
+        return Edge(self._place.pipeline, peer_stage, onward, peer, mine)
 
     def _wait(self, step: Step, work: dist.Work) -> None:
         try:
             work.wait()
         except RuntimeError as error:
+            peer = self._grid.peer(self._place, step.stage + _OFFSETS[step.kind], step.micro_batch)
             raise TrainingError(
-                f"{self._place}: the {step} failed; rank {self._peers[step.kind]} is gone or stuck ({error})"
+                f"{self._place}: the {step} failed; rank {peer} is gone or stuck ({error})"
             ) from error

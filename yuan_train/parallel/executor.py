@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -21,6 +21,14 @@ class StageWork(Protocol):
 
         `hidden_BSH` is what the stage before sent; None on the first stage.
         """
+        ...
+
+    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[object]:
+        """Around a backward: if `split`, the weights' part is put off until `backward_weight`."""
+        ...
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """The weights' part of a backward that was split."""
         ...
 
 
@@ -65,22 +73,23 @@ class Stopwatch:
 
 
 class Executor:
-    """Runs the lane of one rank.
+    """Runs the lane of one worker.
 
-    Outputs are kept by micro-batch, never by position, from a forward to its backward; nothing else is, so
-    memory follows the in-flight depth of the table and not the number of micro-batches.
+    Outputs are kept by stage and micro-batch, never by position, from a forward to its backward; nothing else
+    is, so memory follows the in-flight depth of the table and not the number of micro-batches.
     """
 
-    def __init__(self, work: StageWork, bridge: Bridge | None, stopwatch: Stopwatch) -> None:
-        self._work = work
+    def __init__(self, works: Mapping[int, StageWork], bridge: Bridge | None, stopwatch: Stopwatch) -> None:
+        self._works = works
         self._bridge = bridge
         self._stopwatch = stopwatch
-        self._kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._gradients: dict[int, torch.Tensor] = {}
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._handed: dict[Step, torch.Tensor] = {}
+        """Activations and gradients on their way to a message, or to another stage of this worker."""
 
     @property
     def num_kept(self) -> int:
-        """Micro-batches whose output is kept now."""
+        """Outputs kept now."""
         return len(self._kept)
 
     def run(self, lane: Lane) -> None:
@@ -93,52 +102,65 @@ class Executor:
 
     def steps(self, lane: Lane) -> Iterator[Step]:
         """Yield every step of the lane just before it is taken."""
-        training = any(step.kind == "backward" for step in lane)
-        kinds: set[Kind] = {step.kind for step in lane}
+        training = any(step.kind in ("backward", "backward_input") for step in lane)
+        whole = frozenset(lane)
         for step in lane:
             yield step
             with torch.set_grad_enabled(training):
-                self._take(step, kinds, training=training)
+                self._take(step, whole, training=training)
         if self._bridge is not None:
             self._bridge.drain()
-        assert not self._kept and not self._gradients
+        assert not self._kept and not self._handed
 
-    def _take(self, step: Step, kinds: set[Kind], *, training: bool) -> None:
+    def _take(self, step: Step, lane: frozenset[Step], *, training: bool) -> None:
         if step.kind == "forward":
-            self._forward(step, receives="receive_activation" in kinds, keep=training)
-        elif step.kind == "backward":
-            self._backward(step, receives="receive_gradient" in kinds)
+            self._forward(step, lane, training=training)
+        elif step.kind in ("backward", "backward_input"):
+            self._backward(step, lane)
+        elif step.kind == "backward_weight":
+            with self._stopwatch.running():
+                self._works[step.stage].backward_weight(step.micro_batch)
         elif step.kind in ("receive_activation", "receive_gradient"):
             self._need_bridge().post(step)
-        elif step.kind == "send_activation":
-            self._need_bridge().send(step, self._outgoing(step, kept=training))
         else:
-            self._need_bridge().send(step, self._gradients.pop(step.micro_batch))
+            self._need_bridge().send(step, self._handed.pop(step))
 
-    def _forward(self, step: Step, *, receives: bool, keep: bool) -> None:
-        hidden_BSH = None
-        if receives:
-            arrival = Step("receive_activation", step.stage, step.micro_batch)
-            hidden_BSH = self._need_bridge().take(arrival).requires_grad_(keep)
+    def _forward(self, step: Step, lane: frozenset[Step], *, training: bool) -> None:
+        hidden_BSH = self._incoming(Step("receive_activation", step.stage, step.micro_batch), lane)
+        if hidden_BSH is not None and training:
+            hidden_BSH.requires_grad_()
         with self._stopwatch.running():
-            output = self._work.forward(step.micro_batch, hidden_BSH)
-        self._kept[step.micro_batch] = (hidden_BSH, output)
-        if not keep and output.dim() == 0:
-            del self._kept[step.micro_batch]
+            output = self._works[step.stage].forward(step.micro_batch, hidden_BSH)
+        if training:
+            self._kept[step.stage, step.micro_batch] = (hidden_BSH, output)
+        if output.dim() > 0:
+            self._hand_on(Step("send_activation", step.stage, step.micro_batch), output, lane)
 
-    def _outgoing(self, step: Step, *, kept: bool) -> torch.Tensor:
-        return (self._kept[step.micro_batch] if kept else self._kept.pop(step.micro_batch))[1]
-
-    def _backward(self, step: Step, *, receives: bool) -> None:
-        gradient_BSH = None
-        if receives:
-            gradient_BSH = self._need_bridge().take(Step("receive_gradient", step.stage, step.micro_batch))
-        hidden_BSH, output = self._kept.pop(step.micro_batch)
-        with self._stopwatch.running():
+    def _backward(self, step: Step, lane: frozenset[Step]) -> None:
+        gradient_BSH = self._incoming(Step("receive_gradient", step.stage, step.micro_batch), lane)
+        hidden_BSH, output = self._kept.pop((step.stage, step.micro_batch))
+        work = self._works[step.stage]
+        with self._stopwatch.running(), work.splitting(step.micro_batch, step.kind == "backward_input"):
             torch.autograd.backward(output, gradient_BSH)
         if hidden_BSH is not None:
             assert hidden_BSH.grad is not None
-            self._gradients[step.micro_batch] = hidden_BSH.grad
+            self._hand_on(Step("send_gradient", step.stage, step.micro_batch), hidden_BSH.grad, lane)
+
+    def _incoming(self, arrival: Step, lane: frozenset[Step]) -> torch.Tensor | None:
+        """A message, or what another stage of this worker left; None at the model's ends."""
+        if arrival in lane:
+            return self._need_bridge().take(arrival)
+        return self._handed.pop(arrival, None)
+
+    def _hand_on(self, departure: Step, tensor: torch.Tensor, lane: frozenset[Step]) -> None:
+        """Lay a result where its send finds it, or, without one, the next stage of this worker."""
+        if departure in lane:
+            self._handed[departure] = tensor
+            return
+        onward = departure.kind == "send_activation"
+        kind: Kind = "receive_activation" if onward else "receive_gradient"
+        stage = departure.stage + (1 if onward else -1)
+        self._handed[Step(kind, stage, departure.micro_batch)] = tensor.detach()
 
     def _need_bridge(self) -> Bridge:
         assert self._bridge is not None, "a table with messages needs a bridge"

@@ -2,60 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.shard import Shard, num_elements, part_of
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-class FlatBucket:
-    """The parameters of one bucket, laid end to end: matrices first, then vectors.
+@dataclass(frozen=True)
+class Piece:
+    """Where a parameter lies in a flat buffer."""
 
-    `master` holds the weights in fp32 (fp64 for fp64 models), `gradient` the gradient summed over
-    micro-batches, both [n]. Under bf16 and fp16 the model's weights are a rounded copy of the master; else
-    they *are* the master.
+    name: str
+    shard: Shard
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One of the equal parts into which a bucket is cut, so that owners of unlike width can meet.
+
+    Laid out as the bucket: matrices, cut vectors, whole vectors. A whole vector is in every slice, and counts
+    in the first alone.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self.owners = bucket.owners
-        ordered = sorted(parameters.items(), key=lambda item: item[1].dim() < 2)
-        self.parameters = dict(ordered)
+    index: int
+    local_index: int
+    group: tuple[int, ...]
+    """The ranks that hold it."""
+    pieces: tuple[Piece, ...]
+    num_matrix_elements: int
+    num_cut_elements: int
+
+    @property
+    def num_elements(self) -> int:
+        last = self.pieces[-1]
+        return last.start + last.length
+
+    @property
+    def num_counted_elements(self) -> int:
+        """Elements that no other slice has."""
+        return self.num_elements if self.index == 0 else self.num_cut_elements
+
+
+class FlatBucket:
+    """The parameters of one bucket, laid end to end.
+
+    `gradient` [n] holds the gradient summed over micro-batches in fp32 (fp64 for fp64 models); `weights` [n]
+    the model's weights in their own precision.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Mapping[str, torch.nn.Parameter],
+        shards: Mapping[str, Shard],
+        *,
+        rank: int,
+    ) -> None:
+        self.rank = rank
+        self.is_first_owner = rank in bucket.owners[0]
+        """Whether this rank is of the owner that writes the bucket into checkpoints: owners of unlike width
+        hold overlapping parts."""
+        order = {name: _order(p, shards[name]) for name, p in parameters.items()}
+        self.parameters = dict(sorted(parameters.items(), key=lambda item: order[item[0]]))
+        self.shards = {name: shards[name] for name in self.parameters}
+        self.pieces = tuple(_pieces(self.shards, {n: p.numel() for n, p in self.parameters.items()}))
         first = next(iter(self.parameters.values()))
-        low = first.dtype in _LOW_PRECISION
-        total = sum(p.numel() for p in self.parameters.values())
-        dtype = torch.float32 if low else first.dtype
-        self.num_matrix_elements = sum(p.numel() for p in self.parameters.values() if p.dim() >= 2)
-        self.master = torch.empty(total, dtype=dtype, device=first.device)
-        self.gradient = torch.zeros_like(self.master)
-        self._rounded = torch.empty(total, dtype=first.dtype, device=first.device) if low else None
-        weights = self.master if self._rounded is None else self._rounded
-        self._places = _places(self.parameters)
+        total = sum(parameter.numel() for parameter in self.parameters.values())
+        self.is_low_precision = first.dtype in _LOW_PRECISION
+        self.master_dtype = torch.float32 if self.is_low_precision else first.dtype
+        self.weights = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.gradient = torch.zeros(total, dtype=self.master_dtype, device=first.device)
+        self.slices = tuple(_slices(bucket, self.shards, rank))
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                self.view(self.master, name).copy_(parameter)
-                parameter.data = self.view(weights, name)
+                view = self.view(self.weights, name)
+                view.copy_(parameter)
+                parameter.data = view
                 self._gather_gradient(name, parameter)
-        self.publish()
+
+    @property
+    def num_matrix_elements(self) -> int:
+        """Elements of the matrices, which stand first; vectors follow."""
+        return sum(piece.length for piece in self.pieces if len(piece.shard.shape) >= 2)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
-        """The part of a flat buffer [n] that belongs to a parameter, in the parameter's shape."""
-        start, shape = self._places[name]
-        return flat[start : start + shape.numel()].view(shape)
+        """The part of a flat buffer [n] that belongs to a parameter, in the parameter's local shape."""
+        piece = next(piece for piece in self.pieces if piece.name == name)
+        return flat[piece.start : piece.start + piece.length].view(piece.shard.local_shape)
 
-    def publish(self) -> None:
-        """Bring the model's weights up to the master."""
-        if self._rounded is not None:
-            self._rounded.copy_(self.master)
+    def pack(self, flat: torch.Tensor, part: Slice) -> torch.Tensor:
+        """A slice of a flat buffer [n], end to end; the buffer itself if the slice is all of it."""
+        if len(self.slices) == 1:
+            return flat
+        packed = flat.new_empty(part.num_elements)
+        for piece in part.pieces:
+            target = packed[piece.start : piece.start + piece.length]
+            source = self._slice_view(flat, piece.name, part)
+            target.view(source.shape).copy_(source)
+        return packed
+
+    def unpack(self, packed: torch.Tensor, part: Slice, flat: torch.Tensor) -> None:
+        """Put a slice back into a flat buffer [n]."""
+        if packed.data_ptr() == flat.data_ptr():
+            return
+        for piece in part.pieces:
+            target = self._slice_view(flat, piece.name, part)
+            target.copy_(packed[piece.start : piece.start + piece.length].view(target.shape))
+
+    def _slice_view(self, flat: torch.Tensor, name: str, part: Slice) -> torch.Tensor:
+        return part_of(self.view(flat, name), self.shards[name], part.local_index, len(self.slices))
 
     def _gather_gradient(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Let autograd add into the flat buffer, in the master's precision."""
         view = self.view(self.gradient, name)
-        if self._rounded is None:
+        if not self.is_low_precision:
             parameter.grad = view
             return
 
@@ -67,31 +136,57 @@ class FlatBucket:
         parameter.register_post_accumulate_grad_hook(add)
 
 
-def _places(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, tuple[int, torch.Size]]:
-    places: dict[str, tuple[int, torch.Size]] = {}
+def _order(parameter: torch.nn.Parameter, shard: Shard) -> int:
+    """Matrices, cut vectors, whole vectors."""
+    return 0 if parameter.dim() >= 2 else 1 if not _everywhere(shard) else 2
+
+
+def _everywhere(shard: Shard) -> bool:
+    """Whether a tensor is whole on every rank, however wide its group."""
+    return shard.dim is None
+
+
+def _pieces(shards: Mapping[str, Shard], lengths: Mapping[str, int]) -> Iterator[Piece]:
     start = 0
-    for name, parameter in parameters.items():
-        places[name] = (start, parameter.shape)
-        start += parameter.numel()
-    return places
+    for name, shard in shards.items():
+        yield Piece(name, shard, start, lengths[name])
+        start += lengths[name]
+
+
+def _slices(bucket: Bucket, shards: Mapping[str, Shard], rank: int) -> Iterator[Slice]:
+    mine = bucket.slices_of(rank)
+    lengths = {name: num_elements(shard, bucket.num_slices) for name, shard in shards.items()}
+    pieces = tuple(_pieces(shards, lengths))
+    matrices = sum(piece.length for piece in pieces if len(piece.shard.shape) >= 2)
+    cut = sum(piece.length for piece in pieces if len(piece.shard.shape) >= 2 or not _everywhere(piece.shard))
+    for local_index, index in enumerate(mine):
+        yield Slice(index, local_index, bucket.slice_group(index), pieces, matrices, cut)
 
 
 def sum_over_owners(buckets: list[FlatBucket], groups: Groups) -> None:
-    """Add up the gradients of every bucket over the ranks that hold it."""
-    works = [
-        dist.all_reduce(bucket.gradient, group=groups.owners[bucket.owners], async_op=True)
-        for bucket in buckets
-        if len(bucket.owners) > 1
-    ]
-    for work in works:
-        assert work is not None
+    """Add up the gradients of every bucket over the ranks that hold it, slice by slice."""
+    under_way: list[tuple[FlatBucket, Slice, torch.Tensor, dist.Work]] = []
+    for bucket in buckets:
+        for part in bucket.slices:
+            if len(part.group) > 1:
+                packed = bucket.pack(bucket.gradient, part)
+                work = dist.all_reduce(packed, group=groups.owners[part.group], async_op=True)
+                assert work is not None
+                under_way.append((bucket, part, packed, work))
+    for bucket, part, packed, work in under_way:
         work.wait()
+        bucket.unpack(packed, part, bucket.gradient)
 
 
-def squared_norm(buckets: list[FlatBucket], rank: int, *, device: torch.device) -> torch.Tensor:
-    """This rank's share of the squared global gradient norm, fp64: each bucket counts at its first owner."""
+def squared_norm(buckets: list[FlatBucket], *, device: torch.device) -> torch.Tensor:
+    """This rank's share of the squared global gradient norm, fp64.
+
+    Each slice counts at the first rank that holds it, and a vector that is whole everywhere in slice 0.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for bucket in buckets:
-        if bucket.owners[0] == rank:
-            total += torch.linalg.vector_norm(bucket.gradient, dtype=torch.float64) ** 2
+        for part in bucket.slices:
+            if part.group[0] == bucket.rank:
+                counted = bucket.pack(bucket.gradient, part)[: part.num_counted_elements]
+                total += torch.linalg.vector_norm(counted, dtype=torch.float64) ** 2
     return total

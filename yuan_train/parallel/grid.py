@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.schedule.step import Workers, worker_of
+
+Replica = tuple[int, ...]
+"""The ranks of a tensor-parallel group, in order."""
 
 
 @dataclass(frozen=True)
@@ -15,24 +20,61 @@ class Place:
 
     rank: int
     pipeline: int
-    stage: int
-    replica: int = 0
-    position: int = 0
-    """Within the replica's tensor-parallel group."""
+    worker: int
+    """Its replica's number within the pipeline; see `schedule.step.Workers`."""
+    position: int
+    """Within the replica."""
+    stages: tuple[int, ...]
+    """The stages that it runs: one, or several virtual ones."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pipeline {self.pipeline}, stage {self.stage})"
+        stages = ", ".join(map(str, self.stages))
+        word = "stage" if len(self.stages) == 1 else "stages"
+        return f"rank {self.rank} (pipeline {self.pipeline}, {word} {stages})"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One direction of a cut between two workers: messages that leave `stage`.
+
+    With virtual stages, activations to the next stage and gradients to the one before may have the same two
+    ranks; they are two edges.
+    """
+
+    pipeline: int
+    stage: int
+    onward: bool
+    sender: int
+    receiver: int
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Adjacent units of the model whose owners are the same ranks; gradients are summed over them together.
+    """Adjacent units of the model that the same replicas own; gradients are summed over them together.
 
     A unit is `embedding`, `layers.7` or `head`; a tied embedding is owned by first and last stages alike.
     """
 
     units: tuple[str, ...]
-    owners: tuple[int, ...]
+    owners: tuple[Replica, ...]
+
+    @property
+    def num_slices(self) -> int:
+        """The least common multiple of the owners' widths: each owner holds whole slices."""
+        return math.lcm(*map(len, self.owners))
+
+    def slice_group(self, index: int) -> tuple[int, ...]:
+        """The ranks that hold a slice, one of each owner."""
+        return tuple(sorted(owner[index * len(owner) // self.num_slices] for owner in self.owners))
+
+    def slices_of(self, rank: int) -> range:
+        """The slices that a rank holds; empty if it owns nothing here."""
+        for owner in self.owners:
+            if rank in owner:
+                each = self.num_slices // len(owner)
+                first = owner.index(rank) * each
+                return range(first, first + each)
+        return range(0)
 
 
 @dataclass(frozen=True)
@@ -44,31 +86,41 @@ class Grid:
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """The place of every rank, by rank."""
-        found = {
-            rank: Place(rank, p, s, r, i)
-            for p, pipeline in enumerate(self.plan.pipelines)
-            for s, stage in enumerate(pipeline.stages)
-            for r, replica in enumerate(stage.replicas)
-            for i, rank in enumerate(replica)
-        }
+        found: dict[int, Place] = {}
+        for p, pipeline in enumerate(self.plan.pipelines):
+            for worker, replica in enumerate(self.replicas(p)):
+                stages = tuple(s for s, stage in enumerate(pipeline.stages) if replica in stage.replicas)
+                for position, rank in enumerate(replica):
+                    found[rank] = Place(rank, p, worker, position, stages)
         return tuple(found[rank] for rank in range(self.plan.world_size))
+
+    def replicas(self, pipeline: int) -> tuple[Replica, ...]:
+        """The workers of a pipeline as ranks, by the worker's number."""
+        stages = self.plan.pipelines[pipeline].stages
+        return tuple(dict.fromkeys(replica for stage in stages for replica in stage.replicas))
+
+    def workers(self, pipeline: int) -> Workers:
+        """For each stage of a pipeline its workers' numbers."""
+        numbers = {replica: worker for worker, replica in enumerate(self.replicas(pipeline))}
+        stages = self.plan.pipelines[pipeline].stages
+        return tuple(tuple(numbers[replica] for replica in stage.replicas) for stage in stages)
 
     def pipeline(self, place: Place) -> PipelinePlan:
         return self.plan.pipelines[place.pipeline]
 
-    def stage(self, place: Place) -> StagePlan:
-        return self.pipeline(place).stages[place.stage]
+    def replica(self, place: Place) -> Replica:
+        """The tensor-parallel group of a rank."""
+        return self.replicas(place.pipeline)[place.worker]
 
-    def neighbour(self, place: Place, offset: int) -> int | None:
-        """The rank that runs the stage `offset` away for the same micro-batches, or None at the ends."""
-        stages = self.pipeline(place).stages
-        peer = place.stage + offset
-        return stages[peer].replicas[0][0] if 0 <= peer < len(stages) else None
+    def peer(self, place: Place, stage: int, micro_batch: int) -> int:
+        """The first rank of the worker that runs a micro-batch on a stage of the same pipeline."""
+        worker = worker_of(self.workers(place.pipeline), stage, micro_batch)
+        return self.replicas(place.pipeline)[worker][0]
 
     @cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """(sender, receiver) of every direction of every cut, in one order on all ranks."""
-        return tuple(edge for pipeline in self.plan.pipelines for edge in _edges(pipeline))
+    def edges(self) -> tuple[Edge, ...]:
+        """Every edge on which a message goes, in one order on all ranks."""
+        return tuple(edge for p in range(len(self.plan.pipelines)) for edge in self._edges(p))
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -85,7 +137,19 @@ class Grid:
         """Offset of the pipeline's share within a global batch, in sequences."""
         return sum(pipeline.num_sequences for pipeline in self.plan.pipelines[: place.pipeline])
 
-    def _owners(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _edges(self, p: int) -> Iterator[Edge]:
+        replicas, workers = self.replicas(p), self.workers(p)
+        for left in range(len(workers) - 1):
+            pairs = dict.fromkeys(
+                (worker_of(workers, left, m), worker_of(workers, left + 1, m))
+                for m in range(self.plan.pipelines[p].num_micro_batches)
+            )
+            for a, b in pairs:
+                if a != b:
+                    yield Edge(p, left, True, replicas[a][0], replicas[b][0])
+                    yield Edge(p, left + 1, False, replicas[b][0], replicas[a][0])
+
+    def _owners(self) -> Iterator[tuple[str, tuple[Replica, ...]]]:
         embedding = self._holders(lambda stage: stage.embedding)
         head = self._holders(lambda stage: stage.head)
         tied = self.plan.model.tie_embeddings
@@ -94,9 +158,9 @@ class Grid:
             yield f"layers.{layer}", self._holders(partial(_holds_layer, layer=layer))
         yield "head", head
 
-    def _holders(self, holds: Callable[[StagePlan], bool]) -> tuple[int, ...]:
-        ranks = [r for p in self.plan.pipelines for stage in p.stages if holds(stage) for r in stage.ranks]
-        return tuple(sorted(ranks))
+    def _holders(self, holds: Callable[[StagePlan], bool]) -> tuple[Replica, ...]:
+        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages if holds(stage)]
+        return tuple(sorted(replica for stage in stages for replica in stage.replicas))
 
 
 def unit_of(parameter: str) -> str:
@@ -109,10 +173,3 @@ def unit_of(parameter: str) -> str:
 
 def _holds_layer(stage: StagePlan, *, layer: int) -> bool:
     return stage.layers[0] <= layer < stage.layers[1]
-
-
-def _edges(pipeline: PipelinePlan) -> Iterator[tuple[int, int]]:
-    for left, right in zip(pipeline.stages, pipeline.stages[1:], strict=False):
-        a, b = left.replicas[0][0], right.replicas[0][0]
-        yield a, b
-        yield b, a

@@ -17,15 +17,18 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
-from yuan_train.parallel.grid import Grid
+from yuan_train.parallel.grid import Edge, Grid, Replica
 
 
 @dataclass(frozen=True)
 class Groups:
     """The groups of a plan, by what they are for; empty in a process alone."""
 
-    edges: Mapping[tuple[int, int], dist.ProcessGroup]
+    edges: Mapping[Edge, dist.ProcessGroup]
     owners: Mapping[tuple[int, ...], dist.ProcessGroup]
+    """By the ranks that hold the same slices of the same units."""
+    tensor: dist.ProcessGroup | None = None
+    """This rank's tensor-parallel group, if it shares its stage."""
 
 
 def join(*, device: torch.device, timeout_seconds: float) -> None:
@@ -59,10 +62,20 @@ def make_groups(grid: Grid, *, device: torch.device) -> Groups:
     """Create and warm up the groups of a plan; collective over all ranks."""
     if not dist.is_initialized():
         return Groups({}, {})
-    edges = {edge: _new_group(edge) for edge in grid.edges}
-    shared = dict.fromkeys(bucket.owners for bucket in grid.buckets if len(bucket.owners) > 1)
+    edges = {edge: _new_group((edge.sender, edge.receiver)) for edge in grid.edges}
+    shared = dict.fromkeys(
+        bucket.slice_group(i)
+        for bucket in grid.buckets
+        for i in range(bucket.num_slices)
+        if len(bucket.owners) > 1
+    )
     owners = {ranks: _new_group(ranks) for ranks in shared}
-    groups = Groups(edges, owners)
+    wide: list[Replica] = [
+        replica for p in range(len(grid.plan.pipelines)) for replica in grid.replicas(p) if len(replica) > 1
+    ]
+    tensor: dict[Replica, dist.ProcessGroup] = {replica: _new_group(replica) for replica in wide}
+    mine = grid.replica(grid.places[dist.get_rank()])
+    groups = Groups(edges, owners, tensor.get(mine))
     _warm_up(groups, device)
     return groups
 
@@ -76,7 +89,8 @@ def _warm_up(groups: Groups, device: torch.device) -> None:
     """Use each group once, in one order; a peer that is not there is named."""
     rank = dist.get_rank()
     token = torch.zeros(1, device=device)
-    for (sender, receiver), group in groups.edges.items():
+    for edge, group in groups.edges.items():
+        sender, receiver = edge.sender, edge.receiver
         try:
             if rank == sender:
                 dist.send(token, receiver, group=group)
@@ -94,3 +108,5 @@ def _warm_up(groups: Groups, device: torch.device) -> None:
                 raise TrainingError(
                     f"rank {rank}: the gradient group of ranks {list(ranks)} failed: {error}"
                 ) from error
+    if groups.tensor is not None:
+        dist.all_reduce(token, group=groups.tensor)

@@ -7,24 +7,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest, load_tensors
+from yuan_train.checkpoint.names import WEIGHTS
+from yuan_train.checkpoint.parts import Part
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan, check_belongs, save_plan, single_card_plan
+from yuan_train.config.plan import Plan, StagePlan, check_belongs, check_runnable, save_plan, single_card_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Blend, open_corpora
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.model.transformer import Transformer, init_weights
-from yuan_train.parallel.apply import check_supported, parallelize
+from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
+from yuan_train.model.transformer import Transformer, initial_weight
+from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import join, leave
 from yuan_train.train.metrics import Log, StepMetrics, peak_flops, peak_memory_bytes
 from yuan_train.train.optimizer import Optimizer, learning_rate
@@ -63,7 +67,7 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     """Check all that files can tell; the same outcome on every rank. Raises YuanError."""
     plan = plan or single_card_plan(run)
     check_belongs(plan, run)
-    check_supported(plan)
+    check_runnable(plan)
     if plan.world_size != position.world_size:
         raise PlanError(
             f"the plan has {plan.world_size} ranks, but {position.world_size} "
@@ -173,30 +177,34 @@ def train(job: Job) -> None:
 
 
 def build(job: Job) -> tuple[Trainer, Progress]:
-    """This rank's part of the model, with new weights or those of the checkpoint."""
+    """This rank's parts of the model, with new weights or those of the checkpoint."""
     run, plan, rank = job.run, job.plan, job.position.rank
-    grid = Grid(plan)
-    place = grid.places[rank]
-    stage, pipeline = grid.stage(place), grid.pipeline(place)
     dtype = DTYPES[run.train.precision]
-    model = Transformer(
-        run.model,
-        layers=stage.layers,
-        embedding=stage.embedding,
-        head=stage.head,
-        recompute=stage.recompute,
-        device=job.device,
-        dtype=dtype,
+    parts = ModelParts(
+        build=partial(_build_part, run.model, dtype),
+        initial=partial(initial_weight, run.model, seed=run.train.seed),
+        sharding=SHARDING,
+        row_blocks=ROW_BLOCKS,
     )
-    init_weights(model, seed=run.train.seed)
-    worker = parallelize(model, plan, rank, device=job.device, dtype=dtype)
+    worker = parallelize(plan, rank, parts, device=job.device, dtype=dtype)
     device_type = plan.device_type(rank)
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
     eod_id = job.tokenizer.eod_id if job.tokenizer is not None else None
+    pipeline = worker.grid.pipeline(worker.place)
     trainer = Trainer(
         worker=worker,
-        runner=StageRunner(model, pipeline, run.data, eod_id=eod_id, device=job.device),
-        optimizer=Optimizer(worker.buckets, run.optimizer),
+        runners={
+            stage: StageRunner(
+                cast(Transformer, part),
+                pipeline,
+                run.data,
+                eod_id=eod_id,
+                device=job.device,
+                queue=worker.queues[stage],
+            )
+            for stage, part in worker.parts.items()
+        },
+        optimizer=Optimizer(worker.states, run.optimizer),
         stopwatch=Stopwatch(job.device, slowdown=slowdown),
         device=job.device,
     )
@@ -205,13 +213,37 @@ def build(job: Job) -> tuple[Trainer, Progress]:
     return trainer, _restore(job.checkpoint, trainer)
 
 
+def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:
+    return Transformer(
+        model,
+        layers=stage.layers,
+        embedding=stage.embedding,
+        head=stage.head,
+        recompute=stage.recompute,
+        device="meta",
+        dtype=dtype,
+    )
+
+
 def _restore(checkpoint: Checkpoint, trainer: Trainer) -> Progress:
-    load_tensors(checkpoint, dict(trainer.optimizer.named_tensors()))
+    """Fill weights and optimizer state; collective."""
+    gathered = [state.gather() for state in trainer.worker.states]
+    load_tensors(checkpoint, _named_parts(trainer, gathered))
+    for state, tensors in zip(trainer.worker.states, gathered, strict=True):
+        state.load(tensors)
     progress = from_state(checkpoint.state)
     trainer.optimizer.set_step(progress.step)
-    for bucket in trainer.worker.buckets:
-        bucket.publish()
     return progress
+
+
+def _named_parts(trainer: Trainer, gathered: list[dict[str, dict[str, torch.Tensor]]]) -> dict[str, Part]:
+    """What a checkpoint stores and fills, by global name: the masters are its weights."""
+    return {
+        f"{WEIGHTS if kind == 'master' else kind}.{name}": Part(tensor, trainer.worker.shards[name])
+        for tensors in gathered
+        for kind, named in tensors.items()
+        for name, tensor in named.items()
+    }
 
 
 def _run_steps(job: Job, trainer: Trainer, progress: Progress, asked: list[bool]) -> None:
@@ -219,7 +251,9 @@ def _run_steps(job: Job, trainer: Trainer, progress: Progress, asked: list[bool]
     log = Log(run, first_step=progress.step + 1) if job.position.rank == 0 else None
     if log is not None:
         _say_start(job, progress, log)
-    saved = progress.step if job.checkpoint is not None else None
+    saved = _saved_step(job)
+    if log is not None and progress.step >= run.train.steps:
+        log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
     while progress.step < run.train.steps:
         began = time.perf_counter()
         lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
@@ -229,19 +263,24 @@ def _run_steps(job: Job, trainer: Trainer, progress: Progress, asked: list[bool]
         metrics = _measure(job, trainer, progress, result, lr, seconds)
         if log is not None:
             log.write(metrics)
-        last = progress.step == run.train.steps or result.stop
-        every = run.checkpoint.every
-        if run.checkpoint.directory and (last or (every and progress.step % every == 0)):
-            place = _save(job, trainer, progress)
-            saved = progress.step
-            if log is not None:
-                log.say(f"saved {place}")
+        if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
+            saved = _save(job, trainer, progress, log)
         if result.stop:
             if log is not None:
                 log.say(f"stopped by SIGTERM after step {progress.step}")
             break
+    if saved != progress.step:
+        _save(job, trainer, progress, log)
     if log is not None:
         log.close()
+
+
+def _saved_step(job: Job) -> int | None:
+    """The step that this run's own directory holds already."""
+    directory = job.run.checkpoint.directory
+    if job.checkpoint is None or directory is None:
+        return None
+    return job.checkpoint.step if job.checkpoint.path.parent.resolve() == Path(directory).resolve() else None
 
 
 def _step(
@@ -300,16 +339,26 @@ def _measure(
     )
 
 
-def _save(job: Job, trainer: Trainer, progress: Progress) -> Path:
-    assert job.run.checkpoint.directory is not None
-    return save_checkpoint(
+def _save(job: Job, trainer: Trainer, progress: Progress, log: Log | None) -> int | None:
+    """Save a checkpoint, where the run asks for any, and return its step; collective."""
+    if job.run.checkpoint.directory is None:
+        return None
+    worker = trainer.worker
+    everywhere = [state.gather() for state in worker.states]
+    gathered = [
+        tensors for tensors, bucket in zip(everywhere, worker.buckets, strict=True) if bucket.is_first_owner
+    ]
+    place = save_checkpoint(
         job.run.checkpoint.directory,
         step=progress.step,
-        tensors=dict(trainer.optimizer.named_tensors()),
+        tensors=_named_parts(trainer, gathered),
         state=to_state(progress, job.run),
         tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
         keep=job.run.checkpoint.keep,
     )
+    if log is not None:
+        log.say(f"saved {place}")
+    return progress.step
 
 
 def _say_start(job: Job, progress: Progress, log: Log) -> None:

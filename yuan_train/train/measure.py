@@ -5,26 +5,35 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.profile import ProfileEntry, UnitProfile
-from yuan_train.config.run import OptimizerConfig, Recompute
+from yuan_train.config.profile import LinkProfile, ProfileEntry, UnitProfile
+from yuan_train.config.run import Recompute
 from yuan_train.model.transformer import Transformer, init_weights
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
-from yuan_train.train.optimizer import Optimizer
+from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.zero import WholeState
+
+OWN_SOURCE = "yuan-train profile"
+"""By this source the planner (planner/timing.py) knows what these bytes hold and what they do not."""
 
 SECONDS_PER_UNIT = 1.0
 """How long each unit is repeated; the median is taken."""
 
 FEWEST_REPEATS, MOST_REPEATS = 5, 200
+
+LINK_SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+LINK_REPEATS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,53 @@ def scale_entry(entry: ProfileEntry, *, device_type: str, slowdown: float) -> Pr
     )
 
 
+def measure_links(
+    names: Sequence[str], *, device: torch.device, sizes: Sequence[int] = LINK_SIZES
+) -> tuple[LinkProfile, ...]:
+    """Every directed link between the ranks by size of message; collective over all ranks.
+
+    One pair at a time, the others wait. The target answers a message with a byte, whose way back (half the
+    time of a byte there and back) is taken off.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    links: list[LinkProfile] = []
+    for source in range(world_size):
+        for target in range(world_size):
+            if source == target:
+                continue
+            dist.barrier()
+            times = torch.zeros(len(sizes), dtype=torch.float64)
+            if rank in (source, target):
+                byte = _round_trips(1, source, target, device)
+                times = torch.tensor([_round_trips(size, source, target, device) for size in sizes])
+                times = (times - byte / 2).clamp(min=byte / 2).to(torch.float64)
+            times = times.to(device)
+            dist.broadcast(times, source)
+            seconds = tuple(times.cummax(0).values.tolist())
+            link = LinkProfile(
+                from_=names[source], to=names[target], message_bytes=tuple(map(float, sizes)), seconds=seconds
+            )
+            links.append(link)
+    return tuple(links)
+
+
+def _round_trips(size: int, source: int, target: int, device: torch.device) -> float:
+    """Median seconds of a message there and a byte back."""
+    message = torch.randint(255, (size,), dtype=torch.uint8, device=device)
+    answer = torch.zeros(1, dtype=torch.uint8, device=device)
+    times: list[float] = []
+    for _ in range(2 + LINK_REPEATS):
+        start = _now(device)
+        if dist.get_rank() == source:
+            dist.send(message, target)
+            dist.recv(answer, target)
+        else:
+            dist.recv(message, source)
+            dist.send(answer, source)
+        times.append(_now(device) - start)
+    return statistics.median(times[2:])
+
+
 def name_of(device: torch.device) -> str:
     """The catalogue's name of a card, or the driver's; a processor's name on a CPU."""
     if device.type != "cuda":
@@ -115,8 +171,10 @@ def _part(
 def _measure(setting: Setting, part: Transformer) -> UnitProfile:
     """Forward and backward of one part on random data; never zeros, which run faster than real numbers."""
     init_weights(part, seed=0)
-    bucket = FlatBucket(Bucket(("unit",), (0,)), dict(part.named_parameters()))
-    optimizer = Optimizer([bucket], OptimizerConfig(learning_rate=1e-4))
+    parameters = dict(part.named_parameters())
+    shards = {name: Shard(tuple(parameter.shape)) for name, parameter in parameters.items()}
+    bucket = FlatBucket(Bucket(("unit",), ((0,),)), parameters, shards, rank=0)
+    state = WholeState(bucket, Groups({}, {}))
     shape = (setting.micro_batch_size, setting.sequence_length)
     tokens_BS = torch.randint(setting.model.vocab_size, shape, device=setting.device)
     hidden_BSH = torch.randn(*shape, setting.model.hidden_size, device=setting.device).to(setting.dtype)
@@ -132,8 +190,8 @@ def _measure(setting: Setting, part: Transformer) -> UnitProfile:
     return UnitProfile(
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
-        state_bytes=_state_bytes(bucket, optimizer, setting.dtype),
-        activation_bytes=_activation_bytes(forward, part),
+        state_bytes=_state_bytes(bucket, state),
+        activation_bytes=_activation_bytes(forward, part, hidden_BSH),
         output_bytes=0 if part.has_head else hidden_BSH.numel() * hidden_BSH.element_size(),
     )
 
@@ -163,20 +221,23 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _state_bytes(bucket: FlatBucket, optimizer: Optimizer, dtype: torch.dtype) -> int:
-    """Weights, gradients and optimizer state, as the engine holds them."""
-    stored = [bucket.master, bucket.gradient, *optimizer.flat_states()]
-    total = sum(tensor.numel() * tensor.element_size() for tensor in stored)
-    rounded = dtype != bucket.master.dtype
-    return total + (bucket.master.numel() * dtype.itemsize if rounded else 0)
+def _state_bytes(bucket: FlatBucket, state: WholeState) -> int:
+    """Weights, gradients and optimizer state, as the engine holds them; each buffer once."""
+    buffers = [bucket.weights, bucket.gradient]
+    for shard in state.shards:
+        buffers += [shard.master, shard.exp_avg, shard.exp_avg_sq]
+    return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
 
 
 def _activation_bytes(
-    forward: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], part: Transformer
+    forward: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], part: Transformer, hidden: torch.Tensor
 ) -> int:
-    """Bytes that autograd keeps from the forward to the backward, weights left out, each storage once."""
+    """Bytes that autograd keeps from the forward to the backward, each storage once: the input, but neither
+    weights nor the output, which is the next unit's input."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
-    kept: dict[int, int] = {}
+    # A recomputed layer keeps its input where the hook below does not see it.
+    storage = hidden.untyped_storage()
+    kept: dict[int, int] = {} if part.has_embedding else {storage.data_ptr(): storage.nbytes()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -187,4 +248,4 @@ def _activation_bytes(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output, _ = forward()
     kept.pop(output.untyped_storage().data_ptr(), None)
-    return sum(kept.values()) + output.numel() * output.element_size()
+    return sum(kept.values())

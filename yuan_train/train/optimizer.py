@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from yuan_train.config.run import OptimizerConfig
-from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.zero import BucketState, OptimizerShard
 
 
 def learning_rate(step: int, config: OptimizerConfig, *, decay_steps: int) -> float:
@@ -27,71 +28,63 @@ def learning_rate(step: int, config: OptimizerConfig, *, decay_steps: int) -> fl
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) on the masters of the buckets.
+    """AdamW (Loshchilov and Hutter 2019) on the masters that this rank holds.
 
-    Matrices decay, vectors (norms and biases) do not, as in the published runs. State is made at once, so
-    that a checkpoint can be read into it.
+    Matrices decay, vectors (norms and biases) do not, as in the published runs.
     """
 
-    def __init__(self, buckets: list[FlatBucket], config: OptimizerConfig) -> None:
-        self._buckets = buckets
-        segments = [segment for bucket in buckets for segment in _segments(bucket)]
-        groups = [
-            {"params": [weights], "weight_decay": config.weight_decay if decays else 0.0}
-            for weights, _, decays in segments
-        ]
+    def __init__(self, states: Sequence[BucketState], config: OptimizerConfig) -> None:
+        self.states = states
         self._adamw: torch.optim.AdamW | None = None
-        self._states = [(torch.zeros_like(b.master), torch.zeros_like(b.master)) for b in buckets]
-        if not groups:
+        runs = [run for state in states for shard in state.shards for run in _runs(shard)]
+        if not runs:
             return
+        groups = [
+            {"params": [run.master], "weight_decay": config.weight_decay if run.decays else 0.0}
+            for run in runs
+        ]
         betas = (config.beta1, config.beta2)
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.epsilon, fused=True)
-        exp_avgs = [s for b, state in zip(buckets, self._states, strict=True) for s in _cut(b, state[0])]
-        exp_avg_sqs = [s for b, state in zip(buckets, self._states, strict=True) for s in _cut(b, state[1])]
-        for (weights, gradient, _), exp_avg, exp_avg_sq in zip(segments, exp_avgs, exp_avg_sqs, strict=True):
-            weights.grad = gradient
-            self._adamw.state[weights] = {
-                "step": torch.zeros((), dtype=torch.float32, device=weights.device),
-                "exp_avg": exp_avg,
-                "exp_avg_sq": exp_avg_sq,
+        for run in runs:
+            run.master.grad = run.gradient
+            # Made at once, so that a checkpoint can be read into it.
+            self._adamw.state[run.master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=run.master.device),
+                "exp_avg": run.exp_avg,
+                "exp_avg_sq": run.exp_avg_sq,
             }
 
     def step(self, lr: float) -> None:
-        """Move the masters by their gradients, and the model's weights with them."""
-        if self._adamw is None:
-            return
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
-        for bucket in self._buckets:
-            bucket.publish()
+        """Move the masters by their gradients, and the model's weights with them; collective over owners."""
+        if self._adamw is not None:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+        for state in self.states:
+            state.publish()
 
     def set_step(self, step: int) -> None:
         """Continue after `step` steps."""
         for state in self._adamw.state.values() if self._adamw else ():
             state["step"].fill_(step)
 
-    def flat_states(self) -> list[torch.Tensor]:
-        """The buffers of the state, each flat."""
-        return [buffer for state in self._states for buffer in state]
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of weights and state by global name: what a checkpoint stores and fills."""
-        for bucket, (exp_avg, exp_avg_sq) in zip(self._buckets, self._states, strict=True):
-            for name in bucket.parameters:
-                yield f"weights.{name}", bucket.view(bucket.master, name)
-                yield f"exp_avg.{name}", bucket.view(exp_avg, name)
-                yield f"exp_avg_sq.{name}", bucket.view(exp_avg_sq, name)
+@dataclass(frozen=True)
+class _Run:
+    """Flat elements with one rule of decay."""
 
-
-def _segments(bucket: FlatBucket) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """(weights, gradient, decays) of the bucket's matrices and of its vectors, each flat."""
-    decays = [True] if bucket.num_matrix_elements else []
-    if bucket.num_matrix_elements < bucket.master.numel():
-        decays.append(False)
-    yield from zip(_cut(bucket, bucket.master), _cut(bucket, bucket.gradient), decays, strict=True)
+    master: torch.Tensor
+    gradient: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    decays: bool
 
 
-def _cut(bucket: FlatBucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The matrices' and the vectors' part of a flat buffer; an empty part is left out."""
-    return [segment for segment in flat.tensor_split([bucket.num_matrix_elements]) if segment.numel()]
+def _runs(shard: OptimizerShard) -> Iterator[_Run]:
+    """The matrices and the vectors of a shard; an empty run is left out."""
+    buffers = (shard.master, shard.gradient, shard.exp_avg, shard.exp_avg_sq)
+    cuts = [buffer.tensor_split([shard.num_matrix_elements]) for buffer in buffers]
+    for number, decays in ((0, True), (1, False)):
+        master, gradient, exp_avg, exp_avg_sq = (cut[number] for cut in cuts)
+        if master.numel():
+            yield _Run(master, gradient, exp_avg, exp_avg_sq, decays)

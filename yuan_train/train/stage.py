@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from yuan_train.config.plan import PipelinePlan
@@ -9,6 +11,7 @@ from yuan_train.config.run import DataConfig
 from yuan_train.data.loader import Blend
 from yuan_train.model.documents import DocumentResets, find_resets
 from yuan_train.model.transformer import Transformer
+from yuan_train.parallel.split import WeightQueue
 
 
 class StageRunner:
@@ -26,8 +29,10 @@ class StageRunner:
         *,
         eod_id: int | None,
         device: torch.device,
+        queue: WeightQueue,
     ) -> None:
         self._model = model
+        self._queue = queue
         self._micro_batch_size = pipeline.micro_batch_size
         self._data = data
         self._eod_id = eod_id
@@ -65,6 +70,14 @@ class StageRunner:
             self.loss += output.detach()
         self.finite &= torch.isfinite(output.detach()).all()
         return output
+
+    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
+        """Around a backward: if `split`, the weights' part is put off until `backward_weight`."""
+        return self._queue.splitting(micro_batch, split)
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """The weights' part of a backward that was split."""
+        self._queue.work_off(micro_batch)
 
     def _resets(self, tokens_BS: torch.Tensor) -> DocumentResets:
         resets = find_resets(

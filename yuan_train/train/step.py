@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,6 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.data.loader import Blend
 from yuan_train.parallel.apply import Worker
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.gradients import squared_norm, sum_over_owners
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
@@ -32,14 +32,23 @@ class Trainer:
     """One rank's model, optimizer and place in the plan."""
 
     worker: Worker
-    runner: StageRunner
+    runners: Mapping[int, StageRunner]
+    """By stage."""
     optimizer: Optimizer
     stopwatch: Stopwatch
     device: torch.device
 
     @property
     def executor(self) -> Executor:
-        return Executor(self.runner, self.worker.bridge, self.stopwatch)
+        return Executor(self.runners, self.worker.bridge, self.stopwatch)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """This rank's share of the batch's mean loss, fp64; one rank of a tensor-parallel group tells it."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.worker.place.position == 0:
+            total += sum(runner.loss for runner in self.runners.values())
+        return total
 
 
 def train_step(
@@ -55,10 +64,12 @@ def train_step(
         bucket.gradient.zero_()
     _begin(trainer, blend, first_sample=first_sample)
     trainer.executor.run(worker.lane)
-    sum_over_owners(worker.buckets, worker.groups)
-    squares = squared_norm(worker.buckets, worker.place.rank, device=trainer.device)
+    squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    for state in worker.states:
+        state.sum_gradients()
+        squares += state.squared_norm()
     asked = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
-    totals = torch.stack([squares, trainer.runner.loss, asked])
+    totals = torch.stack([squares, trainer.loss, asked])
     if dist.is_initialized():
         dist.all_reduce(totals)
     square, loss, stops = totals.tolist()
@@ -66,8 +77,8 @@ def train_step(
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise TrainingError(_blame(trainer, loss, grad_norm))
     if clip and grad_norm > clip:
-        for bucket in worker.buckets:
-            bucket.gradient.mul_(clip / (grad_norm + 1e-6))
+        for shard in (shard for state in worker.states for shard in state.shards):
+            shard.gradient.mul_(clip / (grad_norm + 1e-6))
     trainer.optimizer.step(lr)
     return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)
 
@@ -76,12 +87,11 @@ def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> floa
     """Mean loss per token over the first batches of the validation data; collective over all ranks."""
     worker = trainer.worker
     batch_size = worker.grid.plan.global_batch_size
-    lane = worker.evaluation_lane()
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for batch in range(num_batches):
         _begin(trainer, blend, first_sample=batch * batch_size)
-        trainer.executor.run(lane)
-        total += trainer.runner.loss
+        trainer.executor.run(worker.evaluation_lane)
+        total += trainer.loss
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / num_batches
@@ -91,24 +101,26 @@ def _begin(trainer: Trainer, blend: Blend, *, first_sample: int) -> None:
     """Point the runner at its pipeline's share of the batch."""
     worker = trainer.worker
     plan = worker.grid.plan
-    trainer.runner.begin(
-        blend,
-        first_sample=first_sample + worker.grid.first_sequence(worker.place),
-        trained_tokens=plan.global_batch_size * plan.sequence_length,
-    )
+    for runner in trainer.runners.values():
+        runner.begin(
+            blend,
+            first_sample=first_sample + worker.grid.first_sequence(worker.place),
+            trained_tokens=plan.global_batch_size * plan.sequence_length,
+        )
 
 
 def _blame(trainer: Trainer, loss: float, grad_norm: float) -> str:
     """Name the first rank, in the model's order, whose output or gradient was not finite."""
     worker = trainer.worker
     sound_gradient = all(bool(torch.isfinite(bucket.gradient).all()) for bucket in worker.buckets)
-    mine = torch.tensor([float(trainer.runner.finite), float(sound_gradient)], device=trainer.device)
+    sound_output = all(bool(runner.finite) for runner in trainer.runners.values())
+    mine = torch.tensor([float(sound_output), float(sound_gradient)], device=trainer.device)
     flags = [mine]
     if dist.is_initialized():
         flags = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(flags, mine)
     found = f"loss {loss}, gradient norm {grad_norm}"
-    order = sorted(worker.grid.places, key=lambda place: (place.stage, place.pipeline))
+    order = sorted(worker.grid.places, key=lambda place: (place.stages, place.pipeline))
     for what, index in (("output", 0), ("gradient", 1)):
         for place in order:
             if not flags[place.rank][index]:

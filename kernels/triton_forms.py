@@ -1,0 +1,437 @@
+"""Triton kernels: the memory-bound passes between torch's matrix products, for CUDA devices.
+
+Imported only where they are used, as Triton need not be installed. No kernel multiplies matrices: on the
+oldest cards that we serve (sm_70, sm_75) Triton does that without tensor cores, and nowhere better than
+torch. All arithmetic is fp32; results are rounded once, where the torch forms round them.
+
+Offsets of rows are 64-bit: T x V logits have more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+FILTER_BLOCK = {"TOKENS": 16, "CHANNELS": 128, "num_warps": 4}
+SOFTMAX_BLOCK = {"BLOCK": 4096, "num_warps": 8}
+ADAMW_BLOCK = {"BLOCK": 1024, "num_warps": 4}
+_BACKWARD_PROGRAMS = 512
+"""Programs of the norm's backward, each with a row of partial sums for dw: a few for every multiprocessor."""
+
+
+# --- the filter's passes -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def filter_forward_kernel(
+    z,
+    starts,
+    older_before,
+    c_before,
+    taps,
+    tokens,
+    channels,
+    HAS_STARTS: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """taps[t] = (k[t] c[t-1], c[t]) of z [B, tokens, 2 channels]; c[t-1] is computed again, not awaited."""
+    blocks = tl.cdiv(tokens, TOKENS)
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    t = ((tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    within = channel < channels
+    live = (t < tokens) & within
+    row = (sequence * tokens + t) * (2 * channels) + channel
+
+    newer = tl.load(z + row + channels, mask=live, other=0.0).to(tl.float32)
+    older1 = tl.load(z + row - 2 * channels, mask=live & (t > 0), other=0.0).to(tl.float32)
+    newer1 = tl.load(z + row - channels, mask=live & (t > 0), other=0.0).to(tl.float32)
+    older2 = tl.load(z + row - 4 * channels, mask=live & (t > 1), other=0.0).to(tl.float32)
+    if HAS_BEFORE:
+        place = sequence * channels + channel
+        first_older = tl.load(older_before + place, mask=within, other=0.0).to(tl.float32)
+        older1 = tl.where(t == 0, first_older, older1)
+        older2 = tl.where(t == 1, first_older, older2)
+    if HAS_STARTS:
+        cut = tl.load(starts + sequence * tokens + t, mask=t < tokens, other=0) != 0
+        cut1 = tl.load(starts + sequence * tokens + t - 1, mask=(t > 0) & (t < tokens), other=0) != 0
+        older1 = tl.where(cut, 0.0, older1)
+        older2 = tl.where(cut1, 0.0, older2)
+    c = newer + older1
+    c1 = newer1 + older2
+    if HAS_BEFORE:
+        c1 = tl.where(t == 0, tl.load(c_before + place, mask=within, other=0.0).to(tl.float32), c1)
+    else:
+        c1 = tl.where(t == 0, 0.0, c1)
+    if HAS_STARTS:
+        c1 = tl.where(cut, 0.0, c1)
+    tl.store(taps + row, c1.to(taps.dtype.element_ty), mask=live)
+    tl.store(taps + row + channels, c.to(taps.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def filter_backward_kernel(
+    dtaps,
+    starts,
+    dz,
+    tokens,
+    channels,
+    HAS_STARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """dz[t] = (k[t+1] dc[t+1], dc[t]) with dc[t] = q[t] + k[t+1] p[t+1], of dtaps = (p, q)."""
+    blocks = tl.cdiv(tokens, TOKENS)
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    t = ((tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    live = (t < tokens) & (channel < channels)
+    live1 = (t + 1 < tokens) & (channel < channels)
+    live2 = (t + 2 < tokens) & (channel < channels)
+    row = (sequence * tokens + t) * (2 * channels) + channel
+
+    q = tl.load(dtaps + row + channels, mask=live, other=0.0).to(tl.float32)
+    p1 = tl.load(dtaps + row + 2 * channels, mask=live1, other=0.0).to(tl.float32)
+    q1 = tl.load(dtaps + row + 3 * channels, mask=live1, other=0.0).to(tl.float32)
+    p2 = tl.load(dtaps + row + 4 * channels, mask=live2, other=0.0).to(tl.float32)
+    if HAS_STARTS:
+        start = starts + sequence * tokens + t
+        cut1 = tl.load(start + 1, mask=t + 1 < tokens, other=0) != 0
+        cut2 = tl.load(start + 2, mask=t + 2 < tokens, other=0) != 0
+        p1 = tl.where(cut1, 0.0, p1)
+        p2 = tl.where(cut2, 0.0, p2)
+    dc1 = q1 + p2
+    if HAS_STARTS:
+        dc1 = tl.where(cut1, 0.0, dc1)
+    tl.store(dz + row, dc1.to(dz.dtype.element_ty), mask=live)
+    tl.store(dz + row + channels, (q + p1).to(dz.dtype.element_ty), mask=live)
+
+
+def filter_forward(
+    z: Tensor, document_start: Tensor | None, older_before: Tensor | None, c_before: Tensor | None
+) -> Tensor:
+    """Return taps [B, S, 2n] of z [B, S, 2n]."""
+    z = z.contiguous()
+    taps = torch.empty_like(z)
+    grid, sizes = _filter_grid(z)
+    starts = None if document_start is None else document_start.contiguous().view(torch.uint8)
+    before = [z if x is None else x.contiguous() for x in (older_before, c_before)]
+    if taps.numel():
+        _launch(
+            filter_forward_kernel,
+            grid,
+            z,
+            z if starts is None else starts,
+            *before,
+            taps,
+            *sizes,
+            HAS_STARTS=starts is not None,
+            HAS_BEFORE=older_before is not None,
+            **FILTER_BLOCK,
+        )
+    return taps
+
+
+def filter_backward(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
+    """Return dz [B, S, 2n] of dtaps [B, S, 2n]."""
+    dtaps = dtaps.contiguous()
+    dz = torch.empty_like(dtaps)
+    grid, sizes = _filter_grid(dtaps)
+    starts = None if document_start is None else document_start.contiguous().view(torch.uint8)
+    if dz.numel():
+        _launch(
+            filter_backward_kernel,
+            grid,
+            dtaps,
+            dtaps if starts is None else starts,
+            dz,
+            *sizes,
+            HAS_STARTS=starts is not None,
+            **FILTER_BLOCK,
+        )
+    return dz
+
+
+def _filter_grid(z: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    batch, tokens, width = z.shape
+    blocks = triton.cdiv(tokens, FILTER_BLOCK["TOKENS"])
+    return (batch * blocks, triton.cdiv(width // 2, FILTER_BLOCK["CHANNELS"])), (tokens, width // 2)
+
+
+# --- norm --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def norm_forward_kernel(
+    x,
+    residual,
+    weight,
+    y,
+    s,
+    scale,
+    hidden,
+    epsilon,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of s = x + residual, y = s r w, r."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    live = column < hidden
+    place = token * hidden + column
+    total = tl.load(x + place, mask=live, other=0.0)
+    if HAS_RESIDUAL:
+        total = total.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+        total = total.to(s.dtype.element_ty)
+        tl.store(s + place, total, mask=live)
+    total = total.to(tl.float32)
+    r = 1.0 / tl.sqrt(tl.sum(total * total, axis=0) / hidden + epsilon)
+    w = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    tl.store(scale + token, r)
+    tl.store(y + place, (total * r * w).to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy,
+    past,
+    s,
+    weight,
+    scale,
+    ds,
+    partial,
+    tokens,
+    hidden,
+    HAS_PAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows i, i + programs, ... of ds, and their part of dw."""
+    column = tl.arange(0, BLOCK)
+    live = column < hidden
+    w = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK,), dtype=tl.float32)
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        place = token * hidden.to(tl.int64) + column
+        gradient = tl.load(dy + place, mask=live, other=0.0).to(tl.float32)
+        total = tl.load(s + place, mask=live, other=0.0).to(tl.float32)
+        r = tl.load(scale + token)
+        dw += gradient * total * r
+        gradient *= w
+        pull = tl.sum(gradient * total, axis=0) * r * r * r / hidden
+        gradient = gradient * r - total * pull
+        if HAS_PAST:
+            gradient += tl.load(past + place, mask=live, other=0.0).to(tl.float32)
+        tl.store(ds + place, gradient.to(ds.dtype.element_ty), mask=live)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * hidden + column, dw, mask=live)
+
+
+def rms_norm_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, y: Tensor, s: Tensor, scale: Tensor
+) -> None:
+    """Fill y [T, H], r [T] and, with a residual, s [T, H]."""
+    tokens, hidden = x.shape
+    if not x.numel():
+        return
+    x = x.contiguous()
+    _launch(
+        norm_forward_kernel,
+        (tokens,),
+        x,
+        x if residual is None else residual.contiguous(),
+        weight.contiguous(),
+        y,
+        s,
+        scale,
+        hidden,
+        epsilon,
+        HAS_RESIDUAL=residual is not None,
+        **norm_block(hidden),
+    )
+
+
+def rms_norm_backward(
+    dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor, ds: Tensor
+) -> Tensor:
+    """Fill ds [T, H]; return dw [H], fp32."""
+    tokens, hidden = s.shape
+    programs = min(tokens, _BACKWARD_PROGRAMS)
+    if not programs:
+        return scale.new_zeros(hidden)
+    partial = scale.new_empty(programs, hidden)
+    dy = dy.contiguous()
+    _launch(
+        norm_backward_kernel,
+        (programs,),
+        dy,
+        dy if past is None else past.contiguous(),
+        s.contiguous(),
+        weight.contiguous(),
+        scale,
+        ds,
+        partial,
+        tokens,
+        hidden,
+        HAS_PAST=past is not None,
+        **norm_block(hidden),
+    )
+    return partial.sum(dim=0)
+
+
+def norm_block(hidden: int) -> dict[str, int]:
+    """The block that holds a row, and the warps that hold it in their registers."""
+    block = max(16, triton.next_power_of_2(hidden))
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+# --- softmax in place --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def softmax_kernel(
+    logits,
+    probabilities,
+    normalizer,
+    words,
+    lift,
+    WRITE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """logsumexp of one row; then lift * softmax, read again from the cache that the first reading filled."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    row = logits + token * words
+    largest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, words, BLOCK):
+        value = tl.load(row + first + column, mask=first + column < words, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, value)
+        # Lanes past the end have seen -inf alone, whose difference with itself is no number.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        total = total * tl.exp(largest - base) + tl.exp(value - base)
+        largest = larger
+    top = tl.max(largest, axis=0)
+    together = tl.sum(total * tl.exp(largest - top), axis=0)
+    sum_of_exponentials = top + tl.log(together)
+    tl.store(normalizer + token, sum_of_exponentials)
+    if WRITE:
+        for first in range(0, words, BLOCK):
+            live = first + column < words
+            value = tl.load(row + first + column, mask=live, other=float("-inf")).to(tl.float32)
+            value = tl.exp(value - sum_of_exponentials) * lift
+            place = probabilities + token * words + first + column
+            tl.store(place, value.to(probabilities.dtype.element_ty), mask=live)
+
+
+def softmax(logits: Tensor, dtype: torch.dtype | None, lift: float) -> tuple[Tensor, Tensor]:
+    """Return (lift * softmax [t, V] in `dtype`, logsumexp [t] in fp32) of logits [t, V].
+
+    In place where `dtype` is that of the logits; with None no probabilities are made.
+    """
+    tokens, words = logits.shape
+    normalizer = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    in_place = dtype is None or dtype == logits.dtype
+    probabilities = logits if in_place else torch.empty_like(logits, dtype=dtype)
+    if tokens:
+        _launch(
+            softmax_kernel,
+            (tokens,),
+            logits,
+            probabilities,
+            normalizer,
+            words,
+            lift,
+            WRITE=dtype is not None,
+            **SOFTMAX_BLOCK,
+        )
+    return probabilities, normalizer
+
+
+# --- AdamW -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def adamw_kernel(
+    master,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    rounded,
+    clip_factor,
+    size,
+    keep,
+    rate,
+    beta1,
+    beta2,
+    root_correction,
+    epsilon,
+    HAS_ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """keep = 1 - lr * decay, rate = lr / (1 - beta1^step), root_correction = sqrt(1 - beta2^step)."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = place < size
+    g = tl.load(gradient + place, mask=live, other=0.0).to(tl.float32) * tl.load(clip_factor).to(tl.float32)
+    m = tl.load(exp_avg + place, mask=live, other=0.0)
+    v = tl.load(exp_avg_sq + place, mask=live, other=0.0)
+    w = tl.load(master + place, mask=live, other=0.0)
+    m = beta1 * m + (1.0 - beta1) * g
+    v = beta2 * v + (1.0 - beta2) * g * g
+    w = w * keep - rate * m / (tl.sqrt(v) / root_correction + epsilon)
+    tl.store(exp_avg + place, m, mask=live)
+    tl.store(exp_avg_sq + place, v, mask=live)
+    tl.store(master + place, w, mask=live)
+    if HAS_ROUNDED:
+        tl.store(rounded + place, w.to(rounded.dtype.element_ty), mask=live)
+
+
+def adamw_step(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rounded: Tensor | None,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    clip_factor: Tensor,
+) -> None:
+    """One step of AdamW in place on fp32 buffers [n]."""
+    size = master.numel()
+    if not size:
+        return
+    _launch(
+        adamw_kernel,
+        (triton.cdiv(size, ADAMW_BLOCK["BLOCK"]),),
+        master,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        master if rounded is None else rounded,
+        clip_factor,
+        size,
+        1.0 - lr * weight_decay,
+        lr / (1.0 - beta1**step),
+        beta1,
+        beta2,
+        (1.0 - beta2**step) ** 0.5,
+        epsilon,
+        HAS_ROUNDED=rounded is not None,
+        **ADAMW_BLOCK,
+    )
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
+    """Triton launches on the current device, whatever the tensors' is. (The interpreter runs on the CPU.)"""
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+        kernel[grid](first, *arguments, **options)

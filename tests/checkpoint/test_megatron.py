@@ -1,0 +1,211 @@
+"""Per-rank checkpoints of the original code: any cut in and out, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.yuan_hf import GOLDEN
+from yuan_train.checkpoint.hf import import_hf
+from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
+from yuan_train.checkpoint.megatron import FILE, cut_piece, export_megatron, import_megatron, join_pieces
+from yuan_train.cli.main import main
+from yuan_train.config.errors import CheckpointError
+from yuan_train.model.transformer import Transformer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("tiny")
+    import_hf(GOLDEN, folder)
+    return find_checkpoint(folder)
+
+
+def weights_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    model = Transformer(checkpoint.model)
+    load_weights(checkpoint, model)
+    return model.state_dict()
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Change the content of a rank's file, which is our own and so may be read in full."""
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+CUTS = [(1, [3]), (2, [3]), (1, [1, 2]), (2, [2, 0, 1]), (4, [1, 1, 1])]
+
+
+@pytest.mark.parametrize(("tensor", "stages"), CUTS)
+def test_any_cut_and_back(tiny: Checkpoint, tmp_path: Path, tensor: int, stages: list[int]) -> None:
+    out = export_megatron(tiny, tmp_path / "ranks", tensor=tensor, stages=stages)
+    ranks = {path.name for path in (out / "release").iterdir()}
+    assert len(ranks) == tensor * len(stages)
+    assert ("mp_rank_00_001" in ranks) == (len(stages) > 1)
+    done = import_megatron(out, tmp_path / "back")
+    assert done.parameters == tiny.model.parameters
+    again = find_checkpoint(tmp_path / "back")
+    assert again.model.num_layers == 3 and again.model.max_sequence_length == 256
+    wanted, found = weights_of(tiny), weights_of(again)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_what_a_rank_holds(tiny: Checkpoint, tmp_path: Path) -> None:
+    """Whole heads of queries and keys, and both halves of the feed-forward: by the published layout."""
+    weights = weights_of(tiny)
+    out = export_megatron(tiny, tmp_path / "ranks", tensor=2, stages=[1, 2])
+    place = out / "release" / "mp_rank_01_001" / FILE
+    encoder = torch.load(place, weights_only=False)["model"]["language_model"]["encoder"]
+    head_dim, width = 16, 128
+    query_key = encoder["layers.1.self_attention.get_query_key.weight"]
+    assert torch.equal(query_key, weights["layers.2.attention.query_key.weight"][2 * 2 * head_dim :])
+    up = weights["layers.2.feed_forward.up.weight"]
+    wanted = torch.cat([up[width // 2 : width], up[width + width // 2 :]])
+    assert torch.equal(encoder["layers.1.mlp.dense_h_to_4h.weight"], wanted)
+    assert encoder["layers.1.self_attention.lf_gate.conv1.weight"].shape == (32, 64, 2, 1)
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns", "halves", "whole"])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_cutting_and_joining(cut: str, width: int) -> None:
+    whole = torch.arange(12.0 * 6).view(12, 6)
+    pieces = [cut_piece(whole, cut, rank, width) for rank in range(width)]
+    assert torch.equal(join_pieces(pieces, cut), whole)
+
+
+def test_what_else_such_files_hold(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enumerations of a package that is not there, states of generators, an optimizer: left alone."""
+    module = types.ModuleType("megatron.core.enums")
+    kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
+    module.ModelType = kind  # type: ignore[attr-defined]
+    for name, value in (
+        ("megatron", types.ModuleType("megatron")),
+        ("megatron.core", types.ModuleType("megatron.core")),
+        ("megatron.core.enums", module),
+    ):
+        monkeypatch.setitem(sys.modules, name, value)
+
+    def change(content: dict[str, Any]) -> None:
+        content["args"].model_type = kind.encoder_or_decoder
+        content["args"].params_dtype = torch.bfloat16
+        content["rng_state"] = [{"np_rng_state": np.random.get_state(), "torch": torch.get_rng_state()}]
+        content["optimizer"] = {"step": 5, "exp_avg": torch.ones(3)}
+        buffer = {"layers.0.self_attention.rotary_pos_emb.inv_freq": torch.ones(8)}
+        content["model"]["language_model"]["encoder"].update(buffer)
+
+    out = export_megatron(tiny, tmp_path / "ranks")
+    rewrite(out / "release" / "mp_rank_00" / FILE, change)
+    for name in ("megatron.core.enums", "megatron.core", "megatron"):
+        monkeypatch.delitem(sys.modules, name)
+    import_megatron(out / "release", tmp_path / "back")
+    assert "megatron" not in sys.modules
+    found = weights_of(find_checkpoint(tmp_path / "back"))
+    assert all(torch.equal(tensor, found[name]) for name, tensor in weights_of(tiny).items())
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def encoder_of(content: dict[str, Any]) -> dict[str, Any]:
+    return content["model"]["language_model"]["encoder"]
+
+
+NORM, DENSE = "layers.0.input_layernorm.weight", "layers.0.self_attention.dense.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: encoder_of(c).pop(NORM), "input_layernorm.weight is missing"),
+        (lambda c: encoder_of(c).update(extra=torch.ones(1)), "extra has no use"),
+        (lambda c: encoder_of(c).update({DENSE: torch.ones(3, 3)}), "pieces of shapes"),
+        (lambda c: encoder_of(c).update({NORM: torch.ones(64)}), "differs between tensor ranks"),
+        (lambda c: encoder_of(c)[DENSE].fill_(float("nan")), "not finite"),
+        (
+            lambda c: c["args"].__dict__.pop("hidden_size"),
+            "do not tell hidden_size; give the sizes with --model",
+        ),
+        (lambda c: c.pop("model"), "holds no `model`"),
+        (lambda c: c["model"].pop("language_model"), "interleaved stages"),
+    ],
+)
+def test_what_does_not_fit(tiny: Checkpoint, tmp_path: Path, change: Any, message: str) -> None:
+    out = export_megatron(tiny, tmp_path / "ranks", tensor=2, stages=[1, 2])
+    rewrite(out / "release" / "mp_rank_00_000" / FILE, change)
+    with pytest.raises(CheckpointError, match=message):
+        import_megatron(out, tmp_path / "back")
+    assert not list((tmp_path / "back").glob("*"))
+
+
+def test_an_output_matrix_that_is_not_the_embedding(tiny: Checkpoint, tmp_path: Path) -> None:
+    out = export_megatron(tiny, tmp_path / "ranks", stages=[1, 2])
+    last = out / "release" / "mp_rank_00_001" / FILE
+    rewrite(last, lambda c: c["model"]["word_embeddings_for_head"]["weight"].add_(1))
+    with pytest.raises(CheckpointError, match="differs from the embedding, though tied"):
+        import_megatron(out, tmp_path / "back")
+
+
+@pytest.mark.parametrize("place", ["args", "model", "beside"])
+def test_code_is_not_run(tiny: Checkpoint, tmp_path: Path, place: str) -> None:
+    def change(content: dict[str, Any]) -> None:
+        evil = Evil(tmp_path / "ran")
+        if place == "args":
+            content["args"] = argparse.Namespace(x=evil)
+        else:
+            (encoder_of(content) if place == "model" else content)["x"] = evil
+
+    out = export_megatron(tiny, tmp_path / "ranks")
+    path = out / "release" / "mp_rank_00" / FILE
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+    assert main(["import-megatron", str(out), "--out", str(tmp_path / "back")]) == 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_missing_and_torn_files(tiny: Checkpoint, tmp_path: Path) -> None:
+    out = export_megatron(tiny, tmp_path / "ranks", tensor=2, stages=[1, 2])
+    path = out / "release" / "mp_rank_01_000" / FILE
+    content = path.read_bytes()
+    for torn in (b"", content[:1000], b"\x80\x04."):
+        path.write_bytes(torn)
+        with pytest.raises(CheckpointError, match="torn, or holds more than it should"):
+            import_megatron(out, tmp_path / "back")
+    path.unlink()
+    path.parent.rmdir()
+    with pytest.raises(CheckpointError, match="stage 0, tensor rank 1 is missing"):
+        import_megatron(out, tmp_path / "back")
+    for folder, message in ((tmp_path / "nowhere", "no such directory"), (tmp_path, "neither mp_rank")):
+        with pytest.raises(CheckpointError, match=message):
+            import_megatron(folder, tmp_path / "back")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    with pytest.raises(CheckpointError, match="no such iteration"):
+        import_megatron(tmp_path, tmp_path / "back")
+
+
+def test_cuts_that_do_not_fit(tiny: Checkpoint, tmp_path: Path) -> None:
+    for options, message in (
+        ({"stages": [1, 1]}, "the model has 3"),
+        ({"tensor": 3}, "4 heads over 3 ranks"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            export_megatron(tiny, tmp_path / "ranks", **options)  # pyright: ignore[reportArgumentType]
+    words = ["export-megatron", str(tiny.path), "--out", str(tmp_path / "ranks")]
+    assert main([*words, "--stages", "1,x"]) == 2
+    assert main([*words, "--tensor", "2", "--stages", "1,2", "--dtype", "bfloat16", "--json"]) == 0
+    assert main([*words]) == 2  # there already

@@ -1,0 +1,106 @@
+"""`doctor`: what it finds, on this machine and on others."""
+
+import json
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from yuan_train.cli import doctor
+from yuan_train.cli.main import main
+
+
+def examined(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["doctor", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return json.loads(printed.out)
+
+
+def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = examined(capsys)
+    assert set(facts) == {
+        "versions",
+        "packages",
+        "communication",
+        "cuda",
+        "devices",
+        "ops",
+        "fp32_products",
+    }
+    assert facts["versions"]["torch"] and facts["versions"]["python"]
+    assert [p["name"] for p in facts["packages"]] == [p.name for p in doctor.PACKAGES]
+    assert all(p["installed"] or p["note"] for p in facts["packages"])
+    assert facts["devices"][0]["device"] == "cpu" and facts["communication"]["gloo"]
+    ops = [op for op in facts["ops"] if op["device"] == "cpu"]
+    assert {op["op"] for op in ops} >= {"localized_filter", "rms_norm", "linear_cross_entropy", "adamw"}
+    assert all(op["implementation"] and op["reason"] for op in ops)
+    assert facts["fp32_products"] in ("oneDNN", "torch")
+
+
+def test_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for word in ("versions", "optional packages", "devices", "ops", "localized_filter", "ranks talk through"):
+        assert word in said
+
+
+def test_what_the_override_costs_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YUAN_KERNELS", "reference")
+    assert {op["implementation"] for op in examined(capsys)["ops"]} == {"reference"}
+
+
+def package(name: str) -> dict[str, Any]:
+    return next(doctor._package_facts(p) for p in doctor.PACKAGES if p.name == name)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module: str, **attributes: object) -> None:
+    """Put a module, and the packages it lies in, in the place of whatever is installed."""
+    names = module.split(".")
+    for depth in range(1, len(names) + 1):
+        name = ".".join(names[:depth])
+        made = types.ModuleType(name)
+        made.__spec__ = importlib_spec(name)
+        made.__path__ = []
+        monkeypatch.setitem(sys.modules, name, made)
+    for name, value in attributes.items():
+        setattr(sys.modules[module], name, value)
+
+
+def importlib_spec(name: str) -> Any:
+    from importlib.machinery import ModuleSpec
+
+    return ModuleSpec(name, None, is_package=True)
+
+
+def test_nvidias_apex_is_known_by_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "apex.optimizers", FusedAdam=object)
+    assert package("apex")["installed"] is True
+
+
+def test_pypis_apex_is_another_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "apex")
+    found = package("apex")
+    assert found["installed"] is False and "PyPI's is another project" in found["note"]
+
+
+def test_a_package_that_breaks_on_import_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(name: str) -> types.ModuleType:
+        raise OSError("libcudart.so.11: cannot open shared object file")
+
+    install(monkeypatch, "transformer_engine")
+    monkeypatch.setattr(doctor.importlib, "import_module", explode)
+    assert package("TransformerEngine")["installed"] is False
+
+
+def test_a_card_without_bf16_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    v100 = types.SimpleNamespace(name="Tesla V100", major=7, minor=0, total_memory=32 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: v100)
+    card = doctor._card(0)
+    assert (card["bf16"], card["capability"], card["memory_bytes"]) == (False, "7.0", 32 << 30)
+    assert "fp16" in card["note"]

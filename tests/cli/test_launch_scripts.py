@@ -1,0 +1,193 @@
+"""tools/launch: what the scripts would run (dry), and what they do run, with stand-ins for ssh and Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.project import make_plan, make_project
+from yuan_train.config.plan import RankPlan, save_plan
+from yuan_train.config.run import load_run
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "tools" / "launch").glob("*_yuan2_*.sh"))
+NODES = {"big-0": 2, "big-1": 2, "small": 1}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project")).parent
+
+
+@pytest.fixture
+def plan(project: Path, tmp_path: Path) -> Path:
+    """Five ranks on three nodes of two kinds."""
+    made = make_plan(load_run(project / "run.yaml"), [[1, 1, 2, 1, 1]])
+    ranks, rank = [], 0
+    for node, cards in NODES.items():
+        for card in range(cards):
+            kind = "A100-80G" if node.startswith("big") else "T4"
+            ranks.append(RankPlan(rank=rank, device=f"{node}/{card}", type=kind))
+            rank += 1
+    save_plan(tmp_path / "plan.yaml", replace(made, ranks=tuple(ranks)))
+    return tmp_path / "plan.yaml"
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Path:
+    """Stand-ins that write down what they are asked; ssh and srun run what they are given, here."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    log = tmp_path / "calls"
+    bodies = {
+        "yuan-train": f'echo "yuan-train $*" >>{log}',
+        "ssh": f'while [ "${{1:0:1}}" = - ]; do [ "$1" = -o ] && shift; shift; done\n'
+        f'echo "ssh $1" >>{log}\nbash -c "$2"',
+        "sbatch": f'echo "sbatch $*" >>{log}',
+        "scontrol": "echo host-a; echo host-b",
+        "srun": 'group=; while [ "${1:0:2}" = -- ]; do group+="$1 "; shift; done\n'
+        f'echo "srun $group" >>{log}\nSLURM_NODEID=0 "$@"',
+    }
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    log.touch()
+    return folder
+
+
+def call(
+    script: str, *words: object, stubs: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    path = f"{stubs}:{os.environ['PATH']}" if stubs else os.environ["PATH"]
+    return subprocess.run(
+        ["bash", ROOT / "tools" / "launch" / f"{script}.sh", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PATH": path, **variables},
+    )
+
+
+def test_there_is_one_for_each_published_size() -> None:
+    sizes = [f"{kind}_yuan2_{size}" for kind in ("finetune", "pretrain") for size in ("102b", "2b", "51b")]
+    assert [path.stem for path in SCRIPTS] == sizes
+
+
+@pytest.mark.parametrize("script", [path.stem for path in SCRIPTS])
+def test_plans_first_then_starts(script: str, plan: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "new" / "plan.yaml"
+    ran = call(script, "--cluster", "C.yaml", "--plan", missing, "--dry-run", "train.seed=3")
+    assert ran.returncode == 0, ran.stderr
+    config = (
+        f"configs/run/{script.removeprefix('finetune_').removeprefix('pretrain_').replace('_', '-')}.yaml"
+    )
+    assert f"+ yuan-train plan --cluster C.yaml --config {config} --out {missing} " in ran.stdout
+    assert "train.seed=3" in ran.stdout and not missing.parent.exists()
+    ran = call(script, "--plan", plan, "--dry-run", "train.seed=3")
+    (line,) = ran.stdout.splitlines()
+    words = shlex.split(line.removeprefix("+ "))
+    wanted = ["yuan-train", "launch", "--config", config, "--plan", str(plan), "--this-node", "all"]
+    assert words[: len(wanted)] == wanted and words[-1] == "train.seed=3"
+    assert ("data.loss_after_separator=true" in words) == script.startswith("finetune")
+    assert ("data.fim_rate=0.5" in words) == script.startswith("pretrain")
+    # What the script says must be a run that exists.
+    keys = tuple(word for word in words[len(wanted) :])
+    run = load_run(ROOT / config, keys)
+    assert run.train.seed == 3 and run.checkpoint.resume == "auto"
+
+
+def test_starting_from_an_imported_model(project: Path, plan: Path) -> None:
+    corpus = project / "corpus"
+    words = ("--plan", plan, "--dry-run", "--data", corpus, "--tokenizer", "data/yuan", "--epochs", 4)
+    ran = call("finetune_yuan2_2b", *words, "--from", "runs/imported", "train.global_batch_size=2")
+    assert ran.returncode == 0, ran.stderr
+    told = shlex.split(ran.stdout.removeprefix("+ "))
+    assert "checkpoint.resume=runs/imported" in told and "data.tokenizer=data/yuan" in told
+    assert f"data.train=[{{prefix: {corpus}}}]" in told
+    tokens = 4 * (corpus.with_suffix(".bin").stat().st_size // 2)
+    assert f"train.steps={round(tokens / (2 * 4096))}" in told
+
+
+def test_over_ssh(plan: Path, stubs: Path, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# one per node\nalpha\nbeta\ngamma\n")
+    words = ("--plan", plan, "--hostfile", hosts)
+    ran = call("pretrain_yuan2_2b", *words, "--dry-run", stubs=stubs, YUAN_PORT="777")
+    assert ran.returncode == 0 and (tmp_path / "calls").read_text() == ""
+    assert [line.split()[2] for line in ran.stdout.splitlines()] == ["alpha", "beta", "gamma"]
+    ran = call("pretrain_yuan2_2b", *words, "data.train=[{prefix: a b}]", stubs=stubs, YUAN_PORT="777")
+    assert ran.returncode == 0, ran.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert sorted(line for line in calls if line.startswith("ssh")) == ["ssh alpha", "ssh beta", "ssh gamma"]
+    started = [line for line in calls if line.startswith("yuan-train launch")]
+    for node in NODES:
+        (line,) = [line for line in started if f"--this-node {node} " in line]
+        assert "--meet-at alpha:777" in line and line.endswith("data.train=[{prefix: a b}]")
+
+
+@pytest.mark.parametrize(
+    ("lines", "good"), [("x small\ny big-1\nz big-0\n", True), ("a\nb\n", False), ("a b c\n", False)]
+)
+def test_hostfiles_name_the_plans_nodes(plan: Path, tmp_path: Path, lines: str, good: bool) -> None:
+    (tmp_path / "hosts").write_text(lines)
+    ran = call("pretrain_yuan2_2b", "--plan", plan, "--hostfile", tmp_path / "hosts", "--dry-run")
+    assert ran.returncode == (0 if good else 2)
+    if good:
+        assert [line.split()[2] for line in ran.stdout.splitlines()] == ["z", "y", "x"]
+    else:
+        assert "error:" in ran.stderr
+
+
+def test_a_rank_that_fails_over_ssh_is_told(plan: Path, stubs: Path, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("alpha\nbeta\ngamma\n")
+    (stubs / "yuan-train").write_text("#!/usr/bin/env bash\nexit 1\n")
+    ran = call("pretrain_yuan2_2b", "--plan", plan, "--hostfile", tmp_path / "hosts", stubs=stubs)
+    assert ran.returncode == 2 and "the ranks on alpha failed" in ran.stderr
+
+
+def test_a_heterogeneous_job(plan: Path, stubs: Path, tmp_path: Path) -> None:
+    words = ("--plan", plan, "--slurm", "--sbatch", "--partition=gpu --time=1:00", "--dry-run")
+    ran = call("pretrain_yuan2_51b", *words, "data.train=[{prefix: a b}]", stubs=stubs)
+    assert ran.returncode == 0, ran.stderr
+    job = ran.stdout.split("\n", 1)[1]
+    assert "#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=2 --partition=gpu --time=1:00" in job
+    assert "#SBATCH hetjob\n# T4: small\n#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=1" in job
+    script = tmp_path / "job.sh"
+    script.write_text(job)
+    environment = os.environ | {
+        "PATH": f"{stubs}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "host-[a-b]",
+    }
+    ran = subprocess.run(["bash", script], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    groups = sorted(line.split()[1] for line in calls if line.startswith("srun"))
+    assert groups == ["--het-group=0", "--het-group=1"]
+    started = sorted(line for line in calls if line.startswith("yuan-train"))
+    assert [line.split("--this-node ")[1].split()[0] for line in started] == ["big-0", "small"]
+    assert all("--meet-at host-a:29500" in line and "data.train=[{prefix: a b}]" in line for line in started)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--plan", "/nowhere/plan.yaml"), "is not there: give --cluster FILE"),
+        (("--bogus",), "unknown option --bogus"),
+        (("word",), "word: wanted key=value"),
+        (("--plan",), "--plan: wanted a value"),
+        (("--plan", "/x", "--epochs", "3"), "--epochs: needs --data PREFIX"),
+    ],
+)
+def test_wrong_words(words: tuple[str, ...], message: str) -> None:
+    ran = call("pretrain_yuan2_102b", "--dry-run", *words)
+    assert ran.returncode == 2 and message in ran.stderr
+
+
+def test_help() -> None:
+    ran = call("finetune_yuan2_102b", "--help")
+    assert ran.returncode == 0 and "--hostfile FILE" in ran.stdout and "sourced" not in ran.stdout.lower()

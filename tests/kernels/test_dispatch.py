@@ -1,0 +1,159 @@
+"""Which implementation serves an op, and the test that private fast paths must pass."""
+
+import logging
+import math
+
+import pytest
+import torch
+from yuan_kernels import dispatch, ops, products
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_choices():
+    """Choices are kept for the life of a process: each test makes its own."""
+    dispatch.choose.cache_clear()
+    products.onednn_is_faster.cache_clear()
+    yield
+    dispatch.choose.cache_clear()
+    products.onednn_is_faster.cache_clear()
+
+
+def test_a_choice_is_logged_once(caplog):
+    x = torch.ones(2, 16)
+    with caplog.at_level(logging.INFO, logger="yuan_kernels"):
+        for _ in range(3):
+            ops.rms_norm(x, torch.ones(16), epsilon=1e-6)
+    assert [r.getMessage() for r in caplog.records] == [
+        "rms_norm on cpu, torch.float32, regular rows: blocks (Triton kernels are for CUDA devices)"
+    ]
+
+
+def test_choices_name_every_op(monkeypatch):
+    made = ops.choices(CPU, torch.bfloat16, hidden=64)
+    assert [c.op for c in made] == list(dispatch.OPS)
+    assert {c.implementation for c in made} == {"blocks", "torch"}
+    assert all(c.reason for c in made)
+    monkeypatch.setenv("YUAN_KERNELS", "reference")
+    assert {c.implementation for c in ops.choices(CPU, torch.bfloat16, hidden=64)} == {"reference"}
+
+
+def on_card(monkeypatch, *, capability=(9, 0), triton=True, right=lambda *_: True) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda _: object() if triton else None)
+    monkeypatch.setattr(dispatch, "_triton_is_right", right)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_card_gets_tested_kernels(monkeypatch):
+    on_card(monkeypatch)
+    choice = dispatch.choose("rms_norm", CUDA, torch.bfloat16, "regular")
+    assert (choice.implementation, choice.reason) == ("triton", "tested")
+
+
+def broken(*_):
+    raise RuntimeError("no ptxas\nat all")
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "shape", "reason"),
+    [
+        ({"triton": False}, torch.float16, "regular", "triton is not installed"),
+        ({"capability": (6, 1)}, torch.float16, "regular", "compute capability 6.1 is below 7.0"),
+        ({}, torch.float64, "regular", "no Triton kernel for torch.float64"),
+        ({}, torch.float16, "odd", "no multiple of 16"),
+        ({"right": lambda *_: False}, torch.float16, "regular", "it gives other numbers than torch"),
+        ({"right": broken}, torch.float16, "regular", "failed its test: RuntimeError: no ptxas"),
+    ],
+)
+def test_what_a_kernel_does_not_serve_falls_back(card, dtype, shape, reason, monkeypatch):
+    on_card(monkeypatch, **card)
+    choice = dispatch.choose("rms_norm", CUDA, dtype, shape)
+    assert choice.implementation == "torch" and reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("hidden", "shape"), [(16, "regular"), (2048, "regular"), (17, "odd"), (0, "odd"), (1 << 20, "odd")]
+)
+def test_shape_classes(hidden, shape):
+    assert dispatch.shape_class(hidden) == shape
+
+
+# --- fp32 products through oneDNN --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products(fast, with_out, with_bias, monkeypatch):
+    if fast and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(products, "_LARGE", 0)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: fast)
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 17, generator=generator) for n in (5, 7))
+    bias = torch.randn(7, generator=generator) if with_bias else None
+    out = torch.empty(5, 7) if with_out else None
+    wanted = torch.nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
+    for left, right in ((x, w), (x.T.contiguous().T, w.T.contiguous().T)):
+        made = products.linear(left, right, bias, out=out)
+        torch.testing.assert_close(made.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert out is None or made.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(products.product(x, w.T).double(), (x @ w.T).double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_ops_through_onednn_round_no_worse(monkeypatch):
+    """The filter and cross-entropy in fp32, every product of theirs by the fast path."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 40, 24), (12, 24, 2), (12,), (24, 12, 2), (24,), (5000, 24)
+    inputs = [torch.randn(*shape, generator=generator) for shape in shapes]
+    targets = torch.randint(5000, (80,), generator=generator)
+
+    def gradients(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        y = ops.localized_filter(*leaves[:5])
+        loss = ops.linear_cross_entropy(y.flatten(0, 1), leaves[5], targets, chunk_size=30)
+        return torch.autograd.grad(loss, leaves)
+
+    truth, plain = gradients(torch.float64), gradients(torch.float32)
+    used = []
+    onednn = products._onednn
+    monkeypatch.setattr(products, "_LARGE", 0)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_onednn", lambda *a: used.append(1) or onednn(*a))
+    for a, b, exact in zip(gradients(torch.float32), plain, truth, strict=True):
+        assert (a.double() - exact).norm() <= 2 * (b.double() - exact).norm()
+    assert len(used) > 6
+
+
+@pytest.mark.parametrize(
+    ("right", "ratio", "chosen"),
+    [
+        (lambda: True, 2.0, True),
+        (lambda: True, 1.1, False),
+        (lambda: False, math.inf, False),
+        (broken, math.inf, False),
+    ],
+)
+def test_the_fast_path_must_be_right_and_faster(right, ratio, chosen, monkeypatch):
+    monkeypatch.setattr(products, "_onednn_is_right", right)
+    monkeypatch.setattr(products, "_speed_ratio", lambda: ratio)
+    assert products.onednn_is_faster() is chosen
+    assert ops.fp32_products() == ("oneDNN" if chosen else "torch")
+
+
+def test_the_test_of_the_fast_path_runs_here():
+    if torch.backends.mkldnn.is_available():
+        assert products._onednn_is_right()
+        assert products._speed_ratio() > 0
+
+
+def test_small_products_and_other_dtypes_stay_with_torch(monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", broken)
+    small, wide = torch.ones(2, 3), torch.ones(300, 300, dtype=torch.float64)
+    assert products.linear(small, small).shape == (2, 2)
+    assert products.linear(wide, wide).shape == (300, 300)

@@ -1,0 +1,112 @@
+"""rms_norm and add_rms_norm against their definitions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from yuan_kernels import ops, reference, rms_norm
+
+EPSILON = 1e-6
+
+
+def make_inputs(*shape: int, dtype=torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x, residual and weight."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64).to(dtype)
+
+    return draw(*shape), draw(*shape), draw(shape[-1])
+
+
+def with_gradients(form, *inputs: Tensor) -> list[Tensor]:
+    """Results, then the gradients of the inputs under upstream gradients that are not uniform."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    made = form(*leaves, epsilon=EPSILON)
+    made = made if isinstance(made, tuple) else (made,)
+    generator = torch.Generator().manual_seed(9)
+    upstream = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in made]
+    return [*(y.detach() for y in made), *torch.autograd.grad(made, leaves, upstream)]
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), min_size=0, max_size=2),
+    hidden=st.sampled_from([1, 3, 8, 33]),
+    block=st.sampled_from([1, 20, 1000]),
+)
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_equals_the_definition(shape, hidden, block):
+    x, residual, weight = make_inputs(*shape, hidden)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rms_norm, "_BLOCK", block)
+        pairs = [
+            (with_gradients(ops.rms_norm, x, weight), with_gradients(reference.rms_norm, x, weight)),
+            (
+                with_gradients(ops.add_rms_norm, x, residual, weight),
+                with_gradients(reference.add_rms_norm, x, residual, weight),
+            ),
+        ]
+    for ours, wanted in pairs:
+        for a, b in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def test_gradcheck():
+    x, residual, weight = (t.requires_grad_() for t in make_inputs(2, 3, 5))
+    assert torch.autograd.gradcheck(lambda *a: ops.rms_norm(*a, epsilon=EPSILON), (x, weight))
+    assert torch.autograd.gradcheck(lambda *a: ops.add_rms_norm(*a, epsilon=EPSILON), (x, residual, weight))
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_one_result_alone(output):
+    inputs = make_inputs(4, 6)
+    ours, wanted = (
+        with_gradients(lambda *a, form=form, **k: form(*a, **k)[output], *inputs[:2], inputs[2])
+        if output == 0
+        else with_gradients(lambda x, r, form=form, **k: form(x, r, inputs[2], **k)[1], *inputs[:2])
+        for form in (ops.add_rms_norm, reference.add_rms_norm)
+    )
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_no_worse_than_the_plain_form(dtype):
+    inputs = make_inputs(50, 64, dtype=dtype)
+    exact = with_gradients(reference.add_rms_norm, *(t.double() for t in inputs))
+    plain = with_gradients(reference.add_rms_norm, *inputs)
+    ours = with_gradients(ops.add_rms_norm, *inputs)
+    for a, b, truth in zip(ours, plain, exact, strict=True):
+        assert a.dtype == dtype
+        assert (a.double() - truth).norm() <= 2 * (b.double() - truth).norm()
+
+
+def test_the_sum_is_that_of_torch_to_the_bit():
+    x, residual, weight = make_inputs(5, 16, dtype=torch.bfloat16)
+    assert torch.equal(ops.add_rms_norm(x, residual, weight, epsilon=EPSILON)[1], x + residual)
+
+
+def test_non_contiguous():
+    x, residual, weight = make_inputs(4, 3, 8)
+    turned = (x.transpose(0, 1), residual.transpose(0, 1), torch.stack((weight, weight), 1)[:, 0])
+    ours = with_gradients(ops.add_rms_norm, *turned)
+    wanted = with_gradients(reference.add_rms_norm, *turned)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_override_selects_the_reference(monkeypatch):
+    monkeypatch.setenv("YUAN_KERNELS", "reference")
+    monkeypatch.setattr(reference, "rms_norm", lambda *_, **__: "reference")
+    x, residual, weight = make_inputs(2, 4)
+    assert ops.rms_norm(x, weight, epsilon=EPSILON) == "reference"
+    assert ops.add_rms_norm(x, residual, weight, epsilon=EPSILON)[0] == "reference"
+
+
+def test_errors_name_shapes():
+    x, residual, weight = make_inputs(2, 4)
+    with pytest.raises(ValueError, match=r"weight has shape \[3\]"):
+        ops.rms_norm(x, weight[:3], epsilon=EPSILON)
+    with pytest.raises(ValueError, match=r"residual has shape \[1, 4\]"):
+        ops.add_rms_norm(x, residual[:1], weight, epsilon=EPSILON)

@@ -1,0 +1,102 @@
+"""The Triton kernels: right in the interpreter, and compiled for every generation of cards without one."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+OPS = ["localized_filter", "rms_norm", "linear_cross_entropy", "adamw"]
+TARGETS = [70, 80, 90]
+
+
+def run(code: str, **environment: str) -> str:
+    """Run code in a process of its own: Triton reads its switches when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_interpreted_kernels_give_torchs_numbers():
+    # In 16 bits the interpreter truncates where cards round: fp32 is where it can be trusted.
+    code = (
+        "import torch; from yuan_kernels import self_test\n"
+        f"for op in {OPS!r}:\n"
+        "    print(op, self_test.triton_is_right(op, torch.device('cpu'), torch.float32))"
+    )
+    assert run(code, TRITON_INTERPRET="1").split("\n")[:-1] == [f"{op} True" for op in OPS]
+
+
+COMPILE = """
+import subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from yuan_kernels import triton_forms as forms
+
+dtype, capability = sys.argv[1], int(sys.argv[2])
+x, f, i = f"*{dtype}", "*fp32", "i32"
+filters, norm = forms.FILTER_BLOCK, forms.norm_block(8192)
+yes = {"HAS_STARTS": True, "HAS_BEFORE": True}
+shapes = {"tokens": i, "channels": i}
+CASES = [
+    (forms.filter_forward_kernel, filters, yes,
+     {"z": x, "starts": "*u8", "older_before": x, "c_before": x, "taps": x, **shapes}),
+    (forms.filter_backward_kernel, filters, {"HAS_STARTS": True},
+     {"dtaps": x, "starts": "*u8", "dz": x, **shapes}),
+    (forms.norm_forward_kernel, norm, {"HAS_RESIDUAL": True},
+     {"x": x, "residual": x, "weight": x, "y": x, "s": x, "scale": f, "hidden": i, "epsilon": "fp32"}),
+    (forms.norm_backward_kernel, norm, {"HAS_PAST": True},
+     {"dy": x, "past": x, "s": x, "weight": x, "scale": f, "ds": x, "partial": f, "tokens": i, "hidden": i}),
+    (forms.softmax_kernel, forms.SOFTMAX_BLOCK, {"WRITE": True},
+     {"logits": f, "probabilities": x, "normalizer": f, "words": i, "lift": "fp32"}),
+    (forms.adamw_kernel, forms.ADAMW_BLOCK, {"HAS_ROUNDED": True},
+     {"master": f, "gradient": f, "exp_avg": f, "exp_avg_sq": f, "rounded": x, "clip_factor": f, "size": i}
+     | dict.fromkeys(["keep", "rate", "beta1", "beta2", "root_correction", "epsilon"], "fp32")),
+]
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+for kernel, block, switches, signature in CASES:
+    constants = switches | {k: v for k, v in block.items() if k != "num_warps"}
+    # Pointers, and the sizes of regular rows, are multiples of 16, as at run time.
+    aligned = [k for k, v in signature.items() if v.startswith("*") or k in ("hidden", "channels")]
+    names = [p.name for p in kernel.params]
+    attrs = {(names.index(k),): [["tt.divisibility", 16]] for k in aligned}
+    full = signature | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, full, {(names.index(k),): v for k, v in constants.items()}, attrs)
+    target, options = GPUTarget("cuda", capability, 32), {"num_warps": block["num_warps"]}
+    made = triton.compile(source, target=target, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"]); file.flush()
+        line = [tool, "--dump-resource-usage", file.name]
+        said = subprocess.run(line, capture_output=True, text=True).stdout
+    print(kernel.fn.__name__, *[word for word in said.split() if word.startswith(("REG:", "STACK:"))])
+"""
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_kernels_compile_without_spilling(dtype, capability, tmp_path):
+    """A spill shows as a stack: registers written to memory in the inner loop."""
+    code = f"import sys; sys.argv = ['', {dtype!r}, '{capability}']\n{COMPILE}"
+    lines = run(code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        assert re.search(r"STACK:0\b", line), f"sm_{capability}, {dtype}: {line}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compiled_kernels_give_torchs_numbers(op, dtype):
+    from yuan_kernels import self_test
+
+    assert self_test.triton_is_right(op, torch.device("cuda"), dtype)

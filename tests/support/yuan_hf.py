@@ -1,0 +1,69 @@
+"""The small published checkpoint, and changed copies of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "yuan_hf_tiny_a"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def copy_of(
+    folder: Path,
+    *,
+    change: Callable[[Tensors], Any] | None = None,
+    config: dict[str, Any] | None = None,
+    shards: int = 1,
+    pickled: bool = False,
+) -> Path:
+    """Write tiny_a to `folder`, its tensors and config changed, in one file or several, as .bin if asked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = load_file(GOLDEN / "model.safetensors")
+    if change is not None:
+        change(tensors)
+    shutil.copyfile(GOLDEN / "config.json", folder / "config.json")
+    told = json.loads((GOLDEN / "config.json").read_text()) | (config or {})
+    (folder / "config.json").write_text(json.dumps(told))
+    stem, suffix = ("pytorch_model", "bin") if pickled else ("model", "safetensors")
+    write = (lambda part, path: torch.save(part, path)) if pickled else save_file
+    if shards == 1:
+        write(tensors, folder / f"{stem}.{suffix}")
+        return folder
+    places = {}
+    names = sorted(tensors)
+    for number in range(shards):
+        part = {name: tensors[name] for name in names[number::shards]}
+        place = f"{stem}-{number + 1:05d}-of-{shards:05d}.{suffix}"
+        write(part, folder / place)
+        places |= dict.fromkeys(part, place)
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def read_published(folder: Path) -> Tensors:
+    """Every tensor of a folder of safetensors."""
+    tensors: Tensors = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def same_bits(a: Tensors, b: Tensors) -> bool:
+    """Whether names, types, shapes and bytes are equal."""
+    return list(sorted(a)) == list(sorted(b)) and all(
+        a[name].dtype == b[name].dtype
+        and a[name].shape == b[name].shape
+        and a[name].numpy(force=True).tobytes() == b[name].numpy(force=True).tobytes()
+        if a[name].dtype != torch.bfloat16
+        else a[name].dtype == b[name].dtype
+        and torch.equal(a[name].view(torch.int16), b[name].view(torch.int16))
+        for name in a
+    )

@@ -1,0 +1,101 @@
+"""The ablation tool: the paper's parameter counts, forms that see no later token, a run from end to end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.project import make_project
+from yuan_train.config.model import ModelConfig
+
+TOOL = Path(__file__).parents[1] / "tools" / "ablation_lfa.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("ablation_lfa", TOOL)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ablation_lfa"] = module  # where dataclasses look for their names
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_papers_counts_come_out_exactly(tool: Any) -> None:
+    counts = {form: tool.count_parameters(form, tool.PAPER_SHAPE) for form in tool.PAPER}
+    assert counts == {form: row[0] for form, row in tool.PAPER.items()}
+
+
+SHAPE = ModelConfig(
+    name="small",
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=2,
+    ffn_hidden_size=32,
+    vocab_size=50,
+    attention="plain",
+)
+
+
+@pytest.mark.parametrize("form", ["basic", "ema", "conv1", "conv2", "conv3", "conv7", "two", "lfa"])
+def test_no_form_sees_later_tokens(tool: Any, form: str) -> None:
+    model = tool.build(form, SHAPE, seed=1)
+    tokens = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[:, 12:] = 7
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :12], after[:, :12], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(before[:, 12:], after[:, 12:])
+
+
+def test_the_moving_average_is_the_recurrence(tool: Any) -> None:
+    torch.manual_seed(0)
+    average = tool.MovingAverage(3)
+    u = torch.randn(1, 9, 3)
+    state = torch.zeros(3, tool.EMA_DIMS)
+    alpha, delta = average.alpha.sigmoid(), average.delta.sigmoid()
+    wanted = []
+    for t in range(9):
+        state = alpha * average.beta * u[0, t, :, None] + (1 - alpha * delta) * state
+        summed = (average.eta * state).sum(1) / tool.EMA_DIMS**0.5
+        wanted.append(torch.nn.functional.silu(summed + average.omega * u[0, t]))
+    torch.testing.assert_close(average(u)[0], torch.stack(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_shared_weights_are_equal(tool: Any) -> None:
+    models = [dict(tool.build(form, SHAPE, seed=3).named_parameters()) for form in ("basic", "conv2", "lfa")]
+    for name, weight in models[0].items():
+        assert all(torch.equal(weight, model[name]) for model in models)
+
+
+def test_from_end_to_end(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_project(tmp_path)
+    words = [
+        *("--out", tmp_path / "out", "--data", tmp_path / "corpus", "--forms", "basic", "lfa"),
+        *("--seeds", 1, 2, "--steps", 3, "--layers", 1, "--hidden", 32, "--vocab-size", 512),
+        *("--sequence-length", 16, "--batch-size", 2),
+    ]
+    threads = torch.get_num_threads()
+    try:
+        assert tool.main(list(map(str, words))) == 0
+        lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+        assert [(r["form"], r["seed"]) for r in map(json.loads, lines)] == [
+            ("basic", 1),
+            ("lfa", 1),
+            ("basic", 2),
+            ("lfa", 2),
+        ]
+        assert tool.main(list(map(str, words))) == 0  # nothing is run again
+        assert (tmp_path / "out" / "results.jsonl").read_text().splitlines() == lines
+        text = capsys.readouterr().out
+        assert "| lfa |" in text and "167,433,216" in text and "| conv2 |" not in text
+        assert tool.main(list(map(str, [*words, "--data", tmp_path / "nowhere", "--seeds", 9]))) == 2
+    finally:
+        torch.set_num_threads(threads)

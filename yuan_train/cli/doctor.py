@@ -1,0 +1,236 @@
+"""`yuan-train doctor`: what is installed, what is missing and what that costs, what each op runs on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from yuan_train import __version__
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package that we use where it is there."""
+
+    name: str
+    module: str
+    without: str
+    """What its absence costs."""
+    attribute: str | None = None
+    """Told apart from others of its name by this, in `module`."""
+    stranger: str = ""
+    """What else carries the name."""
+
+
+PACKAGES = (
+    Package(
+        name="triton",
+        module="triton",
+        without="filter, norms, cross-entropy and AdamW run as torch operations on CUDA cards: slower",
+    ),
+    Package(name="tensorboard", module="tensorboard", without="no TensorBoard files; metrics.jsonl has all"),
+    Package(name="rich", module="rich", without="plain text where there would be colour"),
+    Package(
+        name="megatron-core",
+        module="megatron.core",
+        without="nothing of ours: some launch scripts and conversions of others want it",
+    ),
+    Package(name="tokenizers", module="tokenizers", without="no tokenizer files of Hugging Face"),
+    Package(name="pyarrow", module="pyarrow", without="preprocess reads no Parquet files"),
+    Package(
+        name="apex",
+        module="apex.optimizers",
+        attribute="FusedAdam",
+        stranger="an `apex` without apex.optimizers.FusedAdam: PyPI's is another project, not NVIDIA's; "
+        "uninstall it",
+        without="nothing: our AdamW and norms are fused already",
+    ),
+    Package(
+        name="TransformerEngine",
+        module="transformer_engine.pytorch",
+        attribute="RMSNorm",
+        stranger="transformer_engine without its PyTorch part",
+        without="nothing yet: no op of ours uses it",
+    ),
+    Package(
+        name="liger-kernel",
+        module="liger_kernel.transformers",
+        attribute="LigerRMSNorm",
+        stranger="liger_kernel without LigerRMSNorm",
+        without="nothing: benchmarks lack one column to compare with",
+    ),
+)
+
+CORE = ("torch", "numpy", "sentencepiece", "PyYAML", "pydantic", "safetensors")
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what is installed, what is missing and what that costs",
+        description="Says what is installed, what is missing and what that costs, which cards there are, and "
+        "which implementation each op uses on this machine, and why not a faster one.",
+    )
+    parser.add_argument("--hidden-size", type=int, default=2048, metavar="H", help="of the model (2048)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found. Nothing that is missing is an error."""
+    facts = examine(hidden=arguments.hidden_size)
+    print(json.dumps(facts, ensure_ascii=False) if arguments.json else "\n".join(_lines(facts)))
+    return 0
+
+
+def examine(*, hidden: int) -> Facts:
+    """Versions, packages, devices and ops; `hidden` is the length of a row."""
+    import torch
+    import torch.distributed as dist
+
+    devices = _devices()
+    return {
+        "versions": {
+            "yuan-train": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in CORE},
+        },
+        "packages": [_package_facts(package) for package in PACKAGES],
+        "communication": {
+            "gloo": dist.is_available() and dist.is_gloo_available(),
+            "nccl": dist.is_available() and dist.is_nccl_available(),
+        },
+        "cuda": torch.version.cuda,
+        "devices": devices,
+        "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
+        "fp32_products": _fp32_products(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package_facts(package: Package) -> Facts:
+    """Found by importing only where another package may carry the name: importing may take seconds."""
+    top = package.module.partition(".")[0]
+    facts: Facts = {"name": package.name, "version": None, "installed": False, "note": package.without}
+    try:
+        there = importlib.util.find_spec(package.module if package.attribute is None else top) is not None
+    except ImportError:
+        there = False
+    if not there:
+        return facts
+    if package.attribute is not None and not _has_attribute(package.module, package.attribute):
+        return facts | {"note": package.stranger}
+    return facts | {"version": _version(package.name), "installed": True, "note": ""}
+
+
+def _has_attribute(module: str, attribute: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), attribute)
+    except Exception:  # A package for another CUDA, or another torch, may raise anything.
+        return False
+
+
+def _devices() -> list[Facts]:
+    """The CPU, then the cards."""
+    import torch
+
+    from yuan_train.train.measure import machine_name
+
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    fast = [name for name in ("amx_bf16", "avx512_bf16") if capabilities.get(name)]
+    cpu: Facts = {
+        "device": "cpu",
+        "name": machine_name(),
+        "bf16": bool(fast),
+        "note": f"bf16 by {fast[0]}" if fast else "bf16 is computed in fp32: no faster, half the memory",
+    }
+    return [cpu, *(_card(i) for i in range(torch.cuda.device_count()))]
+
+
+def _card(number: int) -> Facts:
+    import torch
+
+    properties = torch.cuda.get_device_properties(number)
+    bf16 = (properties.major, properties.minor) >= (8, 0)
+    return {
+        "device": f"cuda:{number}",
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "bf16": bf16,
+        "note": "" if bf16 else "no bf16: train with precision fp16",
+    }
+
+
+def _op_facts(device: Facts, hidden: int) -> Iterator[Facts]:
+    """What serves each op in the precision that one would train with on this device."""
+    import torch
+    from yuan_kernels import ops
+
+    dtype = torch.bfloat16 if device["bf16"] else torch.float16
+    if device["device"] == "cpu":
+        dtype = torch.bfloat16 if device["bf16"] else torch.float32
+    for choice in ops.choices(torch.device(device["device"]), dtype, hidden=hidden):
+        yield {
+            "op": choice.op,
+            "device": choice.device,
+            "dtype": str(choice.dtype).removeprefix("torch."),
+            "implementation": choice.implementation,
+            "reason": choice.reason,
+        }
+
+
+def _fp32_products() -> str:
+    from yuan_kernels import ops
+
+    return ops.fp32_products()
+
+
+# --- as text -----------------------------------------------------------------------------------------------
+
+
+def _lines(facts: Facts) -> Iterator[str]:
+    yield "versions"
+    yield from _columns([[name, version or "MISSING"] for name, version in facts["versions"].items()])
+    yield "\noptional packages"
+    yield from _columns(
+        [
+            [p["name"], (p["version"] or "installed") if p["installed"] else "-", p["note"]]
+            for p in facts["packages"]
+        ]
+    )
+    yield "\ndevices"
+    yield from _columns([[d["device"], d["name"], d["note"] or "bf16"] for d in facts["devices"]])
+    if len(facts["devices"]) == 1:
+        built = f"torch is built for CUDA {facts['cuda']}" if facts["cuda"] else "torch is built without CUDA"
+        yield f"  no CUDA card was found; {built}"
+    there = [name for name, is_there in facts["communication"].items() if is_there]
+    yield f"  ranks talk through {' and '.join(there) or 'nothing'}"
+    yield "\nops"
+    yield from _columns(
+        [[o["op"], o["device"], o["dtype"], o["implementation"], o["reason"]] for o in facts["ops"]]
+    )
+    yield f"  large fp32 products on the CPU go through {facts['fp32_products']} (tested just now)"
+    yield "  attention: torch's scaled_dot_product_attention; rotary and SwiGLU: torch operations"
+
+
+def _columns(rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

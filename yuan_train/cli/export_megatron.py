@@ -1,0 +1,51 @@
+"""yuan-train export-megatron CKPT --out DIR: a checkpoint to the form of the original Yuan 2.0 code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from yuan_train.config.errors import ConfigError
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "export-megatron",
+        help="turn a checkpoint into one of the original Yuan 2.0 code, for any cut",
+        description="Writes the weights as DIR/release/mp_rank_TT[_PPP]/model_optim_rng.pt.",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor ranks, default 1")
+    parser.add_argument("--stages", metavar="2,5,5", help="layers of each pipeline stage; default one stage")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export and report."""
+    words = arguments.stages.split(",") if arguments.stages else []
+    if not all(word.strip().isdigit() for word in words):
+        raise ConfigError(f"--stages: wanted layers per stage such as 2,5,5; got {arguments.stages!r}")
+    if arguments.tensor < 1:
+        raise ConfigError(f"--tensor: {arguments.tensor}; wanted at least 1")
+    import torch
+
+    from yuan_train.checkpoint.load import find_checkpoint
+    from yuan_train.checkpoint.megatron import export_megatron
+
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    for note in checkpoint.notes:
+        print(f"note: {note}", file=sys.stderr)
+    path = export_megatron(
+        checkpoint,
+        arguments.out,
+        tensor=arguments.tensor,
+        stages=[int(word) for word in words] or None,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+    )
+    print(json.dumps({"path": str(path)}) if arguments.json else f"{path}")
+    return 0

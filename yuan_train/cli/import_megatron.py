@@ -1,0 +1,41 @@
+"""yuan-train import-megatron DIR --out CKPT: a checkpoint of the original Yuan 2.0 code to one of ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from yuan_train.config.model import load_model
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "import-megatron",
+        help="turn a checkpoint of the original Yuan 2.0 code into one of ours",
+        description="Reads mp_rank_TT[_PPP]/model_optim_rng.pt of any tensor and pipeline cut, and writes a "
+        "checkpoint of step 0 with the weights alone. Together with export-megatron it recuts a checkpoint. "
+        "No code in the files is run.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="folder with mp_rank_*, or with iterations")
+    parser.add_argument("--out", required=True, metavar="CKPT", help="folder of checkpoints to write into")
+    parser.add_argument("--model", metavar="FILE", help="model file, where the arguments inside do not tell")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Import and report."""
+    model = load_model(arguments.model) if arguments.model else None
+    from yuan_train.checkpoint.megatron import import_megatron
+
+    done = import_megatron(arguments.folder, arguments.out, model=model)
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(f"{done.path}: {done.parameters:,} parameters, {done.dtype}")
+    return 0
