@@ -113,6 +113,57 @@ def test_a_rank_that_dies_ends_the_others(run_file: Path, tmp_path: Path) -> Non
     assert "rank 1" in errors and "SIGKILL" in errors, errors
 
 
+def test_a_rank_that_hangs_is_named(run_file: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    save_plan(plan, make_plan(run_config(run_file), [[2, 2, 2]]))
+    options = ("--config", run_file, "--plan", plan, f"log.directory={tmp_path / 'log'}")
+    process = start("launch", *options, "train.steps=100000", "train.timeout=6 s")
+    try:
+        wait_for_step(tmp_path / "log", 2)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGSTOP)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    # The culprit's neighbour speaks; rank 1 itself was stopped, and ended by the launcher.
+    assert "rank 1 is gone or stuck" in errors, errors
+    assert "Traceback" not in errors
+
+
+def test_torchrun_restarts_from_the_last_checkpoint(run_file: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    save_plan(plan, make_plan(run_config(run_file), [[3, 3]]))
+    whole = yuan_train("train", "--config", run_file, f"log.directory={tmp_path / 'whole'}", "train.steps=60")
+    assert whole.returncode == 0, whole.stderr
+    log = tmp_path / "log"
+    words = [
+        *("--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", "yuan_train", "train"),
+        *("--config", str(run_file), "--plan", str(plan), f"log.directory={log}", "train.steps=60"),
+        *(f"checkpoint.directory={tmp_path / 'ck'}", "checkpoint.every=5", "train.timeout=20 s"),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    try:
+        wait_for_step(log, 8)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)
+        _, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    lines = read_metrics(log)
+    assert [line["step"] for line in lines] == list(range(1, 61)) and "resumed from" in errors
+    for ours, theirs in zip(lines, read_metrics(tmp_path / "whole"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
 def test_generate_greedily_and_by_seed(run_file: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "ck"
     trained = yuan_train("train", "--config", run_file, f"checkpoint.directory={checkpoints}")

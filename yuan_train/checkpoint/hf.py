@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from yuan_train.checkpoint.load import Checkpoint, _Reader, load_tensors
+from yuan_train.checkpoint.load import Checkpoint, Reader, load_tensors
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed, shards_of, write_safetensors
 from yuan_train.checkpoint.yuan_layout import (
@@ -451,7 +451,7 @@ class _WholeReader:
         self._checkpoint = checkpoint
         self._held = {
             name: entry
-            for name, entry in _Reader(checkpoint.path).read_metadata().state_dict_metadata.items()
+            for name, entry in Reader(checkpoint.path).read_metadata().state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
         self._last: tuple[str, torch.Tensor] | None = None

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from yuan_train.checkpoint.names import (
     LATEST,
+    OPTIMIZER_STATES,
     STATE,
     TOKENIZER,
     WEIGHTS,
@@ -107,7 +108,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, alone: bool = Fals
 
     Raises CheckpointError, with every difference, if a name is missing or a shape is another.
     """
-    reader = _Reader(checkpoint.path)
+    reader = Reader(checkpoint.path)
     held = _tensors_in(reader, checkpoint.path)
     wrong = [
         f"{name}: {'missing' if name not in held else f'has shape {held[name]}'}, wanted {list(tensor.shape)}"
@@ -131,10 +132,16 @@ def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, alone: bool = Fals
         raise CheckpointError(f"{checkpoint.path}: cannot be read: {error}") from error
 
 
+def holds_optimizer_state(checkpoint: Checkpoint) -> bool:
+    """Whether it holds AdamW's averages; an imported one has weights alone."""
+    names = _tensors_in(Reader(checkpoint.path), checkpoint.path)
+    return any(name.startswith(f"{kind}.") for name in names for kind in OPTIMIZER_STATES)
+
+
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
     """Fill a model, or a part of one, rounding the masters to its own precision. Not collective."""
     parameters = dict(model.named_parameters())
-    held = _tensors_in(_Reader(checkpoint.path), checkpoint.path)
+    held = _tensors_in(Reader(checkpoint.path), checkpoint.path)
     for name, parameter in parameters.items():
         key = f"{WEIGHTS}.{name}"
         if key not in held:
@@ -156,7 +163,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     if faults:
         return {"kind": "checkpoint", "path": str(path), "whole": False, "faults": faults}
     checkpoint = _open(path)
-    held = _tensors_in(_Reader(path), path)
+    held = _tensors_in(Reader(path), path)
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -190,7 +197,7 @@ def _faults(directory: Path) -> str:
     )
 
 
-def _tensors_in(reader: _Reader, path: Path) -> dict[str, list[int]]:
+def _tensors_in(reader: Reader, path: Path) -> dict[str, list[int]]:
     """Global shape of every tensor, by name."""
     try:
         metadata = reader.read_metadata()
@@ -201,12 +208,12 @@ def _tensors_in(reader: _Reader, path: Path) -> dict[str, list[int]]:
 
 
 def _dtype_of(checkpoint: Checkpoint, key: str) -> torch.dtype:
-    entry = _Reader(checkpoint.path).read_metadata().state_dict_metadata[key]
+    entry = Reader(checkpoint.path).read_metadata().state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     return entry.properties.dtype
 
 
-class _Reader(dcp.FileSystemReader):
+class Reader(dcp.FileSystemReader):
     """Reads `.metadata` without running code that a hostile file may hold: it is a pickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

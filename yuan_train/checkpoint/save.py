@@ -46,9 +46,9 @@ def save_checkpoint(
     directory = Path(directory)
     aside, final = directory / f".{step_name(step)}.tmp", directory / step_name(step)
     try:
-        _on_first_rank(lambda: _make_room(aside))
+        _on_first_rank(lambda: make_room(aside))
         _write_tensors(aside, tensors)
-        _on_first_rank(lambda: _finish(aside, final, state, tokenizer))
+        _on_first_rank(lambda: finish(aside, final, state, tokenizer))
     except (OSError, CheckpointException) as error:
         _drop_quietly(aside)
         raise CheckpointError(
@@ -59,7 +59,8 @@ def save_checkpoint(
     return final
 
 
-def _make_room(aside: Path) -> None:
+def make_room(aside: Path) -> None:
+    """An empty directory to write into."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
 
@@ -71,11 +72,13 @@ def _write_tensors(aside: Path, tensors: Tensors) -> None:
         dcp.save(dict(tensors), checkpoint_id=aside, planner=SavePlanner(), no_dist=not dist.is_initialized())
 
 
-def _finish(aside: Path, final: Path, state: Mapping[str, Any], tokenizer: Path | None) -> None:
+def finish(aside: Path, final: Path, state: Mapping[str, Any], tokenizer: Path | None) -> None:
+    """Complete what was written aside, and rename it; `latest` last."""
     (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     if tokenizer is not None:
         (aside / TOKENIZER).mkdir()
-        shutil.copyfile(tokenizer, aside / TOKENIZER / "tokenizer.model")
+        name = "tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"
+        shutil.copyfile(tokenizer, aside / TOKENIZER / name)
     write_manifest(aside)
     for path in aside.rglob("*"):
         _sync(path)

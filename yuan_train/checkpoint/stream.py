@@ -73,7 +73,7 @@ def save_streamed(
     aside, final = directory / f".{step_name(0)}.tmp", directory / step_name(0)
     empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     try:
-        saving._make_room(aside)
+        saving.make_room(aside)
         if tokenizer is not None:
             (aside / TOKENIZER).mkdir()
             name = "tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"
@@ -86,7 +86,7 @@ def save_streamed(
                 planner=_LazyPlanner(tensors),
                 no_dist=True,
             )
-        saving._finish(aside, final, state, None)
+        saving.finish(aside, final, state, None)
     except (OSError, CheckpointException) as error:
         shutil.rmtree(aside, ignore_errors=True)
         cause = _cause_of(error)

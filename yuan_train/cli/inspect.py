@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 def kind_of(path: Path) -> str:
     """What stands at `path`: a key of INSPECT. Raises ConfigError if nothing tells."""
     if path.is_dir():
-        return "tokenizer" if (path / "tokenizer.model").exists() else "checkpoint"
+        names = ("tokenizer.model", "tokenizer.json")
+        return "tokenizer" if any((path / name).exists() for name in names) else "checkpoint"
     if path.suffix in (".idx", ".bin") or any(Path(f"{path}{end}").exists() for end in (".idx", ".bin")):
         return "tokens"
     if path.suffix == ".model":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shlex
 import signal
@@ -23,6 +24,7 @@ GRACE_SECONDS = 10.0
 """How long the other ranks may take to notice that one has failed, before they are ended."""
 
 DEFAULT_PORT = 29500
+PR_SET_PDEATHSIG = 1
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -186,8 +188,15 @@ def _start_rank(command: Sequence[str], rank: int, environment: dict[str, str], 
         stdin=subprocess.DEVNULL,
         stdout=None if speaks else errors,
         stderr=None if speaks else errors,
+        preexec_fn=_end_with_launcher,
     )
     return _Child(rank, process, errors)
+
+
+def _end_with_launcher() -> None:
+    """In the new process: should the launcher be killed, save and end as on SIGTERM (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(children: list[_Child]) -> int:

@@ -25,8 +25,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "profile",
         help="measure this machine's card",
         description="Measures forward and backward of embedding, layer and head on this machine's card, and "
-        "what they keep in memory. `yuan-train plan --profile` then needs no estimates for it. Under torchrun, one "
-        "process per card, also the links between all pairs, by size of message.",
+        "what they keep in memory. `yuan-train plan --profile` then needs no estimates for it. Under "
+        "torchrun, one process per card, also the links between all pairs, by size of message.",
     )
     parser.add_argument("--model", metavar="FILE", help="the model file; needed without --config")
     parser.add_argument("--out", required=True, metavar="FILE", help="where the profile goes (JSON)")
@@ -125,7 +125,8 @@ def _card_names(cluster: Cluster | None, local_rank: int, world_size: int) -> li
         cards = [card.name for card in cluster.cards]
         if len(cards) != world_size:
             raise ConfigError(
-                f"--cluster has {len(cards)} cards, but {world_size} processes were started; start one per card"
+                f"--cluster has {len(cards)} cards, but {world_size} processes were started; "
+                "start one per card"
             )
         return cards
     names: list[str] = [""] * world_size

@@ -54,15 +54,22 @@ class Worker:
 
 
 def parallelize(
-    plan: Plan, rank: int, parts: ModelParts, *, device: torch.device, dtype: torch.dtype
+    plan: Plan,
+    rank: int,
+    parts: ModelParts,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    timeout_seconds: float = 600.0,
 ) -> Worker:
     """Build this rank's parts of the model, lay their weights flat, and join its neighbours.
 
-    `dtype` is what crosses the cuts. Collective over all ranks.
+    `dtype` is what crosses the cuts; `timeout_seconds` how long a rank waits for another. Collective over all
+    ranks.
     """
     grid = Grid(plan)
     place = grid.places[rank]
-    groups = make_groups(grid, device=device)
+    groups = make_groups(grid, device=device, timeout_seconds=timeout_seconds)
     pipeline = grid.pipeline(place)
     cutting = Cutting(parts.sharding, parts.row_blocks, place.position, len(grid.replica(place)))
     modules, shards = _build_parts(grid, place, parts, cutting, device)

@@ -8,16 +8,18 @@ behind another, and a first small message warms it up.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
-from yuan_train.parallel.grid import Edge, Grid, Replica
+from yuan_train.parallel.grid import Edge, Grid, Place, Replica
 
 
 @dataclass(frozen=True)
@@ -52,37 +54,54 @@ def join(*, device: torch.device, timeout_seconds: float) -> None:
         raise TrainingError(f"the ranks could not meet within {timeout_seconds:g} s: {error}") from error
 
 
+@contextmanager
+def watching(place: Place, what: str) -> Iterator[None]:
+    """Around a collective: say who waited for what, if another rank is gone or does not come in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not dist.is_initialized():
+            raise
+        raise TrainingError(
+            f"{place}: {what} failed; another rank is gone, or did not come in time ({error})"
+        ) from error
+
+
 def leave() -> None:
     """Part from the other ranks, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def make_groups(grid: Grid, *, device: torch.device) -> Groups:
-    """Create and warm up the groups of a plan; collective over all ranks."""
+def make_groups(grid: Grid, *, device: torch.device, timeout_seconds: float) -> Groups:
+    """Create and warm up the groups of a plan; collective over all ranks.
+
+    Waiting for longer than `timeout_seconds` in any of them is an error.
+    """
     if not dist.is_initialized():
         return Groups({}, {})
-    edges = {edge: _new_group((edge.sender, edge.receiver)) for edge in grid.edges}
+    new_group = partial(_new_group, timeout=timedelta(seconds=timeout_seconds))
+    edges = {edge: new_group((edge.sender, edge.receiver)) for edge in grid.edges}
     shared = dict.fromkeys(
         bucket.slice_group(i)
         for bucket in grid.buckets
         for i in range(bucket.num_slices)
         if len(bucket.owners) > 1
     )
-    owners = {ranks: _new_group(ranks) for ranks in shared}
+    owners = {ranks: new_group(ranks) for ranks in shared}
     wide: list[Replica] = [
         replica for p in range(len(grid.plan.pipelines)) for replica in grid.replicas(p) if len(replica) > 1
     ]
-    tensor: dict[Replica, dist.ProcessGroup] = {replica: _new_group(replica) for replica in wide}
+    tensor: dict[Replica, dist.ProcessGroup] = {replica: new_group(replica) for replica in wide}
     mine = grid.replica(grid.places[dist.get_rank()])
     groups = Groups(edges, owners, tensor.get(mine))
     _warm_up(groups, device)
     return groups
 
 
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    # Outside a group torch returns a stand-in that is never used.
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks)))
+def _new_group(ranks: tuple[int, ...], *, timeout: timedelta) -> dist.ProcessGroup:
+    # A group does not inherit the time-out of the world. Outside a group torch returns a stand-in.
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timeout))
 
 
 def _warm_up(groups: Groups, device: torch.device) -> None:

@@ -14,7 +14,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest, load_tensors
+from yuan_train.checkpoint.load import (
+    Checkpoint,
+    find_checkpoint,
+    find_latest,
+    holds_optimizer_state,
+    load_tensors,
+)
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.parts import Part
 from yuan_train.checkpoint.save import save_checkpoint
@@ -24,12 +30,14 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan, check_belongs, check_runnable, save_plan, single_card_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Blend, open_corpora
+from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer, initial_weight
 from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.groups import join, leave
+from yuan_train.parallel.zero import STATES
 from yuan_train.train.metrics import Log, StepMetrics, peak_flops, peak_memory_bytes
 from yuan_train.train.optimizer import Optimizer, learning_rate
 from yuan_train.train.stage import StageRunner
@@ -90,7 +98,7 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
             f"model.vocab_size: {run.model.vocab_size} rows, but tokenizer {run.data.tokenizer} has "
             f"{tokenizer.vocab_size} pieces; use a larger vocab_size, or the model's own tokenizer"
         )
-    train, validation = open_data(run)
+    train, validation = open_data(run, tokenizer)
     return Job(run, plan, position, device, train, validation, tokenizer, find_resume(run))
 
 
@@ -110,12 +118,15 @@ def choose_device(wanted: str, position: Position) -> torch.device:
     return torch.device("cuda", position.local_rank)
 
 
-def open_data(run: RunConfig) -> tuple[Blend, Blend | None]:
+def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend, Blend | None]:
     """Training and validation samples. Raises DataError."""
     data = run.data
     sources = [(source.prefix, source.weight) for source in data.train]
     length, seed, vocab = data.sequence_length, run.train.seed, run.model.vocab_size
-    train = open_corpora(sources, sequence_length=length, seed=seed, vocab_size=vocab, split=data.split)
+    rules = sample_rules(data, tokenizer)
+    train = open_corpora(
+        sources, sequence_length=length, seed=seed, vocab_size=vocab, split=data.split, rules=rules
+    )
     if data.split is not None:
         return train, open_corpora(
             sources,
@@ -124,12 +135,13 @@ def open_data(run: RunConfig) -> tuple[Blend, Blend | None]:
             vocab_size=vocab,
             split=data.split,
             part="validation",
+            rules=rules,
         )
     if not data.validation:
         return train, None
     held_out = [(source.prefix, source.weight) for source in data.validation]
     return train, open_corpora(
-        held_out, sequence_length=length, seed=seed, vocab_size=vocab, part="validation"
+        held_out, sequence_length=length, seed=seed, vocab_size=vocab, part="validation", rules=rules
     )
 
 
@@ -186,7 +198,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         sharding=SHARDING,
         row_blocks=ROW_BLOCKS,
     )
-    worker = parallelize(plan, rank, parts, device=job.device, dtype=dtype)
+    worker = parallelize(plan, rank, parts, device=job.device, dtype=dtype, timeout_seconds=run.train.timeout)
     device_type = plan.device_type(rank)
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
     eod_id = job.tokenizer.eod_id if job.tokenizer is not None else None
@@ -228,7 +240,9 @@ def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Tra
 def _restore(checkpoint: Checkpoint, trainer: Trainer) -> Progress:
     """Fill weights and optimizer state; collective."""
     gathered = [state.gather() for state in trainer.worker.states]
-    load_tensors(checkpoint, _named_parts(trainer, gathered))
+    kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
+    wanted = [{kind: tensors[kind] for kind in kinds} for tensors in gathered]
+    load_tensors(checkpoint, _named_parts(trainer, wanted))
     for state, tensors in zip(trainer.worker.states, gathered, strict=True):
         state.load(tensors)
     progress = from_state(checkpoint.state)
@@ -367,7 +381,8 @@ def _say_start(job: Job, progress: Progress, log: Log) -> None:
     if job.checkpoint is not None:
         for note in job.checkpoint.notes:
             log.say(f"note: {note}")
-        log.say(f"resumed from {job.checkpoint.path} after step {progress.step}")
+        alone = "" if holds_optimizer_state(job.checkpoint) else " (weights alone: the optimizer begins anew)"
+        log.say(f"resumed from {job.checkpoint.path} after step {progress.step}{alone}")
     cut = " | ".join(
         ",".join(str(stage.num_layers) for stage in pipeline.stages) for pipeline in plan.pipelines
     )

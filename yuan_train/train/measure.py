@@ -105,7 +105,7 @@ def measure_links(
                 times = (times - byte / 2).clamp(min=byte / 2).to(torch.float64)
             times = times.to(device)
             dist.broadcast(times, source)
-            seconds = tuple(times.cummax(0).values.tolist())
+            seconds = tuple(times.flip(0).cummin(0).values.flip(0).tolist())
             link = LinkProfile(
                 from_=names[source], to=names[target], message_bytes=tuple(map(float, sizes)), seconds=seconds
             )

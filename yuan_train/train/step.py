@@ -13,6 +13,7 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.data.loader import Blend
 from yuan_train.parallel.apply import Worker
 from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.groups import watching
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
@@ -65,13 +66,15 @@ def train_step(
     _begin(trainer, blend, first_sample=first_sample)
     trainer.executor.run(worker.lane)
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    for state in worker.states:
-        state.sum_gradients()
-        squares += state.squared_norm()
+    with watching(worker.place, "the sum of gradients over owners"):
+        for state in worker.states:
+            state.sum_gradients()
+            squares += state.squared_norm()
     asked = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
     totals = torch.stack([squares, trainer.loss, asked])
     if dist.is_initialized():
-        dist.all_reduce(totals)
+        with watching(worker.place, "the sum of loss and gradient norm over all ranks"):
+            dist.all_reduce(totals)
     square, loss, stops = totals.tolist()
     grad_norm = math.sqrt(square) if square >= 0 else math.nan
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
@@ -79,7 +82,8 @@ def train_step(
     if clip and grad_norm > clip:
         for shard in (shard for state in worker.states for shard in state.shards):
             shard.gradient.mul_(clip / (grad_norm + 1e-6))
-    trainer.optimizer.step(lr)
+    with watching(worker.place, "handing the stepped weights to their owners"):
+        trainer.optimizer.step(lr)
     return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)
 
 
@@ -100,12 +104,13 @@ def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> floa
 def _begin(trainer: Trainer, blend: Blend, *, first_sample: int) -> None:
     """Point the runner at its pipeline's share of the batch."""
     worker = trainer.worker
-    plan = worker.grid.plan
+    # Of the whole batch, not of this pipeline's share: every rank must divide by the same number.
+    trained_tokens = blend.trained_tokens(first_sample, worker.grid.plan.global_batch_size)
     for runner in trainer.runners.values():
         runner.begin(
             blend,
             first_sample=first_sample + worker.grid.first_sequence(worker.place),
-            trained_tokens=plan.global_batch_size * plan.sequence_length,
+            trained_tokens=max(trained_tokens, 1),
         )
 
 

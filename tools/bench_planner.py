@@ -1,0 +1,107 @@
+"""python tools/bench_planner.py [CARDS ...]: time and gap of the planner on large clusters.
+
+Each size runs in a process of its own, on one thread; CPU seconds, so that other work on the machine does not
+count. The gap is to a lower bound that no plan can beat, not to the optimum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+
+from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.cost import Setting
+from yuan_train.planner.search import search_plan
+
+TYPES = ("A100-80G", "A100-40G", "RTX-4090", "H100-80G")
+CASES = {64: (3, 48, 256), 256: (4, 84, 1024), 1024: (4, 126, 1024)}
+"""Cards: types, layers, sequences of a step."""
+CARDS_PER_NODE = 8
+
+
+def make_setting(num_cards: int) -> Setting:
+    """Nodes of eight equal cards, InfiniBand between them, a model of Yuan 2.0's shape."""
+    num_types, num_layers, batch = CASES[num_cards]
+    nodes = num_cards // CARDS_PER_NODE
+    each = nodes // num_types
+    groups = tuple(
+        NodeGroup(
+            name=name.lower(),
+            device=name,
+            count=each if i else nodes - each * (num_types - 1),
+            devices=CARDS_PER_NODE,
+            link=Link(bandwidth=300e9, latency=3e-6),
+            network=Link(bandwidth=25e9, latency=1e-5),
+        )
+        for i, name in enumerate(TYPES[:num_types])
+    )
+    model = ModelConfig(
+        name="bench",
+        num_layers=num_layers,
+        hidden_size=8192,
+        num_attention_heads=64,
+        ffn_hidden_size=32768,
+        vocab_size=135_040,
+    )
+    return Setting(
+        cluster=Cluster(name="bench", nodes=groups),
+        model=model,
+        sequence_length=4096,
+        global_batch_size=batch,
+        precision="bf16",
+    )
+
+
+def measure(num_cards: int) -> dict[str, float | int]:
+    """One search in this process."""
+    started = time.process_time()
+    found = search_plan(make_setting(num_cards), SearchConfig(time_limit=600.0), micro_batch_size=1)
+    return {
+        "cards": num_cards,
+        "types": CASES[num_cards][0],
+        "layers": CASES[num_cards][1],
+        "cpu_seconds": time.process_time() - started,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "step_seconds": found.best.step_seconds,
+        "gap": found.best.step_seconds / found.lower_bound_seconds - 1,
+        "used": found.best.plan.world_size,
+        "pipelines": len(found.best.plan.pipelines),
+        "stages": len(found.best.plan.pipelines[0].stages),
+    }
+
+
+def main() -> int:
+    """Print a Markdown table."""
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(measure(int(sys.argv[2]))))
+        return 0
+    sizes = [int(word) for word in sys.argv[1:]] or list(CASES)
+    columns = ["cards", "types", "layers", "CPU s", "peak MiB", "step s", "gap to the bound", "cards used"]
+    columns.append("pipelines x stages")
+    print(f"| {' | '.join(columns)} |")
+    print("|" + "--:|" * len(columns))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    for size in sizes:
+        done = subprocess.run(
+            [sys.executable, __file__, "--one", str(size)], capture_output=True, text=True, env=environment
+        )
+        if done.returncode:
+            sys.exit(done.stderr)
+        row = json.loads(done.stdout)
+        print(
+            f"| {row['cards']} | {row['types']} | {row['layers']} | {row['cpu_seconds']:.1f} "
+            f"| {row['peak_mib']:.0f} | {row['step_seconds']:.1f} | {row['gap']:.0%} | {row['used']} "
+            f"| {row['pipelines']} x {row['stages']} |",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
