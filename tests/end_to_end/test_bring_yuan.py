@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,7 @@ from yuan_train.data.rules import IGNORED
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.train import loop
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        "weights_only" not in inspect.getsource(loop) or "sample_rules" not in inspect.getsource(loop),
-        reason="the training loop does not start from weights alone, nor apply data.rules, yet",
-    ),
-]
+pytestmark = pytest.mark.slow
 
 TINY_A = {
     "name": "tiny_a",
