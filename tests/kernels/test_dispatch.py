@@ -1,7 +1,6 @@
 """Which implementation serves an op, and the test that private fast paths must pass."""
 
 import logging
-import math
 
 import pytest
 import torch
@@ -131,17 +130,17 @@ def test_ops_through_onednn_round_no_worse(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("right", "ratio", "chosen"),
+    ("right", "foreign", "chosen"),
     [
-        (lambda: True, 2.0, True),
-        (lambda: True, 1.1, False),
-        (lambda: False, math.inf, False),
-        (broken, math.inf, False),
+        (lambda: True, True, True),
+        (lambda: True, False, False),
+        (lambda: False, True, False),
+        (broken, True, False),
     ],
 )
-def test_the_fast_path_must_be_right_and_faster(right, ratio, chosen, monkeypatch):
+def test_the_fast_path_must_be_right_and_faster(right, foreign, chosen, monkeypatch):
     monkeypatch.setattr(products, "_onednn_is_right", right)
-    monkeypatch.setattr(products, "_speed_ratio", lambda: ratio)
+    monkeypatch.setattr(products, "_blas_is_foreign", lambda: foreign)
     assert products.onednn_is_faster() is chosen
     assert ops.fp32_products() == ("oneDNN" if chosen else "torch")
 
@@ -149,7 +148,7 @@ def test_the_fast_path_must_be_right_and_faster(right, ratio, chosen, monkeypatc
 def test_the_test_of_the_fast_path_runs_here():
     if torch.backends.mkldnn.is_available():
         assert products._onednn_is_right()
-        assert products._speed_ratio() > 0
+    assert products._blas_is_foreign() in (True, False)
 
 
 def test_small_products_and_other_dtypes_stay_with_torch(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 
 from yuan_train.config.errors import ConfigError, YuanError
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     local_rank, local_world_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size)
 
+    _choose_who_speaks(rank)
     from yuan_train.train.loop import Position, prepare, train
 
     try:
@@ -44,6 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     train(job)
     return 0
+
+
+def _choose_who_speaks(rank: int) -> None:
+    """Rank 0 tells of data and of the kernels in use; the others would only repeat it."""
+    logging.getLogger("yuan_train").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("yuan_kernels").setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
 def _number(name: str, default: int) -> int:
