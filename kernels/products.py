@@ -37,7 +37,7 @@ def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether fp32 products go through oneDNN on this CPU: where it is faster, and tested once to be right."""
+    """Whether fp32 products go through oneDNN on this CPU: where it is faster and, once tested, right."""
     try:
         chosen = _blas_is_foreign() and _onednn_is_right()
     except Exception as error:

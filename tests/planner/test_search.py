@@ -211,11 +211,13 @@ def test_keys_that_cannot_be_met_are_refused(search, words):
 
 def test_more_cards_than_parts_of_the_model():
     many = setting(cluster(Fast=(12, card())))
-    single = {"tensor": (1,), "replicas": (1,)}
     with pytest.raises(ConfigError, match="pipelines of at least 12 cards, but the model has only 10 parts"):
-        find(many, use_all_devices=True, pipelines=(1,), **single)
-    assert len(find(many, use_all_devices=True, pipelines=(1, 2), **single).best.plan.ranks) == 12
-    assert len(find(many, pipelines=(1,), **single).best.plan.ranks) <= 10
+        find(many, use_all_devices=True, pipelines=(1,), tensor=(1,), replicas=(1,))
+    assert (
+        len(find(many, use_all_devices=True, pipelines=(1, 2), tensor=(1,), replicas=(1,)).best.plan.ranks)
+        == 12
+    )
+    assert len(find(many, pipelines=(1,), tensor=(1,), replicas=(1,)).best.plan.ranks) <= 10
 
 
 def test_fp16_is_refused():

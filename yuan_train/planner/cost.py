@@ -1,31 +1,41 @@
 """What a plan costs: seconds and bytes of each stage, and of the step, from the simulation of its schedule.
 
-A step is the forwards and backwards of every pipeline; then each stage sums its gradients with the same stage
-of the other pipelines, as soon as it is done; then the tied table is summed between first and last stage;
-then every card updates its parameters:
+A step is the forwards and backwards of every pipeline; then the owners of the same part of the model sum its
+gradients, as soon as all of them are done; then the tied table is summed over all that hold it; then every
+card updates its parameters:
 
     step = max over pipelines and stages (last backward + gradient sum) + tied sum + slowest update
+
+With a sharded optimizer the sum is a reduce-scatter of gradients and, after the update, an all-gather of
+weights; each owner updates its share.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.devices import Precision
 from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast, StagePlan
+from yuan_train.config.plan import Forecast, MemoryForecast, PipelinePlan, Plan, StageForecast, StagePlan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute
-from yuan_train.planner.communication import message_seconds, ring_seconds
+from yuan_train.planner.communication import broadcast_seconds, message_seconds, ring_seconds
 from yuan_train.planner.memory import in_flight, stage_memory
 from yuan_train.planner.simulator import Simulation, StageTimes, simulate_schedule
-from yuan_train.planner.timing import CardCosts, Source, card_costs, check_profile
+from yuan_train.planner.timing import CardCosts, Source, UnitCost, card_costs, check_profile, is_own
 from yuan_train.planner.topology import Topology, find_route, make_topology
 from yuan_train.planner.workload import ELEMENT_BYTES, STATE_BYTES
+from yuan_train.schedule.check import peak_in_flight
+from yuan_train.schedule.step import Lane, Workers, num_workers
+from yuan_train.schedule.tables import make_table
+
+Replica = tuple[Card, ...]
+"""The cards of a tensor-parallel group, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +50,11 @@ class Setting:
     profile: Profile | None = None
     overlap: bool = True
 
+    @property
+    def is_schema_profile(self) -> bool:
+        """Whether another tool's profile gives the numbers, which knows nothing of the optimizer's step."""
+        return self.profile is not None and bool(self.profile.entries) and not is_own(self.profile)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -48,12 +63,16 @@ class Costs:
     setting: Setting
     topology: Topology
     cards: dict[str, Card]
-    known: dict[tuple[str, int, Recompute], CardCosts]
+    known: dict[tuple[str, int, Recompute, int], CardCosts]
     """What has been looked up."""
+    groups: dict[tuple[object, ...], CardCosts]
+    """The same for tensor-parallel groups, their collectives counted."""
 
-    def of(self, type_name: str, micro_batch_size: int, recompute: Recompute) -> CardCosts:
-        """Every unit's cost on a type of card."""
-        key = (type_name, micro_batch_size, recompute)
+    def of(
+        self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1
+    ) -> CardCosts:
+        """Every unit's cost on a type of card, collectives not counted."""
+        key = (type_name, micro_batch_size, recompute, tensor_parallel)
         if key not in self.known:
             self.known[key] = card_costs(
                 self.setting.model,
@@ -64,14 +83,37 @@ class Costs:
                 type_name=type_name,
                 device=self.setting.cluster.device_type(type_name),
                 profile=self.setting.profile,
+                tensor_parallel=tensor_parallel,
             )
         return self.known[key]
 
-    def boundary_bytes(self, micro_batch_size: int) -> float:
-        """One hidden state between two stages."""
+    def of_replica(self, replica: Replica, micro_batch_size: int, recompute: Recompute) -> CardCosts:
+        """Every unit's cost on each card of a group: the slowest card's, and the collectives."""
+        width = len(replica)
+        types = tuple(dict.fromkeys(card.type for card in replica))
+        if width == 1:
+            return self.of(types[0], micro_batch_size, recompute)
+        ring = ring_seconds(self.topology, replica, self.hidden_bytes(micro_batch_size))
+        key = (types, width, micro_batch_size, recompute, ring)
+        if key not in self.groups:
+            parts = [self.of(name, micro_batch_size, recompute, width) for name in types]
+            slowest = max(parts, key=lambda part: sum(u.forward_seconds for u in part.units))
+            self.groups[key] = replace(slowest, units=tuple(_with_sums(u, ring) for u in slowest.units))
+        return self.groups[key]
+
+    def hidden_bytes(self, micro_batch_size: int) -> float:
+        """One hidden state, as it goes between stages and inside a tensor-parallel group."""
         setting = self.setting
         tokens = micro_batch_size * setting.sequence_length
         return float(tokens * setting.model.hidden_size * ELEMENT_BYTES[setting.precision])
+
+
+def _with_sums(unit: UnitCost, ring_seconds: float) -> UnitCost:
+    return replace(
+        unit,
+        forward_seconds=unit.forward_seconds + unit.forward_collectives * ring_seconds,
+        backward_seconds=unit.backward_seconds + unit.backward_collectives * ring_seconds,
+    )
 
 
 def make_costs(setting: Setting) -> Costs:
@@ -84,7 +126,7 @@ def make_costs(setting: Setting) -> Costs:
             precision=setting.precision,
         )
     cards = {card.name: card for card in setting.cluster.cards}
-    return Costs(setting, make_topology(setting.cluster, setting.profile), cards, {})
+    return Costs(setting, make_topology(setting.cluster, setting.profile), cards, {}, {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,21 +135,33 @@ class StageCost:
 
     pipeline: int
     stage: int
-    card: Card
+    replicas: tuple[Replica, ...]
     layers: tuple[int, int]
     embedding: bool
     head: bool
     recompute: Recompute
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float
+    """What of the backward is the weights' part, where the schedule splits it."""
     sync_seconds: float
     update_seconds: float
     memory: MemoryForecast
+    """Of each card; a card with several stages has the whole of it at each."""
     capacity_bytes: float
     one_more_layer_bytes: float
     """What another layer would add."""
     source: Source
     note: str
+
+    @property
+    def card(self) -> Card:
+        """The first card, which the others are like."""
+        return self.replicas[0][0]
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        return tuple(card for replica in self.replicas for card in replica)
 
     @property
     def fits(self) -> bool:
@@ -122,6 +176,7 @@ class PlanCost:
     simulations: tuple[Simulation, ...]
     """One per pipeline."""
     times: tuple[StageTimes, ...]
+    workers: tuple[Workers, ...]
     compute_seconds: float
     """Until the last backward of any pipeline."""
     sync_seconds: float
@@ -143,59 +198,81 @@ class PlanCost:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the cards' step in which they do no forward or backward."""
+        """Share of the workers' step in which they do no forward or backward."""
         busy = sum(sum(simulation.busy_seconds) for simulation in self.simulations)
-        return 1.0 - busy / (self.step_seconds * len(self.stages))
+        count = sum(len(simulation.busy_seconds) for simulation in self.simulations)
+        return 1.0 - busy / (self.step_seconds * count) if self.step_seconds else 0.0
 
 
 def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
-    """The cost of a plan with one card per stage.
+    """The cost of any lawful plan.
 
-    Raises PlanError if a card is not in the cluster, a stage has several cards, or a card lacks the
-    precision.
+    Raises PlanError if a card is not in the cluster, or lacks the precision.
     """
-    cards = [[_card_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
+    cards = [[_cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
+    owners = _owner_sets(plan, cards)
+    sums = _sum_seconds(costs, plan, cards, owners)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
     simulations: list[Simulation] = []
+    workers = [stage_workers(pipeline) for pipeline in plan.pipelines]
+    seen: dict[tuple[object, ...], Simulation] = {}
     for p, pipeline in enumerate(plan.pipelines):
-        own = [_stage_cost(costs, plan, cards, p, s) for s in range(len(pipeline.stages))]
+        own = [
+            _stage_cost(costs, plan, cards, p, s, sync_seconds=sums[p, s], num_owners=owners[p, s])
+            for s in range(len(pipeline.stages))
+        ]
+        own = _card_memory(plan, pipeline, workers[p], own)
         sends = [
-            [_edge_seconds(costs, plan, cards, p, s, onward=onward) for s in range(len(own) - 1)]
+            tuple(_edge_seconds(costs, plan, cards, p, s, onward=onward) for s in range(len(own) - 1))
             for onward in (True, False)
         ]
         times.append(
             StageTimes(
                 forward_seconds=tuple(stage.forward_seconds for stage in own),
                 backward_seconds=tuple(stage.backward_seconds for stage in own),
-                send_activation_seconds=tuple(sends[0]),
-                send_gradient_seconds=tuple(sends[1]),
+                weight_seconds=tuple(stage.weight_seconds for stage in own),
+                send_activation_seconds=sends[0],
+                send_gradient_seconds=sends[1],
             )
         )
-        simulations.append(
-            simulate_schedule(
+        key = (times[-1], workers[p], pipeline.num_micro_batches)
+        if key not in seen:
+            seen[key] = simulate_schedule(
                 plan.schedule,
                 times[-1],
                 num_micro_batches=pipeline.num_micro_batches,
+                workers=workers[p],
                 overlap=costs.setting.overlap,
             )
-        )
+        simulations.append(seen[key])
         stages += own
     compute = max(simulation.step_seconds for simulation in simulations)
-    ends = [end for simulation in simulations for end in simulation.stage_end_seconds]
-    synced = max(end + stage.sync_seconds for end, stage in zip(ends, stages, strict=True))
     return PlanCost(
         stages=tuple(stages),
         simulations=tuple(simulations),
         times=tuple(times),
+        workers=tuple(workers),
         compute_seconds=compute,
-        sync_seconds=synced - compute,
+        sync_seconds=_synced(stages, simulations, cards, owners, plan) - compute,
         tied_seconds=tied_seconds(
             costs,
-            [row[0] for row in cards],
-            [row[-1] for row in cards] if costs.setting.model.tie_embeddings else [],
+            [replica[0] for row in cards for replica in row[0]],
+            [replica[0] for row in cards for replica in row[-1]] if plan.model.tie_embeddings else [],
+            width=min(len(replica) for row in cards for replica in (*row[0], *row[-1])),
+            sharded=plan.optimizer_sharding,
         ),
         update_seconds=max(stage.update_seconds for stage in stages),
+    )
+
+
+def stage_workers(pipeline: PipelinePlan) -> Workers:
+    """For each stage of a pipeline the numbers of its replicas, each replica numbered where it first
+    appears."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return tuple(
+        tuple(numbers.setdefault(replica, len(numbers)) for replica in stage.replicas)
+        for stage in pipeline.stages
     )
 
 
@@ -243,25 +320,28 @@ def ring_sharers(rings: Sequence[Sequence[Card]]) -> list[int]:
     return [max((crossing[node] for node in places), default=1) if len(places) > 1 else 1 for places in nodes]
 
 
-def unit_gradient_bytes(costs: Costs) -> list[float]:
-    """Gradients that the pipelines sum, by unit; a tied table is summed apart, over all that hold it."""
-    model, state = costs.setting.model, STATE_BYTES[costs.setting.precision]
-    ends = (
-        (0, model.hidden_size)
-        if model.tie_embeddings
-        else (model.embedding_parameters, model.head_parameters)
-    )
-    counts = [ends[0], *[model.layer_parameters] * model.num_layers, ends[1]]
-    return [float(count * state.gradients) for count in counts]
-
-
-def tied_seconds(costs: Costs, firsts: Sequence[Card], lasts: Sequence[Card]) -> float:
+def tied_seconds(
+    costs: Costs, firsts: Sequence[Card], lasts: Sequence[Card], *, width: int = 1, sharded: bool = False
+) -> float:
     """Sum of the tied table's gradient over all that hold it; 0 without `lasts` or for a single card."""
     if not lasts:
         return 0.0
     owners = list(dict.fromkeys([*firsts, *lasts]))
-    model, state = costs.setting.model, STATE_BYTES[costs.setting.precision]
-    return ring_seconds(costs.topology, owners, float(model.embedding_parameters * state.gradients))
+    size = costs.setting.model.embedding_parameters / width
+    return sum_seconds(costs, owners, size, sharded=sharded)
+
+
+def sum_seconds(
+    costs: Costs, owners: Sequence[Card], parameters: float, *, sharded: bool, sharers: int = 1
+) -> float:
+    """Gradients of so many parameters summed over a ring of owners: an all-reduce; or, sharded, a
+    reduce-scatter, and an all-gather of the weights."""
+    state = STATE_BYTES[costs.setting.precision]
+    ring = ring_seconds(costs.topology, owners, parameters * state.gradients, sharers=sharers)
+    if not sharded:
+        return ring
+    weights = ring_seconds(costs.topology, owners, parameters * state.parameters, sharers=sharers)
+    return (ring + weights) / 2
 
 
 def stage_units(plan_stage: StagePlan, num_layers: int) -> slice:
@@ -272,14 +352,16 @@ def stage_units(plan_stage: StagePlan, num_layers: int) -> slice:
 
 # --- stages ----------------------------------------------------------------------------------------------
 
+_Cards = Sequence[Sequence[tuple[Replica, ...]]]
+"""By pipeline and stage."""
 
-def _card_of(costs: Costs, plan: Plan, stage: StagePlan) -> Card:
-    if len(stage.ranks) != 1:
-        raise PlanError(
-            f"replicas {[list(r) for r in stage.replicas]}: forecasts know one card per stage yet; "
-            "give each stage one"
-        )
-    entry = plan.ranks[stage.ranks[0]]
+
+def _cards_of(costs: Costs, plan: Plan, stage: StagePlan) -> tuple[Replica, ...]:
+    return tuple(tuple(_card_of(costs, plan, rank) for rank in replica) for replica in stage.replicas)
+
+
+def _card_of(costs: Costs, plan: Plan, rank: int) -> Card:
+    entry = plan.ranks[rank]
     card = costs.cards.get(entry.device)
     if card is None:
         raise PlanError(
@@ -297,67 +379,230 @@ def _card_of(costs: Costs, plan: Plan, stage: StagePlan) -> Card:
     return card
 
 
-def _stage_cost(costs: Costs, plan: Plan, cards: Sequence[Sequence[Card]], p: int, s: int) -> StageCost:
+def _stage_cost(
+    costs: Costs, plan: Plan, cards: _Cards, p: int, s: int, *, sync_seconds: float, num_owners: int
+) -> StageCost:
+    """A stage by its slowest replica and its tightest card."""
     pipeline, model = plan.pipelines[p], plan.model
-    stage, card = pipeline.stages[s], cards[p][s]
-    device = costs.setting.cluster.device_type(card.type)
-    all_units = costs.of(card.type, pipeline.micro_batch_size, stage.recompute)
+    stage, replicas = pipeline.stages[s], cards[p][s]
+    size = pipeline.micro_batch_size
+    parts = [costs.of_replica(replica, size, stage.recompute) for replica in replicas]
     where = stage_units(stage, model.num_layers)
-    units = all_units.units[where]
-    alive = in_flight(
-        plan.schedule,
-        stage=s,
-        num_stages=len(pipeline.stages),
-        num_micro_batches=pipeline.num_micro_batches,
+    slowest = max(
+        parts, key=lambda part: sum(u.forward_seconds + u.backward_seconds for u in part.units[where])
     )
-    layer = all_units.units[1]
-    traffic = STATE_BYTES[costs.setting.precision].update_traffic
+    units = slowest.units[where]
+    types = [costs.setting.cluster.device_type(card.type) for replica in replicas for card in replica]
+    tightest = min(types, key=lambda device: device.memory - device.reserved)
+    share = 1.0 / num_owners if plan.optimizer_sharding else 1.0
+    traffic = STATE_BYTES[costs.setting.precision].update_traffic * share
+    count = _stage_in_flight(plan, pipeline, s)
+    layer = slowest.units[1]
     return StageCost(
         pipeline=p,
         stage=s,
-        card=card,
+        replicas=replicas,
         layers=stage.layers,
         embedding=stage.embedding,
         head=stage.head,
         recompute=stage.recompute,
-        forward_seconds=sum(unit.forward_seconds for unit in units),
-        backward_seconds=sum(unit.backward_seconds for unit in units),
-        sync_seconds=_sync_seconds(costs, cards, s, where) if len(plan.pipelines) > 1 else 0.0,
-        update_seconds=sum(unit.parameters for unit in units) * traffic / all_units.update_bytes_per_second,
+        forward_seconds=math.fsum(unit.forward_seconds for unit in units),
+        backward_seconds=math.fsum(unit.backward_seconds for unit in units),
+        weight_seconds=math.fsum(unit.weight_seconds for unit in units),
+        sync_seconds=sync_seconds,
+        update_seconds=max(
+            sum(unit.parameters for unit in part.units[where]) * traffic / part.update_bytes_per_second
+            for part in parts
+        ),
         memory=stage_memory(
             units,
             has_embedding=stage.embedding,
             has_head=stage.head,
-            tied=model.tie_embeddings,
-            in_flight=alive,
-            boundary_bytes=costs.boundary_bytes(pipeline.micro_batch_size),
-            reserved_bytes=float(device.reserved),
+            tied=model.tie_embeddings and not costs.setting.is_schema_profile,
+            in_flight=count,
+            boundary_bytes=slowest.boundary_bytes,
+            reserved_bytes=float(tightest.reserved),
+            optimizer_share=share,
         ),
-        capacity_bytes=float(device.memory),
-        one_more_layer_bytes=layer.state_bytes + alive * layer.activation_bytes,
-        source=all_units.source,
-        note=all_units.note,
+        capacity_bytes=float(tightest.memory),
+        one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
+        source=slowest.source,
+        note=slowest.note,
     )
 
 
-def _sync_seconds(costs: Costs, cards: Sequence[Sequence[Card]], s: int, where: slice) -> float:
-    """Gradient sum of a stage over equal pipelines; each unit is a bucket."""
-    rings = [[row[i] for row in cards] for i in range(len(cards[0]))]
-    sharers = ring_sharers(rings)[s]
-    return sum(
-        ring_seconds(costs.topology, rings[s], size, sharers=sharers)
-        for size in unit_gradient_bytes(costs)[where]
+def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
+    """Most micro-batches alive on a stage: by formula where there is one, else counted in the table."""
+    replicas = [len(stage.replicas) for stage in pipeline.stages]
+    m = pipeline.num_micro_batches
+    if plan.schedule in ("1f1b", "gpipe"):
+        return in_flight(
+            plan.schedule, stage=s, num_stages=len(replicas), num_micro_batches=m, replicas=replicas
+        )
+    workers = stage_workers(pipeline)
+    table = make_table(plan.schedule, num_micro_batches=m, workers=workers)
+    return max(peak_in_flight(table[worker], s) for worker in workers[s])
+
+
+def _card_memory(
+    plan: Plan, pipeline: PipelinePlan, workers: Workers, own: Sequence[StageCost]
+) -> list[StageCost]:
+    """The stages, each with the memory of the whole card where a card has several of them."""
+    held = Counter(worker for row in workers for worker in row)
+    if max(held.values()) == 1:
+        return list(own)
+    table = make_table(plan.schedule, num_micro_batches=pipeline.num_micro_batches, workers=workers)
+    whole: dict[int, MemoryForecast] = {}
+    for worker in range(num_workers(workers)):
+        mine = [stage for stage in own if worker in workers[stage.stage]]
+        whole[worker] = _together(mine, table[worker], tied=plan.model.tie_embeddings)
+    return [replace(stage, memory=whole[workers[stage.stage][0]]) for stage in own]
+
+
+def _together(mine: Sequence[StageCost], lane: Lane, *, tied: bool) -> MemoryForecast:
+    """Several stages on a card: states add up, activations as the lane has them alive together."""
+    last = "backward_weight" if any(step.kind == "backward_weight" for step in lane) else "backward"
+    counts = {stage.stage: max(peak_in_flight(lane, stage.stage), 1) for stage in mine}
+    each = {stage.stage: stage.memory.activations / counts[stage.stage] for stage in mine}
+    alive = peak = 0.0
+    for step in lane:
+        if step.kind == "forward":
+            alive += each[step.stage]
+            peak = max(peak, alive)
+        elif step.kind == last:
+            alive -= each[step.stage]
+    parts = [stage.memory for stage in mine]
+    return MemoryForecast(
+        parameters=math.fsum(part.parameters for part in parts),
+        gradients=math.fsum(part.gradients for part in parts),
+        optimizer=math.fsum(part.optimizer for part in parts),
+        activations=peak,
+        logits=math.fsum(part.logits for part in parts),
+        buffers=math.fsum(part.buffers for part in parts),
+        reserved=parts[0].reserved,
     )
 
 
-def _edge_seconds(
-    costs: Costs, plan: Plan, cards: Sequence[Sequence[Card]], p: int, s: int, *, onward: bool
+# --- gradient sums ---------------------------------------------------------------------------------------
+
+
+def _owner_sets(plan: Plan, cards: _Cards) -> dict[tuple[int, int], int]:
+    """How many replicas own a stage's units: the fewest over its units, by pipeline and stage."""
+    holders = _holders(plan, cards)
+    where = {
+        (p, s): range(*stage_units(stage, plan.model.num_layers).indices(plan.model.num_layers + 2))
+        for p, pipeline in enumerate(plan.pipelines)
+        for s, stage in enumerate(pipeline.stages)
+    }
+    return {key: min((len(holders[u]) for u in units), default=1) for key, units in where.items()}
+
+
+def _holders(plan: Plan, cards: _Cards) -> list[tuple[Replica, ...]]:
+    """The replicas that hold each unit, over all pipelines."""
+    held: list[list[Replica]] = [[] for _ in range(plan.model.num_layers + 2)]
+    for pipeline, row in zip(plan.pipelines, cards, strict=True):
+        for stage, replicas in zip(pipeline.stages, row, strict=True):
+            for u in range(*stage_units(stage, plan.model.num_layers).indices(len(held))):
+                held[u] += replicas
+    return [tuple(replicas) for replicas in held]
+
+
+def _sum_seconds(
+    costs: Costs, plan: Plan, cards: _Cards, owners: dict[tuple[int, int], int]
+) -> dict[tuple[int, int], float]:
+    """Gradient sums of each stage: adjacent units with the same owners are one bucket, one ring."""
+    if max(owners.values()) == 1:
+        return dict.fromkeys(owners, 0.0)
+    holders = _holders(plan, cards)
+    sizes = unit_parameters(costs.setting.model)
+    buckets: dict[tuple[Replica, ...], float] = {}
+    for replicas, size in zip(holders, sizes, strict=True):
+        buckets[replicas] = buckets.get(replicas, 0.0) + size
+    rings = {replicas: [replica[0] for replica in replicas] for replicas in buckets}
+    sharers = ring_sharers(list(rings.values()))
+    seconds = {
+        replicas: sum_seconds(
+            costs,
+            rings[replicas],
+            size / min(map(len, replicas)),
+            sharded=plan.optimizer_sharding,
+            sharers=crowd,
+        )
+        for (replicas, size), crowd in zip(buckets.items(), sharers, strict=True)
+    }
+    result: dict[tuple[int, int], float] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            units = range(*stage_units(stage, plan.model.num_layers).indices(len(holders)))
+            result[p, s] = sum(seconds[replicas] for replicas in dict.fromkeys(holders[u] for u in units))
+    return result
+
+
+def unit_parameters(model: ModelConfig) -> list[float]:
+    """Parameters that owners sum, by unit; a tied table is summed apart, over all that hold it."""
+    tied = model.tie_embeddings
+    ends = (0, model.hidden_size) if tied else (model.embedding_parameters, model.head_parameters)
+    return [float(n) for n in (ends[0], *[model.layer_parameters] * model.num_layers, ends[1])]
+
+
+def _synced(
+    stages: Sequence[StageCost],
+    simulations: Sequence[Simulation],
+    cards: _Cards,
+    owners: dict[tuple[int, int], int],
+    plan: Plan,
 ) -> float:
-    """A hidden state from stage s to s + 1, or its gradient back."""
-    ends = (s, s + 1) if onward else (s + 1, s)
-    edges = [(row[ends[0]], row[ends[1]]) for row in cards if len(row) > s + 1]
-    source, target = cards[p][ends[0]], cards[p][ends[1]]
-    sharers = flow_sharers(edges)[edges.index((source, target))]
-    route = find_route(costs.topology, source, target)
-    size = costs.boundary_bytes(plan.pipelines[p].micro_batch_size)
-    return message_seconds(route, size, sharers=sharers)
+    """End of the last gradient sum. A stage's begins when all owners of its units are done."""
+    ends = {
+        (p, s): end
+        for p, simulation in enumerate(simulations)
+        for s, end in enumerate(simulation.stage_end_seconds)
+    }
+    if max(owners.values()) == 1:
+        return max(ends.values())
+    num_layers = plan.model.num_layers
+    done = [0.0] * (num_layers + 2)
+    for (p, s), end in ends.items():
+        for u in range(*stage_units(plan.pipelines[p].stages[s], num_layers).indices(num_layers + 2)):
+            done[u] = max(done[u], end)
+    latest = max(ends.values())
+    for stage in stages:
+        where = stage_units(plan.pipelines[stage.pipeline].stages[stage.stage], num_layers)
+        ready = max(done[where], default=ends[stage.pipeline, stage.stage])
+        latest = max(latest, ready + stage.sync_seconds)
+    return latest
+
+
+# --- messages --------------------------------------------------------------------------------------------
+
+
+def _edge_seconds(costs: Costs, plan: Plan, cards: _Cards, p: int, s: int, *, onward: bool) -> float:
+    """A hidden state from stage s to s + 1, or its gradient back: first card to first card, then inside the
+    group that gets it; the slowest of the replicas' pairs."""
+    a, b = (s, s + 1) if onward else (s + 1, s)
+    flows = [
+        pair for q, row in enumerate(cards) if len(row) > s + 1 for pair in _pairs(row[a], row[b], q == p)
+    ]
+    edges = [(source[0], target[0]) for source, target, _ in flows]
+    pipeline = plan.pipelines[p]
+    sender = costs.of_replica(cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s].recompute)
+    where = stage_units(pipeline.stages[s], plan.model.num_layers)
+    size = sender.units[where][-1].output_bytes if sender.units[where] else costs.hidden_bytes(1)
+    return (
+        max(
+            message_seconds(find_route(costs.topology, source[0], target[0]), size, sharers=sharers)
+            + broadcast_seconds(costs.topology, target, size)
+            for (source, target, mine), sharers in zip(flows, flow_sharers(edges), strict=True)
+            if mine and source != target
+        )
+        if any(mine and source != target for source, target, mine in flows)
+        else 0.0
+    )
+
+
+def _pairs(
+    sources: Sequence[Replica], targets: Sequence[Replica], mine: bool
+) -> list[tuple[Replica, Replica, bool]]:
+    """Who sends to whom: micro-batch m goes from replica m mod n to replica m mod n'."""
+    count = math.lcm(len(sources), len(targets))
+    return [(sources[i % len(sources)], targets[i % len(targets)], mine) for i in range(count)]

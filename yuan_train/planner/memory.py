@@ -14,18 +14,26 @@ from yuan_train.config.plan import MemoryForecast
 from yuan_train.planner.timing import UnitCost
 
 MESSAGES_PER_EDGE = 2
-"""One being sent and one being received, beside the boundary tensors of the micro-batches in flight."""
+"""One being sent and one being received, beside what the micro-batches in flight keep."""
 
 
-def in_flight(schedule: str, *, stage: int, num_stages: int, num_micro_batches: int) -> int:
+def in_flight(
+    schedule: str, *, stage: int, num_stages: int, num_micro_batches: int, replicas: Sequence[int] = ()
+) -> int:
     """Most micro-batches whose forward has begun and whose backward has not ended, on stage 0, 1, ...
 
-    1F1B: min(P - s, m). GPipe: m.
+    1F1B: min(P - s, m); where stages have several replicas, those from s to the end share the depth.
+    GPipe: m. Zero bubble: min(P, m).
     """
+    own = replicas[stage] if replicas else 1
+    mine = -(-num_micro_batches // own)
     if schedule == "gpipe":
-        return num_micro_batches
+        return mine
+    if schedule == "zero_bubble":
+        return min(sum(replicas) if replicas else num_stages, mine)
     assert schedule == "1f1b", f"no count for schedule {schedule!r}"
-    return min(num_stages - stage, num_micro_batches)
+    depth = sum(replicas[stage:]) if replicas else num_stages - stage
+    return min(-(-depth // own), mine)
 
 
 def stage_memory(
@@ -37,12 +45,15 @@ def stage_memory(
     in_flight: int,
     boundary_bytes: float,
     reserved_bytes: float,
+    optimizer_share: float = 1.0,
 ) -> MemoryForecast:
     """Peak bytes of a stage that holds `units` in the model's order, embedding and head where it has them.
 
-    `boundary_bytes` is one hidden state between two stages; a stage keeps it, for each micro-batch in flight,
-    at each of its edges. A stage with both ends of a tied model holds the table once. The head's transient (a
-    block of logits, or its scaled gradient) counts as logits, the largest of the other units' as buffers.
+    `boundary_bytes` is one hidden state at the end of a stage; it is kept for each micro-batch in flight,
+    and each edge has messages on the way (what came in is among the first unit's activations). A stage with
+    both ends of a tied model holds the table once. The head's transient (a block of logits, or its scaled
+    gradient) counts as logits, the largest of the other units' as buffers. `optimizer_share` is what a card
+    holds of the optimizer's state.
     """
     once = units[1:] if tied and has_embedding and has_head else units
     body = units[:-1] if has_head else units
@@ -51,10 +62,10 @@ def stage_memory(
     return MemoryForecast(
         parameters=math.fsum(unit.parameter_bytes for unit in once),
         gradients=math.fsum(unit.gradient_bytes for unit in once),
-        optimizer=math.fsum(unit.optimizer_bytes for unit in once),
+        optimizer=optimizer_share * math.fsum(unit.optimizer_bytes for unit in once),
         activations=in_flight * math.fsum(unit.activation_bytes for unit in units),
         logits=math.fsum(in_flight * unit.logit_bytes + unit.transient_bytes for unit in tail),
         buffers=max((unit.transient_bytes for unit in body), default=0.0)
-        + boundary_bytes * num_edges * (in_flight + MESSAGES_PER_EDGE),
+        + boundary_bytes * ((not has_head) * in_flight + num_edges * MESSAGES_PER_EDGE),
         reserved=reserved_bytes,
     )

@@ -18,6 +18,7 @@ import numpy as np
 
 from yuan_train.planner.partition import (
     SIMULATION_ROWS,
+    SPLIT_SCHEDULES,
     Cut,
     Floats,
     Instance,
@@ -25,6 +26,7 @@ from yuan_train.planner.partition import (
     Shortfall,
     StageTables,
     area_bound_seconds,
+    estimate_cuts,
     find_shortfall,
     latest_starts,
     make_cut,
@@ -41,6 +43,13 @@ MAX_PROVEN_STEPS = 60_000_000
 MAX_ROWS_PER_ORDER = 200_000
 MAX_SEED_ORDERS = 64
 MAX_MOVE_ROUNDS = 40
+MAX_SMALL_SLOTS = 8
+NUM_SKETCH_ORDERS = 4
+NUM_SKETCH_LIMITS = 6
+MAX_SCREENED_ROUNDS = 8
+MAX_SCREENED_STAGES = 6
+NUM_REFINED_CUTS = 2
+"""Large instances: orders, limits of the slowest stage, moves."""
 MAX_MOVED_STAGES = 24
 MAX_CLASSED_SLOTS = 96
 """Slots up to which swappable ones are looked for; with more, no two count as alike and nothing is proven."""
@@ -77,7 +86,10 @@ class _Pool:
         """Simulate cuts of equal length and keep the best."""
         seconds = simulate_cuts(self.tables, orders, bounds)
         self.num_simulated += len(seconds)
-        for i in np.argsort(seconds, kind="stable")[:KEPT]:
+        best = np.arange(len(seconds))
+        if len(seconds) > KEPT:
+            best = np.flatnonzero(seconds <= np.partition(seconds, KEPT)[KEPT])
+        for i in best[np.argsort(seconds[best], kind="stable")][:KEPT]:
             if math.isfinite(seconds[i]):
                 key = (tuple(orders[i].tolist()), tuple(bounds[i].tolist()))
                 self.best[key] = float(seconds[i])
@@ -90,8 +102,9 @@ class _Pool:
         return tuple(make_cut(self.tables, order, bounds, self.best[order, bounds]) for order, bounds in keys)
 
 
-def solve(instance: Instance, *, stopped: Callable[[], bool] = lambda: False) -> Solution:
-    """The fastest cut of an instance, in the simulation. `stopped` may end the search early.
+def solve(instance: Instance, *, prove: bool = True, stopped: Callable[[], bool] = lambda: False) -> Solution:
+    """The fastest cut of an instance, in the simulation. `stopped` may end the search early; without `prove`
+    it is the best that moves find.
 
     The same instance gives the same solution, unless `stopped` intervened.
     """
@@ -105,12 +118,102 @@ def solve(instance: Instance, *, stopped: Callable[[], bool] = lambda: False) ->
         if bounds:
             pool.add(np.tile(np.array(order), (len(bounds), 1)), np.array(bounds))
     improved = _improve(pool, classes, stopped)
-    exact = _prove(pool, classes, stopped) and improved
+    exact = prove and _prove(pool, classes, stopped) and improved
     bound = area_bound_seconds(instance)
     cuts = pool.cuts()
     if exact and cuts:
         bound = max(bound, cuts[0].step_seconds)
     return Solution(cuts=cuts, exact=exact, lower_bound_seconds=bound, num_simulated=pool.num_simulated)
+
+
+def is_small(instance: Instance) -> bool:
+    """Whether `solve` looks at every order of an instance."""
+    if instance.num_slots > MAX_SMALL_SLOTS or instance.schedule in SPLIT_SCHEDULES:
+        return False
+    classes = slot_classes(instance)
+    few = itertools.islice(all_orders(instance, classes), MAX_PROVEN_ORDERS + 1)
+    return sum(1 for _ in few) <= MAX_PROVEN_ORDERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """Good cuts of a large instance, by estimate alone."""
+
+    tables: StageTables
+    orders: tuple[tuple[int, ...], ...]
+    bounds: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    """Estimates, rising."""
+
+
+def sketch(instance: Instance) -> Sketch:
+    """A few orders, cut by dynamic programming and estimated, not simulated. Empty if none of them fits."""
+    tables = StageTables(instance)
+    found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
+    for order in large_orders(tables):
+        bounds = threshold_bounds(tables, order, limit=NUM_SKETCH_LIMITS)
+        if bounds:
+            rows = np.tile(np.array(order), (len(bounds), 1))
+            seconds = estimate_cuts(tables, rows, np.array(bounds))
+            found += [(float(t), order, b) for t, b in zip(seconds, bounds, strict=True) if math.isfinite(t)]
+    found.sort(key=lambda item: (float(f"{item[0]:.11e}"), item[1], item[2]))
+    return Sketch(
+        tables=tables,
+        orders=tuple(order for _, order, _ in found[:KEPT]),
+        bounds=tuple(bounds for _, _, bounds in found[:KEPT]),
+        seconds=tuple(seconds for seconds, _, _ in found[:KEPT]),
+    )
+
+
+def refine(drawn: Sketch, *, stopped: Callable[[], bool] = lambda: False) -> Solution:
+    """The cuts of a sketch improved by moves, by estimate; the best of them are to be simulated."""
+    tables = drawn.tables
+    best = {(o, b): t for o, b, t in zip(drawn.orders, drawn.bounds, drawn.seconds, strict=True)}
+    tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for _ in range(MAX_SCREENED_ROUNDS):
+        fresh = [key for key in sorted(best, key=lambda k: (best[k], *k))[:2] if key not in tried]
+        if not fresh or stopped():
+            break
+        tried.update(fresh)
+        by_length: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        for order, bounds in fresh:
+            for near in neighbours(tables, tables.kind_of, order, bounds, moved=MAX_SCREENED_STAGES):
+                by_length.setdefault(len(near[0]), []).append(near)
+        for near_ones in by_length.values():
+            rows = np.array([o for o, _ in near_ones]), np.array([b for _, b in near_ones])
+            seconds = estimate_cuts(tables, *rows)
+            for i in np.argsort(seconds, kind="stable")[:KEPT]:
+                if math.isfinite(seconds[i]):
+                    best[near_ones[i]] = float(seconds[i])
+        best = dict(sorted(best.items(), key=lambda item: (float(f"{item[1]:.11e}"), *item[0]))[:KEPT])
+    finalists = list(best.items())[:NUM_REFINED_CUTS]
+    return Solution(
+        cuts=tuple(make_cut(tables, order, bounds, seconds) for (order, bounds), seconds in finalists),
+        exact=False,
+        lower_bound_seconds=area_bound_seconds(tables.instance),
+        num_simulated=len(finalists),
+    )
+
+
+def large_orders(tables: StageTables) -> list[tuple[int, ...]]:
+    """Few orders for a sketch: by counted states, as the cluster has them, fast and roomy cards first."""
+    instance = tables.instance
+    allowed = lengths(instance)
+    if not allowed:
+        return []
+    if instance.order is not None:
+        return few_orders_of(instance, instance.order)[:NUM_SKETCH_ORDERS]
+    speed = 1.0 / np.maximum(instance.forward_seconds.min(axis=0).sum(axis=1), 1e-300)
+    memory = instance.capacity_bytes
+    best_first = np.lexsort((-memory, -speed)).tolist()
+    kept = set(best_first[: allowed[-1]])
+    keys: list[Floats] = [np.zeros_like(speed), -memory, -speed]
+    found = [tuple(s for s in np.argsort(key, kind="stable").tolist() if s in kept) for key in keys]
+    counted = count_order(tables)
+    if counted is not None and len(counted) in allowed:
+        found.insert(0, counted)
+    half = tuple(s for s in found[0] if s in set(best_first[: max(allowed[0], allowed[-1] // 2)]))
+    return [order for order in dict.fromkeys([*found, half]) if len(order) in allowed][:NUM_SKETCH_ORDERS]
 
 
 def nearest_miss(instance: Instance) -> tuple[StageTables, Shortfall]:
@@ -256,8 +359,12 @@ def count_order(tables: StageTables) -> tuple[int, ...] | None:
         return None
     m = tables.instance.num_micro_batches
     depth = 1 if tables.instance.schedule == "gpipe" else min(m, tables.instance.num_slots)
-    lines = [[tables.stage(kind, tables.in_flight(-k, 1))[0] for k in range(depth)] for kind in kinds]
-    values = np.unique(np.concatenate([v[np.isfinite(v)] for per_kind in lines for v in per_kind]))
+    rates = [1.0 / int(tables.instance.replicas[kind]) for kind in kinds]
+    lines = [
+        [tables.stage(kind, tables.in_flight(-k, 1))[0] * rate for k in range(depth)]
+        for kind, rate in zip(kinds, rates, strict=True)
+    ]
+    values = tables.periods(kinds)
     best: list[int] | None = None
     low, high = 0, len(values) - 1
     while low <= high:
@@ -336,23 +443,28 @@ def _improve(pool: _Pool, classes: Integers, stopped: Callable[[], bool]) -> boo
 
 
 def neighbours(
-    tables: StageTables, classes: Integers, order: tuple[int, ...], bounds: tuple[int, ...]
+    tables: StageTables,
+    classes: Integers,
+    order: tuple[int, ...],
+    bounds: tuple[int, ...],
+    *,
+    moved: int = MAX_MOVED_STAGES,
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cuts one move away: a unit to another stage, two cards swapped, a card exchanged or dropped.
 
-    In long pipelines only moves that involve one of the MAX_MOVED_STAGES slowest stages.
+    In long pipelines only moves that involve one of the `moved` slowest stages.
     """
     instance, stages = tables.instance, len(order)
     seconds = [float(line[a, b]) for line, a, b in zip(tables.lines(order), bounds, bounds[1:], strict=False)]
-    slowest = set(sorted(range(stages), key=lambda s: (-seconds[s], s))[:MAX_MOVED_STAGES])
+    slowest = set(sorted(range(stages), key=lambda s: (-seconds[s], s))[:moved])
     for a, b in itertools.permutations(range(stages), 2):
         if a not in slowest:
             continue
         # One unit leaves stage a and one joins stage b; the stages between shift by one.
         low, high, shift = (a + 1, b + 1, -1) if a < b else (b + 1, a + 1, 1)
-        moved = tuple(bound + shift if low <= i < high else bound for i, bound in enumerate(bounds))
-        if all(x < y for x, y in itertools.pairwise(moved)):
-            yield order, moved
+        shifted = tuple(bound + shift if low <= i < high else bound for i, bound in enumerate(bounds))
+        if all(x < y for x, y in itertools.pairwise(shifted)):
+            yield order, shifted
     if instance.order is not None:
         return
     sizes = [y - x for x, y in itertools.pairwise(bounds)]

@@ -15,11 +15,14 @@ from yuan_train.config.load import as_plain, dump
 from yuan_train.config.plan import MemoryForecast
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.cost import PlanCost, Setting, StageCost
+from yuan_train.planner.layout import to_blocks, to_layout
 from yuan_train.planner.search import Candidate, LeftOut, SearchResult
 from yuan_train.planner.simulator import Simulation
 
 CATEGORIES = tuple(MemoryForecast.__dataclass_fields__)
 GIB = 2.0**30
+MAX_DRAWN_PIPELINES = 8
+MAX_DRAWN_CARDS = 128
 
 
 # --- words -----------------------------------------------------------------------------------------------
@@ -46,10 +49,11 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
     return {
         "plan": path,
         "forecast": as_plain(best.plan.forecast),
-        "num_pipelines": best.shape.num_pipelines,
-        "schedule": best.shape.schedule,
-        "micro_batch_size": best.shape.micro_batch_size,
-        "num_micro_batches": best.shape.num_micro_batches,
+        "num_pipelines": len(best.plan.pipelines),
+        "schedule": best.plan.schedule,
+        "micro_batch_size": best.plan.pipelines[0].micro_batch_size,
+        "num_micro_batches": best.plan.pipelines[0].num_micro_batches,
+        "optimizer_sharding": best.plan.optimizer_sharding,
         "stages": [_stage_json(stage) for stage in best.cost.stages],
         "exact": result.exact,
         "stopped_by_time_limit": result.stopped,
@@ -73,19 +77,37 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
 
 def describe_shape(candidate: Candidate) -> str:
     """`2 pipelines x 3 stages, 16 micro-batches of 1, 1f1b`."""
-    shape, stages = candidate.shape, len(candidate.plan.pipelines[0].stages)
-    return (
-        f"{_count(shape.num_pipelines, 'pipeline')} x {_count(stages, 'stage')}, "
-        f"{_count(shape.num_micro_batches, 'micro-batch', 'micro-batches')} of {shape.micro_batch_size}, "
-        f"{shape.schedule}"
-    )
+    plan = candidate.plan
+    first = plan.pipelines[0]
+    stages = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
+    counts = sorted({pipeline.num_micro_batches for pipeline in plan.pipelines})
+    words = [
+        f"{_count(len(plan.pipelines), 'pipeline')} x {_range(stages, 'stage')}",
+        f"{_range(counts, 'micro-batch', 'micro-batches')} of {first.micro_batch_size}",
+        plan.schedule,
+    ]
+    widths = sorted({len(r) for p in plan.pipelines for stage in p.stages for r in stage.replicas})
+    if widths != [1]:
+        words.append("tensor width " + "/".join(map(str, widths)))
+    if plan.optimizer_sharding:
+        words.append("optimizer sharded")
+    return ", ".join(words)
+
+
+def _range(values: Sequence[int], word: str, plural: str | None = None) -> str:
+    if len(values) == 1:
+        return _count(values[0], word, plural)
+    return f"{values[0]} to {values[-1]} {plural or word + 's'}"
 
 
 def step_words(result: SearchResult, setting: Setting) -> str:
     """`step 1.02 s | 32.1k tok/s | MFU ... | bubble ... | ...`."""
     cost, step = result.best.cost, result.best.step_seconds
     tokens = setting.global_batch_size * setting.sequence_length
-    peaks = sum(setting.cluster.device_type(s.card.type).peak(setting.precision) or 0.0 for s in cost.stages)
+    peaks = sum(
+        setting.cluster.device_type(card.type).peak(setting.precision) or 0.0
+        for card in {card for stage in cost.stages for card in stage.cards}
+    )
     utilisation = (
         tokens * setting.model.training_flops(setting.sequence_length) / step / peaks if peaks else 0.0
     )
@@ -145,24 +167,20 @@ def left_out_lines(left_out: Sequence[LeftOut]) -> list[str]:
 
 def layer_list(candidate: Candidate) -> str:
     """Layers per stage, as Yuan 2.0's scripts write them."""
-    return ",".join(str(stage.num_layers) for stage in candidate.plan.pipelines[0].stages)
+    return to_blocks(candidate.plan.pipelines[0])
 
 
 def megatron_layout(candidate: Candidate) -> str:
-    """The cut as megatron-core's --pipeline-model-parallel-layout: E embedding, t layer, L loss."""
-    words: list[str] = []
-    for stage in candidate.plan.pipelines[0].stages:
-        layers = "t" if stage.num_layers == 1 else f"t*{stage.num_layers}" if stage.num_layers else ""
-        parts = [part for part in ("E" * stage.embedding, layers, "L" * stage.head) if part]
-        words.append("".join(parts) if len(parts) < 2 or "*" not in layers else ",".join(parts))
-    return "|".join(words)
+    """The cut of pipeline 0 as Megatron-LM writes it."""
+    return to_layout(candidate.plan.pipelines[0])
 
 
 def describe_cards(candidate: Candidate) -> str:
     """`4 A100-80G > 2 T4`, per pipeline and in the order of the stages."""
-    types = [stage.card.type for stage in candidate.cost.stages if stage.pipeline == 0]
+    own = [stage for stage in candidate.cost.stages if stage.pipeline == 0]
+    types = [card.type for stage in own for card in stage.cards]
     runs = " > ".join(f"{len(list(group))} {name}" for name, group in itertools.groupby(types))
-    pipelines = candidate.shape.num_pipelines
+    pipelines = len(candidate.plan.pipelines)
     return f"{pipelines} x ({runs})" if pipelines > 1 else runs
 
 
@@ -194,7 +212,7 @@ def _stage_rows(best: Candidate) -> list[str]:
         same = [stage for stage in cost.stages if stage.stage == s]
         worst = max(same, key=lambda stage: (stage.memory.total / stage.capacity_bytes, -stage.pipeline))
         seconds = max(stage.forward_seconds + stage.backward_seconds for stage in same)
-        busy = cost.simulations[0].busy_seconds[s] / cost.step_seconds
+        busy = _stage_busy(cost, s) / cost.step_seconds
         rows.append(
             (
                 str(s),
@@ -215,6 +233,11 @@ def _stage_rows(best: Candidate) -> list[str]:
     ]
 
 
+def _stage_busy(cost: PlanCost, s: int) -> float:
+    """Busy seconds of the busiest worker of a stage of pipeline 0, in all its stages."""
+    return max(cost.simulations[0].busy_seconds[worker] for worker in cost.workers[0][s])
+
+
 def layer_words(stage: StageCost) -> str:
     """`0-9 +emb`, `none +head`; `recompute` where the layers run twice."""
     first, end = stage.layers
@@ -224,20 +247,15 @@ def layer_words(stage: StageCost) -> str:
 
 
 def _cards_words(stages: Sequence[StageCost]) -> str:
-    name = stages[0].card.type
-    return (
-        f"{name} {stages[0].card.name}"
-        if len(stages) == 1
-        else f"{name} {stages[0].card.name} x{len(stages)}"
-    )
+    first = stages[0]
+    words = f"{first.card.type} {first.card.name}"
+    words += f" tensor {len(first.replicas[0])}" * (len(first.replicas[0]) > 1)
+    words += f" replicas {len(first.replicas)}" * (len(first.replicas) > 1)
+    return words + (f" x{len(stages)}" if len(stages) > 1 else "")
 
 
 def _parts(cost: PlanCost) -> dict[str, float]:
-    work = max(
-        sum(1 for op in simulation.program if op[0] == "forward" and op[1] == s) * (f + b)
-        for simulation, times in zip(cost.simulations, cost.times, strict=True)
-        for s, (f, b) in enumerate(zip(times.forward_seconds, times.backward_seconds, strict=True))
-    )
+    work = max(busy for simulation in cost.simulations for busy in simulation.busy_seconds)
     return {
         "slowest stage": work,
         "filling, draining and waiting": cost.compute_seconds - work,
@@ -251,6 +269,7 @@ def _stage_json(stage: StageCost) -> dict[str, Any]:
         "pipeline": stage.pipeline,
         "stage": stage.stage,
         "card": stage.card.name,
+        "cards": [[card.name for card in replica] for replica in stage.replicas],
         "type": stage.card.type,
         "layers": list(stage.layers),
         "recompute": stage.recompute,
@@ -325,7 +344,10 @@ def _summary_html(result: SearchResult, setting: Setting) -> str:
 
 def _cluster_svg(result: SearchResult, setting: Setting) -> str:
     """Nodes as rows of cards; each card with the stage that it works on, idle ones dashed."""
-    cluster, working = setting.cluster, {stage.card.name: stage for stage in result.best.cost.stages}
+    cluster, working = (
+        setting.cluster,
+        {card.name: stage for stage in result.best.cost.stages for card in stage.cards},
+    )
     rows: list[str] = []
     y = 0
     for node, group in cluster.groups.items():
@@ -423,9 +445,16 @@ def _timeline_svg(cost: PlanCost) -> str:
     shapes: list[str] = []
     y = 0
     for p, simulation in enumerate(cost.simulations):
-        stages = [stage for stage in cost.stages if stage.pipeline == p]
-        for stage, shape in zip(stages, _lanes(simulation, step, scale), strict=True):
-            label = f"p{p} s{stage.stage} {stage.card.name}"
+        if p >= MAX_DRAWN_PIPELINES:
+            shapes.append(f'<text x="0" y="{y + 13}">and {len(cost.simulations) - p} more pipelines</text>')
+            y += 22
+            break
+        own = {s: stage for s, stage in enumerate(q for q in cost.stages if q.pipeline == p)}
+        for worker, shape in enumerate(_lanes(simulation, step, scale)):
+            mine = [s for s, row in enumerate(cost.workers[p]) if worker in row]
+            first = own[mine[0]]
+            card = first.replicas[cost.workers[p][mine[0]].index(worker)][0]
+            label = f"p{p} s{','.join(map(str, mine))} {card.name}"
             shapes.append(
                 f'<text x="0" y="{y + 13}">{escape(label)}</text>'
                 f'<g transform="translate(150 {y})">{shape}</g>'
@@ -447,20 +476,21 @@ def _timeline_svg(cost: PlanCost) -> str:
 
 
 def _lanes(simulation: Simulation, step_seconds: float, scale: float) -> list[str]:
-    """One SVG group's inside per stage: a rest bar, the waits, then forwards and backwards as two paths."""
+    """One SVG group's inside per worker: a rest bar, the waits, then forwards and backwards as two paths."""
     num_stages = len(simulation.busy_seconds)
     boxes: list[dict[str, list[tuple[float, float]]]] = [
         {"f": [], "b": [], "wait": []} for _ in range(num_stages)
     ]
     before: list[float | None] = [None] * num_stages
-    for (kind, stage, _, _), (start, end) in zip(simulation.program, simulation.spans, strict=True):
-        if kind not in ("forward", "backward"):
+    for operation, (start, end) in zip(simulation.program, simulation.spans, strict=True):
+        if operation.peer >= 0:
             continue
-        last = before[stage]
+        worker = operation.worker
+        last = before[worker]
         if last is not None and start > last:
-            boxes[stage]["wait"].append((last, start))
-        boxes[stage][kind[0]].append((start, end))
-        before[stage] = end
+            boxes[worker]["wait"].append((last, start))
+        boxes[worker][operation.kind[0]].append((start, end))
+        before[worker] = end
     result: list[str] = []
     for lane in boxes:
         text = f'<rect class="rest" width="{step_seconds * scale:.2f}" height="16"/>'

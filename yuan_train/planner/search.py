@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError, NoPlanFits
-from yuan_train.config.load import dump
-from yuan_train.config.plan import Plan, plan_laws
+from yuan_train.config.plan import Plan, not_runnable, plan_laws
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.config.units import show_bytes
 from yuan_train.planner.candidates import (
@@ -26,13 +27,45 @@ from yuan_train.planner.candidates import (
     make_plan,
     read_options,
 )
-from yuan_train.planner.cost import Costs, PlanCost, Setting, cost_plan, make_costs, make_forecast
-from yuan_train.planner.orders import Solution, nearest_miss, solve
-from yuan_train.planner.partition import Cut, Instance, Shortfall, StageTables, area_bound_seconds
+from yuan_train.planner.cost import (
+    Costs,
+    PlanCost,
+    Setting,
+    cost_plan,
+    make_costs,
+    make_forecast,
+    sum_seconds,
+    unit_parameters,
+)
+from yuan_train.planner.mixing import mix_pipelines, split_stages
+from yuan_train.planner.orders import (
+    MAX_SMALL_SLOTS,
+    Sketch,
+    Solution,
+    is_small,
+    nearest_miss,
+    refine,
+    sketch,
+    solve,
+)
+from yuan_train.planner.partition import SPLIT_SCHEDULES, Cut, Instance, Shortfall, StageTables, area_bound
 
 NUM_RUNNERS_UP = 4
 MAX_FINALISTS = 100
 """Plans simulated once more, whole, with every cost that a step has."""
+MAX_SMALL_STEPS = 640
+"""Stages * micro-batches up to which a shape is searched to its end."""
+SOLVED_STEPS = 1_000
+"""The same, summed over the shapes that are searched so; the rest is sketched."""
+MAX_PROVING = 200_000
+"""Simulated plans after which shapes are searched without proof."""
+SKETCH_WORK = 12_000_000
+"""Cells of dynamic programming (stages * units^2) that all sketches together may fill."""
+MAX_REFINED_SHAPES = 3
+MAX_MISSES = 24
+"""Shapes among which the nearest miss is looked for."""
+NUM_SPLIT = 3
+"""Plans whose stages are tried as virtual stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +79,10 @@ class Candidate:
     @property
     def step_seconds(self) -> float:
         return self.cost.step_seconds
+
+    @property
+    def cards(self) -> frozenset[Card]:
+        return frozenset(card for stage in self.cost.stages for card in stage.cards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +127,13 @@ def search_plan(
     keys, the batch or the precision rule every plan out, NoPlanFits (with the nearest miss) if no plan fits
     the cards.
     """
-    options = read_options(search, micro_batch_size=micro_batch_size)
+    options = read_options(
+        search,
+        micro_batch_size=micro_batch_size,
+        model=setting.model,
+        measured_widths=_widths(setting),
+        num_cards=len(setting.cluster.cards),
+    )
     started = clock()
 
     def stopped() -> bool:
@@ -106,23 +149,43 @@ def search_plan(
     found = _solve_shapes(costs, shapes, options, stopped)
     if not found.candidates:
         raise NoPlanFits(describe_shortfall(costs, shapes, options))
-    ranked = _rank(found.candidates)
-    bound = min(found.lower_bound_seconds, ranked[0].step_seconds)
+    ranked = _rank(costs, _runnable(found.candidates))
+    ranked = _rank(costs, [*ranked, *_beyond(costs, ranked, cards, options, stopped)])
+    ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
+    if not ranked:
+        raise NoPlanFits(describe_shortfall(costs, shapes, options))
+    lowest = found.lower_bound_seconds
+    if len(_shapes_of(ranked)) > len(_shapes_of(found.candidates)):
+        lowest = min(lowest, _any_bound(costs, cards, options))
+    bound = min(lowest, ranked[0].step_seconds)
     best = _with_forecast(costs, ranked[0], bound)
-    problems = list(plan_laws(best.plan))
+    problems = [*plan_laws(best.plan), *not_runnable(best.plan)]
     assert not problems, f"the planner made a plan that breaks the laws: {problems}"
+    even_shape = best.shape if len(best.shape.slots) > 1 else shapes[0]
     return SearchResult(
         best=best,
         runners_up=_runners_up(ranked),
-        even_split=even_split(costs, best.shape, options),
+        even_split=even_split(costs, even_shape, options),
         left_out=(*without_precision, *_idle(cards, best)),
         lower_bound_seconds=bound,
-        exact=found.exact,
+        exact=found.exact and not _may_mix(options, cards),
         stopped=stopped(),
         num_shapes=len(shapes),
         num_simulated=found.num_simulated,
         notes=_notes(best.cost),
     )
+
+
+def _may_mix(options: Options, cards: Sequence[Card]) -> bool:
+    """Whether unlike pipelines are among the searched plans, which no bound excludes."""
+    several = options.pipelines is None or max(options.pipelines) > 1
+    return options.unlike_pipelines and several and options.num_micro_batches is None and len(cards) > 1
+
+
+def _widths(setting: Setting) -> tuple[int, ...]:
+    """Tensor-parallel widths that the profile has; none without one."""
+    entries = setting.profile.entries if setting.profile else ()
+    return tuple(sorted({entry.tensor_parallel for entry in entries}))
 
 
 def usable_cards(setting: Setting, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:
@@ -187,36 +250,188 @@ class _Found:
 def _solve_shapes(
     costs: Costs, shapes: Sequence[Shape], options: Options, stopped: Callable[[], bool]
 ) -> _Found:
-    """Solve every shape that a bound does not exclude, the most hopeful first."""
-    instances = [(shape, make_instance(costs, shape, options)) for shape in shapes]
-    bounds = [area_bound_seconds(instance) for _, instance in instances]
-    candidates: list[Candidate] = []
-    lower_bound, exact, num_simulated = float("inf"), True, 0
-    best = float("inf")
-    for i in sorted(range(len(shapes)), key=lambda i: (bounds[i], i)):
-        shape, instance = instances[i]
-        if bounds[i] >= best:
-            lower_bound = min(lower_bound, bounds[i])
-            continue
-        if stopped() and candidates:
-            lower_bound, exact = min(lower_bound, bounds[i]), False
-            continue
-        solution = solve(instance, stopped=stopped)
-        proven = solution.exact and (not solution.cuts or is_faithful(costs, shape, options))
-        exact = exact and proven
-        num_simulated += solution.num_simulated
-        if not proven:
-            lower_bound = min(lower_bound, bounds[i])
-        elif solution.cuts:
-            lower_bound = min(lower_bound, solution.lower_bound_seconds)
-        candidates += _as_candidates(costs, shape, instance, options, solution)
-        best = min((candidate.step_seconds for candidate in candidates), default=best)
+    """Solve every small shape that a bound does not exclude, the most hopeful first; sketch the large ones,
+    and refine the best of them."""
+    search = _Search(costs, options, stopped)
+    bounds = [shape_bound(costs, shape, options) for shape in shapes]
+    hopes = [bound + _sync_hope(costs, shape) for bound, shape in zip(bounds, shapes, strict=True)]
+    ranked = sorted(range(len(shapes)), key=lambda i: (hopes[i], i))
+    large: list[int] = []
+    for i in ranked:
+        if bounds[i] >= search.best or (stopped() and search.candidates):
+            search.skip(bounds[i])
+        elif not search.may_solve(shapes[i]) or not search.solve(shapes[i]):
+            large.append(i)
+    search.draw([(bounds[i], shapes[i]) for i in large])
     return _Found(
-        candidates=tuple(candidates),
-        lower_bound_seconds=lower_bound,
-        exact=exact,
-        num_simulated=num_simulated,
+        candidates=tuple(search.candidates),
+        lower_bound_seconds=search.lower_bound,
+        exact=search.exact,
+        num_simulated=search.num_simulated,
     )
+
+
+class _Search:
+    """What has been found so far; it lives for one search."""
+
+    def __init__(self, costs: Costs, options: Options, stopped: Callable[[], bool]) -> None:
+        self.costs, self.options, self.stopped = costs, options, stopped
+        self.candidates: list[Candidate] = []
+        self.best = self.lower_bound = float("inf")
+        self.exact = True
+        self.num_simulated = self.solved_steps = self.num_proving = 0
+
+    def skip(self, bound: float) -> None:
+        """A shape that is not looked at: excluded if its bound is above the best."""
+        self.exact = self.exact and bound >= self.best
+        self.lower_bound = min(self.lower_bound, bound)
+
+    def may_solve(self, shape: Shape) -> bool:
+        """Whether a shape may be small, and there is work left for it."""
+        depth = min(len(shape.slots), self.costs.setting.model.num_layers + 2)
+        few = len(shape.slots) <= MAX_SMALL_SLOTS and depth * shape.num_micro_batches <= MAX_SMALL_STEPS
+        return few and self.solved_steps < SOLVED_STEPS
+
+    def solve(self, shape: Shape) -> bool:
+        """Search a shape to its end; False if it is not small after all."""
+        instance = make_instance(self.costs, shape, self.options)
+        if not is_small(instance):
+            return False
+        solution = solve(instance, prove=self.num_proving < MAX_PROVING, stopped=self.stopped)
+        self.solved_steps += instance.num_slots * shape.num_micro_batches
+        self.num_proving += solution.num_simulated
+        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
+        self._take(shape, instance, solution, proven=proven)
+        return True
+
+    def draw(self, large: Sequence[tuple[float, Shape]]) -> None:
+        """Sketch large shapes, the most hopeful first, while the budget lasts; refine the best sketches."""
+        drawn: list[tuple[float, int, Shape, Instance, Sketch]] = []
+        work = 0
+        for number, (bound, shape) in enumerate(large):
+            least = min((item[0] for item in drawn), default=self.best)
+            enough = work > SKETCH_WORK and (drawn or self.candidates)
+            if bound >= least or enough or (self.stopped() and (drawn or self.candidates)):
+                self.skip(bound)
+                continue
+            instance = make_instance(self.costs, shape, self.options)
+            found = sketch(instance)
+            work += min(instance.num_slots, instance.num_units) * instance.num_units**2 * 40
+            self.exact = False
+            self.lower_bound = min(self.lower_bound, bound)
+            if found.seconds:
+                drawn.append((found.seconds[0], number, shape, instance, found))
+        for _, _, shape, instance, found in sorted(drawn, key=lambda item: item[:2])[:MAX_REFINED_SHAPES]:
+            self._take(shape, instance, refine(found, stopped=self.stopped), proven=False)
+
+    def _take(self, shape: Shape, instance: Instance, solution: Solution, *, proven: bool) -> None:
+        self.exact = self.exact and proven
+        self.num_simulated += solution.num_simulated
+        if not proven:
+            self.lower_bound = min(self.lower_bound, shape_bound(self.costs, shape, self.options))
+        elif solution.cuts:
+            self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
+        self.candidates += _as_candidates(self.costs, shape, instance, self.options, solution)
+        self.best = min((choice_seconds(self.costs, c.cost) for c in self.candidates), default=self.best)
+
+
+def choice_seconds(costs: Costs, cost: PlanCost) -> float:
+    """What decides between plans: the step; under another tool's profile without what it does not know."""
+    if costs.setting.is_schema_profile:
+        return cost.compute_seconds + cost.sync_seconds
+    return cost.step_seconds
+
+
+def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
+    """No plan of the shape takes less; without making its cutting problem."""
+    kinds: dict[tuple[str, int, int], int] = {}
+    for slot in shape.slots:
+        key = (slot[0][0][0].type, len(slot[0][0]), len(slot[0]))
+        kinds[key] = kinds.get(key, 0) + 1
+    rows: list[list[float]] = []
+    for name, width, _ in kinds:
+        parts = [costs.of(name, shape.micro_batch_size, r, width).units for r in options.recompute]
+        times = [[u.forward_seconds + u.backward_seconds for u in units] for units in parts]
+        rows.append([min(values) for values in zip(*times, strict=True)])
+    return area_bound(
+        np.array(rows),
+        np.array(list(kinds.values())),
+        np.array([replicas for _, _, replicas in kinds]),
+        shape.num_micro_batches,
+        split=shape.schedule in SPLIT_SCHEDULES,
+    )
+
+
+def _any_bound(costs: Costs, cards: Sequence[Card], options: Options) -> float:
+    """No plan of any shape takes less: all cards at their fastest, all the time."""
+    setting = costs.setting
+    rates: dict[str, float] = {}
+    for name in dict.fromkeys(card.type for card in cards):
+        best = float("inf")
+        for size in options.micro_batch_sizes:
+            units = costs.of(name, size, "none").units
+            best = min(best, sum(u.forward_seconds + u.backward_seconds for u in units) / size)
+        rates[name] = best
+    speed = sum(1.0 / max(rates[card.type], 1e-300) for card in cards)
+    return setting.global_batch_size / speed * _any_share(costs, rates, options)
+
+
+def _any_share(costs: Costs, rates: dict[str, float], options: Options) -> float:
+    """How much less than its own whole a unit may cost where each unit sits on the card that suits it."""
+    size = options.micro_batch_sizes[0]
+    per_unit = [
+        [
+            (u.forward_seconds + u.backward_seconds) / size / rates[name]
+            for u in costs.of(name, size, "none").units
+        ]
+        for name in rates
+    ]
+    return min(1.0, sum(min(values) for values in zip(*per_unit, strict=True)))
+
+
+def _sync_hope(costs: Costs, shape: Shape) -> float:
+    """About what the gradient sum adds, for the order in which shapes are looked at."""
+    slot = shape.slots[0]
+    leads = [replica[0] for place in slot for replica in place]
+    share = sum(unit_parameters(costs.setting.model)) / min(len(shape.slots), costs.setting.model.num_layers)
+    return sum_seconds(costs, leads, share / len(slot[0][0]), sharded=shape.sharded)
+
+
+def _runnable(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [c for c in candidates if not list(not_runnable(c.plan)) and not list(plan_laws(c.plan))]
+
+
+def _shapes_of(candidates: Sequence[Candidate]) -> set[object]:
+    return {id(candidate.shape) for candidate in candidates}
+
+
+def _beyond(
+    costs: Costs,
+    ranked: Sequence[Candidate],
+    cards: Sequence[Card],
+    options: Options,
+    stopped: Callable[[], bool],
+) -> list[Candidate]:
+    """Plans that no shape holds: unlike pipelines, and stages split into virtual ones."""
+    made: list[tuple[Shape, Plan]] = []
+    for best in ranked[:NUM_SPLIT]:
+        if best.plan.schedule == "1f1b" and "interleaved_1f1b" in options.schedules:
+            made += [(best.shape, plan) for plan in split_stages(best.plan)]
+    if _may_mix(options, cards) and not stopped() and ranked:
+        made += [(ranked[0].shape, plan) for plan in mix_pipelines(costs, cards, options)]
+    result: list[Candidate] = []
+    for shape, plan in made:
+        if list(plan_laws(plan)) or list(not_runnable(plan)):
+            continue
+        cost = cost_plan(costs, plan)
+        if cost.fits and _keeps_memory(cost):
+            own = replace(shape, schedule=plan.schedule)
+            result.append(Candidate(plan=plan, cost=cost, shape=own))
+    return result
+
+
+def _keeps_memory(cost: PlanCost) -> bool:
+    return all(stage.memory.total <= stage.capacity_bytes for stage in cost.stages)
 
 
 def _as_candidates(
@@ -226,7 +441,7 @@ def _as_candidates(
     for cut in solution.cuts:
         plan = _plan_of(costs, shape, options, cut)
         cost = cost_plan(costs, plan)
-        if cost.fits:
+        if cost.fits and not list(not_runnable(plan)):
             result.append(Candidate(plan=plan, cost=cost, shape=shape))
     return result
 
@@ -239,13 +454,22 @@ def _plan_of(costs: Costs, shape: Shape, options: Options, cut: Cut) -> Plan:
     return make_plan(costs, shape, order=cut.order, bounds=cut.bounds, recompute=recompute)
 
 
-def _rank(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _rank(costs: Costs, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Fastest first; equals (to 9 digits) by fewer cards, then by the plan's text."""
-    finalists = sorted(candidates, key=lambda c: c.step_seconds)[:MAX_FINALISTS]
+
+    def seconds(candidate: Candidate) -> float:
+        return choice_seconds(costs, candidate.cost)
+
+    finalists = sorted(candidates, key=seconds)[:MAX_FINALISTS]
     return sorted(
         finalists,
-        key=lambda c: (float(f"{c.step_seconds:.8e}"), len(c.plan.ranks), dump(c.plan)),
+        key=lambda c: (float(f"{seconds(c):.8e}"), len(c.plan.ranks), _text(c.plan)),
     )
+
+
+def _text(plan: Plan) -> str:
+    """What tells two plans of a search apart."""
+    return repr((plan.schedule, plan.optimizer_sharding, [r.device for r in plan.ranks], plan.pipelines))
 
 
 def _runners_up(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -266,7 +490,7 @@ def _family(candidate: Candidate) -> object:
         shape.schedule,
         shape.num_pipelines,
         shape.micro_batch_size,
-        tuple(stage.card.type for stage in candidate.cost.stages if stage.pipeline == 0),
+        tuple((s.card.type, len(s.cards)) for s in candidate.cost.stages if s.pipeline == 0),
     )
 
 
@@ -277,7 +501,7 @@ def _with_forecast(costs: Costs, candidate: Candidate, lower_bound_seconds: floa
 
 def _idle(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
     working = {entry.device for entry in best.plan.ranks}
-    dealt = {card for slot in best.shape.slots for card in slot}
+    dealt = best.shape.cards
     result: list[LeftOut] = []
     for card in cards:
         if card.name in working:
@@ -292,7 +516,13 @@ def _idle(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
 
 
 def _notes(cost: PlanCost) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{stage.card.type}: {stage.note}" for stage in cost.stages))
+    notes = (f"{s.card.type}: {s.note}" + _width_note(s.replicas, s.source) for s in cost.stages)
+    return tuple(dict.fromkeys(notes))
+
+
+def _width_note(replicas: Sequence[Sequence[Card]], source: str) -> str:
+    width = len(replicas[0])
+    return f", tensor_parallel {width}" if width > 1 and source == "estimated" else ""
 
 
 # --- nothing fits ----------------------------------------------------------------------------------------
@@ -301,19 +531,21 @@ def _notes(cost: PlanCost) -> tuple[str, ...]:
 def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) -> str:
     """The nearest miss over all shapes: which stage lacks how much, and what would help."""
     misses: list[tuple[float, int, Shortfall]] = []
-    for i, shape in enumerate(shapes):
+    for i, shape in enumerate(_roomiest(costs, shapes)):
         instance = make_instance(costs, shape, options)
         _, miss = nearest_miss(instance)
         misses.append((miss.needed_bytes / max(miss.capacity_bytes, 1.0), i, miss))
     _, i, miss = min(misses, key=lambda item: item[:2])
-    shape = shapes[i]
+    shape = _roomiest(costs, shapes)[i]
     slot = miss.order[miss.stage]
-    card = shape.slots[slot][0]
+    replica = shape.slots[slot][0][0]
+    card = replica[0]
+    name = card.name + (f" and {len(replica) - 1} more" if len(replica) > 1 else "")
     device = costs.setting.cluster.device_type(card.type)
     first, end = miss.bounds[miss.stage], miss.bounds[miss.stage + 1]
     text = (
         f"no plan fits. Nearest: {len(miss.order)} stage{'s' * (len(miss.order) > 1)}; stage {miss.stage} "
-        f"({card.name}, {card.type}, {_unit_words(costs, first, end)}) needs "
+        f"({name}, {card.type}, {_unit_words(costs, first, end)}) needs "
         f"{show_bytes(miss.needed_bytes + device.reserved)} of {show_bytes(device.memory)}"
     )
     advice = ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
@@ -327,12 +559,23 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) 
     return text + advice
 
 
+def _roomiest(costs: Costs, shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes that could miss by least: fewest pipelines first, most memory per pipeline."""
+
+    def room(shape: Shape) -> float:
+        types = [costs.setting.cluster.device_type(slot[0][0][0].type) for slot in shape.slots]
+        return sum(d.memory * len(slot[0][0]) for d, slot in zip(types, shape.slots, strict=True))
+
+    ranked = sorted(range(len(shapes)), key=lambda i: (-room(shapes[i]), i))
+    return [shapes[i] for i in ranked[:MAX_MISSES]]
+
+
 def _with_full(costs: Costs, shape: Shape, options: Options, miss: Shortfall) -> float:
     """Bytes that the stage would need, the reserve included."""
     tables = StageTables(make_instance(costs, shape, replace(options, recompute=("full",))))
     slot = miss.order[miss.stage]
-    needed = tables.needed_bytes(slot, tables.in_flight(miss.stage, len(miss.order)))
-    device = costs.setting.cluster.device_type(shape.slots[slot][0].type)
+    needed = tables.needed_bytes(slot, tables.in_flights(miss.order)[miss.stage])
+    device = costs.setting.cluster.device_type(shape.slots[slot][0][0][0].type)
     return float(needed[0, miss.bounds[miss.stage], miss.bounds[miss.stage + 1]]) + device.reserved
 
 

@@ -1,9 +1,10 @@
 """A schedule table in virtual time: the same table that the trainer runs.
 
-A stage takes its steps in the table's order, without pre-emption. A compute step starts when the stage is
-free and its message has arrived. A message goes over the directed link between two stages when the compute
+A worker takes its steps in the table's order, without pre-emption. A compute step starts when the worker is
+free and its message has arrived. A message goes over the directed link between two workers when the compute
 before it has ended and the link has finished the message before (FIFO), and holds the link until it is there.
-With blocking sends the sender waits for that too; the receiver is never held.
+With blocking sends the sender waits for that too; the receiver is never held. Between two stages of one
+worker (virtual stages) there is no message.
 
 All durations are known beforehand, so the order in which steps can be evaluated is a property of the table
 alone: it is found once, and then one plan is a loop over numbers, and many plans are a loop over vectors.
@@ -14,9 +15,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
-from yuan_train.schedule.step import Step, Table
+from yuan_train.schedule.step import (
+    COMPUTE,
+    Kind,
+    Step,
+    Table,
+    Workers,
+    num_workers,
+    one_worker_each,
+    worker_of,
+)
 from yuan_train.schedule.tables import make_table
 from yuan_train.schedule.trace import TimedStep
 
@@ -26,8 +36,18 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-Operation = tuple[Literal["forward", "backward", "send_activation", "send_gradient"], int, int, bool]
-"""Kind, stage, micro-batch, and whether a compute step waits for a message."""
+
+class Operation(NamedTuple):
+    """A step as the simulation takes it: compute, or the sending of a message."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    worker: int
+    peer: int
+    """Who gets the message; -1 for compute."""
+    waits: bool
+    """Whether a compute step waits for a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +60,28 @@ class StageTimes:
     """Edge s leads from stage s to s + 1."""
     send_gradient_seconds: tuple[float, ...]
     """Edge s leads from stage s + 1 to s."""
+    weight_seconds: tuple[float, ...] = ()
+    """What of the backward is the weights' part, where a schedule splits it; by default half."""
 
     @property
     def num_stages(self) -> int:
         return len(self.forward_seconds)
+
+    def compute_seconds(self, kind: Kind, stage: int) -> float:
+        """Seconds of a compute step."""
+        if kind == "forward":
+            return self.forward_seconds[stage]
+        whole = self.backward_seconds[stage]
+        if kind == "backward":
+            return whole
+        weight = self.weight_seconds[stage] if self.weight_seconds else whole / 2
+        return weight if kind == "backward_weight" else whole - weight
+
+    def send_seconds(self, kind: Kind, stage: int) -> float:
+        """Seconds of a message from a stage."""
+        if kind == "send_activation":
+            return self.send_activation_seconds[stage]
+        return self.send_gradient_seconds[stage - 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,39 +91,50 @@ class Simulation:
     step_seconds: float
     """End of the last compute step."""
     stage_end_seconds: tuple[float, ...]
-    """End of each stage's last compute step."""
+    """End of each stage's last compute step, of all its workers."""
     busy_seconds: tuple[float, ...]
-    """Each stage's compute."""
+    """Each worker's compute."""
+    worker_end_seconds: tuple[float, ...]
     program: tuple[Operation, ...]
     spans: tuple[tuple[float, float], ...]
     """Start and end of each operation of `program`."""
 
     @property
     def lanes(self) -> tuple[tuple[TimedStep, ...], ...]:
-        """Compute and sends of each stage, as they happened."""
+        """Compute and sends of each worker, as they happened."""
         lanes: list[list[TimedStep]] = [[] for _ in self.busy_seconds]
-        for (kind, stage, micro_batch, _), (start, end) in zip(self.program, self.spans, strict=True):
-            lanes[stage].append(TimedStep(Step(kind, stage, micro_batch), start, end))
+        for operation, (start, end) in zip(self.program, self.spans, strict=True):
+            step = Step(operation.kind, operation.stage, operation.micro_batch)
+            lanes[operation.worker].append(TimedStep(step, start, end))
         return tuple(tuple(lane) for lane in lanes)
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of stage time without compute."""
+        """Share of the workers' time without compute."""
         whole = self.step_seconds * len(self.busy_seconds)
         return 1.0 - sum(self.busy_seconds) / whole if whole > 0 else 0.0
 
 
-def simulate(table: Table, times: StageTimes, *, overlap: bool = True) -> Simulation:
+def simulate(
+    table: Table, times: StageTimes, *, workers: Workers | None = None, overlap: bool = True
+) -> Simulation:
     """Run a table in virtual time. The table must have passed `schedule.check.check_table`."""
-    return _run(operations(table), times, overlap=overlap)
+    workers = workers or one_worker_each(len(table))
+    return _run(operations(table, workers), workers, times, overlap=overlap)
 
 
 def simulate_schedule(
-    schedule: str, times: StageTimes, *, num_micro_batches: int, overlap: bool = True
+    schedule: str,
+    times: StageTimes,
+    *,
+    num_micro_batches: int,
+    workers: Workers | None = None,
+    overlap: bool = True,
 ) -> Simulation:
     """The same for a named schedule."""
-    program = _program(schedule, times.num_stages, num_micro_batches)
-    return _run(program, times, overlap=overlap)
+    workers = workers or one_worker_each(times.num_stages)
+    program = _program(schedule, workers, num_micro_batches)
+    return _run(program, workers, times, overlap=overlap)
 
 
 def simulate_many(
@@ -96,108 +145,125 @@ def simulate_many(
     backward_seconds: Floats,
     send_activation_seconds: Floats,
     send_gradient_seconds: Floats,
+    weight_seconds: Floats | None = None,
+    workers: Workers | None = None,
     overlap: bool = True,
 ) -> Floats:
     """End of the last compute step of each stage, [N, P], of N pipelines of P stages that run the same
-    schedule.
+    schedule on as many workers.
 
     The times are [N, P] and [N, P - 1]; meaning as in StageTimes.
     """
     import numpy as np
 
     count, stages = forward_seconds.shape
-    forward, backward = forward_seconds.T.copy(), backward_seconds.T.copy()
+    workers = workers or one_worker_each(stages)
+    backward = backward_seconds.T.copy()
+    weight = backward / 2 if weight_seconds is None else weight_seconds.T.copy()
+    compute = {
+        "forward": forward_seconds.T.copy(),
+        "backward": backward,
+        "backward_input": backward - weight,
+        "backward_weight": weight,
+    }
     sends = {
         "send_activation": send_activation_seconds.T.copy(),
         "send_gradient": send_gradient_seconds.T.copy(),
     }
-    free = np.zeros((stages, count))
+    free = np.zeros((num_workers(workers), count))
     ends = np.zeros((stages, count))
-    link_free = {kind: np.zeros((max(stages - 1, 0), count)) for kind in sends}
-    arrivals: dict[tuple[str, int, int], Floats] = {}
-    for kind, stage, micro_batch, waits in _program(schedule, stages, num_micro_batches):
-        if kind == "forward" or kind == "backward":
+    link_free: dict[tuple[int, int], Floats] = {}
+    arrivals: dict[tuple[bool, int, int], Floats] = {}
+    for kind, stage, micro_batch, worker, peer, waits in _program(schedule, workers, num_micro_batches):
+        if peer < 0:
             if waits:
-                np.maximum(free[stage], arrivals.pop((kind, stage, micro_batch)), out=free[stage])
-            free[stage] += forward[stage] if kind == "forward" else backward[stage]
-            ends[stage] = free[stage]
+                arrived = arrivals.pop((kind == "forward", stage, micro_batch))
+                np.maximum(free[worker], arrived, out=free[worker])
+            free[worker] += compute[kind][stage]
+            np.maximum(ends[stage], free[worker], out=ends[stage])
             continue
-        edge = stage if kind == "send_activation" else stage - 1
-        link = link_free[kind][edge]
-        np.maximum(link, free[stage], out=link)
-        link += sends[kind][edge]
         onward = kind == "send_activation"
-        target = stage + 1 if onward else stage - 1
-        arrivals["forward" if onward else "backward", target, micro_batch] = link.copy()
+        link = link_free.get((worker, peer))
+        there = free[worker] if link is None else np.maximum(link, free[worker])
+        there = there + sends[kind][stage if onward else stage - 1]
+        link_free[worker, peer] = there
+        arrivals[onward, stage + 1 if onward else stage - 1, micro_batch] = there
         if not overlap:
-            free[stage] = link
+            free[worker] = there
     return ends.T
 
 
-def operations(table: Table) -> tuple[Operation, ...]:
+def operations(table: Table, workers: Workers | None = None) -> tuple[Operation, ...]:
     """The table's compute and sends in an order in which each follows what it waits for."""
-    received = {step for lane in table for step in lane if step.kind.startswith("receive")}
+    workers = workers or one_worker_each(len(table))
     program: list[Operation] = []
     position = [0] * len(table)
-    sent: set[tuple[str, int, int]] = set()
+    sent: set[tuple[bool, int, int]] = set()
+    awaited: set[tuple[bool, int, int]] = set()
     ready = list(range(len(table)))
     while ready:
-        stage = ready.pop()
-        lane = table[stage]
-        while position[stage] < len(lane):
-            step = lane[position[stage]]
-            kind, micro_batch = step.kind, step.micro_batch
-            if kind == "forward" or kind == "backward":
-                door: Any = "receive_activation" if kind == "forward" else "receive_gradient"
-                waits = Step(door, stage, micro_batch) in received
-                if waits and (kind, stage, micro_batch) not in sent:
+        worker = ready.pop()
+        lane = table[worker]
+        while position[worker] < len(lane):
+            step = lane[position[worker]]
+            kind, stage, micro_batch = step.kind, step.stage, step.micro_batch
+            if kind == "receive_activation" or kind == "receive_gradient":
+                awaited.add((kind == "receive_activation", stage, micro_batch))
+            elif kind in COMPUTE:
+                key = (kind == "forward", stage, micro_batch)
+                # The weights' part of a backward waits for no message, its input part has taken it.
+                waits = kind != "backward_weight" and key in awaited
+                if waits and key not in sent:
                     break
-                program.append((kind, stage, micro_batch, waits))
-            elif kind == "send_activation" or kind == "send_gradient":
-                program.append((kind, stage, micro_batch, False))
-                target = stage + 1 if kind == "send_activation" else stage - 1
-                sent.add(("forward" if kind == "send_activation" else "backward", target, micro_batch))
-                if target not in ready:
-                    ready.append(target)
-            position[stage] += 1
+                program.append(Operation(kind, stage, micro_batch, worker, -1, waits))
+            else:
+                onward = kind == "send_activation"
+                target = stage + 1 if onward else stage - 1
+                peer = worker_of(workers, target, micro_batch)
+                program.append(Operation(kind, stage, micro_batch, worker, peer, False))
+                sent.add((onward, target, micro_batch))
+                if peer not in ready:
+                    ready.append(peer)
+            position[worker] += 1
     assert all(p == len(lane) for p, lane in zip(position, table, strict=True)), "the table waits for ever"
     return tuple(program)
 
 
-@functools.lru_cache(maxsize=256)
-def _program(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[Operation, ...]:
-    return operations(make_table(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches))
+@functools.lru_cache(maxsize=64)
+def _program(schedule: str, workers: Workers, num_micro_batches: int) -> tuple[Operation, ...]:
+    table = make_table(schedule, workers=workers, num_micro_batches=num_micro_batches)
+    return operations(table, workers)
 
 
-def _run(program: Sequence[Operation], times: StageTimes, *, overlap: bool) -> Simulation:
-    stages = times.num_stages
-    free = [0.0] * stages
-    ends = [0.0] * stages
-    busy = [0.0] * stages
-    links = ([0.0] * stages, [0.0] * stages)
-    arrivals: dict[tuple[str, int, int], float] = {}
+def _run(program: Sequence[Operation], workers: Workers, times: StageTimes, *, overlap: bool) -> Simulation:
+    count = num_workers(workers)
+    free, busy, last = [0.0] * count, [0.0] * count, [0.0] * count
+    ends = [0.0] * len(workers)
+    links: dict[tuple[int, int], float] = {}
+    arrivals: dict[tuple[bool, int, int], float] = {}
     spans: list[tuple[float, float]] = []
-    for kind, stage, micro_batch, waits in program:
-        if kind == "forward" or kind == "backward":
-            start = max(free[stage], arrivals[kind, stage, micro_batch]) if waits else free[stage]
-            seconds = (times.forward_seconds if kind == "forward" else times.backward_seconds)[stage]
-            free[stage] = ends[stage] = end = start + seconds
-            busy[stage] += seconds
+    for kind, stage, micro_batch, worker, peer, waits in program:
+        if peer < 0:
+            start = free[worker]
+            if waits:
+                start = max(start, arrivals[kind == "forward", stage, micro_batch])
+            seconds = times.compute_seconds(kind, stage)
+            free[worker] = last[worker] = end = start + seconds
+            ends[stage] = max(ends[stage], end)
+            busy[worker] += seconds
         else:
+            start = max(links.get((worker, peer), 0.0), free[worker])
+            links[worker, peer] = end = start + times.send_seconds(kind, stage)
             onward = kind == "send_activation"
-            edge = stage if onward else stage - 1
-            link = links[0 if onward else 1]
-            seconds = (times.send_activation_seconds if onward else times.send_gradient_seconds)[edge]
-            start = max(link[edge], free[stage])
-            link[edge] = end = start + seconds
-            arrivals["forward" if onward else "backward", stage + (1 if onward else -1), micro_batch] = end
+            arrivals[onward, stage + 1 if onward else stage - 1, micro_batch] = end
             if not overlap:
-                free[stage] = end
+                free[worker] = end
         spans.append((start, end))
     return Simulation(
         step_seconds=max(ends, default=0.0),
         stage_end_seconds=tuple(ends),
         busy_seconds=tuple(busy),
+        worker_end_seconds=tuple(last),
         program=tuple(program),
         spans=tuple(spans),
     )

@@ -48,6 +48,11 @@ class UnitCost:
     transient_bytes: float
     """Held for one micro-batch at a time."""
     output_bytes: float
+    weight_seconds: float = 0.0
+    """What of the backward is the weights' part, where a schedule splits it."""
+    forward_collectives: int = 0
+    """Sums of a hidden state over the tensor-parallel group that are not in the seconds above."""
+    backward_collectives: int = 0
 
     @property
     def state_bytes(self) -> float:
@@ -63,6 +68,8 @@ class CardCosts:
     note: str
     update_bytes_per_second: float
     """Rate of the optimizer step's memory traffic."""
+    boundary_bytes: float
+    """One hidden state at the end of a stage; 0 where a profile's activations are the whole truth."""
 
 
 def check_profile(
@@ -98,8 +105,10 @@ def card_costs(
     type_name: str,
     device: DeviceType,
     profile: Profile | None,
+    tensor_parallel: int = 1,
 ) -> CardCosts:
-    """Every unit's seconds and bytes on a card of this type. `recompute` is `none` or `full`, of the layers.
+    """Every unit's seconds and bytes on a card of this type, one of a tensor-parallel group. `recompute` is
+    of the layers.
 
     The device must have a peak in `precision`, unless a profile entry covers it.
     """
@@ -109,48 +118,102 @@ def card_costs(
         micro_batch_size=micro_batch_size,
         precision=precision,
         logit_rows=CPU_LOGIT_ROWS if device.slowdown is not None else CUDA_LOGIT_ROWS,
+        tensor_parallel=tensor_parallel,
     )
-    found = _measured(profile, type_name, micro_batch_size, recompute) if profile else None
     update_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
-    if found is not None:
-        entry, note = found
-        units = _from_profile(entry, work, STATE_BYTES[precision], recompute)
-        return CardCosts(units=units, source="measured", note=note, update_bytes_per_second=update_rate)
+    if profile is not None:
+        found = _measured(profile, type_name, micro_batch_size, recompute, tensor_parallel)
+        if found is not None:
+            entry, note = found
+            whole = not is_own(profile)
+            return CardCosts(
+                units=_from_profile(entry, work, STATE_BYTES[precision], recompute, note, whole=whole),
+                source="measured",
+                note=note,
+                update_bytes_per_second=update_rate,
+                boundary_bytes=0.0 if whole else work.layer.output_bytes,
+            )
     note = "estimated from the catalogue" + (
         f": the profile has no entry for {type_name} with recompute {recompute}" if profile else ""
     )
-    units = _estimate(work, device, precision, recompute)
-    return CardCosts(units=units, source="estimated", note=note, update_bytes_per_second=update_rate)
+    return CardCosts(
+        units=_estimate(work, device, precision, recompute),
+        source="estimated",
+        note=note,
+        update_bytes_per_second=update_rate,
+        boundary_bytes=work.layer.output_bytes,
+    )
+
+
+OWN_SOURCE = "yuan-train profile"
+"""What `yuan-train profile` writes as a profile's source."""
+
+
+def is_own(profile: Profile) -> bool:
+    """Whether `yuan-train profile` measured it, which counts what autograd keeps and nothing else.
+
+    Then messages and what a backward holds for a moment come on top. Another tool's bytes are the whole
+    truth: reserved + states + activations times micro-batches in flight, to the byte.
+    """
+    return profile.source == OWN_SOURCE
 
 
 # --- measured --------------------------------------------------------------------------------------------
 
 
 def _measured(
-    profile: Profile, type_name: str, micro_batch_size: int, recompute: Recompute
+    profile: Profile, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int
 ) -> tuple[ProfileEntry, str] | None:
     """The entry for this card, derived from its neighbours if need be; None if there is nothing to go by."""
-    for measured_as in (recompute, "none") if recompute == "full" else (recompute,):
-        entries = sorted(
-            (
-                entry
-                for entry in profile.entries
-                if entry.device_type == type_name
-                and entry.tensor_parallel == 1
-                and entry.recompute == measured_as
-            ),
-            key=lambda entry: entry.micro_batch_size,
-        )
-        if not entries:
-            continue
-        entry, note = _at_size(entries, micro_batch_size)
-        if measured_as != recompute:
-            entry = replace(
-                entry, layers=tuple(_recomputed(layer) for layer in entry.layers), recompute="full"
+    for width in dict.fromkeys((tensor_parallel, 1)):
+        for measured_as in (recompute, "none") if recompute != "none" else (recompute,):
+            entries = sorted(
+                (
+                    entry
+                    for entry in profile.entries
+                    if entry.device_type == type_name
+                    and entry.tensor_parallel == width
+                    and entry.recompute == measured_as
+                ),
+                key=lambda entry: entry.micro_batch_size,
             )
-            note += "; full recompute derived from an entry without"
-        return entry, note
+            if not entries:
+                continue
+            entry, note = _at_size(entries, micro_batch_size)
+            if measured_as != recompute:
+                layers = tuple(_recomputed(layer) for layer in entry.layers)
+                entry = replace(entry, layers=layers, recompute=recompute)
+                note += f"; {recompute} recompute derived from an entry without"
+            if width != tensor_parallel:
+                entry = _narrowed(entry, tensor_parallel)
+                note += f"; {SCALED_WIDTH} {width}"
+            return entry, note
     return None
+
+
+SCALED_WIDTH = "estimated from tensor_parallel"
+
+
+def _narrowed(entry: ProfileEntry, width: int) -> ProfileEntry:
+    """The share of one card of `width`, its collectives not counted: an estimate."""
+
+    def share(unit: UnitProfile) -> UnitProfile:
+        hidden = min(unit.output_bytes * 4, unit.activation_bytes)
+        return replace(
+            unit,
+            forward_seconds=unit.forward_seconds / width,
+            backward_seconds=unit.backward_seconds / width,
+            state_bytes=unit.state_bytes / width,
+            activation_bytes=hidden + (unit.activation_bytes - hidden) / width,
+        )
+
+    return replace(
+        entry,
+        tensor_parallel=width,
+        embedding=share(entry.embedding),
+        layers=tuple(map(share, entry.layers)),
+        head=share(entry.head),
+    )
 
 
 def _recomputed(layer: UnitProfile) -> UnitProfile:
@@ -202,16 +265,20 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
 
 
 def _from_profile(
-    entry: ProfileEntry, work: ModelWork, state: StateBytes, recompute: Recompute
+    entry: ProfileEntry, work: ModelWork, state: StateBytes, recompute: Recompute, note: str, *, whole: bool
 ) -> tuple[UnitCost, ...]:
-    """Seconds, states and activations as measured; what a profile does not hold (transients) from the work.
+    """Seconds, states and activations as measured; transients from the work unless the bytes are `whole`.
 
     A measured activation of the head holds the gradient that it keeps, so none is added.
     """
     layers = [entry.layer(i) for i in range(work.num_layers)]
+    scaled = SCALED_WIDTH in note
+    derived = "recompute derived" in note
     costs: list[UnitCost] = []
     for unit, measured in zip(work.units, (entry.embedding, *layers, entry.head), strict=True):
-        again = unit.activation_bytes if recompute == "full" and unit is work.layer else 0.0
+        again = recompute == "full" and unit is work.layer
+        transient = 0.0 if whole and not (again and derived) else unit.activation_bytes if again else 0.0
+        redone = measured.forward_seconds if again else 0.0
         costs.append(
             UnitCost(
                 forward_seconds=measured.forward_seconds,
@@ -222,8 +289,11 @@ def _from_profile(
                 optimizer_bytes=measured.state_bytes * state.optimizer / state.total,
                 activation_bytes=measured.activation_bytes,
                 logit_bytes=0.0,
-                transient_bytes=unit.transient_bytes + again,
+                transient_bytes=transient + (0.0 if whole else unit.transient_bytes),
                 output_bytes=measured.output_bytes,
+                weight_seconds=max(measured.backward_seconds - redone, 0.0) / 2,
+                forward_collectives=unit.forward_collectives if scaled else 0,
+                backward_collectives=unit.backward_collectives if scaled else 0,
             )
         )
     return tuple(costs)
@@ -258,6 +328,9 @@ def _estimate(
             logit_bytes=unit.logit_bytes,
             transient_bytes=unit.transient_bytes + (unit.activation_bytes if again else 0.0),
             output_bytes=unit.output_bytes,
+            weight_seconds=backward / 2,
+            forward_collectives=unit.forward_collectives,
+            backward_collectives=unit.backward_collectives + (unit.forward_collectives if again else 0),
         )
 
     layer = cost(work.layer, again=recompute == "full")

@@ -7,7 +7,7 @@ fp64, else 4).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
@@ -63,6 +63,11 @@ class UnitWork:
     transient_bytes: float
     """Held only while the unit's backward runs (the head: also its forward), one micro-batch at a time."""
     output_bytes: float
+    whole_bytes: float = 0.0
+    """What of the activations every card of a tensor-parallel group keeps whole."""
+    forward_collectives: int = 0
+    """Sums of a hidden state over a tensor-parallel group."""
+    backward_collectives: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,43 +86,74 @@ class ModelWork:
 
 
 def model_work(
-    model: ModelConfig, *, sequence_length: int, micro_batch_size: int, precision: Precision, logit_rows: int
+    model: ModelConfig,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    precision: Precision,
+    logit_rows: int,
+    tensor_parallel: int = 1,
 ) -> ModelWork:
-    """The work of each unit for a micro-batch of micro_batch_size * sequence_length tokens.
+    """The work of each unit for a micro-batch of micro_batch_size * sequence_length tokens, on one card of a
+    tensor-parallel group.
 
     `logit_rows` is how many tokens' logits the loss holds at a time.
     """
     tokens = sequence_length * micro_batch_size
     return ModelWork(
         num_layers=model.num_layers,
-        embedding=_embedding_work(model, tokens, precision),
-        layer=_layer_work(model, tokens, sequence_length, precision),
-        head=_head_work(model, tokens, precision, min(logit_rows, tokens)),
+        embedding=_cut(_embedding_work(model, tokens, precision), tensor_parallel),
+        layer=_cut(_layer_work(model, tokens, sequence_length, precision), tensor_parallel),
+        head=_cut(_head_work(model, tokens, precision, min(logit_rows, tokens)), tensor_parallel),
+    )
+
+
+def _cut(unit: UnitWork, width: int) -> UnitWork:
+    """A card's share in a group of `width`: what is not whole is divided. The norms' few weights go along."""
+    if width == 1:
+        return unit
+
+    def share(bytes_: float) -> float:
+        whole = min(unit.whole_bytes, bytes_)
+        return whole + (bytes_ - whole) / width
+
+    return replace(
+        unit,
+        parameters=-(-unit.parameters // width),
+        forward_flops=unit.forward_flops / width,
+        backward_flops=unit.backward_flops / width,
+        forward_traffic_bytes=share(unit.forward_traffic_bytes),
+        backward_traffic_bytes=share(unit.backward_traffic_bytes),
+        activation_bytes=share(unit.activation_bytes),
+        logit_bytes=unit.logit_bytes / width,
+        transient_bytes=unit.transient_bytes / width,
     )
 
 
 def layer_activation_bytes(model: ModelConfig, precision: Precision) -> int:
-    """Bytes per token that one layer keeps for its backward: 32H + 8P + 8F + 4N + 12 in bf16.
+    """Bytes per token that one layer keeps for its backward: 14H + 8P + 8F + 4N + 12 in bf16.
 
     What autograd saves in the model's code (equal to a count with `saved_tensors_hooks`):
-      each of the norms (attention, filter, feed-forward)   the input and the scaled input in w, 1/rms in w
+      each of the norms (attention, filter, feed-forward)   the input in e, 1/rms in w
       u (also the filter's input), f, feed-forward input    eH each
       taps of the filter's two convolutions                 eH
       q, k, v, heads' output; their log-sum-exp             eP each; wN
       up (2F), silu of its first half, product              4eF
-    Plain attention has neither the filter's norm nor taps, and f is u: 2w + 2e times H less, and w. No
-    attention scores are stored.
+    Plain attention has neither the filter's norm nor taps, and f is u. No attention scores are stored.
     """
-    e, wide = ELEMENT_BYTES[precision], _wide(precision)
-    hidden, projection = model.hidden_size, model.projection_size
+    return _whole_layer_bytes(model, precision) + _divided_layer_bytes(model, precision)
+
+
+def _whole_layer_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Hidden states, that every card of a tensor-parallel group keeps."""
+    e, wide, hidden = ELEMENT_BYTES[precision], _wide(precision), model.hidden_size
     norms, kept = (3, 4) if model.attention == "localized_filter" else (2, 2)
-    return (
-        norms * (2 * wide * hidden + wide)
-        + kept * e * hidden
-        + 4 * e * projection
-        + wide * model.num_attention_heads
-        + 4 * e * model.ffn_hidden_size
-    )
+    return norms * (e * hidden + wide) + kept * e * hidden
+
+
+def _divided_layer_bytes(model: ModelConfig, precision: Precision) -> int:
+    e, wide = ELEMENT_BYTES[precision], _wide(precision)
+    return 4 * e * model.projection_size + wide * model.num_attention_heads + 4 * e * model.ffn_hidden_size
 
 
 def _wide(precision: Precision) -> int:
@@ -134,8 +170,12 @@ def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision
     traffic = 2.0 * kept + shifts + e * model.layer_parameters
     # In the backward: gradients of `up` and of its product, of two hidden states, and of the largest weight.
     transient = tokens * (3 * e * ffn + 2 * e * hidden + 2 * _wide(precision) * hidden) + 2 * e * ffn * hidden
+    filters = 1 if model.attention == "localized_filter" else 0
     return UnitWork(
         parameters=model.layer_parameters,
+        whole_bytes=tokens * _whole_layer_bytes(model, precision),
+        forward_collectives=2 + filters,
+        backward_collectives=2 + filters,
         forward_flops=flops,
         backward_flops=2 * flops,
         forward_traffic_bytes=traffic,
@@ -154,6 +194,8 @@ def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> Un
     rows = e * model.hidden_size * tokens
     return UnitWork(
         parameters=table,
+        whole_bytes=rows,
+        forward_collectives=1,
         forward_flops=0.0,
         backward_flops=0.0,
         forward_traffic_bytes=2.0 * rows,
@@ -174,11 +216,13 @@ def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows
     """
     e, wide = ELEMENT_BYTES[precision], _wide(precision)
     hidden, table = model.hidden_size, model.vocab_size * model.hidden_size
-    norm_bytes = tokens * (2 * wide * hidden + wide)
+    norm_bytes = tokens * (2 * e * hidden + wide)
     blocks = -(-tokens // logit_rows)
     scaled = wide * table + (e * table if e != wide else 0)
     return UnitWork(
         parameters=model.head_parameters,
+        whole_bytes=norm_bytes + wide * hidden * tokens,
+        forward_collectives=1,
         forward_flops=3.0 * tokens * model.head_forward_flops,
         backward_flops=0.0,
         forward_traffic_bytes=2.0 * norm_bytes

@@ -1,0 +1,209 @@
+"""Plans of every kind: tensor-parallel stages, replicas, unlike pipelines, virtual stages, ZeRO."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner.test_search import MODEL, NETWORK, card, find, setting
+from yuan_train.config.cluster import Cluster, NodeGroup
+from yuan_train.config.errors import ConfigError, NoPlanFits, PlanError
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, not_runnable, plan_laws
+from yuan_train.config.run import Schedule
+from yuan_train.planner.cost import cost_plan, make_costs, stage_workers
+from yuan_train.planner.layout import read_blocks, read_layout, to_blocks, to_layout
+from yuan_train.planner.simulator import StageTimes, simulate, simulate_schedule
+from yuan_train.schedule.tables import make_table
+
+EIGHT = Cluster(
+    name="eight",
+    nodes=(
+        NodeGroup(name="a", device="Card", devices=4, link=NETWORK, network=NETWORK),
+        NodeGroup(name="b", device="Card", devices=4, link=NETWORK, network=NETWORK),
+    ),
+    device_types={"Card": card(8.0)},
+)
+
+
+def plan_of(*pipelines, schedule: Schedule = "1f1b", sharded=False):
+    """Each pipeline: (micro-batches, [(replicas, layers), ...])."""
+    made = []
+    for count, stages in pipelines:
+        ends = [sum(n for _, n in stages[: s + 1]) for s in range(len(stages))]
+        made.append(
+            PipelinePlan(
+                micro_batch_size=1,
+                num_micro_batches=count,
+                stages=tuple(
+                    StagePlan(
+                        replicas=replicas,
+                        layers=(end - n, end),
+                        embedding=s == 0,
+                        head=s == len(stages) - 1,
+                    )
+                    for s, ((replicas, n), end) in enumerate(zip(stages, ends, strict=True))
+                ),
+            )
+        )
+    used = sorted({rank for p in made for stage in p.stages for rank in stage.ranks})
+    cards = EIGHT.cards
+    plan = Plan(
+        cluster="eight",
+        model=MODEL,
+        sequence_length=256,
+        global_batch_size=sum(p.num_sequences for p in made),
+        schedule=schedule,
+        optimizer_sharding=sharded,
+        ranks=tuple(RankPlan(rank=r, device=cards[r].name, type="Card") for r in used),
+        pipelines=tuple(made),
+        device_types=EIGHT.device_types,
+    )
+    assert not list(plan_laws(plan))
+    return plan
+
+
+def cost(plan):
+    return cost_plan(make_costs(setting(EIGHT, global_batch_size=plan.global_batch_size)), plan)
+
+
+ONE = (((0,),), 8)
+PAIR = [(((0,),), 4), (((1,),), 4)]
+
+
+def test_tensor_parallel_halves_the_work_and_adds_sums():
+    alone, pair = cost(plan_of((4, [ONE]))), cost(plan_of((4, [(((0, 1),), 8)])))
+    assert pair.stages[0].memory.parameters == pytest.approx(alone.stages[0].memory.parameters / 2, rel=1e-3)
+    # 3 sums of a hidden state each way and layer, at 1e-4 s and two rounds each, and one at each end.
+    sums = 2 * (1e-4 + 256 * 128 * 2 / 2 / 1e9)
+    assert pair.stages[0].forward_seconds > 8 * 3 * sums
+    assert pair.stages[0].memory.total < alone.stages[0].memory.total
+
+
+def test_replicas_share_the_micro_batches():
+    single, double = cost(plan_of((8, [ONE]))), cost(plan_of((8, [(((0,), (1,)), 8)])))
+    assert double.compute_seconds == pytest.approx(single.compute_seconds / 2)
+    assert double.sync_seconds > 0 == single.sync_seconds
+    assert len(double.simulations[0].busy_seconds) == 2
+
+
+def test_owners_share_the_optimizer():
+    pipelines = [(4, [ONE]), (4, [(((1,),), 8)])]
+    whole, shared = cost(plan_of(*pipelines)), cost(plan_of(*pipelines, sharded=True))
+    assert shared.stages[0].memory.optimizer == pytest.approx(whole.stages[0].memory.optimizer / 2)
+    assert shared.update_seconds == pytest.approx(whole.update_seconds / 2)
+
+
+def test_unlike_pipelines_wait_for_each_other():
+    pipelines = [(5, [ONE]), (3, [(((1,),), 3), (((2,),), 5)])]
+    result = cost(plan_of(*pipelines))
+    slowest = max(simulation.step_seconds for simulation in result.simulations)
+    assert result.compute_seconds == slowest
+    assert result.sync_seconds > 0
+    assert len(result.stages) == 3
+
+
+def test_virtual_stages_fill_faster_and_count_the_whole_card():
+    plain = cost(plan_of((8, PAIR)))
+    looped = [(((r,),), 2) for r in (0, 1, 0, 1)]
+    virtual = cost(plan_of((8, looped), schedule="interleaved_1f1b"))
+    assert len(virtual.simulations[0].busy_seconds) == 2
+    first, third = virtual.stages[0], virtual.stages[2]
+    assert first.memory == third.memory
+    states = plain.stages[0].memory.parameters
+    assert first.memory.parameters == pytest.approx(states)
+
+
+def test_zero_bubble_splits_the_backward():
+    # 2 workers, f = 1, b = 2 halved, free messages, m = 2: 1F1B takes (2 + 1) * 3 = 9.
+    times = StageTimes(
+        forward_seconds=(1, 1),
+        backward_seconds=(2, 2),
+        send_activation_seconds=(0,),
+        send_gradient_seconds=(0,),
+    )
+    assert simulate_schedule("1f1b", times, num_micro_batches=2).step_seconds == 9
+    assert simulate_schedule("zero_bubble", times, num_micro_batches=2).step_seconds < 9
+
+
+def test_a_worker_sends_itself_nothing():
+    workers = ((0,), (1,), (1,), (0,))
+    times = StageTimes(
+        forward_seconds=(1,) * 4,
+        backward_seconds=(2,) * 4,
+        send_activation_seconds=(5, 1000, 5),
+        send_gradient_seconds=(5, 1000, 5),
+    )
+    table = make_table("zero_bubble", num_micro_batches=1, workers=workers)
+    result = simulate(table, times, workers=workers)
+    # 4 forwards, 2 messages down, 4 input gradients, 2 messages up, and the last weights.
+    assert result.step_seconds == 4 + 10 + 4 + 10 + 1
+    assert sum(result.busy_seconds) == 12
+
+
+def test_workers_are_numbered_where_they_first_appear():
+    plan = plan_of((8, [(((r,),), 2) for r in (0, 1, 0, 1)]), schedule="interleaved_1f1b")
+    assert stage_workers(plan.pipelines[0]) == ((0,), (1,), (0,), (1,))
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "interleaved_1f1b", "gpipe"])
+def test_other_schedules_are_searched_when_asked_for(schedule):
+    plan = find(setting(EIGHT), schedule=(schedule,), pipelines=(2,), tensor=(1,), replicas=(1,)).best.plan
+    assert plan.schedule == schedule
+    assert not list(plan_laws(plan))
+
+
+@settings(derandomize=True, deadline=None, max_examples=10)
+@given(
+    nodes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["Big", "Small"])), min_size=1, max_size=3),
+    heads=st.sampled_from([2, 4, 6]),
+    layers=st.integers(1, 9),
+    batch=st.sampled_from([4, 12]),
+    small=st.sampled_from([0.2, 0.5, 2.0]),
+)
+def test_every_plan_can_be_run(nodes, heads, layers, batch, small):
+    """Random clusters with unequal nodes, and models."""
+    given_cluster = Cluster(
+        name="random",
+        nodes=tuple(
+            NodeGroup(name=f"n{i}", device=kind, devices=count, link=NETWORK, network=NETWORK)
+            for i, (count, kind) in enumerate(nodes)
+        ),
+        device_types={"Big": card(2.0, speed=2.0), "Small": card(small)},
+    )
+    model = replace(MODEL, num_layers=layers, num_attention_heads=heads, head_dim=32)
+    given_setting = setting(given_cluster, model=model, global_batch_size=batch)
+    try:
+        result = find(given_setting)
+    except (NoPlanFits, ConfigError):
+        return
+    for candidate in (result.best, *result.runners_up):
+        assert not list(plan_laws(candidate.plan))
+        assert not list(not_runnable(candidate.plan))
+        checked = cost_plan(make_costs(given_setting), candidate.plan)
+        assert checked.fits
+        assert checked.step_seconds == pytest.approx(candidate.step_seconds)
+    assert result.lower_bound_seconds <= result.best.step_seconds
+
+
+@pytest.mark.parametrize("text", ["Ettt|tt|ttL", "E|ttttttt|L", "Et*4,|t*3L", "Et*7L"])
+def test_layouts_are_read_back(text):
+    counts = read_layout(text, num_layers=7)
+    stages = [(((r,),), n) for r, n in enumerate([*counts[:-1], counts[-1] + 1])]
+    pipeline = plan_of((8, stages)).pipelines[0]
+    again = read_layout(to_layout(pipeline), num_layers=8)
+    assert again == (*counts[:-1], counts[-1] + 1)
+    assert read_blocks(to_blocks(pipeline), num_layers=8) == again
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Ettt|tt", "wanted one E"),
+        ("Ettx|L", "not made of E, t"),
+        ("Et|L", "1 layers, but the model has 7; every layer once"),
+    ],
+)
+def test_wrong_layouts_are_refused(text, words):
+    with pytest.raises(PlanError, match=words):
+        read_layout(text, num_layers=7)
