@@ -161,8 +161,8 @@ def filter_backward(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
 
 def _filter_grid(z: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
     batch, tokens, width = z.shape
-    blocks = triton.cdiv(tokens, FILTER_BLOCK["TOKENS"])
-    return (batch * blocks, triton.cdiv(width // 2, FILTER_BLOCK["CHANNELS"])), (tokens, width // 2)
+    blocks = _ceil_div(tokens, FILTER_BLOCK["TOKENS"])
+    return (batch * blocks, _ceil_div(width // 2, FILTER_BLOCK["CHANNELS"])), (tokens, width // 2)
 
 
 # --- norm --------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def rms_norm_backward(
 
 def norm_block(hidden: int) -> dict[str, int]:
     """The block that holds a row, and the warps that hold it in their registers."""
-    block = max(16, triton.next_power_of_2(hidden))
+    block = max(16, 1 << (hidden - 1).bit_length())
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
@@ -412,7 +412,7 @@ def adamw_step(
         return
     _launch(
         adamw_kernel,
-        (triton.cdiv(size, ADAMW_BLOCK["BLOCK"]),),
+        (_ceil_div(size, ADAMW_BLOCK["BLOCK"]),),
         master,
         gradient,
         exp_avg,
@@ -429,6 +429,11 @@ def adamw_step(
         HAS_ROUNDED=rounded is not None,
         **ADAMW_BLOCK,
     )
+
+
+def _ceil_div(size: int, block: int) -> int:
+    """How many blocks cover a size."""
+    return -(-size // block)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:

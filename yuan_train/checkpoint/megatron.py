@@ -351,7 +351,17 @@ class _InertUnpickler(pickle.Unpickler):
                 return value
         if f"{module}.{name}".startswith(_INERT):
             return Inert
+        if module in ("builtins", "__builtin__") and name == "getattr":
+            # How newer Pythons write a member of an enumeration.
+            return _inert_member
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+
+
+def _inert_member(owner: object, name: str) -> Inert:
+    """What `getattr` gives of a class that we do not import; nothing of any other."""
+    if owner is not Inert:
+        raise pickle.UnpicklingError(f"builtins.getattr of {owner!r} does not belong into a checkpoint")
+    return Inert()
 
 
 def load_inert(path: Path) -> Any:
