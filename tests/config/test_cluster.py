@@ -10,7 +10,7 @@ from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import build, dump, parse_document
 
-# As DESIGN shows it.
+# The documented form.
 CLUSTER = """\
 name: mixed
 nodes:

@@ -22,7 +22,7 @@ from yuan_train.config.plan import (
 )
 from yuan_train.config.run import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 
-# As DESIGN shows it; stage 0 is at line 28, stage 1 at line 29.
+# The documented form; stage 0 is at line 28, stage 1 at line 29.
 PLAN = """\
 version: 1
 cluster: mixed

@@ -19,7 +19,7 @@ UNIT = {
 
 
 def example() -> dict[str, Any]:
-    """As DESIGN shows it."""
+    """The documented form."""
     return {
         "version": 1,
         "source": "measured",

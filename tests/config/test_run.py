@@ -8,7 +8,7 @@ from yuan_train.config.cluster import load_cluster
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import build, dump, parse_document
 from yuan_train.config.model import load_model
-from yuan_train.config.run import RunConfig, load_run, load_search, run_laws
+from yuan_train.config.run import RunConfig, load_run, run_laws
 
 MODEL = """\
 name: toy
@@ -19,7 +19,7 @@ ffn_hidden_size: 256
 vocab_size: 1000
 max_sequence_length: 512
 """
-# As DESIGN shows it.
+# The documented form.
 RUN = """\
 model: ../model/toy.yaml
 data:
@@ -65,7 +65,7 @@ def test_the_example(folder: Path) -> None:
     assert (run.model.name, run.optimizer.epsilon, run.decay_steps) == ("toy", 1e-8, 100)
     assert run.data.resets
     assert run.search.time_limit == 60.0
-    assert load_search(folder / "run" / "run.yaml", ("search.tensor=[1,2]",))[1].tensor == (1, 2)
+    assert load(folder, RUN, "search.tensor=[1,2]").search.tensor == (1, 2)
 
 
 def test_written_and_read_again(folder: Path) -> None:

@@ -231,21 +231,10 @@ def run_laws(run: RunConfig) -> Iterator[Problem]:
 
 def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Read a run file, and the model file that it names. Raises ConfigError with all their faults."""
-    document = read_run(path)
+    document = read_document(path)
     for assignment in overrides:
         document = override(_with_model(document), assignment)
     return build(_with_model(document), RunConfig, laws=run_laws)
-
-
-def load_search(path: str | Path, overrides: tuple[str, ...] = ()) -> tuple[RunConfig, SearchConfig]:
-    """The run and the planner's constraints; the same as `load_run`, for the planner's door."""
-    run = load_run(path, overrides)
-    return run, run.search
-
-
-def read_run(path: str | Path) -> Document:
-    """The run file as it is written, the model not yet in its place."""
-    return read_document(path)
 
 
 def _with_model(document: Document) -> Document:

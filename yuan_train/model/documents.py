@@ -7,6 +7,7 @@ first token of every sequence. B = sequences, S = tokens of a sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,14 @@ class DocumentResets:
     """bool [B, S]: where the localized filter forgets."""
     document_ranges: DocumentRanges | None = None
     """Tokens that attend to each other only."""
+
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of `Transformer.forward`, tensors on a device."""
+        return {
+            "positions": None if self.positions is None else self.positions.to(device),
+            "document_start": None if self.document_start is None else self.document_start.to(device),
+            "document_ranges": self.document_ranges,
+        }
 
 
 def find_resets(

@@ -75,6 +75,7 @@ class FlatBucket:
         self.parameters = dict(sorted(parameters.items(), key=lambda item: order[item[0]]))
         self.shards = {name: shards[name] for name in self.parameters}
         self.pieces = tuple(_pieces(self.shards, {n: p.numel() for n, p in self.parameters.items()}))
+        self._piece_of = {piece.name: piece for piece in self.pieces}
         first = next(iter(self.parameters.values()))
         total = sum(parameter.numel() for parameter in self.parameters.values())
         self.is_low_precision = first.dtype in _LOW_PRECISION
@@ -96,7 +97,7 @@ class FlatBucket:
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The part of a flat buffer [n] that belongs to a parameter, in the parameter's local shape."""
-        piece = next(piece for piece in self.pieces if piece.name == name)
+        piece = self._piece_of[name]
         return flat[piece.start : piece.start + piece.length].view(piece.shard.local_shape)
 
     def pack(self, flat: torch.Tensor, part: Slice) -> torch.Tensor:

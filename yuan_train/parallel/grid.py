@@ -96,14 +96,16 @@ class Grid:
 
     def replicas(self, pipeline: int) -> tuple[Replica, ...]:
         """The workers of a pipeline as ranks, by the worker's number."""
-        stages = self.plan.pipelines[pipeline].stages
-        return tuple(dict.fromkeys(replica for stage in stages for replica in stage.replicas))
+        return self._crews[pipeline][0]
 
     def workers(self, pipeline: int) -> Workers:
         """For each stage of a pipeline its workers' numbers."""
-        numbers = {replica: worker for worker, replica in enumerate(self.replicas(pipeline))}
-        stages = self.plan.pipelines[pipeline].stages
-        return tuple(tuple(numbers[replica] for replica in stage.replicas) for stage in stages)
+        return self._crews[pipeline][1]
+
+    @cached_property
+    def _crews(self) -> tuple[tuple[tuple[Replica, ...], Workers], ...]:
+        """Replicas and workers of every pipeline; every message asks for them."""
+        return tuple(_crew(pipeline) for pipeline in self.plan.pipelines)
 
     def pipeline(self, place: Place) -> PipelinePlan:
         return self.plan.pipelines[place.pipeline]
@@ -161,6 +163,13 @@ class Grid:
     def _holders(self, holds: Callable[[StagePlan], bool]) -> tuple[Replica, ...]:
         stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages if holds(stage)]
         return tuple(sorted(replica for stage in stages for replica in stage.replicas))
+
+
+def _crew(pipeline: PipelinePlan) -> tuple[tuple[Replica, ...], Workers]:
+    replicas = tuple(dict.fromkeys(replica for stage in pipeline.stages for replica in stage.replicas))
+    numbers = {replica: worker for worker, replica in enumerate(replicas)}
+    workers = tuple(tuple(numbers[replica] for replica in stage.replicas) for stage in pipeline.stages)
+    return replicas, workers
 
 
 def unit_of(parameter: str) -> str:

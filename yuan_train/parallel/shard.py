@@ -33,10 +33,6 @@ class Shard:
         assert self.shape[self.dim] % (self.blocks * self.count) == 0, "parts are equal"
         return tuple(n // self.count if d == self.dim else n for d, n in enumerate(self.shape))
 
-    @property
-    def is_whole(self) -> bool:
-        return self.dim is None or self.count == 1
-
     def local(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of a global tensor."""
         return part_of(whole, self, self.index, self.count).reshape(self.local_shape)

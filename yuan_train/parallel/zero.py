@@ -7,7 +7,7 @@ no uneven all-gather.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -171,12 +171,6 @@ class SharedState:
 
 
 BucketState = WholeState | SharedState
-
-
-def sum_all(states: Sequence[BucketState]) -> None:
-    """Sum the gradients of all buckets over their owners."""
-    for state in states:
-        state.sum_gradients()
 
 
 def _ranges(part: Slice, shares: Mapping[int, float] | None) -> dict[int, tuple[int, int]]:

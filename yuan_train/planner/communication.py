@@ -40,11 +40,6 @@ def ring_seconds(
     return 2 * (k - 1) * slowest
 
 
-def gather_seconds(topology: Topology, cards: Sequence[Card], bytes_: float, *, sharers: int = 1) -> float:
-    """Reduce-scatter or all-gather of `bytes_` over a ring of k cards: k - 1 rounds of 1/k each."""
-    return ring_seconds(topology, cards, bytes_, sharers=sharers) / 2
-
-
 def broadcast_seconds(topology: Topology, cards: Sequence[Card], bytes_: float) -> float:
     """The first card's message to the others, in a pipelined chain: once over the slowest link."""
     return max(

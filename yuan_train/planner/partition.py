@@ -94,11 +94,6 @@ class Cut:
     choices: tuple[int, ...]
     step_seconds: float
 
-    @property
-    def sort_key(self) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-        """By time to 12 digits, then by the cut itself: never by rounding noise."""
-        return (float(f"{self.step_seconds:.11e}"), self.order, self.bounds)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:

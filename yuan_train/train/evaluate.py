@@ -100,9 +100,4 @@ def hidden_states(trained: TrainedModel, tokens_BS: torch.Tensor) -> torch.Tenso
     model = trained.model
     device = model.output_weight.device
     resets = find_resets(tokens_BS, eod_id=trained.eod_id, **trained.resets)
-    return model(
-        tokens_BS.to(device),
-        positions=None if resets.positions is None else resets.positions.to(device),
-        document_start=None if resets.document_start is None else resets.document_start.to(device),
-        document_ranges=resets.document_ranges,
-    )
+    return model(tokens_BS.to(device), **resets.on(device))

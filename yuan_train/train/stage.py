@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from yuan_train.config.plan import PipelinePlan
 from yuan_train.config.run import DataConfig
 from yuan_train.data.loader import Blend
-from yuan_train.model.documents import DocumentResets, find_resets
+from yuan_train.model.documents import find_resets
 from yuan_train.model.transformer import Transformer
 from yuan_train.parallel.split import WeightQueue
 
@@ -57,12 +58,8 @@ class StageRunner:
         first = self._first_sample + micro_batch * self._micro_batch_size
         batch = self._blend.batch(first, self._micro_batch_size)
         tokens_BS = torch.from_numpy(batch.inputs)
-        resets = self._resets(tokens_BS)
         output = self._model(
-            tokens_BS.to(self._device) if hidden_BSH is None else hidden_BSH,
-            positions=resets.positions,
-            document_start=resets.document_start,
-            document_ranges=resets.document_ranges,
+            tokens_BS.to(self._device) if hidden_BSH is None else hidden_BSH, **self._resets(tokens_BS)
         )
         if self._model.has_head:
             targets_BS = torch.from_numpy(batch.targets).to(self._device)
@@ -79,7 +76,7 @@ class StageRunner:
         """The weights' part of a backward that was split."""
         self._queue.work_off(micro_batch)
 
-    def _resets(self, tokens_BS: torch.Tensor) -> DocumentResets:
+    def _resets(self, tokens_BS: torch.Tensor) -> dict[str, Any]:
         resets = find_resets(
             tokens_BS,
             eod_id=self._eod_id if self._data.resets else None,
@@ -87,8 +84,4 @@ class StageRunner:
             reset_attention=self._data.reset_attention,
             reset_filter=self._data.reset_filter,
         )
-        return DocumentResets(
-            positions=None if resets.positions is None else resets.positions.to(self._device),
-            document_start=None if resets.document_start is None else resets.document_start.to(self._device),
-            document_ranges=resets.document_ranges,
-        )
+        return resets.on(self._device)
