@@ -213,6 +213,21 @@ def test_written_and_read_again(tmp_path: Path) -> None:
             "stages[0].recompute: wanted 'none', 'selective' or 'full', got \"some\"",
         ),
         (
+            "recompute: none",
+            "recompute: none, recompute_layers: 2",
+            "stages[0].recompute_layers: 2 layers, but recompute is none; set recompute",
+        ),
+        (
+            "recompute: full",
+            "recompute: full, recompute_layers: 9",
+            "stages[1].recompute_layers: 9 layers, but the stage holds 8; leave the key out",
+        ),
+        (
+            "recompute: full",
+            "recompute: full, recompute_layers: 0",
+            "stages[1].recompute_layers: wanted greater than 0",
+        ),
+        (
             "schedule: 1f1b",
             "schedule: 1f2b",
             "plan.yaml:14: schedule: wanted '1f1b', 'gpipe', 'interleaved_1f1b' or 'zero_bubble'",

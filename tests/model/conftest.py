@@ -28,7 +28,15 @@ def make_config():
 @pytest.fixture
 def make_model(make_config):
     def make(
-        *, seed=7, dtype=torch.float64, layers=None, embedding=True, head=True, recompute="none", **changes
+        *,
+        seed=7,
+        dtype=torch.float64,
+        layers=None,
+        embedding=True,
+        head=True,
+        recompute="none",
+        recompute_layers=None,
+        **changes,
     ):
         model = Transformer(
             make_config(**changes),
@@ -36,6 +44,7 @@ def make_model(make_config):
             embedding=embedding,
             head=head,
             recompute=recompute,
+            recompute_layers=recompute_layers,
             dtype=dtype,
         )
         init_weights(model, seed=seed)

@@ -255,20 +255,20 @@ def test_a_future_token_changes_nothing(make_model, tokens_BS):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_recompute_changes_no_bit(make_model, tokens_BS, dtype):
     gradients = []
-    for recompute in ("none", "full"):
-        model = make_model(recompute=recompute, dtype=dtype, init_std=0.1)
+    for recompute, layers in (("none", None), ("full", None), ("full", 1)):
+        model = make_model(recompute=recompute, recompute_layers=layers, dtype=dtype, init_std=0.1)
         loss = model.loss(model(tokens_BS, **resets_of(tokens_BS)), tokens_BS.roll(-1, 1))
         loss.backward()
         assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for a, b in zip(*gradients, strict=True):
-        assert torch.isfinite(a).all() and torch.equal(a, b)
+    for a, *others in zip(*gradients, strict=True):
+        assert torch.isfinite(a).all() and all(torch.equal(a, b) for b in others)
 
 
 def test_recompute_keeps_less(make_model, tokens_BS):
     kept = {}
-    for recompute in ("none", "full"):
-        model = make_model(recompute=recompute)
+    for recompute, layers in (("none", None), ("full", None), ("full", 1)):
+        model = make_model(recompute=recompute, recompute_layers=layers)
         sizes = []
 
         def pack(x, sizes=sizes):
@@ -277,8 +277,12 @@ def test_recompute_keeps_less(make_model, tokens_BS):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             model(tokens_BS)
-        kept[recompute] = sum(sizes)
-    assert kept["full"] < kept["none"] / 3
+        kept[recompute, layers] = sum(sizes)
+    assert kept["full", None] < kept["none", None] / 3
+    # The first layer gives up what a layer gives up, and the others nothing.
+    num_layers = model.config.num_layers
+    saved = (kept["none", None] - kept["full", None]) / num_layers
+    assert kept["none", None] - kept["full", 1] == saved and num_layers > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -47,6 +47,7 @@ PLANS: dict[str, dict] = {
         "optimizer_sharding": True,
     },
     "recomputed": {"text": "1x8: 2@0,1 | 4@2;3", "recompute": "full"},
+    "first layers recomputed": {"text": "1x8: 3@0 full:2 | 2@1,2 full:1 | 1@3 full"},
     "recomputed, zero bubble": {
         "text": "1x8: 1@0,1 | 2@2 | 2@2 | 1@0,1",
         "schedule": "zero_bubble",

@@ -9,6 +9,7 @@ from yuan_train.config.cluster import Card, Cluster, DedicatedLink, Link, NodeGr
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import plan_laws
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.candidates import (
@@ -23,6 +24,7 @@ from yuan_train.planner.communication import message_seconds, ring_seconds
 from yuan_train.planner.cost import Setting, cost_plan, flow_sharers, make_costs
 from yuan_train.planner.memory import in_flight
 from yuan_train.planner.partition import StageTables, simulate_cuts
+from yuan_train.planner.report import layer_words
 from yuan_train.planner.timing import card_costs, check_profile
 from yuan_train.planner.topology import find_route, make_topology
 from yuan_train.planner.workload import STATE_BYTES, layer_activation_bytes, model_work
@@ -352,3 +354,25 @@ def test_ranks_are_numbered_node_by_node_over_the_cards_that_work():
     assert [stage.ranks for stage in plan.pipelines[0].stages] == [(2,), (1,), (0,)]
     assert set(plan.device_types) == {"Card", "Slow"}
     assert isinstance(CARDS["x/0"], Card)
+
+
+def test_first_layers_recomputed():
+    """k layers run forward again and keep their input alone; the others are as without recompute."""
+    costs = make_costs(setting(profile=profile(entry(seconds=1.0, layers=6))))
+    slots = (alone_in(CARDS["n-0/0"]), alone_in(CARDS["n-0/1"]))
+    shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=slots)
+    plan = make_plan(costs, shape, order=[0, 1], bounds=[0, 4, 8], recompute=["full", "none"])
+    first, second = plan.pipelines[0].stages
+    found = {}
+    for count in (None, 1, 2, 3):
+        stage = replace(first, recompute_layers=count)
+        changed = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(stage, second)),))
+        assert not list(plan_laws(changed))
+        found[count] = cost_plan(costs, changed).stages[0]
+    # Layer i takes 1 + i seconds forward and twice that back; the embedding a tenth of a second.
+    assert [found[k].forward_seconds for k in (1, 2, 3)] == pytest.approx([6.1] * 3)
+    assert [found[k].backward_seconds for k in (1, 2, 3)] == pytest.approx([13.2, 15.2, 18.2])
+    # A layer keeps 100 bytes or, recomputed, its input of 10; two micro-batches are in flight.
+    assert [found[k].memory.activations for k in (1, 2, 3)] == [2 * 310, 2 * 220, 2 * 130]
+    assert found[3].memory == found[None].memory and found[3].num_recomputed == 3
+    assert layer_words(found[2]) == "0-2 +emb recompute 2" and layer_words(found[3]) == "0-2 +emb recompute"

@@ -110,7 +110,8 @@ def parse_plan(
     """A plan in short: pipelines apart by `/`, each `sequences x micro-batches : stages`.
 
     Stages are apart by `|`, each `layers @ replicas`; replicas are apart by `;`, their ranks by `,`. So
-    `1x4: 2@0,1 | 4@2 / 2x2: 6@3` has a pipeline of two stages, the first two ranks wide, beside a card.
+    `1x4: 2@0,1 | 4@2 / 2x2: 6@3` has a pipeline of two stages, the first two ranks wide, beside a card. A
+    stage may end with its own recompute: `4@2 full` or, of its first three layers, `4@2 full:3`.
     """
     pipelines: list[PipelinePlan] = []
     for part in text.split("/"):
@@ -118,6 +119,7 @@ def parse_plan(
         size, _, number = shape.partition("x")
         cut = [stage.split("@") for stage in stages.split("|")]
         layers = [int(stage[0]) for stage in cut]
+        words = [stage[1].split() for stage in cut]
         pipelines.append(
             PipelinePlan(
                 micro_batch_size=int(size),
@@ -125,14 +127,14 @@ def parse_plan(
                 stages=tuple(
                     StagePlan(
                         replicas=tuple(
-                            tuple(int(rank) for rank in replica.split(",")) for replica in stage[1].split(";")
+                            tuple(int(rank) for rank in replica.split(",")) for replica in own[0].split(";")
                         ),
                         layers=(sum(layers[:s]), sum(layers[: s + 1])),
                         embedding=s == 0,
                         head=s == len(cut) - 1,
-                        recompute=recompute,  # pyright: ignore[reportArgumentType]
+                        **_recompute(own[1:] or [recompute]),
                     )
-                    for s, stage in enumerate(cut)
+                    for s, own in enumerate(words)
                 ),
             )
         )
@@ -146,3 +148,8 @@ def parse_plan(
         ranks=tuple(RankPlan(rank=i, device=f"card/{i}", type="card") for i in range(world_size)),
         pipelines=tuple(pipelines),
     )
+
+
+def _recompute(words: Sequence[str]) -> dict[str, Any]:
+    kind, _, count = words[0].partition(":")
+    return {"recompute": kind, "recompute_layers": int(count) if count else None}

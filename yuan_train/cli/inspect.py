@@ -262,6 +262,7 @@ def _stage_facts(plan: Plan, p: int, s: int) -> Facts:
         "replicas": [list(replica) for replica in stage.replicas],
         "cards": sorted({plan.ranks[rank].type for rank in stage.ranks}),
         "recompute": stage.recompute,
+        "recomputed_layers": stage.num_recomputed,
     }
     for entry in plan.forecast.stages if plan.forecast else ():
         if (entry.pipeline, entry.stage) == (p, s):

@@ -5,6 +5,7 @@ A plan and the schedule table made from it are all that planner and trainer shar
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -43,12 +44,21 @@ class StagePlan:
     embedding: bool = False
     head: bool = False
     recompute: Recompute = "none"
+    recompute_layers: Count | None = None
+    """How many of the layers, the first ones, are recomputed; None: all, unless `recompute` is none."""
     optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
     """Fraction of the optimizer state kept on the host."""
 
     @property
     def num_layers(self) -> int:
         return self.layers[1] - self.layers[0]
+
+    @property
+    def num_recomputed(self) -> int:
+        """Layers that are recomputed: the stage's first ones."""
+        if self.recompute == "none":
+            return 0
+        return self.num_layers if self.recompute_layers is None else self.recompute_layers
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -155,7 +165,8 @@ def plan_laws(plan: Plan) -> Iterator[Problem]:
     yield from _batch_laws(plan)
     yield from _rank_laws(plan)
     for p, pipeline in enumerate(plan.pipelines):
-        for problem in (*_layer_laws(pipeline, plan.model), *_replica_laws(pipeline, plan)):
+        laws = (_layer_laws(pipeline, plan.model), _recompute_laws(pipeline), _replica_laws(pipeline, plan))
+        for problem in itertools.chain(*laws):
             yield replace(problem, path=("pipelines", p, *problem.path))
 
 
@@ -250,6 +261,20 @@ def _layer_laws(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[Problem]
             f"the stages hold layers up to {expected}, but the model has {model.num_layers}; "
             f"the last stage must end at {model.num_layers}",
         )
+
+
+def _recompute_laws(pipeline: PipelinePlan) -> Iterator[Problem]:
+    for s, stage in enumerate(pipeline.stages):
+        count, path = stage.recompute_layers, ("stages", s, "recompute_layers")
+        if count is None:
+            continue
+        if stage.recompute == "none":
+            yield Problem(path, f"{count} layers, but recompute is none; set recompute, or leave the key out")
+        elif count > stage.num_layers:
+            yield Problem(
+                path,
+                f"{count} layers, but the stage holds {stage.num_layers}; leave the key out to recompute all",
+            )
 
 
 def _replica_laws(pipeline: PipelinePlan, plan: Plan) -> Iterator[Problem]:

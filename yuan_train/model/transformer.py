@@ -105,6 +105,7 @@ class Transformer(nn.Module):
         embedding: bool = True,
         head: bool = True,
         recompute: Literal["none", "full"] | str = "none",
+        recompute_layers: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -116,6 +117,7 @@ class Transformer(nn.Module):
             embedding: whether the part begins with the token embedding.
             head: whether it ends with the final norm and the output matrix.
             recompute: `none`, or `full` to keep only each layer's input and run it again in the backward.
+            recompute_layers: how many of the part's layers, the first ones, `recompute` is for; None for all.
             device: where the parameters are; None for the CPU.
             dtype: of all parameters, and of what passes between the layers.
 
@@ -135,6 +137,7 @@ class Transformer(nn.Module):
         self.has_embedding = embedding
         self.has_head = head
         self.recompute = recompute
+        self.recompute_layers = last - first if recompute_layers is None else recompute_layers
         device = torch.device("cpu" if device is None else device)
         sizes = (config.vocab_size, config.hidden_size)
         if embedding or (head and config.tie_embeddings):
@@ -178,8 +181,9 @@ class Transformer(nn.Module):
         """
         x_BSH = self.embedding(x) if self.has_embedding else x
         rotary = self._rotary(x_BSH, positions)
-        for block in self.blocks.values():
-            x_BSH = self._run(block, x_BSH, rotary, document_start, document_ranges)
+        for i, block in enumerate(self.blocks.values()):
+            recompute = self.recompute if i < self.recompute_layers else "none"
+            x_BSH = _run(block, recompute, x_BSH, rotary, document_start, document_ranges)
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
     def loss(
@@ -254,29 +258,30 @@ class Transformer(nn.Module):
         config = self.config
         return rotary_tables(positions, head_dim=config.head_dim, base=config.rope_base, dtype=x_BSH.dtype)
 
-    def _run(
-        self,
-        block: Block,
-        x_BSH: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        document_start: Tensor | None,
-        document_ranges: DocumentRanges | None,
-    ) -> Tensor:
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return block(x_BSH, rotary, document_start, document_ranges)
-        # Nothing in a layer is random, so there is no generator state to keep.
-        return cast(
-            Tensor,
-            checkpoint(
-                block,
-                x_BSH,
-                rotary,
-                document_start,
-                document_ranges,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            ),
-        )
+
+def _run(
+    block: Block,
+    recompute: str,
+    x_BSH: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    document_start: Tensor | None,
+    document_ranges: DocumentRanges | None,
+) -> Tensor:
+    if recompute == "none" or not torch.is_grad_enabled():
+        return block(x_BSH, rotary, document_start, document_ranges)
+    # Nothing in a layer is random, so there is no generator state to keep.
+    return cast(
+        Tensor,
+        checkpoint(
+            block,
+            x_BSH,
+            rotary,
+            document_start,
+            document_ranges,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        ),
+    )
 
 
 def init_weights(model: Transformer, *, seed: int) -> None:

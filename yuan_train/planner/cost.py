@@ -101,6 +101,20 @@ class Costs:
             self.groups[key] = replace(slowest, units=tuple(_with_sums(u, ring) for u in slowest.units))
         return self.groups[key]
 
+    def of_stage(self, replica: Replica, micro_batch_size: int, stage: StagePlan) -> CardCosts:
+        """The same with the recompute of a stage: of all its layers, or of the first ones."""
+        part = self.of_replica(replica, micro_batch_size, stage.recompute)
+        if stage.num_recomputed in (0, stage.num_layers):
+            return part
+        plain = self.of_replica(replica, micro_batch_size, "none")
+        # Units count the embedding before the layers.
+        first_kept = 1 + stage.layers[0] + stage.num_recomputed
+        return replace(
+            part,
+            units=(*part.units[:first_kept], *plain.units[first_kept:]),
+            source=part.source if plain.source == "measured" else "estimated",
+        )
+
     def hidden_bytes(self, micro_batch_size: int) -> float:
         """One hidden state, as it goes between stages and inside a tensor-parallel group."""
         setting = self.setting
@@ -140,6 +154,8 @@ class StageCost:
     embedding: bool
     head: bool
     recompute: Recompute
+    num_recomputed: int
+    """Layers that are recomputed: the stage's first ones."""
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float
@@ -386,7 +402,7 @@ def _stage_cost(
     pipeline, model = plan.pipelines[p], plan.model
     stage, replicas = pipeline.stages[s], cards[p][s]
     size = pipeline.micro_batch_size
-    parts = [costs.of_replica(replica, size, stage.recompute) for replica in replicas]
+    parts = [costs.of_stage(replica, size, stage) for replica in replicas]
     where = stage_units(stage, model.num_layers)
     slowest = max(
         parts, key=lambda part: sum(u.forward_seconds + u.backward_seconds for u in part.units[where])
@@ -406,6 +422,7 @@ def _stage_cost(
         embedding=stage.embedding,
         head=stage.head,
         recompute=stage.recompute,
+        num_recomputed=stage.num_recomputed,
         forward_seconds=math.fsum(unit.forward_seconds for unit in units),
         backward_seconds=math.fsum(unit.backward_seconds for unit in units),
         weight_seconds=math.fsum(unit.weight_seconds for unit in units),
@@ -585,7 +602,7 @@ def _edge_seconds(costs: Costs, plan: Plan, cards: _Cards, p: int, s: int, *, on
     ]
     edges = [(source[0], target[0]) for source, target, _ in flows]
     pipeline = plan.pipelines[p]
-    sender = costs.of_replica(cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s].recompute)
+    sender = costs.of_stage(cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s])
     where = stage_units(pipeline.stages[s], plan.model.num_layers)
     size = sender.units[where][-1].output_bytes if sender.units[where] else costs.hidden_bytes(1)
     return (

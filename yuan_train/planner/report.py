@@ -239,10 +239,12 @@ def _stage_busy(cost: PlanCost, s: int) -> float:
 
 
 def layer_words(stage: StageCost) -> str:
-    """`0-9 +emb`, `none +head`; `recompute` where the layers run twice."""
+    """`0-9 +emb`, `none +head`; `recompute` where all layers run twice, `recompute 3` where three do."""
     first, end = stage.layers
     words = [f"{first}-{end - 1}" if end > first + 1 else str(first) if end > first else "none"]
-    words += ["+emb"] * stage.embedding + ["+head"] * stage.head + ["recompute"] * (stage.recompute == "full")
+    words += ["+emb"] * stage.embedding + ["+head"] * stage.head
+    if stage.num_recomputed:
+        words += ["recompute"] + [str(stage.num_recomputed)] * (stage.num_recomputed < end - first)
     return " ".join(words)
 
 
@@ -273,6 +275,7 @@ def _stage_json(stage: StageCost) -> dict[str, Any]:
         "type": stage.card.type,
         "layers": list(stage.layers),
         "recompute": stage.recompute,
+        "recomputed_layers": stage.num_recomputed,
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
         "peak_memory_bytes": stage.memory.total,

@@ -232,6 +232,7 @@ def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Tra
         embedding=stage.embedding,
         head=stage.head,
         recompute=stage.recompute,
+        recompute_layers=stage.recompute_layers,
         device="meta",
         dtype=dtype,
     )
