@@ -1,0 +1,251 @@
+"""python tools/bench_executor.py: what the executor adds to a pipeline's work.
+
+Stages whose work on a micro-batch takes 20 ms, a third of it forward, run 1F1B over gloo in one process each.
+The simulator runs the same table with the same work, as it was measured, and messages that take no time; what
+the step takes beyond that is the executor's, the messages' and Python's. The work is once a sleep, which
+leaves the cores to the rest, and once products of matrices, for as many stages as there are cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.parallel.apply import pipeline_table
+from yuan_train.parallel.bridge import Boundary, Bridge
+from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.grid import Grid
+from yuan_train.parallel.groups import join, leave, make_groups
+from yuan_train.planner.simulator import StageTimes, simulate
+from yuan_train.schedule.check import peak_in_flight
+from yuan_train.train.measure import machine_name
+
+CPU = torch.device("cpu")
+FORWARD_SHARE = 1 / 3
+SEQUENCE_LENGTH, HIDDEN_SIZE = 256, 512
+MATRIX = 128
+"""Side of the matrices that are multiplied; a product takes about 0.1 ms of a core."""
+WARM_UP_STEPS = 2
+
+Kind = Literal["sleep", "products"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline to run."""
+
+    kind: Kind
+    num_stages: int
+    num_micro_batches: int
+    work_seconds: float
+    """Of a stage on a micro-batch, forward and backward."""
+    steps: int
+
+    @property
+    def plan(self) -> Plan:
+        """A layer per stage; the model only gives the messages their size."""
+        count = self.num_stages
+        model = ModelConfig(
+            name="work",
+            num_layers=count,
+            hidden_size=HIDDEN_SIZE,
+            num_attention_heads=1,
+            ffn_hidden_size=HIDDEN_SIZE,
+            vocab_size=128,
+            max_sequence_length=SEQUENCE_LENGTH,
+        )
+        stages = tuple(
+            StagePlan(replicas=((s,),), layers=(s, s + 1), embedding=s == 0, head=s == count - 1)
+            for s in range(count)
+        )
+        pipeline = PipelinePlan(micro_batch_size=1, num_micro_batches=self.num_micro_batches, stages=stages)
+        return Plan(
+            cluster="here",
+            model=model,
+            sequence_length=SEQUENCE_LENGTH,
+            global_batch_size=self.num_micro_batches,
+            schedule="1f1b",
+            ranks=tuple(RankPlan(rank=r, device=f"here/{r}", type="CPU") for r in range(count)),
+            pipelines=(pipeline,),
+        )
+
+
+class Work:
+    """A stage's work on a micro-batch, of known length; the numbers it passes on mean nothing."""
+
+    def __init__(self, case: Case, *, last: bool) -> None:
+        self._kind = case.kind
+        self._last = last
+        self._matrix = torch.randn(MATRIX, MATRIX)
+        self._products = 1
+        self._seconds = case.work_seconds
+        self.forward_seconds = 0.0
+        """Spent in forwards so far."""
+        if case.kind == "products":
+            self._products = _calibrate(self._matrix, case.work_seconds)
+
+    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+        """Work for a third of the time; the backward takes the rest."""
+        began = time.perf_counter()
+        if hidden_BSH is None:
+            hidden_BSH = torch.ones(1, SEQUENCE_LENGTH, HIDDEN_SIZE, requires_grad=True)
+        output: Any = _Worked.apply(hidden_BSH, self)
+        self.work(FORWARD_SHARE)
+        self.forward_seconds += time.perf_counter() - began
+        return output.sum() if self._last else output
+
+    def work(self, share: float) -> None:
+        """Take so much of the time of a micro-batch."""
+        if self._kind == "sleep":
+            time.sleep(share * self._seconds)
+            return
+        for _ in range(round(share * self._products)):
+            torch.mm(self._matrix, self._matrix)
+
+    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
+        """1F1B splits nothing."""
+        assert not split
+        return nullcontext()
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """1F1B splits nothing."""
+        raise AssertionError
+
+
+class _Worked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_BSH: torch.Tensor, work: Work) -> torch.Tensor:
+        ctx.work = work
+        return hidden_BSH.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.work.work(1 - FORWARD_SHARE)
+        return gradients_BSH[0], None
+
+
+def _calibrate(matrix: torch.Tensor, seconds: float) -> int:
+    """How many products take so long, when all stages work at the same time."""
+    times: list[float] = []
+    for _ in range(50):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+        times.append((time.perf_counter() - began) / 20)
+    return max(1, round(seconds / statistics.median(times)))
+
+
+def run_rank(rank: int, case: Case, port: int, out: str) -> None:
+    """One stage; rank 0 writes for each step its seconds, and every stage's forward and backward seconds."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(case.num_stages),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    join(device=CPU, timeout_seconds=60)
+    try:
+        rows = _run_steps(case, rank)
+        if rank == 0:
+            torch.save(rows, out)
+    finally:
+        leave()
+
+
+def _run_steps(case: Case, rank: int) -> torch.Tensor:
+    """[steps, stages, 3]: of each stage step, forward and backward seconds."""
+    plan = case.plan
+    grid = Grid(plan)
+    place = grid.places[rank]
+    table = pipeline_table(plan, 0)
+    groups = make_groups(grid, device=CPU, timeout_seconds=60)
+    boundary = Boundary((1, SEQUENCE_LENGTH, HIDDEN_SIZE), torch.float32, CPU)
+    window = 1 + max(peak_in_flight(lane) for lane in table)
+    bridge = Bridge(grid, place, groups, boundary, window=window)
+    work, stopwatch = Work(case, last=rank == case.num_stages - 1), Stopwatch(CPU)
+    executor = Executor({rank: work}, bridge, stopwatch)
+    rows: list[torch.Tensor] = []
+    for _ in range(WARM_UP_STEPS + case.steps):
+        work.forward_seconds = 0.0
+        dist.barrier()
+        began = time.perf_counter()
+        executor.run(table[place.worker])
+        seconds = time.perf_counter() - began
+        forward, busy = work.forward_seconds, stopwatch.read()
+        mine = torch.tensor([seconds, forward, busy - forward], dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(case.num_stages)]
+        dist.all_gather(every, mine)
+        rows.append(torch.stack(every))
+    return torch.stack(rows[WARM_UP_STEPS:])
+
+
+def measure(case: Case) -> str:
+    """Run a case; a row of the table."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        out = str(Path(folder) / "rows.pt")
+        mp.spawn(run_rank, args=(case, port, out), nprocs=case.num_stages)
+        rows = torch.load(out)
+    table = pipeline_table(case.plan, 0)
+    overheads: list[float] = []
+    for step in rows:
+        forward, backward = (step[:, i] / case.num_micro_batches for i in (1, 2))
+        times = StageTimes(
+            forward_seconds=tuple(forward.tolist()),
+            backward_seconds=tuple(backward.tolist()),
+            send_activation_seconds=(0.0,) * (case.num_stages - 1),
+            send_gradient_seconds=(0.0,) * (case.num_stages - 1),
+        )
+        overheads.append(float(step[:, 0].max()) / simulate(table, times).step_seconds - 1)
+    work = float(rows[:, :, 1:].sum(dim=2).median()) / case.num_micro_batches
+    step_seconds = float(rows[:, :, 0].amax(dim=1).median())
+    spread = f"{min(overheads):.1%} to {max(overheads):.1%}"
+    return (
+        f"| {case.kind} | {case.num_stages} | {case.num_micro_batches} | {1e3 * work:.1f} "
+        f"| {step_seconds:.3f} | {statistics.median(overheads):.1%} ({spread}) |"
+    )
+
+
+def main() -> int:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stages", type=int, default=4, help="for the work that sleeps")
+    parser.add_argument("--micro-batches", type=int, default=16)
+    parser.add_argument("--work-ms", type=float, default=20.0, help="per stage and micro-batch")
+    parser.add_argument("--steps", type=int, default=10, help="steps per row, besides two of warm-up")
+    options = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    message = SEQUENCE_LENGTH * HIDDEN_SIZE * 4 // 1024
+    print(f"Machine: {machine_name()}; messages of {message} KiB\n")
+    print("| work | stages | micro-batches | work, ms each | step s | overhead, median (min to max) |")
+    print("|---|--:|--:|--:|--:|--:|")
+    kinds: list[tuple[Kind, int]] = [("sleep", options.stages), ("products", min(options.stages, cores))]
+    for kind, stages in kinds:
+        case = Case(kind, stages, options.micro_batches, options.work_ms / 1e3, options.steps)
+        print(measure(case), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

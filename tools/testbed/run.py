@@ -1,0 +1,286 @@
+"""python -m tools.testbed.run: profile, plan and train on unlike nodes, forecast beside measurement.
+
+Makes the nodes of a testbed file on this machine (tools/testbed/nodes.py; needs root), measures cards and
+links on them, all at the same time, plans from the measured profile, trains under the planned cut and under
+the even split in turn, and prints Markdown tables. On a machine that others use too, start it with
+`nice -n -15`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tools.testbed.nodes import Node, NodeSpec, Task, load_nodes, make_nodes, run_together
+from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from yuan_train.config.devices import DeviceType
+from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.load import dump, write_text
+from yuan_train.config.plan import Plan, save_plan
+from yuan_train.config.profile import Profile, load_profile
+from yuan_train.config.run import RunConfig, Source, load_run
+from yuan_train.data.indexed import IndexedWriter, token_dtype
+from yuan_train.planner.cost import Setting
+from yuan_train.planner.search import Candidate, search_plan
+from yuan_train.train.measure import machine_name
+
+HERE = Path(__file__).parent
+WARM_UP_STEPS = 2
+PORT = 29500
+"""Where ranks meet. The nodes' network is theirs alone, so it is free."""
+PROFILE_SECONDS, TRAIN_SECONDS = 600.0, 1800.0
+"""A node that takes longer hangs."""
+CORE = DeviceType(memory=2**32, reserved=2**28, fp32=80e9, bf16=80e9, memory_bandwidth=10e9)
+"""A whole core, rough: what is measured wins."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cut: what was forecast, and what was measured at each step of every round."""
+
+    name: str
+    candidate: Candidate
+    seconds: list[float]
+    busy: list[list[float]]
+    """Compute of each rank, by step."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def main() -> int:
+    """Measure and print. The exit code is 2 where there can be no testbed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", default=HERE / "nodes.yaml", metavar="FILE", help="the unlike nodes")
+    parser.add_argument(
+        "--config", default=HERE / "run.yaml", metavar="FILE", help="the run; its data are random tokens"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="steps per round, two of them warm-up")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, the two cuts in turn")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, plans and logs here")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        if options.steps <= WARM_UP_STEPS or options.rounds < 1:
+            raise ConfigError(f"wanted more than {WARM_UP_STEPS} steps and at least one round")
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = options.keep or Path(scratch)
+            folder.mkdir(parents=True, exist_ok=True)
+            print("\n".join(measure(options, folder.resolve())))
+    except YuanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def measure(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Profile, plan, train in turn; the tables."""
+    specs = load_nodes(options.nodes)
+    run = _with_random_data(load_run(options.config), folder)
+    cluster = cluster_of(specs)
+    write_text(folder / "run.yaml", dump(run))
+    write_text(folder / "cluster.yaml", dump(cluster))
+    with make_nodes(specs) as nodes:
+        profile = measure_profile(nodes, folder)
+        rows = _plan(cluster, run, profile)
+        for number in range(options.rounds):
+            for row in rows:
+                _train(nodes, row, options.steps, folder / f"{row.name}-{number}")
+    return [*table(rows), "", *stage_table(rows), "", *link_table(profile)]
+
+
+def cluster_of(specs: Sequence[NodeSpec]) -> Cluster:
+    """The nodes as the planner knows them: a card each, of a type by its share of a core."""
+    types = {
+        _type_name(spec): replace(
+            CORE,
+            fp32=CORE.fp32 * spec.cpu,
+            bf16=CORE.fp32 * spec.cpu,
+            memory_bandwidth=CORE.memory_bandwidth * spec.cpu,
+        )
+        for spec in specs
+    }
+    nodes = tuple(
+        NodeGroup(name=spec.name, device=_type_name(spec), network=Link(bandwidth=spec.network))
+        for spec in specs
+    )
+    return Cluster(name="testbed", nodes=nodes, device_types=types)
+
+
+def _type_name(spec: NodeSpec) -> str:
+    return f"core-{100 * spec.cpu:g}%"
+
+
+def _with_random_data(run: RunConfig, folder: Path) -> RunConfig:
+    """The run on random tokens: their sense takes no time."""
+    tokens = 2 * run.train.global_batch_size * (run.data.sequence_length + 1)
+    dtype = token_dtype(run.model.vocab_size)
+    with IndexedWriter(folder / "random", dtype=dtype) as writer:
+        writer.add(np.random.default_rng(0).integers(run.model.vocab_size, size=tokens).astype(dtype))
+    sources = (Source(prefix=str(folder / "random")),)
+    return replace(run, data=replace(run.data, train=sources, validation=(), split=None, tokenizer=None))
+
+
+# --- on the nodes ----------------------------------------------------------------------------------------
+
+
+def measure_profile(nodes: Sequence[Node], folder: Path) -> Profile:
+    """`yuan-train profile` on all nodes together."""
+    files = ["--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml"]
+    commands = [
+        ["profile", *files, "--device-type", _type_name(node.spec), "--out", folder / "profile.json"]
+        for node in nodes
+    ]
+    _yuan_train(nodes, commands, folder / "profile", PROFILE_SECONDS)
+    return load_profile(folder / "profile.json")
+
+
+def _plan(cluster: Cluster, run: RunConfig, profile: Profile) -> list[Row]:
+    setting = Setting(
+        cluster=cluster,
+        model=run.model,
+        sequence_length=run.data.sequence_length,
+        global_batch_size=run.train.global_batch_size,
+        precision=run.train.precision,
+        profile=profile,
+    )
+    found = search_plan(setting, run.search, micro_batch_size=run.train.micro_batch_size)
+    if found.even_split is None:
+        raise ConfigError("there is no even split of this model over these nodes; give it more layers")
+    return [Row("planned", found.best, [], []), Row("even", found.even_split, [], [])]
+
+
+def _train(nodes: Sequence[Node], row: Row, steps: int, folder: Path) -> None:
+    """A round of a cut: its step times after the warm-up are added to the row."""
+    plan = row.candidate.plan
+    folder.mkdir(exist_ok=True)
+    save_plan(folder / "plan.yaml", plan)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    changes = [f"train.steps={steps}", f"log.directory={folder}", "log.every=1", "checkpoint.directory="]
+    command = ["train", "--config", folder.parent / "run.yaml", "--plan", folder / "plan.yaml", *changes]
+    named = {node.spec.name: node for node in nodes}
+    used = [named[entry.device.rpartition("/")[0]] for entry in plan.ranks]
+    _yuan_train(used, [command] * len(used), folder, TRAIN_SECONDS)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    row.seconds.extend(line["step_seconds"] for line in lines[WARM_UP_STEPS:])
+    row.busy.extend(line["stage_seconds"] for line in lines[WARM_UP_STEPS:])
+
+
+def _yuan_train(
+    nodes: Sequence[Node], commands: Sequence[Sequence[str | Path]], folder: Path, timeout_seconds: float
+) -> None:
+    """A rank on each node, with the variables that torchrun would set: its agents would share the quotas."""
+    folder.mkdir(exist_ok=True)
+    tasks = [
+        Task(node, [sys.executable, "-m", "yuan_train", *map(str, command)], _environment(rank, nodes))
+        for rank, (node, command) in enumerate(zip(nodes, commands, strict=True))
+    ]
+    print(f"{folder.name}: {', '.join(node.spec.name for node in nodes)}", file=sys.stderr)
+    run_together(tasks, folder, timeout_seconds=timeout_seconds)
+
+
+def _environment(rank: int, nodes: Sequence[Node]) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(nodes)),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": nodes[0].address,
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": "eth0",
+        # Two threads would share a quota, and wait for each other.
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+# --- tables ----------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Markdown: step times of both cuts, and what the plan gains."""
+    lines = [
+        f"Machine: {machine_name()}",
+        "",
+        "| cut | nodes and layers | forecast s | measured s, median (min to max) | forecast off by |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for row in rows:
+        forecast = row.candidate.step_seconds
+        lines.append(
+            f"| {row.name} | {_cut(row.candidate.plan)} | {forecast:.3f} | {row.median:.3f} "
+            f"({min(row.seconds):.3f} to {max(row.seconds):.3f}) | {forecast / row.median - 1:+.1%} |"
+        )
+    planned, even = rows
+    simulated = even.candidate.step_seconds / planned.candidate.step_seconds
+    return [
+        *lines,
+        "",
+        f"Even over planned: {simulated:.2f} in the simulator, {even.median / planned.median:.2f} measured.",
+    ]
+
+
+def _cut(plan: Plan) -> str:
+    nodes = [entry.device.rpartition("/")[0] for entry in plan.ranks]
+    return "; ".join(
+        ", ".join(
+            f"{'+'.join(nodes[rank] for rank in stage.ranks)} {stage.num_layers}" for stage in pipeline.stages
+        )
+        for pipeline in plan.pipelines
+    )
+
+
+def stage_table(rows: Sequence[Row]) -> list[str]:
+    """Markdown: compute of each rank in a step, and the share of the step that it waits."""
+    lines = [
+        "| cut | node | layers | compute forecast s | measured s | off by | idle forecast | idle measured |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        plan, cost = row.candidate.plan, row.candidate.cost
+        for rank, entry in enumerate(plan.ranks):
+            held = [
+                (stage, cost.simulations[p].busy_seconds[cost.workers[p][s][stage.replicas.index(replica)]])
+                for p, pipeline in enumerate(plan.pipelines)
+                for s, stage in enumerate(pipeline.stages)
+                for replica in stage.replicas
+                if rank in replica
+            ]
+            layers = sum(stage.num_layers for stage, _ in held)
+            forecast = held[0][1]
+            measured = statistics.median(step[rank] for step in row.busy)
+            idle = 1 - forecast / row.candidate.step_seconds
+            lines.append(
+                f"| {row.name} | {entry.device.rpartition('/')[0]} | {layers} | {forecast:.3f} "
+                f"| {measured:.3f} | {forecast / measured - 1:+.1%} | {idle:.0%} "
+                f"| {1 - measured / row.median:.0%} |"
+            )
+    return lines
+
+
+def link_table(profile: Profile) -> list[str]:
+    """Markdown: every directed link by size of message."""
+    sizes = profile.links[0].message_bytes
+    heads = [f"{size / 1024:g} KiB, ms" for size in sizes]
+    lines = [f"| link | {' | '.join(heads)} |", f"|---|{'--:|' * len(sizes)}"]
+    for link in profile.links:
+        times = " | ".join(f"{1e3 * seconds:.2f}" for seconds in link.seconds)
+        lines.append(f"| {link.from_.rpartition('/')[0]} to {link.to.rpartition('/')[0]} | {times} |")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
