@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from yuan_kernels import dispatch, reference
+from yuan_kernels.reference import AdamWStep
 
 _BLOCK = 1 << 18
 """Weights of a block on a CPU: 4.5 MB with their state."""
@@ -26,36 +27,21 @@ def adamw_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     rounded: Tensor | None,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
+    step: AdamWStep,
     clip_factor: Tensor,
 ) -> None:
     """One step in place; arguments as in `ops.adamw_step`."""
-    buffers = master, gradient, exp_avg, exp_avg_sq, rounded
-    options = {
-        "step": step,
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "weight_decay": weight_decay,
-        "clip_factor": clip_factor,
-    }
+    arguments = master, gradient, exp_avg, exp_avg_sq, rounded, step, clip_factor
     form = dispatch.flat_implementation("adamw", master)
     with torch.no_grad():
         if form == "reference":
-            reference.adamw_step(*buffers, **options)
+            reference.adamw_step(*arguments)
         elif form == "triton":
             from yuan_kernels import triton_forms
 
-            triton_forms.adamw_step(*buffers, **options)
+            triton_forms.adamw_step(*arguments)
         else:
-            _torch_step(*buffers, **options)
+            _torch_step(*arguments)
 
 
 def _torch_step(
@@ -64,17 +50,11 @@ def _torch_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     rounded: Tensor | None,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
+    step: AdamWStep,
     clip_factor: Tensor,
 ) -> None:
     # torch counts its steps itself, in a tensor, from the one before, and divides by its scale.
-    done = torch.tensor(float(step - 1), device=master.device)
+    done = torch.tensor(float(step.number - 1), device=master.device)
     scale = clip_factor.to(torch.float32).reciprocal()
     block = _BLOCK if master.device.type == "cpu" and rounded is not None else max(1, master.numel())
     for first in range(0, master.numel(), block):
@@ -89,11 +69,11 @@ def _torch_step(
             fused=True,
             grad_scale=scale,
             amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=epsilon,
+            beta1=step.beta1,
+            beta2=step.beta2,
+            lr=step.lr,
+            weight_decay=step.weight_decay,
+            eps=step.epsilon,
             maximize=False,
         )
         if rounded is not None:

@@ -6,10 +6,14 @@ A choice names an implementation of the op's own file:
     torch       our form in torch operations over whole tensors
     blocks      the same in blocks of rows that stay in a core's cache: CPUs
     triton      the same with our Triton kernels between torch's matrix products: CUDA
+    liger, apex the norm of another package (`packages.py`): CUDA, where it is asked for
 
-`YUAN_KERNELS=reference` selects the definitions; it is read at each call. Unset or empty lets this module
-choose; any other value is a ValueError. A kernel that torch or Triton does not promise is run once on a small
-case and compared before it is trusted.
+`YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=rms_norm=liger` (or `apex`) another package's
+norm; it is read at each call. Unset or empty lets this module choose; any other value is a ValueError. What
+torch or Triton does not promise is run once on a small case and compared before it is trusted.
+
+Triton's blocks and warps are fixed for each kernel, and nothing is tuned at run time: a restart does not tune
+again, and two runs round alike.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from yuan_kernels import packages
 
 logger = logging.getLogger("yuan_kernels")
 
@@ -30,6 +35,8 @@ OPS = ("localized_filter", "rms_norm", "linear_cross_entropy", "adamw")
 
 MINIMUM_CAPABILITY = (7, 0)
 """Oldest cards whose code our Triton kernels are compiled for in the tests (V100)."""
+
+_NORMS = {f"rms_norm={name}": name for name in packages.PACKAGES}
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAXIMUM_ROW = 16384
@@ -51,16 +58,23 @@ class Choice:
 def reference_selected() -> bool:
     """Whether `YUAN_KERNELS` asks for the definitions. Raises ValueError for an unknown word."""
     choice = os.environ.get("YUAN_KERNELS", "")
-    if choice not in ("", "reference"):
-        raise ValueError(f"YUAN_KERNELS={choice!r} is unknown; unset it, or set it to 'reference'")
+    if choice not in ("", "reference", *_NORMS):
+        known = ", ".join(repr(word) for word in ("reference", *_NORMS))
+        raise ValueError(f"YUAN_KERNELS={choice!r} is unknown; unset it, or set it to one of {known}")
     return choice == "reference"
+
+
+def asked_for(op: str) -> str:
+    """Return the package whose form of `op` is asked for by `YUAN_KERNELS`; empty if none is."""
+    choice = os.environ.get("YUAN_KERNELS", "")
+    return _NORMS.get(choice, "") if op == "rms_norm" else ""
 
 
 def implementation(op: str, x: Tensor) -> str:
     """Return the name of the implementation of `op` for x [..., H]."""
     if reference_selected():
         return "reference"
-    return choose(op, x.device, x.dtype, shape_class(x.shape[-1])).implementation
+    return choose(op, x.device, x.dtype, shape_class(x.shape[-1]), asked_for(op)).implementation
 
 
 def flat_implementation(op: str, x: Tensor) -> str:
@@ -76,12 +90,29 @@ def shape_class(hidden: int) -> str:
 
 
 @functools.cache
-def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> Choice:
-    """Choose, and log the choice; later calls repeat the answer."""
+def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, package: str = "") -> Choice:
+    """Choose, and log the choice; later calls repeat the answer. `package`: whose form is asked for."""
     name, reason = _on_cuda(op, device, dtype, shape) if device.type == "cuda" else _elsewhere(op, device)
+    if package:
+        fault = package_fault(package, device, dtype)
+        name, reason = (
+            (name, f"{reason}; not {package}: {fault}") if fault else (package, "asked for, and tested")
+        )
     choice = Choice(op, str(device), dtype, shape, name, reason)
     logger.info("%s on %s, %s, %s rows: %s (%s)", op, device, dtype, shape, name, reason)
     return choice
+
+
+def package_fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return None where a package's norm may be used; else why not."""
+    package, norm = packages.PACKAGES[name], packages.norm_of(name)
+    if device.type != "cuda":
+        return "it is for CUDA devices"
+    if norm is None:
+        return f"{package.module}.{package.attribute} is not installed"
+    if dtype not in _TRITON_DTYPES:
+        return f"it is not used for {dtype}"
+    return _fault(lambda: _norm_is_right(norm, device, dtype))
 
 
 def _elsewhere(op: str, device: torch.device) -> tuple[str, str]:
@@ -112,9 +143,15 @@ def _triton_is_right(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     return self_test.triton_is_right(op, device, dtype)
 
 
+def _norm_is_right(norm: packages.Norm, device: torch.device, dtype: torch.dtype) -> bool:
+    from yuan_kernels import self_test
+
+    return self_test.norm_is_right(norm, device, dtype)
+
+
 def _fault(test: Callable[[], bool]) -> str | None:
-    """None where the test passes; else what went wrong. A kernel that cannot run is a fallback, no error."""
+    """None where the test passes; else what went wrong. What cannot run is a fallback, no error."""
     try:
-        return None if test() else "it gives other numbers than torch"
+        return None if test() else "it gives other numbers than the definition"
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]

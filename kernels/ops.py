@@ -1,7 +1,8 @@
 """One public function per op, whatever implements it; `dispatch.py` chooses.
 
-The environment variable `YUAN_KERNELS=reference` selects the definitions in `reference.py`; it is read at
-each call. Unset or empty selects the fast forms; any other value is a ValueError.
+The environment variable `YUAN_KERNELS` is read at each call: `reference` selects the definitions in
+`reference.py`, `rms_norm=liger` or `rms_norm=apex` another package's norm on CUDA devices. Unset or empty
+selects our fast forms; any other value is a ValueError.
 
 The ops are registered with torch.library (namespace `yuan`): torch.compile, fake tensors and autograd know
 them. Not so AdamW, which has no derivative, and cross-entropy with a main gradient or a cut vocabulary,
@@ -15,14 +16,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from yuan_kernels import adamw, cross_entropy, dispatch, products, reference
+from yuan_kernels import adamw, cross_entropy, dispatch, packages, products, reference
 from yuan_kernels import localized_filter as sandwich
 from yuan_kernels import rms_norm as norms
 from yuan_kernels.cross_entropy import Exchange
 from yuan_kernels.dispatch import Choice
-from yuan_kernels.reference import FilterState, Reduction
+from yuan_kernels.reference import AdamWStep, FilterState, Reduction
 
 __all__ = [
+    "AdamWStep",
     "Choice",
     "Exchange",
     "FilterState",
@@ -37,6 +39,7 @@ __all__ = [
     "localized_filter_state",
     "localized_filter_step",
     "localized_filter_weight_gradient",
+    "other_norms",
     "rms_norm",
     "rotary",
     "swiglu",
@@ -264,13 +267,7 @@ def adamw_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     rounded: Tensor | None,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
+    step: AdamWStep,
     clip_factor: Tensor,
 ) -> None:
     """Move flat weights by one step of AdamW (Loshchilov and Hutter 2019), in place and in one pass.
@@ -281,37 +278,19 @@ def adamw_step(
         exp_avg: [n] in master's dtype, average of the gradient.
         exp_avg_sq: [n] in master's dtype, average of its square.
         rounded: [n] in 16 bits, set to the new weights; None for none.
-        step: counted from 1.
-        lr: learning rate of this step.
-        beta1: decay of `exp_avg`.
-        beta2: decay of `exp_avg_sq`.
-        epsilon: added to the root of `exp_avg_sq`.
-        weight_decay: times the learning rate, the share of the weights taken away.
+        step: its numbers.
         clip_factor: scalar fp32 tensor > 0 on master's device, by which the gradient is multiplied.
 
     Raises:
-        ValueError: the buffers are not flat, or of different lengths; step is below 1.
+        ValueError: the buffers are not flat, or of different lengths; the step's number is below 1.
     """
     size = (master.numel(),)
     named = {"master": master, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     for name, buffer in (named | ({} if rounded is None else {"rounded": rounded})).items():
         _check_shape(name, buffer, size)
-    if step < 1:
-        raise ValueError(f"step {step} is below 1; the first step is 1")
-    adamw.adamw_step(
-        master,
-        gradient,
-        exp_avg,
-        exp_avg_sq,
-        rounded,
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
-        weight_decay=weight_decay,
-        clip_factor=clip_factor,
-    )
+    if step.number < 1:
+        raise ValueError(f"step {step.number} is below 1; the first step is 1")
+    adamw.adamw_step(master, gradient, exp_avg, exp_avg_sq, rounded, step, clip_factor)
 
 
 def choices(device: torch.device, dtype: torch.dtype, *, hidden: int) -> list[Choice]:
@@ -321,8 +300,22 @@ def choices(device: torch.device, dtype: torch.dtype, *, hidden: int) -> list[Ch
         return [Choice(op, str(device), dtype, "any", "reference", reason) for op in dispatch.OPS]
     shape = dispatch.shape_class(hidden)
     return [
-        dispatch.choose(op, device, torch.float32 if op == "adamw" else dtype, shape) for op in dispatch.OPS
+        dispatch.choose(op, device, torch.float32 if op == "adamw" else dtype, shape, dispatch.asked_for(op))
+        for op in dispatch.OPS
     ]
+
+
+def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dict[str, str | float]:
+    """Return what is wrong with each package's norm on a device, or its seconds over ours (CUDA alone)."""
+    found: dict[str, str | float] = {}
+    for name in packages.PACKAGES:
+        fault = dispatch.package_fault(name, device, dtype)
+        found[name] = fault or packages.times(name, _our_norm, device, dtype, hidden=hidden)
+    return found
+
+
+def _our_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return torch.ops.yuan.rms_norm(x, weight, epsilon)[0]
 
 
 def fp32_products() -> str:

@@ -8,6 +8,7 @@ F = feed-forward width, V = vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,6 +19,34 @@ Reduction = Literal["sum", "none"]
 
 FilterState = tuple[Tensor, Tensor]
 """(u_last [B, H], c_last [B, H/2]): input and first convolution's output of the token before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWStep:
+    """The numbers of one step of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+
+    number: int
+    """Counted from 1."""
+    lr: float
+    """Learning rate of this step."""
+    beta1: float
+    """Decay of the gradient's average."""
+    beta2: float
+    """Decay of the average of its square."""
+    epsilon: float
+    """Added to the root of that average."""
+    weight_decay: float
+    """Times the learning rate, the share of the weights that is taken away."""
+
+    @property
+    def correction1(self) -> float:
+        """By which the gradient's average falls short, having begun at 0."""
+        return 1.0 - self.beta1**self.number
+
+    @property
+    def correction2(self) -> float:
+        """The same for the average of its square."""
+        return 1.0 - self.beta2**self.number
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -130,20 +159,14 @@ def adamw_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     rounded: Tensor | None,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
+    step: AdamWStep,
     clip_factor: Tensor,
 ) -> None:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) in place, on the clipped gradient; see `ops`."""
+    """AdamW in place, on the clipped gradient; see `ops`."""
     clipped = gradient * clip_factor
-    exp_avg.mul_(beta1).add_(clipped, alpha=1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(clipped, clipped, value=1 - beta2)
-    root = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(epsilon)
-    master.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, root, value=-lr / (1 - beta1**step))
+    exp_avg.mul_(step.beta1).add_(clipped, alpha=1 - step.beta1)
+    exp_avg_sq.mul_(step.beta2).addcmul_(clipped, clipped, value=1 - step.beta2)
+    root = (exp_avg_sq / step.correction2).sqrt_().add_(step.epsilon)
+    master.mul_(1 - step.lr * step.weight_decay).addcdiv_(exp_avg, root, value=-step.lr / step.correction1)
     if rounded is not None:
         rounded.copy_(master)

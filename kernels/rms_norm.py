@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from yuan_kernels import dispatch, reference
+from yuan_kernels import dispatch, packages, reference
 from yuan_kernels.reference import accumulation_dtype
 
 _BLOCK = 1 << 16
@@ -27,6 +27,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
     """The norm alone; arguments and result as in `ops.rms_norm`."""
     if dispatch.reference_selected():
         return reference.rms_norm(x, weight, epsilon=epsilon)
+    norm = _other_norm(x)
+    if norm is not None:
+        return norm(x, weight, epsilon)
     return torch.ops.yuan.rms_norm(x, weight, epsilon)[0]
 
 
@@ -34,7 +37,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
     """Sum and norm; arguments and result as in `ops.add_rms_norm`."""
     if dispatch.reference_selected():
         return reference.add_rms_norm(x, residual, weight, epsilon=epsilon)
+    norm = _other_norm(x)
+    if norm is not None:
+        total = x + residual
+        return norm(total, weight, epsilon), total
     return torch.ops.yuan.add_rms_norm(x, residual, weight, epsilon)[:2]
+
+
+def _other_norm(x: Tensor) -> packages.Norm | None:
+    """The norm of another package, where one is asked for and serves x."""
+    package = dispatch.asked_for("rms_norm")
+    if not package or not x.numel() or dispatch.implementation("rms_norm", x) != package:
+        return None
+    return packages.norm_of(package)
 
 
 @torch.library.custom_op("yuan::rms_norm", mutates_args=())

@@ -1,9 +1,10 @@
-"""One small case of each Triton kernel against torch's form, before the dispatcher trusts it on a device."""
+"""One small case of what the dispatcher does not trust unseen: our Triton kernels, other packages' norms."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from yuan_kernels import packages
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _TOKENS, _HIDDEN = 130, 96
@@ -12,6 +13,24 @@ _TOKENS, _HIDDEN = 130, 96
 def triton_is_right(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether our Triton kernels of an op give torch's numbers; raises what Triton raises."""
     return _TESTS[op](device, dtype)
+
+
+def norm_is_right(norm: packages.Norm, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether another package's norm gives the definition's numbers and gradients, its inputs untouched."""
+    from yuan_kernels import reference
+
+    inputs = packages.case(_TOKENS, _HIDDEN, device, dtype)
+    kept = [t.detach().clone() for t in inputs]
+    (x, weight, dy), epsilon = inputs, packages.EPSILON
+    y = norm(x, weight, epsilon)
+    made = y, *torch.autograd.grad(y, (x, weight), dy)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    exact = reference.rms_norm(*wide, epsilon=epsilon)
+    wanted = exact, *torch.autograd.grad(exact, wide, dy.double())
+    untouched = all(torch.equal(t, k) for t, k in zip(inputs, kept, strict=True))
+    return untouched and all(
+        a.dtype == dtype and _close(a, b, dtype) for a, b in zip(made, wanted, strict=True)
+    )
 
 
 def _localized_filter(device: torch.device, dtype: torch.dtype) -> bool:
@@ -65,10 +84,10 @@ def _adamw(device: torch.device, dtype: torch.dtype) -> bool:
     made, wanted = (
         (master.clone(), gradient, exp_avg.clone(), exp_avg_sq.clone(), master.bfloat16()) for _ in range(2)
     )
-    options = {"step": 3, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+    step = reference.AdamWStep(number=3, lr=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
     clip_factor = torch.tensor(0.5, device=device)
-    triton_forms.adamw_step(*made, clip_factor=clip_factor, **options)
-    reference.adamw_step(*wanted, clip_factor=clip_factor, **options)
+    triton_forms.adamw_step(*made, step, clip_factor)
+    reference.adamw_step(*wanted, step, clip_factor)
     return all(_close(a, b, a.dtype) for a, b in zip(made, wanted, strict=True))
 
 

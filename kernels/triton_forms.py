@@ -16,6 +16,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from yuan_kernels.reference import AdamWStep
 
 FILTER_BLOCK = {"TOKENS": 16, "CHANNELS": 128, "num_warps": 4}
 SOFTMAX_BLOCK = {"BLOCK": 4096, "num_warps": 8}
@@ -397,13 +398,7 @@ def adamw_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     rounded: Tensor | None,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
+    step: AdamWStep,
     clip_factor: Tensor,
 ) -> None:
     """One step of AdamW in place on fp32 buffers [n]."""
@@ -420,12 +415,12 @@ def adamw_step(
         master if rounded is None else rounded,
         clip_factor,
         size,
-        1.0 - lr * weight_decay,
-        lr / (1.0 - beta1**step),
-        beta1,
-        beta2,
-        (1.0 - beta2**step) ** 0.5,
-        epsilon,
+        1.0 - step.lr * step.weight_decay,
+        step.lr / step.correction1,
+        step.beta1,
+        step.beta2,
+        step.correction2**0.5,
+        step.epsilon,
         HAS_ROUNDED=rounded is not None,
         **ADAMW_BLOCK,
     )

@@ -4,7 +4,9 @@ import pytest
 import torch
 from yuan_kernels import adamw, ops, reference
 
-OPTIONS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+
+def numbers(step: int) -> ops.AdamWStep:
+    return ops.AdamWStep(number=step, lr=0.02, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
 
 
 def make_buffers(size: int = 1000, *, dtype=torch.float32) -> list[torch.Tensor]:
@@ -32,7 +34,7 @@ def test_equals_the_definition(block, dtype, with_copy, monkeypatch):
         for (w, m, v), copy, form in zip(
             (ours, wanted), copies, (ops.adamw_step, reference.adamw_step), strict=True
         ):
-            form(w, gradient_of(step, w), m, v, copy, step=step, clip_factor=clip, **OPTIONS)
+            form(w, gradient_of(step, w), m, v, copy, numbers(step), clip)
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     if with_copy:
@@ -43,15 +45,13 @@ def test_unclipped_it_is_torchs_to_the_bit():
     master, exp_avg, exp_avg_sq = make_buffers()
     theirs = torch.nn.Parameter(master.clone())
     optimizer = torch.optim.AdamW(
-        [theirs], lr=OPTIONS["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True
+        [theirs], lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True
     )
     for step in (1, 2, 3):
         theirs.grad = gradient_of(step, master)
         optimizer.step()
         gradient = gradient_of(step, master)
-        ops.adamw_step(
-            master, gradient, exp_avg, exp_avg_sq, None, step=step, clip_factor=torch.ones(()), **OPTIONS
-        )
+        ops.adamw_step(master, gradient, exp_avg, exp_avg_sq, None, numbers(step), torch.ones(()))
     assert torch.equal(master, theirs)
 
 
@@ -59,16 +59,16 @@ def test_override_and_errors(monkeypatch):
     master, exp_avg, exp_avg_sq = make_buffers(4)
     gradient, clip = torch.ones(4), torch.ones(())
     with pytest.raises(ValueError, match="step 0 is below 1"):
-        ops.adamw_step(master, gradient, exp_avg, exp_avg_sq, None, step=0, clip_factor=clip, **OPTIONS)
+        ops.adamw_step(master, gradient, exp_avg, exp_avg_sq, None, numbers(0), clip)
     with pytest.raises(ValueError, match=r"gradient has shape \[3\]"):
-        ops.adamw_step(master, gradient[:3], exp_avg, exp_avg_sq, None, step=1, clip_factor=clip, **OPTIONS)
+        ops.adamw_step(master, gradient[:3], exp_avg, exp_avg_sq, None, numbers(1), clip)
     called = []
     monkeypatch.setattr(reference, "adamw_step", lambda *_, **__: called.append(1))
     monkeypatch.setenv("YUAN_KERNELS", "reference")
-    ops.adamw_step(master, gradient, exp_avg, exp_avg_sq, None, step=1, clip_factor=clip, **OPTIONS)
+    ops.adamw_step(master, gradient, exp_avg, exp_avg_sq, None, numbers(1), clip)
     assert called
 
 
 def test_nothing_to_do():
     empty = torch.empty(0)
-    ops.adamw_step(empty, empty, empty, empty, None, step=1, clip_factor=torch.ones(()), **OPTIONS)
+    ops.adamw_step(empty, empty, empty, empty, None, numbers(1), torch.ones(()))

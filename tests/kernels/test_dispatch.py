@@ -64,7 +64,7 @@ def broken(*_):
         ({"capability": (6, 1)}, torch.float16, "regular", "compute capability 6.1 is below 7.0"),
         ({}, torch.float64, "regular", "no Triton kernel for torch.float64"),
         ({}, torch.float16, "odd", "no multiple of 16"),
-        ({"right": lambda *_: False}, torch.float16, "regular", "it gives other numbers than torch"),
+        ({"right": lambda *_: False}, torch.float16, "regular", "it gives other numbers than the definition"),
         ({"right": broken}, torch.float16, "regular", "failed its test: RuntimeError: no ptxas"),
     ],
 )

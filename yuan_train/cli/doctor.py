@@ -10,9 +10,12 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yuan_train import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 Facts = dict[str, Any]
 
@@ -48,25 +51,25 @@ PACKAGES = (
     Package(name="pyarrow", module="pyarrow", without="preprocess reads no Parquet files"),
     Package(
         name="apex",
-        module="apex.optimizers",
-        attribute="FusedAdam",
-        stranger="an `apex` without apex.optimizers.FusedAdam: PyPI's is another project, not NVIDIA's; "
-        "uninstall it",
-        without="nothing: our AdamW and norms are fused already",
+        module="apex.normalization.fused_layer_norm",
+        attribute="fused_rms_norm_affine",
+        stranger="an `apex` without apex.normalization.fused_layer_norm.fused_rms_norm_affine: PyPI's is "
+        "another project, not NVIDIA's; uninstall it",
+        without="nothing: our norms are fused already; one more to compare with",
     ),
     Package(
         name="TransformerEngine",
         module="transformer_engine.pytorch",
         attribute="RMSNorm",
         stranger="transformer_engine without its PyTorch part",
-        without="nothing yet: no op of ours uses it",
+        without="nothing: no op uses it, as its norm keeps the weight to itself",
     ),
     Package(
         name="liger-kernel",
-        module="liger_kernel.transformers",
-        attribute="LigerRMSNorm",
-        stranger="liger_kernel without LigerRMSNorm",
-        without="nothing: benchmarks lack one column to compare with",
+        module="liger_kernel.transformers.functional",
+        attribute="liger_rms_norm",
+        stranger="liger_kernel without liger_rms_norm, or it cannot be imported",
+        without="nothing: our norms are fused already; one more to compare with",
     ),
 )
 
@@ -113,6 +116,7 @@ def examine(*, hidden: int) -> Facts:
         "cuda": torch.version.cuda,
         "devices": devices,
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
+        "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
         "fp32_products": _fp32_products(),
     }
 
@@ -183,10 +187,7 @@ def _op_facts(device: Facts, hidden: int) -> Iterator[Facts]:
     import torch
     from yuan_kernels import ops
 
-    dtype = torch.bfloat16 if device["bf16"] else torch.float16
-    if device["device"] == "cpu":
-        dtype = torch.bfloat16 if device["bf16"] else torch.float32
-    for choice in ops.choices(torch.device(device["device"]), dtype, hidden=hidden):
+    for choice in ops.choices(torch.device(device["device"]), _precision(device), hidden=hidden):
         yield {
             "op": choice.op,
             "device": choice.device,
@@ -194,6 +195,25 @@ def _op_facts(device: Facts, hidden: int) -> Iterator[Facts]:
             "implementation": choice.implementation,
             "reason": choice.reason,
         }
+
+
+def _precision(device: Facts) -> torch.dtype:
+    import torch
+
+    if device["bf16"]:
+        return torch.bfloat16
+    return torch.float32 if device["device"] == "cpu" else torch.float16
+
+
+def _other_norms(device: Facts, hidden: int) -> Iterator[Facts]:
+    """The norms of other packages beside ours: seconds over ours, or what is wrong with them."""
+    import torch
+    from yuan_kernels import ops
+
+    found = ops.other_norms(torch.device(device["device"]), _precision(device), hidden=hidden)
+    for package, result in found.items():
+        fault, ratio = (result, None) if isinstance(result, str) else (None, result)
+        yield {"package": package, "device": device["device"], "fault": fault, "seconds_over_ours": ratio}
 
 
 def _fp32_products() -> str:
@@ -226,8 +246,18 @@ def _lines(facts: Facts) -> Iterator[str]:
     yield from _columns(
         [[o["op"], o["device"], o["dtype"], o["implementation"], o["reason"]] for o in facts["ops"]]
     )
+    for norm in (n for n in facts["other_norms"] if n["device"] != "cpu"):
+        yield f"  {_said_of(norm)}"
     yield f"  large fp32 products on the CPU go through {facts['fp32_products']} (tested just now)"
     yield "  attention: torch's scaled_dot_product_attention; rotary and SwiGLU: torch operations"
+
+
+def _said_of(norm: Facts) -> str:
+    package, device, ratio = norm["package"], norm["device"], norm["seconds_over_ours"]
+    if ratio is None:
+        return f"{package}'s norm is not used on {device}: {norm['fault']}"
+    said = f"{package}'s norm takes {ratio:.2f} of our time on {device} (measured just now)"
+    return f"{said}; YUAN_KERNELS=rms_norm={package} selects it" if ratio < 1 else said
 
 
 def _columns(rows: list[list[str]]) -> Iterator[str]:

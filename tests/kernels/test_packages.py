@@ -1,0 +1,163 @@
+"""Other packages' norms: known by their function, tested before they are trusted, used where asked for."""
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+from torch import Tensor
+from yuan_kernels import dispatch, ops, packages, reference
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_choices():
+    dispatch.choose.cache_clear()
+    yield
+    dispatch.choose.cache_clear()
+
+
+def install(monkeypatch, name: str, **attributes: object) -> None:
+    """Put a module, and the packages it lies in, in the place of whatever is installed."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        module = types.ModuleType(".".join(parts[:depth]))
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for attribute, value in attributes.items():
+        setattr(sys.modules[name], attribute, value)
+
+
+def liger(x: Tensor, w: Tensor, eps: float, *, offset: float, casting_mode: str, in_place: bool) -> Tensor:
+    """Liger's signature over the definition, refusing the modes whose numbers are others'."""
+    assert (offset, casting_mode, in_place) == (0.0, "gemma", False)
+    return reference.rms_norm(x, w, epsilon=eps)
+
+
+def apex(x: Tensor, w: Tensor, normalized_shape: tuple[int, ...], *, eps: float) -> Tensor:
+    assert normalized_shape == w.shape
+    return reference.rms_norm(x, w, epsilon=eps)
+
+
+RIGHT = {"liger": liger, "apex": apex}
+
+
+def put(monkeypatch, name: str, function: object) -> None:
+    package = packages.PACKAGES[name]
+    install(monkeypatch, package.module, **{package.attribute: function})
+
+
+def on_card(monkeypatch) -> None:
+    """Serve CPU tensors as if they were a card's."""
+    monkeypatch.setattr(dispatch, "_on_cuda", lambda *_: ("blocks", "ours"))
+    package_fault, choose = dispatch.package_fault, dispatch.choose
+    right = dispatch._norm_is_right
+    monkeypatch.setattr(dispatch, "_norm_is_right", lambda norm, _, dtype: right(norm, CPU, dtype))
+    monkeypatch.setattr(dispatch, "package_fault", lambda name, _, dtype: package_fault(name, CUDA, dtype))
+    monkeypatch.setattr(dispatch, "choose", lambda op, _, *rest: choose(op, CUDA, *rest))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_right_norm_serves_where_it_is_asked_for(name, dtype, monkeypatch, caplog):
+    called = []
+    right = RIGHT[name]
+    put(monkeypatch, name, lambda *a, **k: called.append(1) or right(*a, **k))
+    on_card(monkeypatch)
+    x, residual = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = torch.linspace(0.5, 2, 32).to(dtype)
+    ours = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
+    assert not called
+    monkeypatch.setenv("YUAN_KERNELS", f"rms_norm={name}")
+    with caplog.at_level(logging.INFO, logger="yuan_kernels"):
+        for _ in range(2):
+            theirs = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
+    assert len(called) == 3  # The test of it, then two calls.
+    assert [r.getMessage().rpartition(": ")[2] for r in caplog.records] == [f"{name} (asked for, and tested)"]
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(ops.rms_norm(theirs[1], weight, epsilon=1e-6), theirs[0], rtol=0, atol=0)
+    assert ops.rms_norm(x[:0], weight, epsilon=1e-6).shape == (0, 32)
+
+
+def overwrites(x, w, eps, **_):
+    y = reference.rms_norm(x, w, epsilon=eps)
+    with torch.no_grad():
+        x.mul_(2)
+    return y
+
+
+def explode(*_, **__):
+    raise OSError("libcudart.so.11: cannot open shared object file\nat all")
+
+
+WRONG = {
+    "the weight counts from 1": (
+        lambda x, w, eps, **_: reference.rms_norm(x, 1 + w, epsilon=eps),
+        "gives other numbers than the definition",
+    ),
+    "right values, no gradient through the statistics": (
+        lambda x, w, eps, **_: x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + eps) * w,
+        "gives other numbers than the definition",
+    ),
+    "its input is changed": (overwrites, "gives other numbers than the definition|modified by an inplace"),
+    "it cannot run": (explode, "OSError: libcudart.so.11: cannot open shared object file$"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_norm_is_not_used(case, monkeypatch):
+    function, reason = WRONG[case]
+    put(monkeypatch, "liger", function)
+    on_card(monkeypatch)
+    monkeypatch.setenv("YUAN_KERNELS", "rms_norm=liger")
+    made = ops.rms_norm(torch.ones(2, 16), torch.ones(16), epsilon=1e-6)
+    torch.testing.assert_close(made, torch.ones(2, 16))
+    choice = dispatch.choose("rms_norm", CUDA, torch.float32, "regular", "liger")
+    assert choice.implementation == "blocks" and choice.reason.startswith("ours; not liger: ")
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(choice.reason)
+
+
+def test_an_apex_of_another_project_is_not_nvidias(monkeypatch):
+    """PyPI's has no such module; another might have the module, and not the function."""
+    install(monkeypatch, "apex")
+    assert packages.norm_of("apex") is None
+    install(monkeypatch, "apex.normalization.fused_layer_norm")
+    assert packages.norm_of("apex") is None
+    fault = dispatch.package_fault("apex", CUDA, torch.bfloat16)
+    assert fault == "apex.normalization.fused_layer_norm.fused_rms_norm_affine is not installed"
+
+
+def test_on_a_cpu_and_in_fp64_ours_serves(monkeypatch):
+    put(monkeypatch, "liger", explode)
+    monkeypatch.setenv("YUAN_KERNELS", "rms_norm=liger")
+    assert ops.rms_norm(torch.ones(2, 16), torch.ones(16), epsilon=1e-6).shape == (2, 16)
+    choice = next(c for c in ops.choices(CPU, torch.float32, hidden=16) if c.op == "rms_norm")
+    assert choice.implementation == "blocks" and choice.reason.endswith("not liger: it is for CUDA devices")
+    assert dispatch.package_fault("liger", CUDA, torch.float64) == "it is not used for torch.float64"
+
+
+def test_times_are_of_a_forward_and_a_backward(monkeypatch):
+    put(monkeypatch, "liger", liger)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
+    count = []
+
+    def ours(x: Tensor, w: Tensor, epsilon: float) -> Tensor:
+        count.append(x.shape)
+        return reference.rms_norm(x, w, epsilon=epsilon)
+
+    assert packages.times("liger", ours, CPU, torch.float32, hidden=16) > 0
+    assert count == [(4096, 16)] * 12
+    assert set(ops.other_norms(CPU, torch.float32, hidden=16).values()) == {"it is for CUDA devices"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_installed_is_right_on_a_card(name):
+    if packages.norm_of(name) is None:
+        pytest.skip(f"{name} is not installed")
+    assert dispatch.package_fault(name, torch.device("cuda"), torch.bfloat16) is None
