@@ -77,6 +77,7 @@ for kernel, block, switches, signature in CASES:
         file.write(made.asm["cubin"]); file.flush()
         line = [tool, "--dump-resource-usage", file.name]
         said = subprocess.run(line, capture_output=True, text=True).stdout
+    Path(sys.argv[3], kernel.fn.__name__ + ".ttir").write_text(made.asm["ttir"])
     print(kernel.fn.__name__, *[word for word in said.split() if word.startswith(("REG:", "STACK:"))])
 """
 
@@ -84,12 +85,47 @@ for kernel, block, switches, signature in CASES:
 @pytest.mark.parametrize("capability", TARGETS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_kernels_compile_without_spilling(dtype, capability, tmp_path):
-    """A spill shows as a stack: registers written to memory in the inner loop."""
-    code = f"import sys; sys.argv = ['', {dtype!r}, '{capability}']\n{COMPILE}"
+    """A spill shows as a stack: registers written to memory in the inner loop. Offsets of rows are 64-bit."""
+    code = f"import sys; sys.argv = ['', {dtype!r}, '{capability}', {str(tmp_path)!r}]\n{COMPILE}"
     lines = run(code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
     assert len(lines) == 6
     for line in lines:
         assert re.search(r"STACK:0\b", line), f"sm_{capability}, {dtype}: {line}"
+    made = list(tmp_path.glob("*.ttir"))
+    assert len(made) == 6
+    assert {path.stem: narrow_offsets(path.read_text()) for path in made} == {path.stem: [] for path in made}
+
+
+def narrow_offsets(code: str) -> list[str]:
+    """Lines of Triton's code that may overflow: T x V logits have more than 2^31 elements.
+
+    In 32 bits, sizes known at run time are multiplied by constants only, and a program's number not at all:
+    it is widened first, or split into sequence and block of the sequence.
+    """
+    numbers = re.findall(r"(%\w+) = tt\.get_program_id x", code)
+    found = []
+    for line in (line.partition(" loc(")[0].strip() for line in code.splitlines()):
+        product = re.search(r"arith\.muli (%\w+), (%\w+) : (?:tensor<\w+xi32>|i32)$", line)
+        if product is not None:
+            constant = any(re.fullmatch(r"%c\d+_i32\w*|%cst\w*", operand) for operand in product.groups())
+            if not constant or set(product.groups()) & set(numbers):
+                found.append(line)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "narrow"),
+    [
+        ("%a = arith.muli %sequence, %tokens : i32", True),
+        ("%a = arith.muli %t, %w : tensor<16x1xi32>", True),
+        ("%a = arith.muli %p, %c1024_i32 : i32", True),
+        ("%a = arith.muli %sequence, %tokens : i64", False),
+        ("%a = arith.muli %t, %w : tensor<16x1xi64>", False),
+        ("%a = arith.muli %channels, %c2_i32_3 : i32", False),
+    ],
+)
+def test_narrow_offsets_are_found(line, narrow):
+    assert bool(narrow_offsets(f"%p = tt.get_program_id x : i32 loc(#loc1)\n  {line} loc(#loc2)\n")) == narrow
 
 
 @pytest.mark.gpu
