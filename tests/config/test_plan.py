@@ -202,6 +202,7 @@ def test_written_and_read_again(tmp_path: Path) -> None:
             "num_attention_heads: 7",
             "plan.yaml:7: model.num_attention_heads: 7 heads do not divide",
         ),
+        ("optimizer_offload: 0.0", "optimizer_share: 0", "stages[0].optimizer_share: wanted greater than 0"),
         (
             "optimizer_offload: 0.0",
             "optimizer_offload: 1.5",
@@ -250,6 +251,24 @@ def test_all_broken_laws_in_one_pass(tmp_path: Path) -> None:
     for part in ("layer 16 dropped", "up to 23", "must hold the head", "41, but the pipelines take 40"):
         assert part in said
     assert len(said.splitlines()) == 4
+
+
+def test_shares_need_something_to_share(tmp_path: Path) -> None:
+    text = PLAN.replace("optimizer_offload: 0.0", "optimizer_share: 3", 1)
+    assert load(tmp_path, text).optimizer_shares == (3, 3, 1, 1)
+    said = refusal(tmp_path, text.replace("optimizer_sharding: true", "optimizer_sharding: false"))
+    assert "plan.yaml:28: pipelines[0].stages[0].optimizer_share: 3, but optimizer_sharding is false" in said
+
+
+def test_all_stages_of_a_rank_have_one_share(tmp_path: Path) -> None:
+    text = (
+        PLAN.replace("[[2], [3]], layers: [16, 24]", "[[0, 1]], layers: [16, 24], optimizer_share: 2")
+        .replace("schedule: 1f1b", "schedule: zero_bubble")
+        .replace("  - {rank: 2, device: t4-0/0, type: T4}\n  - {rank: 3, device: t4-0/1, type: T4}\n", "")
+    )
+    said = refusal(tmp_path, text)
+    assert "stages[1].optimizer_share: 2, but rank 0 has 1 in stage 0; give all stages of a rank" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_a_width_that_does_not_divide_names_the_way_out(tmp_path: Path) -> None:

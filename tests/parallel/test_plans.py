@@ -46,6 +46,26 @@ PLANS: dict[str, dict] = {
         "text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
         "optimizer_sharding": True,
     },
+    "unequal shares": {
+        "text": "1x4: 3@0 | 3@1 / 1x4: 3@2 | 3@3",
+        "optimizer_sharding": True,
+        "optimizer_share": [3, 1, 1, 2.5],
+    },
+    "unequal shares of replicas": {
+        "text": "1x8: 3@0;1 | 3@2",
+        "optimizer_sharding": True,
+        "optimizer_share": [1, 4],
+    },
+    "unequal shares of unlike pipelines": {
+        "text": "1x4: 4@0 | 2@1 / 2x2: 6@2",
+        "optimizer_sharding": True,
+        "optimizer_share": [1, 0.001, 5],
+    },
+    "unequal shares of unlike widths": {
+        "text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
+        "optimizer_sharding": True,
+        "optimizer_share": [1, 3, 7, 1],
+    },
     "recomputed": {"text": "1x8: 2@0,1 | 4@2;3", "recompute": "full"},
     "first layers recomputed": {"text": "1x8: 3@0 full:2 | 2@1,2 full:1 | 1@3 full"},
     "recomputed, zero bubble": {
@@ -145,6 +165,8 @@ CONTROLS = {
     "interleaved": "gradient_sum",
     "zero bubble": "gradient_sum",
     "shared state of unlike widths": "shared_gradient_sum",
+    "unequal shares": "shared_gradient_sum",
+    "unequal shares of replicas": "stepped_weights",
 }
 
 
@@ -166,13 +188,21 @@ def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: P
     # Four uneven stages, the first two ranks wide, state shared out; then other cuts, widths and schedules.
     steps = ("train.precision=fp64", "optimizer.decay_steps=20", "validation.every=0")
     run = run_config(run_file, *steps)
-    first = parse_plan(run, "1x4: 1@0,1 | 2@2 | 2@3 | 1@4 / 1x4: 3@5 | 3@6", optimizer_sharding=True)
+    first = parse_plan(
+        run,
+        "1x4: 1@0,1 | 2@2 | 2@3 | 1@4 / 1x4: 3@5 | 3@6",
+        optimizer_sharding=True,
+        optimizer_share=[1, 2, 3, 1, 1, 4],
+    )
     saved = (*steps, "train.steps=3", f"checkpoint.directory={tmp_path / 'ck'}")
     run_cases([Case(run_file, tmp_path / "first", first, saved)])
     curve = run_alone(Case(run_file, tmp_path / "alone", None, (*steps, "train.steps=6")))
     others = {
         "two stages": parse_plan(run, "1x8: 2@0 | 4@1"),
         "another width": parse_plan(run, "1x8: 2@0 | 4@1,2", optimizer_sharding=True),
+        "other shares": parse_plan(
+            run, "1x4: 4@0,1 | 2@2 / 1x4: 6@3", optimizer_sharding=True, optimizer_share=[1, 1, 9]
+        ),
         "a V": parse_plan(run, "1x8: 1@0 | 2@1 | 2@1 | 1@0", schedule="zero_bubble"),
     }
     resumed = (*steps, f"checkpoint.resume={tmp_path / 'ck'}")
@@ -202,7 +232,7 @@ def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: P
 
 @st.composite
 def lawful_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
-    """A random plan of 1f1b or gpipe over a few ranks, in short form."""
+    """A random plan over a few ranks, in short form."""
     budget = max_ranks
     texts: list[str] = []
     shares = draw(st.sampled_from([[(1, 8)], [(2, 4)], [(1, 5), (1, 3)], [(1, 4), (2, 2)], [(4, 1), (1, 4)]]))
@@ -224,11 +254,15 @@ def lawful_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
             left -= width * count
         budget = left + (len(shares) - 1 - p)
         texts.append(f"{size}x{number}: " + " | ".join(stages))
+    text, sharded = " / ".join(texts), draw(st.booleans())
+    num_stages = text.count("@")
+    shares = st.lists(st.sampled_from([1, 0.1, 3]), min_size=num_stages, max_size=num_stages)
     return {
-        "text": " / ".join(texts),
+        "text": text,
         "schedule": draw(st.sampled_from(["1f1b", "gpipe", "zero_bubble"])),
-        "optimizer_sharding": draw(st.booleans()),
+        "optimizer_sharding": sharded,
         "recompute": draw(st.sampled_from(["none", "full"])),
+        "optimizer_share": draw(shares) if sharded else [1] * num_stages,
     }
 
 

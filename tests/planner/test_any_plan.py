@@ -94,6 +94,28 @@ def test_owners_share_the_optimizer():
     assert shared.update_seconds == pytest.approx(whole.update_seconds / 2)
 
 
+def test_an_owner_holds_its_share():
+    plan = plan_of((4, [ONE]), (4, [(((1,),), 3), (((2,),), 5)]), sharded=True)
+    alike = cost(plan)
+    (first,), second = plan.pipelines[0].stages, plan.pipelines[1].stages
+    heavy = replace(
+        plan,
+        pipelines=(
+            replace(plan.pipelines[0], stages=(replace(first, optimizer_share=3.0),)),
+            replace(plan.pipelines[1], stages=(second[0], replace(second[1], optimizer_share=0.5))),
+        ),
+    )
+    assert not list(plan_laws(heavy))
+    unlike = cost(heavy)
+    # 3 of 3 + 1, or of 3 + 0.5 for the later layers: a stage counts the most over its layers.
+    ratios = [
+        b.memory.optimizer / a.memory.optimizer for a, b in zip(alike.stages, unlike.stages, strict=True)
+    ]
+    assert ratios == pytest.approx([3 / 3.5 * 2, 1 / 4 * 2, 0.5 / 3.5 * 2])
+    updates = [b.update_seconds / a.update_seconds for a, b in zip(alike.stages, unlike.stages, strict=True)]
+    assert updates == pytest.approx(ratios)
+
+
 def test_unlike_pipelines_wait_for_each_other():
     pipelines = [(5, [ONE]), (3, [(((1,),), 3), (((2,),), 5)])]
     result = cost(plan_of(*pipelines))

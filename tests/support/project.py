@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -106,14 +107,17 @@ def parse_plan(
     schedule: str = "1f1b",
     optimizer_sharding: bool = False,
     recompute: str = "none",
+    **stage_keys: Sequence[Any],
 ) -> Plan:
     """A plan in short: pipelines apart by `/`, each `sequences x micro-batches : stages`.
 
     Stages are apart by `|`, each `layers @ replicas`; replicas are apart by `;`, their ranks by `,`. So
     `1x4: 2@0,1 | 4@2 / 2x2: 6@3` has a pipeline of two stages, the first two ranks wide, beside a card. A
     stage may end with its own recompute: `4@2 full` or, of its first three layers, `4@2 full:3`.
+    `stage_keys` are further keys of the stages, a value for each in the order of the text.
     """
     pipelines: list[PipelinePlan] = []
+    further = zip(*stage_keys.values(), strict=True) if stage_keys else itertools.repeat(())
     for part in text.split("/"):
         shape, _, stages = part.partition(":")
         size, _, number = shape.partition("x")
@@ -133,6 +137,7 @@ def parse_plan(
                         embedding=s == 0,
                         head=s == len(cut) - 1,
                         **_recompute(own[1:] or [recompute]),
+                        **dict(zip(stage_keys, next(further), strict=True)),
                     )
                     for s, own in enumerate(words)
                 ),

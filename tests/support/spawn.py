@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 600
 
 
 def free_port() -> int:

@@ -264,6 +264,8 @@ def _stage_facts(plan: Plan, p: int, s: int) -> Facts:
         "recompute": stage.recompute,
         "recomputed_layers": stage.num_recomputed,
     }
+    if plan.optimizer_sharding:
+        facts["optimizer_share"] = stage.optimizer_share
     for entry in plan.forecast.stages if plan.forecast else ():
         if (entry.pipeline, entry.stage) == (p, s):
             facts["peak_memory_bytes"] = entry.peak_memory_bytes

@@ -46,6 +46,9 @@ class StagePlan:
     recompute: Recompute = "none"
     recompute_layers: Count | None = None
     """How many of the layers, the first ones, are recomputed; None: all, unless `recompute` is none."""
+    optimizer_share: Annotated[float, Gt(0), Le(1e6)] = 1.0
+    """With optimizer_sharding: how much of the optimizer state the stage holds, against the other owners
+    of the same layers (3 beside 1: three quarters)."""
     optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
     """Fraction of the optimizer state kept on the host."""
 
@@ -150,6 +153,17 @@ class Plan:
     def world_size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def optimizer_shares(self) -> tuple[float, ...]:
+        """Each rank's `optimizer_share`."""
+        shares = {
+            rank: stage.optimizer_share
+            for pipeline in self.pipelines
+            for stage in pipeline.stages
+            for rank in stage.ranks
+        }
+        return tuple(shares[rank] for rank in range(self.world_size))
+
     def device_type(self, rank: int) -> DeviceType | None:
         """The card of a rank; None if a hand-written plan names one that nobody described."""
         name = next(entry.type for entry in self.ranks if entry.rank == rank)
@@ -165,7 +179,12 @@ def plan_laws(plan: Plan) -> Iterator[Problem]:
     yield from _batch_laws(plan)
     yield from _rank_laws(plan)
     for p, pipeline in enumerate(plan.pipelines):
-        laws = (_layer_laws(pipeline, plan.model), _recompute_laws(pipeline), _replica_laws(pipeline, plan))
+        laws = (
+            _layer_laws(pipeline, plan.model),
+            _recompute_laws(pipeline),
+            _replica_laws(pipeline, plan),
+            _share_laws(pipeline, plan),
+        )
         for problem in itertools.chain(*laws):
             yield replace(problem, path=("pipelines", p, *problem.path))
 
@@ -308,6 +327,23 @@ def _replica_laws(pipeline: PipelinePlan, plan: Plan) -> Iterator[Problem]:
                 f"{len(stage.replicas)} replicas for {pipeline.num_micro_batches} micro-batches; "
                 "some would idle; use fewer",
             )
+
+
+def _share_laws(pipeline: PipelinePlan, plan: Plan) -> Iterator[Problem]:
+    first: dict[int, int] = {}
+    for s, stage in enumerate(pipeline.stages):
+        path, share = ("stages", s, "optimizer_share"), stage.optimizer_share
+        if share != 1 and not plan.optimizer_sharding:
+            nothing = "but optimizer_sharding is false: nothing is shared"
+            yield Problem(path, f"{share:g}, {nothing}; set optimizer_sharding: true, or leave this out")
+        for rank in stage.ranks:
+            # All stages of a rank lie in one card's memory.
+            before = first.setdefault(rank, s)
+            other = pipeline.stages[before].optimizer_share
+            if other != share:
+                there = f"rank {rank} has {other:g} in stage {before}"
+                yield Problem(path, f"{share:g}, but {there}; give all stages of a rank the same")
+                break
 
 
 def load_plan(path: str | Path) -> Plan:

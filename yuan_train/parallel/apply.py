@@ -82,7 +82,6 @@ def parallelize(
             split_backward(module, queues[stage], parts.sharding)
     parameters = {name: p for module in modules.values() for name, p in module.named_parameters()}
     buckets = _flatten(grid, rank, parameters, shards)
-    share = SharedState if plan.optimizer_sharding else WholeState
     workers = grid.workers(place.pipeline)
     table = pipeline_table(plan, place.pipeline)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
@@ -97,7 +96,7 @@ def parallelize(
         parts=modules,
         queues=queues,
         shards=shards,
-        states=tuple(share(bucket, groups) for bucket in buckets),
+        states=tuple(_state(plan, bucket, groups) for bucket in buckets),
         buckets=tuple(buckets),
         groups=groups,
         bridge=Bridge(grid, place, groups, Boundary(shape, dtype, device), window=window)
@@ -139,6 +138,12 @@ def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None
     for other in others.values():
         if "embedding" in module._modules and "embedding" in other._modules:
             module._modules["embedding"].weight = other._modules["embedding"].weight  # pyright: ignore
+
+
+def _state(plan: Plan, bucket: FlatBucket, groups: Groups) -> BucketState:
+    if plan.optimizer_sharding:
+        return SharedState(bucket, groups, plan.optimizer_shares)
+    return WholeState(bucket, groups)
 
 
 def _flatten(

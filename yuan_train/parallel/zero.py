@@ -1,13 +1,13 @@
 """Optimizer state: whole on every owner, or shared out among the owners of a slice (ZeRO-1).
 
 Shared out, a rank holds masters and AdamW's two averages for its range of each of its slices. Gradients are
-summed to the range's holder, and the stepped weights come back from it; both go owner by owner, for gloo has
-no uneven all-gather.
+summed to the range's holder, and the stepped weights come back from it; both go owner by owner, for ranges
+are unequal and gloo has no uneven all-gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,9 +81,9 @@ class WholeState:
 
 
 class SharedState:
-    """The state of a bucket, shared out among its owners by `shares`."""
+    """The state of a bucket, shared out among its owners in proportion to `shares`, by rank."""
 
-    def __init__(self, bucket: FlatBucket, groups: Groups, shares: Mapping[int, float] | None = None) -> None:
+    def __init__(self, bucket: FlatBucket, groups: Groups, shares: Sequence[float]) -> None:
         self._bucket = bucket
         self._groups = groups
         self._ranges = [_ranges(part, shares) for part in bucket.slices]
@@ -173,9 +173,9 @@ class SharedState:
 BucketState = WholeState | SharedState
 
 
-def _ranges(part: Slice, shares: Mapping[int, float] | None) -> dict[int, tuple[int, int]]:
+def _ranges(part: Slice, shares: Sequence[float]) -> dict[int, tuple[int, int]]:
     """Each holder's range of a slice, in proportion to its share."""
-    weights = [1.0 if shares is None else shares[rank] for rank in part.group]
+    weights = [shares[rank] for rank in part.group]
     total, done, start = sum(weights), 0.0, 0
     ranges: dict[int, tuple[int, int]] = {}
     for rank, weight in zip(part.group, weights, strict=True):

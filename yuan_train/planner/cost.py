@@ -227,6 +227,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """
     cards = [[_cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
     owners = _owner_sets(plan, cards)
+    shares = _optimizer_shares(plan, cards)
     sums = _sum_seconds(costs, plan, cards, owners)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
@@ -235,7 +236,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     seen: dict[tuple[object, ...], Simulation] = {}
     for p, pipeline in enumerate(plan.pipelines):
         own = [
-            _stage_cost(costs, plan, cards, p, s, sync_seconds=sums[p, s], num_owners=owners[p, s])
+            _stage_cost(costs, plan, cards, p, s, sync_seconds=sums[p, s], optimizer_share=shares[p, s])
             for s in range(len(pipeline.stages))
         ]
         own = _card_memory(plan, pipeline, workers[p], own)
@@ -396,7 +397,7 @@ def _card_of(costs: Costs, plan: Plan, rank: int) -> Card:
 
 
 def _stage_cost(
-    costs: Costs, plan: Plan, cards: _Cards, p: int, s: int, *, sync_seconds: float, num_owners: int
+    costs: Costs, plan: Plan, cards: _Cards, p: int, s: int, *, sync_seconds: float, optimizer_share: float
 ) -> StageCost:
     """A stage by its slowest replica and its tightest card."""
     pipeline, model = plan.pipelines[p], plan.model
@@ -410,8 +411,7 @@ def _stage_cost(
     units = slowest.units[where]
     types = [costs.setting.cluster.device_type(card.type) for replica in replicas for card in replica]
     tightest = min(types, key=lambda device: device.memory - device.reserved)
-    share = 1.0 / num_owners if plan.optimizer_sharding else 1.0
-    traffic = STATE_BYTES[costs.setting.precision].update_traffic * share
+    traffic = STATE_BYTES[costs.setting.precision].update_traffic * optimizer_share
     count = _stage_in_flight(plan, pipeline, s)
     layer = slowest.units[1]
     return StageCost(
@@ -439,7 +439,7 @@ def _stage_cost(
             in_flight=count,
             boundary_bytes=slowest.boundary_bytes,
             reserved_bytes=float(tightest.reserved),
-            optimizer_share=share,
+            optimizer_share=optimizer_share,
         ),
         capacity_bytes=float(tightest.memory),
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
@@ -506,12 +506,38 @@ def _together(mine: Sequence[StageCost], lane: Lane, *, tied: bool) -> MemoryFor
 def _owner_sets(plan: Plan, cards: _Cards) -> dict[tuple[int, int], int]:
     """How many replicas own a stage's units: the fewest over its units, by pipeline and stage."""
     holders = _holders(plan, cards)
-    where = {
+    return {
+        key: min((len(holders[u]) for u in units), default=1) for key, units in _units_by_stage(plan).items()
+    }
+
+
+def _optimizer_shares(plan: Plan, cards: _Cards) -> dict[tuple[int, int], float]:
+    """What each owner of a stage's units holds of their optimizer state: the most over the units, by pipeline
+    and stage."""
+    where = _units_by_stage(plan)
+    if not plan.optimizer_sharding:
+        return dict.fromkeys(where, 1.0)
+    holders, weights = _holders(plan, cards), plan.optimizer_shares
+    weight = {
+        replica: weights[ranks[0]]
+        for pipeline, row in zip(plan.pipelines, cards, strict=True)
+        for stage, replicas in zip(pipeline.stages, row, strict=True)
+        for ranks, replica in zip(stage.replicas, replicas, strict=True)
+    }
+    totals = [math.fsum(weight[replica] for replica in replicas) for replicas in holders]
+    return {
+        (p, s): max((weight[cards[p][s][0]] / totals[u] for u in units), default=1.0)
+        for (p, s), units in where.items()
+    }
+
+
+def _units_by_stage(plan: Plan) -> dict[tuple[int, int], range]:
+    """The units of each stage, by pipeline and stage."""
+    return {
         (p, s): range(*stage_units(stage, plan.model.num_layers).indices(plan.model.num_layers + 2))
         for p, pipeline in enumerate(plan.pipelines)
         for s, stage in enumerate(pipeline.stages)
     }
-    return {key: min((len(holders[u]) for u in units), default=1) for key, units in where.items()}
 
 
 def _holders(plan: Plan, cards: _Cards) -> list[tuple[Replica, ...]]:
