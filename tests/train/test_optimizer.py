@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def test_linear_and_constant() -> None:
     assert learning_rate(50, config(schedule="constant"), decay_steps=10) == 1.0
 
 
-STATES = {"whole": WholeState, "shared": SharedState}
+STATES = {"whole": WholeState, "shared": partial(SharedState, shares=(1.0,))}
 
 
 def flat_bucket(model: torch.nn.Module) -> FlatBucket:
