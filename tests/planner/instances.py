@@ -62,10 +62,12 @@ def case_instance(case: dict[str, Any]) -> Instance:
     )
 
 
-def random_case(seed: int) -> dict[str, Any]:
-    """A small case in the schema of planner_cases.json; links from free to slower than the compute."""
+def random_case(seed: int, *, size: tuple[int, int] | None = None) -> dict[str, Any]:
+    """A small case in the schema of planner_cases.json, or one of so many devices and layers; links from free
+    to slower than the compute."""
     chance = np.random.default_rng(seed)
     num_devices, num_layers = int(chance.integers(1, 5)), int(chance.integers(4, 9))
+    num_devices, num_layers = size or (num_devices, num_layers)
     kinds = ["X", "Y", "Z"][: int(chance.integers(1, 4))]
     speed = {kind: float(chance.uniform(0.3, 3.0)) for kind in kinds}
     layers = []

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.planner.instances import CASES, brute_force, case_instance, event_simulation, random_case
 from yuan_train.planner.orders import count_order, nearest_miss, slot_classes, solve
 from yuan_train.planner.partition import StageTables, area_bound_seconds, threshold_bounds
+from yuan_train.planner.proof import promising_cuts, promising_orders
 
 
 def two_cards(**changes):
@@ -91,9 +92,41 @@ def test_as_good_as_brute_force(seed):
     if best is None:
         assert not solution.cuts
         return
+    assert solution.exact
     assert solution.cuts, "the planner found nothing where something fits"
     assert solution.cuts[0].step_seconds == pytest.approx(best, rel=1e-9)
     assert area_bound_seconds(instance) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 5])
+def test_five_unlike_cards_are_proven(seed):
+    case = random_case(seed, size=(5, 8)) | {"order": None, "use_all_devices": True}
+    best = brute_force(case)
+    solution = solve(case_instance(case))
+    assert solution.exact
+    assert (solution.cuts[0].step_seconds if solution.cuts else None) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_limit_excludes_no_order_that_beats_it():
+    """Just above the optimum the orders of the best plans are left, just below it none of their cuts is."""
+    entry = CASES["c1_a100x2_v100x2_12L_compute_bound"]
+    tables = StageTables(case_instance(entry["case"]))
+    best, classes = entry["expect"]["optimum_s"], slot_classes(tables.instance)
+    above = promising_orders(tables, classes, range(4, 5), best * (1 + 1e-9), max_rows=1000)
+    assert above.complete
+    kinds = {tuple(int(classes[slot]) for slot in order) for order in above.orders}
+    winners = entry["expect"]["optimal_plans"]
+    assert {tuple(int(classes[slot]) for slot in plan["order"]) for plan in winners} <= kinds
+    for plan in winners:
+        order = np.array([plan["order"]])
+        bounds = np.concatenate(([0], np.cumsum(plan["layers"])))
+        kept = promising_cuts(tables, order, best * (1 + 1e-9), max_rows=10_000)
+        assert (kept.bounds == bounds).all(axis=1).any()
+
+
+def test_a_proof_without_means_is_given_up():
+    case = random_case(0, size=(5, 8)) | {"order": None, "use_all_devices": True}
+    assert not solve(case_instance(case), max_work=1).exact
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)

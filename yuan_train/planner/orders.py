@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,19 +28,22 @@ from yuan_train.planner.partition import (
     area_bound_seconds,
     estimate_cuts,
     find_shortfall,
-    latest_starts,
     make_cut,
-    promising_bounds,
-    row_iterator,
     simulate_cuts,
     threshold_bounds,
 )
+from yuan_train.planner.proof import Orders, promising_cuts, promising_orders
 
-MAX_PROVEN_ORDERS = 2_500
-"""Different orders up to which all are looked at: any six unlike cards, subsets included."""
-MAX_PROVEN_STEPS = 60_000_000
-"""Simulated steps (plans * stages * micro-batches) up to which the proof goes on."""
-MAX_ROWS_PER_ORDER = 200_000
+MAX_PARTIAL_ORDERS = 120_000
+"""Ends of orders that a proof follows at a time: all those of any eight unlike cards."""
+MAX_BLOCK = 256
+"""Orders that are cut together."""
+MAX_ROWS = 200_000
+"""Cuts that are looked at together."""
+MAX_WORK = 6_000_000_000
+"""About half a minute."""
+WORK_PER_STEP = 8
+"""Numbers that simulating one step of one plan goes through, beside a table's one per cell."""
 MAX_SEED_ORDERS = 64
 MAX_MOVE_ROUNDS = 40
 MAX_SMALL_SLOTS = 8
@@ -67,6 +70,8 @@ class Solution:
     """Whether the first cut is proven to be the fastest in the simulation (or that nothing fits)."""
     lower_bound_seconds: float
     num_simulated: int
+    work: int
+    """Numbers that the search went through, about: what a budget is counted in."""
 
 
 class _Pool:
@@ -76,6 +81,7 @@ class _Pool:
         self.tables = tables
         self.best: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
         self.num_simulated = 0
+        self.work = 0
 
     @property
     def limit(self) -> float:
@@ -86,6 +92,7 @@ class _Pool:
         """Simulate cuts of equal length and keep the best."""
         seconds = simulate_cuts(self.tables, orders, bounds)
         self.num_simulated += len(seconds)
+        self.work += WORK_PER_STEP * orders.size * self.tables.instance.num_micro_batches
         best = np.arange(len(seconds))
         if len(seconds) > KEPT:
             best = np.flatnonzero(seconds <= np.partition(seconds, KEPT)[KEPT])
@@ -102,9 +109,11 @@ class _Pool:
         return tuple(make_cut(self.tables, order, bounds, self.best[order, bounds]) for order, bounds in keys)
 
 
-def solve(instance: Instance, *, prove: bool = True, stopped: Callable[[], bool] = lambda: False) -> Solution:
-    """The fastest cut of an instance, in the simulation. `stopped` may end the search early; without `prove`
-    it is the best that moves find.
+def solve(
+    instance: Instance, *, max_work: int = MAX_WORK, stopped: Callable[[], bool] = lambda: False
+) -> Solution:
+    """The fastest cut of an instance, in the simulation. `stopped` may end the search early; a proof that
+    takes more than `max_work` is given up, and the best that was found by then returned.
 
     The same instance gives the same solution, unless `stopped` intervened.
     """
@@ -118,21 +127,19 @@ def solve(instance: Instance, *, prove: bool = True, stopped: Callable[[], bool]
         if bounds:
             pool.add(np.tile(np.array(order), (len(bounds), 1)), np.array(bounds))
     improved = _improve(pool, classes, stopped)
-    exact = prove and _prove(pool, classes, stopped) and improved
+    exact = _prove(pool, classes, max_work, stopped) and improved
     bound = area_bound_seconds(instance)
     cuts = pool.cuts()
     if exact and cuts:
         bound = max(bound, cuts[0].step_seconds)
-    return Solution(cuts=cuts, exact=exact, lower_bound_seconds=bound, num_simulated=pool.num_simulated)
+    return Solution(
+        cuts=cuts, exact=exact, lower_bound_seconds=bound, num_simulated=pool.num_simulated, work=pool.work
+    )
 
 
 def is_small(instance: Instance) -> bool:
-    """Whether `solve` looks at every order of an instance."""
-    if instance.num_slots > MAX_SMALL_SLOTS or instance.schedule in SPLIT_SCHEDULES:
-        return False
-    classes = slot_classes(instance)
-    few = itertools.islice(all_orders(instance, classes), MAX_PROVEN_ORDERS + 1)
-    return sum(1 for _ in few) <= MAX_PROVEN_ORDERS
+    """Whether a proof that looks at every order of an instance has bounds to go by, and is within reach."""
+    return instance.num_slots <= MAX_SMALL_SLOTS and instance.schedule not in SPLIT_SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +199,7 @@ def refine(drawn: Sketch, *, stopped: Callable[[], bool] = lambda: False) -> Sol
         exact=False,
         lower_bound_seconds=area_bound_seconds(tables.instance),
         num_simulated=len(finalists),
+        work=0,
     )
 
 
@@ -488,33 +496,49 @@ def neighbours(
 # --- proving ---------------------------------------------------------------------------------------------
 
 
-def _prove(pool: _Pool, classes: Integers, stopped: Callable[[], bool]) -> bool:
-    """Look at every order; True if all were excluded or searched to the end."""
-    instance, tables = pool.tables.instance, pool.tables
-    orders = list(itertools.islice(all_orders(instance, classes), MAX_PROVEN_ORDERS + 1))
-    if len(orders) > MAX_PROVEN_ORDERS:
-        return False
-    steps_left = MAX_PROVEN_STEPS
-    ranked = sorted(_hopeful(tables, orders, pool.limit), key=lambda item: (-item[0], item[1]))
-    for _, order in ranked:
-        if stopped():
+def _prove(pool: _Pool, classes: Integers, max_work: int, stopped: Callable[[], bool]) -> bool:
+    """Look at every order that a bound does not exclude; True if all were searched to the end."""
+    tables, limit = pool.tables, pool.limit
+    cells = (tables.instance.num_units + 1) ** 2
+    most = min(MAX_PARTIAL_ORDERS, max_work // cells)
+    found = promising_orders(tables, classes, lengths(tables.instance), limit, max_rows=most)
+    pool.work += found.num_partial * cells
+    if not pool.best and found.orders:
+        # Each of these fits somehow: any cut of one gives a limit to go by.
+        first = found.orders[0]
+        bounds = threshold_bounds(tables, first)
+        pool.add(np.tile(np.array(first), (len(bounds), 1)), np.array(bounds))
+        return _prove(pool, classes, max_work, stopped)
+    todo = [(np.array(orders), slack) for orders, slack in _blocks(tables, found)][::-1]
+    while todo:
+        orders, slack = todo.pop()
+        if math.isfinite(limit) and slack < (limit - pool.limit) * (1 - 1e-9):
+            continue
+        cuts = promising_cuts(tables, orders, pool.limit, max_rows=MAX_ROWS)
+        pool.work += orders.size * cells
+        if not cuts.complete and len(orders) > 1:
+            half = len(orders) // 2
+            todo += [(orders[half:], slack), (orders[:half], slack)]
+            continue
+        if not cuts.complete or pool.work > max_work or stopped():
             return False
-        limit = pool.limit
-        rows, whole = promising_bounds(tables, order, limit, max_rows=MAX_ROWS_PER_ORDER)
-        steps_left -= len(rows) * len(order) * instance.num_micro_batches
-        if not whole or steps_left < 0:
-            return False
-        for block in row_iterator(rows, SIMULATION_ROWS):
-            pool.add(np.tile(np.array(order), (len(block), 1)), block)
-    return True
+        for first in range(0, len(cuts.bounds), SIMULATION_ROWS):
+            rows = slice(first, first + SIMULATION_ROWS)
+            pool.add(orders[cuts.order_of[rows]], cuts.bounds[rows])
+    return found.complete
 
 
-def _hopeful(
-    tables: StageTables, orders: Iterable[tuple[int, ...]], limit_seconds: float
-) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Orders that a bound does not exclude, each with its slack (how late its first stage may start)."""
-    limit = limit_seconds if math.isfinite(limit_seconds) else 1e300
-    for order in orders:
-        slack = float(latest_starts(tables, order, limit)[0][0])
-        if slack >= 0.0:
-            yield slack, order
+def _blocks(tables: StageTables, found: Orders) -> Iterator[tuple[list[tuple[int, ...]], float]]:
+    """The orders in blocks that are cut together, first small ones, which lower the limit; and the largest
+    slack of each. The stages of a block have the same numbers of replicas."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, order in enumerate(found.orders):
+        groups.setdefault(tuple(tables.instance.replicas[list(order)].tolist()), []).append(number)
+    blocks: list[list[int]] = []
+    for numbers in groups.values():
+        first, size = 0, 1
+        while first < len(numbers):
+            blocks.append(numbers[first : first + size])
+            first, size = first + size, min(2 * size, MAX_BLOCK)
+    for block in sorted(blocks, key=lambda block: block[0]):
+        yield [found.orders[i] for i in block], found.slack_seconds[block[0]]

@@ -13,7 +13,7 @@ from the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -457,61 +457,7 @@ def _minimal_sum(
     return float(best[0]), tuple(bounds)
 
 
-# --- proof -----------------------------------------------------------------------------------------------
-
-
-def latest_starts(tables: StageTables, order: Sequence[int], limit_seconds: float) -> list[Floats]:
-    """How late stage s may get its first input when it begins at unit u, [P][U+1], for the step to beat a
-    limit.
-
-    From  step >= sum_{j<s}(w_j + c_j) + m * w_s  for every stage s, which no schedule with one stage per card
-    can beat: micro-batch 0 must come down and micro-batch m-1's gradient go back up. Negative: it cannot.
-    """
-    x = tables.instance
-    lines, edges = tables.lines(order), _edge_seconds(tables, order)
-    num_units = x.num_units
-    limit = limit_seconds - x.ends_seconds[order[0], order[-1]]
-    latest = np.full(num_units + 1, -np.inf)
-    latest[num_units] = np.inf
-    result: list[Floats] = []
-    for s in range(len(order) - 1, -1, -1):
-        behind = latest if s == len(order) - 1 else latest - edges[s]
-        fits = np.isfinite(lines[s])
-        seconds = np.where(fits, lines[s], 0.0)
-        earliest = np.minimum(limit - tables.turns(order[s]) * seconds, behind - seconds)
-        latest = np.where(fits, earliest, -np.inf).max(axis=1)
-        result.append(latest)
-    return result[::-1]
-
-
-def promising_bounds(
-    tables: StageTables, order: Sequence[int], limit_seconds: float, *, max_rows: int
-) -> tuple[Integers, bool]:
-    """Cuts of an order, [N, P + 1], whose lower bound is within the limit; and whether these are all."""
-    x = tables.instance
-    latest = latest_starts(tables, order, limit_seconds)
-    lines, edges = tables.lines(order), _edge_seconds(tables, order)
-    slack = 1e-12 * abs(limit_seconds) if math.isfinite(limit_seconds) else 0.0
-    limit = limit_seconds - x.ends_seconds[order[0], order[-1]]
-    rows = np.zeros((1, 1), dtype=np.int64)
-    started = np.zeros(1)
-    if latest[0][0] < -slack:
-        return np.zeros((0, len(order) + 1), dtype=np.int64), True
-    whole = True
-    for s, line in enumerate(lines):
-        own = line[rows[:, -1]]
-        arrival = started[:, None] + own + (edges[s] if s < len(edges) else 0.0)
-        good = np.isfinite(own) & (started[:, None] + tables.turns(order[s]) * own <= limit + slack)
-        if s < len(lines) - 1:
-            good &= arrival <= latest[s + 1] + slack
-        else:
-            good[:, :-1] = False
-        picked, ends = np.nonzero(good)
-        if len(picked) > max_rows:
-            picked, ends, whole = picked[:max_rows], ends[:max_rows], False
-        rows = np.concatenate((rows[picked], ends[:, None]), axis=1)
-        started = arrival[picked, ends]
-    return rows, whole
+# --- bounds ----------------------------------------------------------------------------------------------
 
 
 def area_bound_seconds(instance: Instance) -> float:
@@ -626,8 +572,3 @@ def _range_maxima(values: Floats) -> Floats:
     for first in range(units):
         result[:, first, first + 1 :] = np.maximum.accumulate(values[:, first:], axis=1)
     return result
-
-
-def row_iterator(rows: Integers, size: int) -> Iterator[Integers]:
-    """Blocks of rows."""
-    return (rows[i : i + size] for i in range(0, len(rows), size))

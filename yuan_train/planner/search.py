@@ -53,12 +53,13 @@ from yuan_train.planner.partition import SPLIT_SCHEDULES, Cut, Instance, Shortfa
 NUM_RUNNERS_UP = 4
 MAX_FINALISTS = 100
 """Plans simulated once more, whole, with every cost that a step has."""
-MAX_SMALL_STEPS = 640
-"""Stages * micro-batches up to which a shape is searched to its end."""
-SOLVED_STEPS = 1_000
+FEW_CARDS = 16
+MAX_SMALL_STEPS, MAX_SMALL_STEPS_OF_FEW = 640, 10_000
+"""Stages * micro-batches up to which a shape is searched to its end; with few cards it is worth more."""
+SOLVED_STEPS, SOLVED_STEPS_OF_FEW = 1_000, 40_000
 """The same, summed over the shapes that are searched so; the rest is sketched."""
-MAX_PROVING = 200_000
-"""Simulated plans after which shapes are searched without proof."""
+PROOF_WORK, PROOF_WORK_OF_FEW = 100_000_000, 4_000_000_000
+"""What all proofs together may take; see `orders.Solution.work`."""
 SKETCH_WORK = 12_000_000
 """Cells of dynamic programming (stages * units^2) that all sketches together may fill."""
 MAX_REFINED_SHAPES = 3
@@ -279,7 +280,11 @@ class _Search:
         self.candidates: list[Candidate] = []
         self.best = self.lower_bound = float("inf")
         self.exact = True
-        self.num_simulated = self.solved_steps = self.num_proving = 0
+        self.num_simulated = self.solved_steps = 0
+        few = len(costs.setting.cluster.cards) <= FEW_CARDS
+        self.max_steps = MAX_SMALL_STEPS_OF_FEW if few else MAX_SMALL_STEPS
+        self.max_solved = SOLVED_STEPS_OF_FEW if few else SOLVED_STEPS
+        self.proof_work = PROOF_WORK_OF_FEW if few else PROOF_WORK
 
     def skip(self, bound: float) -> None:
         """A shape that is not looked at: excluded if its bound is above the best."""
@@ -289,17 +294,17 @@ class _Search:
     def may_solve(self, shape: Shape) -> bool:
         """Whether a shape may be small, and there is work left for it."""
         depth = min(len(shape.slots), self.costs.setting.model.num_layers + 2)
-        few = len(shape.slots) <= MAX_SMALL_SLOTS and depth * shape.num_micro_batches <= MAX_SMALL_STEPS
-        return few and self.solved_steps < SOLVED_STEPS
+        few = len(shape.slots) <= MAX_SMALL_SLOTS and depth * shape.num_micro_batches <= self.max_steps
+        return few and self.solved_steps < self.max_solved
 
     def solve(self, shape: Shape) -> bool:
         """Search a shape to its end; False if it is not small after all."""
         instance = make_instance(self.costs, shape, self.options)
         if not is_small(instance):
             return False
-        solution = solve(instance, prove=self.num_proving < MAX_PROVING, stopped=self.stopped)
+        solution = solve(instance, max_work=max(self.proof_work, 0), stopped=self.stopped)
         self.solved_steps += instance.num_slots * shape.num_micro_batches
-        self.num_proving += solution.num_simulated
+        self.proof_work -= solution.work
         proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
         self._take(shape, instance, solution, proven=proven)
         return True
