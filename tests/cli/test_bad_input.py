@@ -76,8 +76,8 @@ PLANS: dict[str, tuple[Callable[[dict], object], str]] = {
     "a batch that does not add up": (lambda p: p.update(global_batch_size=9), "take 8 sequences"),
     "an unknown key": (lambda p: p.update(scedule="1f1b"), "did you mean 'schedule'"),
     "something that is not there yet": (
-        lambda p: stage(p, 0).update(recompute="selective"),
-        "cannot be run yet: .*selective; use none or full",
+        lambda p: stage(p, 0).update(optimizer_offload=0.5),
+        "cannot be run yet: .*optimizer_offload: 0.5; use 0",
     ),
 }
 

@@ -255,7 +255,7 @@ def test_a_future_token_changes_nothing(make_model, tokens_BS):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_recompute_changes_no_bit(make_model, tokens_BS, dtype):
     gradients = []
-    for recompute, layers in (("none", None), ("full", None), ("full", 1)):
+    for recompute, layers in (("none", None), ("selective", None), ("full", None), ("full", 1)):
         model = make_model(recompute=recompute, recompute_layers=layers, dtype=dtype, init_std=0.1)
         loss = model.loss(model(tokens_BS, **resets_of(tokens_BS)), tokens_BS.roll(-1, 1))
         loss.backward()
@@ -268,6 +268,7 @@ def test_recompute_changes_no_bit(make_model, tokens_BS, dtype):
 def test_recompute_keeps_less(make_model, tokens_BS):
     kept = {}
     for recompute, layers in (("none", None), ("full", None), ("full", 1)):
+        # What selective recompute keeps is counted in test_recompute.py: its hooks stand before these.
         model = make_model(recompute=recompute, recompute_layers=layers)
         sizes = []
 

@@ -67,7 +67,19 @@ PLANS: dict[str, dict] = {
         "optimizer_share": [1, 3, 7, 1],
     },
     "recomputed": {"text": "1x8: 2@0,1 | 4@2;3", "recompute": "full"},
-    "first layers recomputed": {"text": "1x8: 3@0 full:2 | 2@1,2 full:1 | 1@3 full"},
+    "recompute of all kinds": {"text": "1x8: 2@0,1 selective | 3@2;3 full:2 | 1@4"},
+    "recompute of all kinds, gpipe": {
+        "text": "2x4: 1@0 full | 4@1,2 selective:3 | 1@3 selective",
+        "schedule": "gpipe",
+    },
+    "recompute of all kinds, interleaved": {
+        "text": "1x8: 1@0 selective | 2@1 full:1 | 1@2 | 1@0 | 1@1 full | 0@2 selective",
+        "schedule": "interleaved_1f1b",
+    },
+    "recompute of all kinds, zero bubble": {
+        "text": "1x8: 1@0,1 selective | 2@2 full:1 | 2@2 selective:1 | 1@0,1",
+        "schedule": "zero_bubble",
+    },
     "recomputed, zero bubble": {
         "text": "1x8: 1@0,1 | 2@2 | 2@2 | 1@0,1",
         "schedule": "zero_bubble",
@@ -164,6 +176,8 @@ CONTROLS = {
     "unlike widths side by side": "gradient_sum",
     "interleaved": "gradient_sum",
     "zero bubble": "gradient_sum",
+    "recompute of all kinds": "remaking",
+    "recompute of all kinds, zero bubble": "remaking",
     "shared state of unlike widths": "shared_gradient_sum",
     "unequal shares": "shared_gradient_sum",
     "unequal shares of replicas": "stepped_weights",
@@ -261,7 +275,7 @@ def lawful_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
         "text": text,
         "schedule": draw(st.sampled_from(["1f1b", "gpipe", "zero_bubble"])),
         "optimizer_sharding": sharded,
-        "recompute": draw(st.sampled_from(["none", "full"])),
+        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "optimizer_share": draw(shares) if sharded else [1] * num_stages,
     }
 

@@ -105,7 +105,7 @@ def entry(size=1, seconds=1.0, *, layers=1, recompute: Recompute = "none", kind=
     )
 
 
-def costs_of(given, *, size=1, recompute: Recompute = "none"):
+def costs_of(given, *, size=1, recompute: Recompute = "none", width=1):
     return card_costs(
         MODEL,
         sequence_length=128,
@@ -115,6 +115,7 @@ def costs_of(given, *, size=1, recompute: Recompute = "none"):
         type_name="Card",
         device=CARD,
         profile=given,
+        tensor_parallel=width,
     )
 
 
@@ -376,3 +377,26 @@ def test_first_layers_recomputed():
     assert [found[k].memory.activations for k in (1, 2, 3)] == [2 * 310, 2 * 220, 2 * 130]
     assert found[3].memory == found[None].memory and found[3].num_recomputed == 3
     assert layer_words(found[2]) == "0-2 +emb recompute 2" and layer_words(found[3]) == "0-2 +emb recompute"
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_selective_recompute_lies_between_none_and_full(width):
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    for given in (None, profile(entry(seconds=1.0))):
+        none, selective, full = (costs_of(given, recompute=kind, width=width).units[1] for kind in kinds)
+        assert none.forward_seconds == selective.forward_seconds == full.forward_seconds
+        # Fewer bytes for a few passes over memory, where full recompute runs the forward again.
+        assert full.activation_bytes < selective.activation_bytes < 0.75 * none.activation_bytes
+        redone = selective.backward_seconds - none.backward_seconds
+        assert 0 < redone < (full.backward_seconds - none.backward_seconds) / 2
+        assert none.transient_bytes < selective.transient_bytes < full.transient_bytes or given is not None
+        assert selective.backward_collectives == none.backward_collectives
+    assert "selective recompute derived" in costs_of(profile(entry()), recompute="selective").note
+
+
+def test_selective_recompute_keeps_the_whole_hidden_states_whole():
+    arguments = {"sequence_length": 128, "micro_batch_size": 1, "precision": "fp32", "logit_rows": 128}
+    one, two = (model_work(MODEL, **arguments, tensor_parallel=width).layer for width in (1, 2))
+    # Three norms' inputs with their statistics, and the taps.
+    whole = 128 * (4 * 4 * 64 + 3 * 4)
+    assert two.dear_bytes - whole == (one.dear_bytes - whole) / 2

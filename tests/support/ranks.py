@@ -14,6 +14,7 @@ import torch
 from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
+from yuan_train.model.recompute import _Recipe  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import collectives
 from yuan_train.parallel.zero import SharedState, WholeState
 from yuan_train.train.loop import Position, prepare, train
@@ -28,7 +29,7 @@ class Case:
     plan: Plan | None = None
     overrides: tuple[str, ...] = ()
     without: str = ""
-    """Negative control: the synchronisation to leave out; see `_leaving_out`."""
+    """Negative control: what to leave out; see `_leaving_out`."""
     port: int = field(default_factory=free_port)
 
     @property
@@ -64,7 +65,7 @@ def _run_case(rank: int, case: Case) -> None:
 
 @contextmanager
 def _leaving_out(what: str) -> Iterator[None]:
-    """Switch a synchronisation off for a negative control."""
+    """Switch a synchronisation, or what else makes the computation right, off for a negative control."""
     if not what:
         yield
         return
@@ -73,6 +74,7 @@ def _leaving_out(what: str) -> Iterator[None]:
         "shared_gradient_sum": (SharedState, "sum_gradients", _keep_own_gradient),
         "stepped_weights": (SharedState, "publish", lambda self: None),
         "tensor_sum": (collectives.dist, "all_reduce", _pass_small(collectives.dist.all_reduce)),
+        "remaking": (_Recipe, "make", _zeros_instead(_Recipe.make)),
         "hand_on": (collectives.dist, "broadcast", lambda *a, **k: None),
     }[what]
     before = getattr(owner, name)
@@ -92,6 +94,10 @@ def _keep_own_gradient(self: SharedState) -> None:
 def _pass_small(whole: Callable[..., Any]) -> Callable[..., Any]:
     """Sum numbers, as the norm and the loss need; leave activations and their gradients alone."""
     return lambda tensor, *a, **k: whole(tensor, *a, **k) if tensor.dim() < 3 else None
+
+
+def _zeros_instead(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda self: torch.zeros_like(make(self))
 
 
 def _config(case: Case):

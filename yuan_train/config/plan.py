@@ -402,8 +402,8 @@ def own_device_types(cluster: Cluster, names: set[str]) -> dict[str, DeviceType]
 RUNNABLE_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 """Schedules that the engine runs today."""
 
-RUNNABLE_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
-"""Kinds of recompute that the engine runs today."""
+RUNNABLE_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Kinds of recompute that the engine runs."""
 
 
 def check_runnable(plan: Plan) -> None:
@@ -420,7 +420,5 @@ def not_runnable(plan: Plan) -> Iterator[str]:
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             where = f"pipelines[{p}].stages[{s}]"
-            if stage.recompute not in RUNNABLE_RECOMPUTE:
-                yield f"{where}.recompute: {stage.recompute}; use {' or '.join(RUNNABLE_RECOMPUTE)}"
             if stage.optimizer_offload > 0:
                 yield f"{where}.optimizer_offload: {stage.optimizer_offload}; use 0"

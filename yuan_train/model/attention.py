@@ -22,6 +22,7 @@ from yuan_kernels import ops
 from yuan_train.config.model import ModelConfig
 from yuan_train.model.documents import DocumentRanges
 from yuan_train.model.layers import Linear, RMSNorm
+from yuan_train.model.recompute import KEEP_ALL, Keeping
 
 
 @dataclass
@@ -60,9 +61,12 @@ class LocalizedFilter(nn.Module):
         self.norm = RMSNorm(hidden, config.norm_epsilon, device=device, dtype=dtype)
         self.convolution = ops.localized_filter
 
-    def forward(self, u_BSH: Tensor, document_start: Tensor | None = None) -> Tensor:
+    def forward(
+        self, u_BSH: Tensor, document_start: Tensor | None = None, keeping: Keeping = KEEP_ALL
+    ) -> Tensor:
         """Return f [B, S, H]; `document_start` bool [B, S] or None."""
-        return self.norm.add(self.convolve(u_BSH, document_start), u_BSH)[0]
+        f_BSH, sum_BSH = self.norm.add(self.convolve(u_BSH, document_start), u_BSH)
+        return keeping.note(f_BSH, self.norm, sum_BSH)
 
     def step(
         self, u_BSH: Tensor, state: ops.FilterState, document_start: Tensor | None = None

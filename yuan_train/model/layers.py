@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from yuan_kernels import ops
 
+from yuan_train.model.recompute import KEEP_ALL, Keeping
+
 
 class Linear(nn.Module):
     """x weight^T without bias; weight is [out, in]."""
@@ -69,9 +71,9 @@ class FeedForward(nn.Module):
         self.up = Linear(hidden_size, 2 * ffn_hidden_size, device=device, dtype=dtype)
         self.down = Linear(ffn_hidden_size, hidden_size, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keeping: Keeping = KEEP_ALL) -> Tensor:
         """Return [B, S, H] of x [B, S, H]."""
-        return self.down(ops.swiglu(self.up(x)))
+        return self.down(keeping.run(ops.swiglu, self.up(x)))
 
 
 def rotary_tables(

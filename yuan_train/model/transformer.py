@@ -26,6 +26,7 @@ from yuan_train.config.model import ModelConfig, model_laws
 from yuan_train.model.attention import Attention, LayerCache, LocalizedFilter
 from yuan_train.model.documents import DocumentRanges
 from yuan_train.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
+from yuan_train.model.recompute import KEEP_ALL, Keeping, KeepingDear
 
 IGNORE_INDEX = -100
 """Target of a token that is not trained."""
@@ -62,13 +63,15 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor],
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
+        keeping: Keeping = KEEP_ALL,
     ) -> Tensor:
         """Return [B, S, H]."""
-        u_BSH = self.attention_norm(x_BSH)
-        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start)
+        u_BSH = keeping.note(self.attention_norm(x_BSH), self.attention_norm, x_BSH)
+        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start, keeping)
         attended_BSH = self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
         u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
-        return x_BSH + self.feed_forward(u_BSH)
+        keeping.note(u_BSH, self.feed_forward_norm, x_BSH)
+        return x_BSH + self.feed_forward(u_BSH, keeping)
 
     def step(
         self,
@@ -104,7 +107,7 @@ class Transformer(nn.Module):
         layers: tuple[int, int] | None = None,
         embedding: bool = True,
         head: bool = True,
-        recompute: Literal["none", "full"] | str = "none",
+        recompute: Literal["none", "selective", "full"] | str = "none",
         recompute_layers: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -116,7 +119,8 @@ class Transformer(nn.Module):
             layers: half-open range of global layer numbers, possibly empty; None for all.
             embedding: whether the part begins with the token embedding.
             head: whether it ends with the final norm and the output matrix.
-            recompute: `none`, or `full` to keep only each layer's input and run it again in the backward.
+            recompute: `none`; `selective` to make norms and the SwiGLU product again in the backward; or
+                `full` to keep only each layer's input and run it again.
             recompute_layers: how many of the part's layers, the first ones, `recompute` is for; None for all.
             device: where the parameters are; None for the CPU.
             dtype: of all parameters, and of what passes between the layers.
@@ -131,8 +135,8 @@ class Transformer(nn.Module):
         first, last = layers if layers is not None else (0, config.num_layers)
         if not 0 <= first <= last <= config.num_layers:
             raise ValueError(f"layers [{first}, {last}) do not lie within [0, {config.num_layers})")
-        if recompute not in ("none", "full"):
-            raise ValueError(f"recompute {recompute!r} is unknown; use 'none' or 'full'")
+        if recompute not in ("none", "selective", "full"):
+            raise ValueError(f"recompute {recompute!r} is unknown; use 'none', 'selective' or 'full'")
         self.config = config
         self.has_embedding = embedding
         self.has_head = head
@@ -269,6 +273,10 @@ def _run(
 ) -> Tensor:
     if recompute == "none" or not torch.is_grad_enabled():
         return block(x_BSH, rotary, document_start, document_ranges)
+    if recompute == "selective":
+        keeping = KeepingDear()
+        with keeping.saving():
+            return block(x_BSH, rotary, document_start, document_ranges, keeping)
     # Nothing in a layer is random, so there is no generator state to keep.
     return cast(
         Tensor,

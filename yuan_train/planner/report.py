@@ -239,12 +239,14 @@ def _stage_busy(cost: PlanCost, s: int) -> float:
 
 
 def layer_words(stage: StageCost) -> str:
-    """`0-9 +emb`, `none +head`; `recompute` where all layers run twice, `recompute 3` where three do."""
+    """`0-9 +emb`, `none +head`; `recompute` where all layers run twice, `recompute 3` where three do, and
+    `selective` for `recompute` where only parts of them do."""
     first, end = stage.layers
     words = [f"{first}-{end - 1}" if end > first + 1 else str(first) if end > first else "none"]
     words += ["+emb"] * stage.embedding + ["+head"] * stage.head
     if stage.num_recomputed:
-        words += ["recompute"] + [str(stage.num_recomputed)] * (stage.num_recomputed < end - first)
+        words += ["selective" if stage.recompute == "selective" else "recompute"]
+        words += [str(stage.num_recomputed)] * (stage.num_recomputed < end - first)
     return " ".join(words)
 
 

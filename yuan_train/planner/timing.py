@@ -1,7 +1,7 @@
 """Seconds and bytes of each unit on one type of card: a measured entry, else a roofline estimate.
 
 A measured entry always wins. What it lacks is derived from it where that is sound (another micro-batch size,
-full recompute), and said in `note`; what cannot be derived is estimated from the catalogue.
+recompute), and said in `note`; what cannot be derived is estimated from the catalogue.
 """
 
 from __future__ import annotations
@@ -122,7 +122,11 @@ def card_costs(
     )
     update_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
     if profile is not None:
-        found = _measured(profile, type_name, micro_batch_size, recompute, tensor_parallel)
+        remade = _Remade(
+            kept_share=work.layer.kept_bytes(recompute) / work.layer.activation_bytes,
+            seconds=work.layer.remade_traffic_bytes / update_rate,
+        )
+        found = _measured(profile, type_name, micro_batch_size, recompute, tensor_parallel, remade)
         if found is not None:
             entry, note = found
             whole = not is_own(profile)
@@ -161,8 +165,23 @@ def is_own(profile: Profile) -> bool:
 # --- measured --------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Remade:
+    """What selective recompute changes of a layer, by the catalogue."""
+
+    kept_share: float
+    """Of the bytes kept without."""
+    seconds: float
+    """To make the rest again."""
+
+
 def _measured(
-    profile: Profile, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int
+    profile: Profile,
+    type_name: str,
+    micro_batch_size: int,
+    recompute: Recompute,
+    tensor_parallel: int,
+    remade: _Remade,
 ) -> tuple[ProfileEntry, str] | None:
     """The entry for this card, derived from its neighbours if need be; None if there is nothing to go by."""
     for width in dict.fromkeys((tensor_parallel, 1)):
@@ -181,7 +200,7 @@ def _measured(
                 continue
             entry, note = _at_size(entries, micro_batch_size)
             if measured_as != recompute:
-                layers = tuple(_recomputed(layer) for layer in entry.layers)
+                layers = tuple(_recomputed(layer, recompute, remade) for layer in entry.layers)
                 entry = replace(entry, layers=layers, recompute=recompute)
                 note += f"; {recompute} recompute derived from an entry without"
             if width != tensor_parallel:
@@ -216,8 +235,14 @@ def _narrowed(entry: ProfileEntry, width: int) -> ProfileEntry:
     )
 
 
-def _recomputed(layer: UnitProfile) -> UnitProfile:
-    """The same layer under full recompute: its backward runs the forward first, only its input is kept."""
+def _recomputed(layer: UnitProfile, recompute: Recompute, remade: _Remade) -> UnitProfile:
+    """The same layer under recompute. Full: its backward runs the forward first, only its input is kept."""
+    if recompute == "selective":
+        return replace(
+            layer,
+            backward_seconds=layer.backward_seconds + remade.seconds,
+            activation_bytes=layer.activation_bytes * remade.kept_share,
+        )
     return replace(
         layer,
         backward_seconds=layer.backward_seconds + layer.forward_seconds,
@@ -276,9 +301,9 @@ def _from_profile(
     derived = "recompute derived" in note
     costs: list[UnitCost] = []
     for unit, measured in zip(work.units, (entry.embedding, *layers, entry.head), strict=True):
-        again = recompute == "full" and unit is work.layer
-        transient = 0.0 if whole and not (again and derived) else unit.activation_bytes if again else 0.0
-        redone = measured.forward_seconds if again else 0.0
+        again = _held_again(unit, recompute) if unit is work.layer else 0.0
+        transient = 0.0 if whole and not (again and derived) else again
+        redone = measured.forward_seconds if again and recompute == "full" else 0.0
         costs.append(
             UnitCost(
                 forward_seconds=measured.forward_seconds,
@@ -302,6 +327,13 @@ def _from_profile(
 # --- estimated -------------------------------------------------------------------------------------------
 
 
+def _held_again(unit: UnitWork, recompute: Recompute) -> float:
+    """Bytes of what a unit did not keep, while its backward runs."""
+    if recompute == "full":
+        return unit.activation_bytes
+    return unit.activation_bytes - unit.kept_bytes(recompute)
+
+
 def _estimate(
     work: ModelWork, device: DeviceType, precision: Precision, recompute: Recompute
 ) -> tuple[UnitCost, ...]:
@@ -314,25 +346,27 @@ def _estimate(
     def seconds(flops: float, traffic_bytes: float) -> float:
         return flops / matrix_rate + traffic_bytes / memory_rate + UNIT_OVERHEAD_SECONDS
 
-    def cost(unit: UnitWork, *, again: bool) -> UnitCost:
+    def cost(unit: UnitWork, recompute: Recompute = "none") -> UnitCost:
         forward = seconds(unit.forward_flops, unit.forward_traffic_bytes)
         backward = seconds(unit.backward_flops, unit.backward_traffic_bytes)
+        redone = {"none": 0.0, "selective": unit.remade_traffic_bytes / memory_rate, "full": forward}
         return UnitCost(
             forward_seconds=forward,
-            backward_seconds=backward + (forward if again else 0.0),
+            backward_seconds=backward + redone[recompute],
             parameters=unit.parameters,
             parameter_bytes=float(state.parameters * unit.parameters),
             gradient_bytes=float(state.gradients * unit.parameters),
             optimizer_bytes=float(state.optimizer * unit.parameters),
-            activation_bytes=unit.input_bytes if again else unit.activation_bytes,
+            activation_bytes=unit.kept_bytes(recompute),
             logit_bytes=unit.logit_bytes,
-            transient_bytes=unit.transient_bytes + (unit.activation_bytes if again else 0.0),
+            transient_bytes=float(unit.transient_bytes + _held_again(unit, recompute)),
             output_bytes=unit.output_bytes,
             weight_seconds=backward / 2,
             forward_collectives=unit.forward_collectives,
-            backward_collectives=unit.backward_collectives + (unit.forward_collectives if again else 0),
+            backward_collectives=unit.backward_collectives
+            + (unit.forward_collectives if recompute == "full" else 0),
         )
 
-    layer = cost(work.layer, again=recompute == "full")
-    ends = [cost(unit, again=False) for unit in (work.embedding, work.head)]
+    layer = cost(work.layer, recompute)
+    ends = [cost(unit) for unit in (work.embedding, work.head)]
     return (ends[0], *[layer] * work.num_layers, ends[1])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.run import Recompute
 
 ELEMENT_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -58,6 +59,8 @@ class UnitWork:
     """Kept from the forward to the backward."""
     input_bytes: float
     """What is kept instead under full recompute."""
+    dear_bytes: float
+    """What is kept instead under selective recompute."""
     logit_bytes: float
     """The head's weight gradient, made in the forward and kept to the backward; 0 for other units."""
     transient_bytes: float
@@ -65,9 +68,19 @@ class UnitWork:
     output_bytes: float
     whole_bytes: float = 0.0
     """What of the activations every card of a tensor-parallel group keeps whole."""
+    dear_whole_bytes: float = 0.0
+    """The same under selective recompute."""
+    remade_traffic_bytes: float = 0.0
+    """Moved in the backward to make again what selective recompute does not keep."""
     forward_collectives: int = 0
     """Sums of a hidden state over a tensor-parallel group."""
     backward_collectives: int = 0
+
+    def kept_bytes(self, recompute: Recompute) -> float:
+        """Bytes kept from the forward to the backward."""
+        if recompute == "none":
+            return self.activation_bytes
+        return self.input_bytes if recompute == "full" else self.dear_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +126,8 @@ def _cut(unit: UnitWork, width: int) -> UnitWork:
     if width == 1:
         return unit
 
-    def share(bytes_: float) -> float:
-        whole = min(unit.whole_bytes, bytes_)
+    def share(bytes_: float, whole_bytes: float = unit.whole_bytes) -> float:
+        whole = min(whole_bytes, bytes_)
         return whole + (bytes_ - whole) / width
 
     return replace(
@@ -125,6 +138,8 @@ def _cut(unit: UnitWork, width: int) -> UnitWork:
         forward_traffic_bytes=share(unit.forward_traffic_bytes),
         backward_traffic_bytes=share(unit.backward_traffic_bytes),
         activation_bytes=share(unit.activation_bytes),
+        dear_bytes=share(unit.dear_bytes, unit.dear_whole_bytes),
+        remade_traffic_bytes=share(unit.remade_traffic_bytes),
         logit_bytes=unit.logit_bytes / width,
         transient_bytes=unit.transient_bytes / width,
     )
@@ -144,6 +159,21 @@ def layer_activation_bytes(model: ModelConfig, precision: Precision) -> int:
     return _whole_layer_bytes(model, precision) + _divided_layer_bytes(model, precision)
 
 
+def dear_layer_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Bytes per token that one layer keeps under selective recompute: 8H + 8P + 4F + 4N + 12 in bf16.
+
+    Of the above u, f, the feed-forward's input, silu and product are made again, by the norms from their
+    inputs and from `up`.
+    """
+    return _whole_dear_bytes(model, precision) + _divided_layer_bytes(model, precision, feed_forwards=2)
+
+
+def _whole_dear_bytes(model: ModelConfig, precision: Precision) -> int:
+    e, hidden = ELEMENT_BYTES[precision], model.hidden_size
+    norms, taps = (3, 1) if model.attention == "localized_filter" else (2, 0)
+    return norms * (e * hidden + _wide(precision)) + taps * e * hidden
+
+
 def _whole_layer_bytes(model: ModelConfig, precision: Precision) -> int:
     """Hidden states, that every card of a tensor-parallel group keeps."""
     e, wide, hidden = ELEMENT_BYTES[precision], _wide(precision), model.hidden_size
@@ -151,9 +181,11 @@ def _whole_layer_bytes(model: ModelConfig, precision: Precision) -> int:
     return norms * (e * hidden + wide) + kept * e * hidden
 
 
-def _divided_layer_bytes(model: ModelConfig, precision: Precision) -> int:
+def _divided_layer_bytes(model: ModelConfig, precision: Precision, *, feed_forwards: int = 4) -> int:
+    """What tensor parallelism divides; `feed_forwards` tensors of width F."""
     e, wide = ELEMENT_BYTES[precision], _wide(precision)
-    return 4 * e * model.projection_size + wide * model.num_attention_heads + 4 * e * model.ffn_hidden_size
+    heads = 4 * e * model.projection_size + wide * model.num_attention_heads
+    return heads + feed_forwards * e * model.ffn_hidden_size
 
 
 def _wide(precision: Precision) -> int:
@@ -171,6 +203,8 @@ def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision
     # In the backward: gradients of `up` and of its product, of two hidden states, and of the largest weight.
     transient = tokens * (3 * e * ffn + 2 * e * hidden + 2 * _wide(precision) * hidden) + 2 * e * ffn * hidden
     filters = 1 if model.attention == "localized_filter" else 0
+    # A norm reads and writes a hidden state; silu runs twice (for itself, and for the product that it is in).
+    remade = tokens * ((2 + filters) * 2 * e * hidden + 7 * e * ffn)
     return UnitWork(
         parameters=model.layer_parameters,
         whole_bytes=tokens * _whole_layer_bytes(model, precision),
@@ -182,6 +216,9 @@ def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision
         backward_traffic_bytes=2 * traffic + STATE_BYTES[precision].gradients * 2 * model.layer_parameters,
         activation_bytes=kept,
         input_bytes=e * hidden * tokens,
+        dear_bytes=tokens * dear_layer_bytes(model, precision),
+        dear_whole_bytes=tokens * _whole_dear_bytes(model, precision),
+        remade_traffic_bytes=remade,
         logit_bytes=0,
         transient_bytes=transient,
         output_bytes=e * hidden * tokens,
@@ -202,6 +239,7 @@ def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> Un
         backward_traffic_bytes=2.0 * rows + (2 * e + 2 * STATE_BYTES[precision].gradients) * table,
         activation_bytes=8 * tokens,
         input_bytes=8 * tokens,
+        dear_bytes=8 * tokens,
         logit_bytes=0,
         transient_bytes=e * table,
         output_bytes=rows,
@@ -232,6 +270,8 @@ def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows
         + (2 * wide + 2 * e + 2 * STATE_BYTES[precision].gradients) * table,
         activation_bytes=norm_bytes + wide * hidden * tokens,
         input_bytes=norm_bytes + wide * hidden * tokens,
+        dear_bytes=norm_bytes + wide * hidden * tokens,
+        dear_whole_bytes=norm_bytes + wide * hidden * tokens,
         logit_bytes=wide * table,
         transient_bytes=max(3 * wide * logit_rows * model.vocab_size, scaled),
         output_bytes=0,
