@@ -1,9 +1,10 @@
 """python tools/bench_executor.py: what the executor adds to a pipeline's work.
 
 Stages whose work on a micro-batch takes 20 ms, a third of it forward, run 1F1B over gloo in one process each.
-The simulator runs the same table with the same work, as it was measured, and messages that take no time; what
-the step takes beyond that is the executor's, the messages' and Python's. The work is once a sleep, which
-leaves the cores to the rest, and once products of matrices, for as many stages as there are cores.
+The simulator runs the same table with the same work, as it was measured. What the step takes beyond is given
+twice: with messages that take no time in the simulator, so that they count as overhead, and with messages as
+they were measured between idle stages. The work is once a sleep, which leaves the cores to the rest, and once
+products of matrices, for as many stages as there are cores.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import join, leave, make_groups
 from yuan_train.planner.simulator import StageTimes, simulate
 from yuan_train.schedule.check import peak_in_flight
-from yuan_train.train.measure import machine_name
+from yuan_train.train.measure import machine_name, measure_links
 
 CPU = torch.device("cpu")
 FORWARD_SHARE = 1 / 3
@@ -152,7 +153,7 @@ def _calibrate(matrix: torch.Tensor, seconds: float) -> int:
 
 
 def run_rank(rank: int, case: Case, port: int, out: str) -> None:
-    """One stage; rank 0 writes for each step its seconds, and every stage's forward and backward seconds."""
+    """One stage; rank 0 writes the seconds of messages, and of every step."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -162,11 +163,23 @@ def run_rank(rank: int, case: Case, port: int, out: str) -> None:
     }
     join(device=CPU, timeout_seconds=60)
     try:
+        sends = _measure_sends(case)
         rows = _run_steps(case, rank)
         if rank == 0:
-            torch.save(rows, out)
+            torch.save((sends, rows), out)
     finally:
         leave()
+
+
+def _measure_sends(case: Case) -> tuple[list[float], list[float]]:
+    """Seconds of a message over each cut, onward and back."""
+    names = [str(rank) for rank in range(case.num_stages)]
+    sizes = (1 << 16, SEQUENCE_LENGTH * HIDDEN_SIZE * 4)
+    known = {
+        (link.from_, link.to): link.seconds[-1] for link in measure_links(names, device=CPU, sizes=sizes)
+    }
+    pairs = list(zip(names, names[1:], strict=False))
+    return [known[a, b] for a, b in pairs], [known[b, a] for a, b in pairs]
 
 
 def _run_steps(case: Case, rank: int) -> torch.Tensor:
@@ -204,7 +217,18 @@ def measure(case: Case) -> str:
         probe.close()
         out = str(Path(folder) / "rows.pt")
         mp.spawn(run_rank, args=(case, port, out), nprocs=case.num_stages)
-        rows = torch.load(out)
+        sends, rows = torch.load(out)
+    none = [0.0] * (case.num_stages - 1)
+    work = float(rows[:, :, 1:].sum(dim=2).median()) / case.num_micro_batches
+    step_seconds = float(rows[:, :, 0].amax(dim=1).median())
+    return (
+        f"| {case.kind} | {case.num_stages} | {case.num_micro_batches} | {1e3 * work:.1f} "
+        f"| {step_seconds:.3f} | {_overhead(case, rows, (none, none))} | {_overhead(case, rows, sends)} |"
+    )
+
+
+def _overhead(case: Case, rows: torch.Tensor, sends: tuple[list[float], list[float]]) -> str:
+    """What steps [steps, stages, 3] take beyond the simulator's: median, least and most."""
     table = pipeline_table(case.plan, 0)
     overheads: list[float] = []
     for step in rows:
@@ -212,17 +236,11 @@ def measure(case: Case) -> str:
         times = StageTimes(
             forward_seconds=tuple(forward.tolist()),
             backward_seconds=tuple(backward.tolist()),
-            send_activation_seconds=(0.0,) * (case.num_stages - 1),
-            send_gradient_seconds=(0.0,) * (case.num_stages - 1),
+            send_activation_seconds=tuple(sends[0]),
+            send_gradient_seconds=tuple(sends[1]),
         )
         overheads.append(float(step[:, 0].max()) / simulate(table, times).step_seconds - 1)
-    work = float(rows[:, :, 1:].sum(dim=2).median()) / case.num_micro_batches
-    step_seconds = float(rows[:, :, 0].amax(dim=1).median())
-    spread = f"{min(overheads):.1%} to {max(overheads):.1%}"
-    return (
-        f"| {case.kind} | {case.num_stages} | {case.num_micro_batches} | {1e3 * work:.1f} "
-        f"| {step_seconds:.3f} | {statistics.median(overheads):.1%} ({spread}) |"
-    )
+    return f"{statistics.median(overheads):.1%} ({min(overheads):.1%} to {max(overheads):.1%})"
 
 
 def main() -> int:
@@ -238,8 +256,11 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     message = SEQUENCE_LENGTH * HIDDEN_SIZE * 4 // 1024
     print(f"Machine: {machine_name()}; messages of {message} KiB\n")
-    print("| work | stages | micro-batches | work, ms each | step s | overhead, median (min to max) |")
-    print("|---|--:|--:|--:|--:|--:|")
+    print(
+        "| work | stages | micro-batches | work, ms each | step s | overhead, messages in it (min to max) "
+        "| without them |"
+    )
+    print("|---|--:|--:|--:|--:|--:|--:|")
     kinds: list[tuple[Kind, int]] = [("sleep", options.stages), ("products", min(options.stages, cores))]
     for kind, stages in kinds:
         case = Case(kind, stages, options.micro_batches, options.work_ms / 1e3, options.steps)

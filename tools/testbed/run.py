@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import sys
@@ -31,6 +32,7 @@ from yuan_train.config.run import RunConfig, Source, load_run
 from yuan_train.data.indexed import IndexedWriter, token_dtype
 from yuan_train.planner.cost import Setting
 from yuan_train.planner.search import Candidate, search_plan
+from yuan_train.planner.simulator import simulate_schedule
 from yuan_train.train.measure import machine_name
 
 HERE = Path(__file__).parent
@@ -90,6 +92,7 @@ def main() -> int:
 def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     """Profile, plan, train in turn; the tables."""
     specs = load_nodes(options.nodes)
+    _warn_of_load()
     run = _with_random_data(load_run(options.config), folder)
     cluster = cluster_of(specs)
     write_text(folder / "run.yaml", dump(run))
@@ -101,6 +104,12 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
             for row in rows:
                 _train(nodes, row, options.steps, folder / f"{row.name}-{number}")
     return [*table(rows), "", *stage_table(rows), "", *link_table(profile)]
+
+
+def _warn_of_load() -> None:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > 0.5 * cores:
+        print(f"note: the load is {load:.1f} on {cores} cores; figures will be rough", file=sys.stderr)
 
 
 def cluster_of(specs: Sequence[NodeSpec]) -> Cluster:
@@ -215,14 +224,19 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"Machine: {machine_name()}",
         "",
-        "| cut | nodes and layers | forecast s | measured s, median (min to max) | forecast off by |",
-        "|---|---|--:|--:|--:|",
+        "| cut | nodes and layers | forecast s | measured s, median (min to max) | forecast off by "
+        "| with the compute as measured |",
+        "|---|---|--:|--:|--:|--:|",
     ]
     for row in rows:
         forecast = row.candidate.step_seconds
+        known = [
+            replay(row.candidate, busy) / took - 1 for busy, took in zip(row.busy, row.seconds, strict=True)
+        ]
         lines.append(
             f"| {row.name} | {_cut(row.candidate.plan)} | {forecast:.3f} | {row.median:.3f} "
-            f"({min(row.seconds):.3f} to {max(row.seconds):.3f}) | {forecast / row.median - 1:+.1%} |"
+            f"({min(row.seconds):.3f} to {max(row.seconds):.3f}) | {forecast / row.median - 1:+.1%} "
+            f"| {statistics.median(known):+.1%} |"
         )
     planned, even = rows
     simulated = even.candidate.step_seconds / planned.candidate.step_seconds
@@ -243,6 +257,44 @@ def _cut(plan: Plan) -> str:
     )
 
 
+def forecast_busy(candidate: Candidate) -> list[float]:
+    """Compute of each rank in a step, as forecast."""
+    plan, cost = candidate.plan, candidate.cost
+    busy = [0.0] * len(plan.ranks)
+    for p, pipeline in enumerate(plan.pipelines):
+        for stage, workers in zip(pipeline.stages, cost.workers[p], strict=True):
+            for replica, worker in zip(stage.replicas, workers, strict=True):
+                for rank in replica:
+                    busy[rank] = cost.simulations[p].busy_seconds[worker]
+    return busy
+
+
+def replay(candidate: Candidate, busy: Sequence[float]) -> float:
+    """The step that the simulator has when each rank's compute takes as long as it did: what is then left
+    between it and the truth is links, sums and the executor."""
+    plan, cost, expected = candidate.plan, candidate.cost, forecast_busy(candidate)
+    ends: list[float] = []
+    for pipeline, times, workers in zip(plan.pipelines, cost.times, cost.workers, strict=True):
+        factors = [
+            statistics.mean(busy[rank] / expected[rank] for replica in stage.replicas for rank in replica)
+            for stage in pipeline.stages
+        ]
+
+        def scaled(seconds: Sequence[float], factors: Sequence[float] = factors) -> tuple[float, ...]:
+            return tuple(factor * value for factor, value in zip(factors, seconds, strict=True))
+
+        real = replace(
+            times,
+            forward_seconds=scaled(times.forward_seconds),
+            backward_seconds=scaled(times.backward_seconds),
+            weight_seconds=scaled(times.weight_seconds) if times.weight_seconds else (),
+        )
+        count = pipeline.num_micro_batches
+        simulation = simulate_schedule(plan.schedule, real, num_micro_batches=count, workers=workers)
+        ends.append(simulation.step_seconds)
+    return max(ends) + cost.step_seconds - cost.compute_seconds
+
+
 def stage_table(rows: Sequence[Row]) -> list[str]:
     """Markdown: compute of each rank in a step, and the share of the step that it waits."""
     lines = [
@@ -250,17 +302,11 @@ def stage_table(rows: Sequence[Row]) -> list[str]:
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        plan, cost = row.candidate.plan, row.candidate.cost
+        plan, expected = row.candidate.plan, forecast_busy(row.candidate)
+        held = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
         for rank, entry in enumerate(plan.ranks):
-            held = [
-                (stage, cost.simulations[p].busy_seconds[cost.workers[p][s][stage.replicas.index(replica)]])
-                for p, pipeline in enumerate(plan.pipelines)
-                for s, stage in enumerate(pipeline.stages)
-                for replica in stage.replicas
-                if rank in replica
-            ]
-            layers = sum(stage.num_layers for stage, _ in held)
-            forecast = held[0][1]
+            layers = sum(stage.num_layers for stage in held if rank in stage.ranks)
+            forecast = expected[rank]
             measured = statistics.median(step[rank] for step in row.busy)
             idle = 1 - forecast / row.candidate.step_seconds
             lines.append(
