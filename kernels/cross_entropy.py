@@ -305,10 +305,13 @@ class _Gradients:
         assert self.weight is not None
         scaled = (block.hidden * share.unsqueeze(1)).to(block.probabilities.dtype)
         alpha = self.weight_scale / block.lift
-        # fp32 += 16-bit product: a V x H temporary for each block would cost as much as the product itself.
-        for words in _blocks(self.weight.shape[0], _WEIGHT_ROWS.get(scaled.device.type, 4096)):
-            made = _product(block.probabilities[:, words].T, scaled)
-            self.weight[words].add_(made, alpha=alpha)
+        if products.adds_wide(scaled.device, scaled.dtype):
+            products.add_wide_(self.weight, block.probabilities.T, scaled, alpha=alpha)
+        else:
+            # A V x H temporary for each block of tokens would cost as much as the product itself.
+            for words in _blocks(self.weight.shape[0], _WEIGHT_ROWS.get(scaled.device.type, 4096)):
+                made = _product(block.probabilities[:, words].T, scaled)
+                self.weight[words].add_(made, alpha=alpha)
         target_rows = block.hidden.to(self.weight.dtype) * miss.mul(self.weight_scale).unsqueeze(1)
         # Not `index_add_`, whose order of summing on a GPU is another one each time.
         self.weight.index_put_((block.index,), target_rows, accumulate=True)

@@ -1,8 +1,11 @@
-"""Matrix products into given places, through oneDNN where that is faster for fp32.
+"""Matrix products into given places: fp32 through oneDNN where that is faster; 16 bits added to fp32 on CUDA.
 
 On CPUs whose BLAS library is not tuned for them, torch's own fp32 product runs at half the speed of oneDNN's.
 oneDNN's is reached by a private operation of torch without a derivative; it serves here inside our own
 backward passes, on the processors where it is known to be faster, once it has proved right.
+
+On CUDA a product of 16-bit matrices can be added to an fp32 matrix in its epilogue, which spares a temporary
+of that size, written and read. It too is tested once before it is used.
 """
 
 from __future__ import annotations
@@ -45,6 +48,35 @@ def onednn_is_faster() -> bool:
         return False
     logger.info("fp32 matrix products on the CPU: %s", "oneDNN" if chosen else "torch")
     return chosen
+
+
+@functools.cache
+def adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `add_wide_` serves 16-bit operands on a device: on CUDA, once tested."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        chosen = _add_wide_is_right(device, dtype)
+    except Exception as error:
+        logger.info("%s products are not added to fp32 in one pass on %s: %s", dtype, device, error)
+        return False
+    logger.info("%s products are %sadded to fp32 in one pass on %s", dtype, "" if chosen else "not ", device)
+    return chosen
+
+
+def add_wide_(total: Tensor, left: Tensor, right: Tensor, *, alpha: float) -> None:
+    """total += alpha left right, of total [M, N] in fp32, left [M, K] and right [K, N] in 16 bits."""
+    torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, out=total)
+
+
+def _add_wide_is_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """The first operand turned, as it is in use; sums that 16 bits would not hold."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(64, n, generator=generator).to(device, dtype) for n in (96, 128))
+    total = torch.randn(96, 128, generator=generator).to(device)
+    wanted = total.double() + 0.25 * (left.T.double() @ right.double())
+    add_wide_(total, left.T, right, alpha=0.25)
+    return torch.allclose(total.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 def _through_onednn(x: Tensor, columns: int) -> bool:

@@ -140,6 +140,24 @@ def test_main_gradient_is_added_to(dtype, wide):
         assert (a.double() - truth).norm() <= 2 * rounding + 1e-6 * truth.norm()
 
 
+def test_one_pass_into_the_main_gradient_equals_the_blocks(monkeypatch):
+    """On CUDA the product is added in its epilogue; here by the definition of that."""
+    inputs = make_inputs(20, 16, 3000, dtype=torch.bfloat16)
+    wanted = with_gradients(ops.linear_cross_entropy, *inputs, chunk_size=7)
+    added = []
+
+    def add_wide_(total, left, right, *, alpha):
+        added.append(left.shape)
+        total += alpha * (left.float() @ right.float())
+
+    monkeypatch.setattr(products, "adds_wide", lambda *_: True)
+    monkeypatch.setattr(products, "add_wide_", add_wide_)
+    ours = with_gradients(ops.linear_cross_entropy, *inputs, chunk_size=7)
+    assert added == [(3000, 7), (3000, 7), (3000, 6)]
+    assert torch.equal(ours[1], wanted[1])
+    torch.testing.assert_close(ours[2], wanted[2], rtol=2e-2, atol=1e-4)
+
+
 def test_another_gradient_than_promised_is_refused():
     hidden, weight, targets = make_inputs(5)
     main = torch.zeros_like(weight)

@@ -151,6 +151,34 @@ def test_the_test_of_the_fast_path_runs_here():
     assert products._blas_is_foreign() in (True, False)
 
 
+def test_products_are_added_in_one_pass_on_cuda_once_tested(monkeypatch):
+    products.adds_wide.cache_clear()
+    assert not products.adds_wide(CPU, torch.bfloat16)
+    for right, chosen in ((lambda *_: True, True), (lambda *_: False, False), (broken, False)):
+        products.adds_wide.cache_clear()
+        monkeypatch.setattr(products, "_add_wide_is_right", right)
+        assert products.adds_wide(CUDA, torch.bfloat16) is chosen
+    assert not products.adds_wide(CUDA, torch.float32)
+    products.adds_wide.cache_clear()
+
+
+def test_the_test_of_one_pass_tells_right_from_wrong(monkeypatch):
+    def add_wide_(total, left, right, *, alpha, narrow=False):
+        made = left.float() @ right.float() * alpha
+        total += made.bfloat16() if narrow else made
+
+    monkeypatch.setattr(products, "add_wide_", add_wide_)
+    assert products._add_wide_is_right(CPU, torch.bfloat16)
+    monkeypatch.setattr(products, "add_wide_", lambda *a, **k: add_wide_(*a, **k, narrow=True))
+    assert not products._add_wide_is_right(CPU, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_pass_is_right_on_a_card():
+    assert products._add_wide_is_right(torch.device("cuda"), torch.float16)
+
+
 def test_small_products_and_other_dtypes_stay_with_torch(monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", broken)
     small, wide = torch.ones(2, 3), torch.ones(300, 300, dtype=torch.float64)
