@@ -90,6 +90,27 @@ def test_plans(name: str, run_file: Path, tmp_path: Path, refuse: Callable[..., 
     assert re.search(expected, message), message
 
 
+@pytest.mark.parametrize(
+    ("precision", "device", "way_out"),
+    [("bf16", "V100-32G", "fp16"), ("fp16", "Old", "fp32"), ("bf16", "Old", "fp32")],
+)
+def test_a_card_without_the_precision(
+    precision: str, device: str, way_out: str, run_file: Path, tmp_path: Path, refuse: Callable[..., str]
+) -> None:
+    def change(plan: dict) -> None:
+        plan["ranks"][1]["type"] = device
+        plan["device_types"] = {
+            "Old": {"memory": "8 GiB", "fp32": "5 TFLOP/s", "memory_bandwidth": "100 GB/s"}
+        }
+
+    config = tmp_path / "run.yaml"
+    config.write_text(run_file.read_text().replace("precision: fp32", f"precision: {precision}"))
+    plan = edit_plan(run_file, tmp_path / "plan.yaml", change)
+    message = refuse("train", "--config", config, "--plan", plan)
+    assert f"train.precision: {precision}, but the plan works on card/1 ({device}) without" in message
+    assert f"set train.precision: {way_out}" in message
+
+
 def test_world_size(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
     plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: None)
     assert "2 ranks, but 1 process was started" in refuse("train", "--config", run_file, "--plan", plan)
@@ -103,7 +124,8 @@ def test_world_size(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) 
         ("train.stepz=4", "did you mean 'steps'"),
         ("data.tokenizer=/nowhere", "nowhere"),
         ("model.vocab_size=100", "has 400 pieces"),
-        ("train.precision=fp16", "loss scaling"),
+        ("train.loss_scale={initial: 1000}", "train.loss_scale.initial: wanted a power of two, as 512"),
+        ("train.loss_scale={initial: 2, minimum: 4}", "minimum: greater than initial"),
         ("train.device=cuda", "no card"),
         ("checkpoint.resume=/nowhere", "no such directory"),
         ("steps", "key.path=value"),

@@ -155,7 +155,7 @@ def test_every_cluster_file_plans(path):
     if path.stem == "v100-t4":
         with pytest.raises(ConfigError, match=r"V100-16G\) have no bf16 units, and there are no other cards"):
             find(given_setting)
-        given_setting = replace(given_setting, precision="fp32")
+        given_setting = replace(given_setting, precision="fp16")
     result = find(given_setting)
     assert not list(plan_laws(result.best.plan))
 
@@ -220,11 +220,6 @@ def test_more_cards_than_parts_of_the_model():
     assert len(find(many, pipelines=(1,), tensor=(1,), replicas=(1,)).best.plan.ranks) <= 10
 
 
-def test_fp16_is_refused():
-    with pytest.raises(ConfigError, match="train.precision: training cannot run fp16 yet; use bf16, or fp32"):
-        find(setting(UNLIKE, precision="fp16"))
-
-
 def test_of_a_list_the_known_values_are_used():
     result = find(
         setting(UNLIKE),
@@ -243,7 +238,17 @@ def test_cards_without_bf16_are_left_out_and_named():
     result = find(setting(MIXED))
     assert [item.card.name for item in result.left_out if "bf16" in item.reason] == ["old/0"]
     assert "Old" not in {entry.type for entry in result.best.plan.ranks}
-    assert "1 Old (old/0): no bf16 units; set train.precision: fp32" in plan_table(result, setting(MIXED))
+    assert "1 Old (old/0): no bf16 units; set train.precision: fp16" in plan_table(result, setting(MIXED))
+
+
+def test_fp16_uses_cards_without_bf16():
+    result = find(setting(MIXED, precision="fp16"), use_all_devices=True)
+    assert "Old" in {entry.type for entry in result.best.plan.ranks} and not result.left_out
+    oldest = cluster(New=(2, card()), Oldest=(1, replace(card(bf16=False), fp16=None)))
+    left_out = find(setting(oldest)).left_out
+    assert [item.reason for item in left_out if "bf16" in item.reason] == [
+        "no bf16 units; set train.precision: fp32 to use it"
+    ]
 
 
 def test_all_cards_cannot_be_used_where_some_lack_bf16():

@@ -75,6 +75,7 @@ def _leaving_out(what: str) -> Iterator[None]:
         "stepped_weights": (SharedState, "publish", lambda self: None),
         "tensor_sum": (collectives.dist, "all_reduce", _pass_small(collectives.dist.all_reduce)),
         "remaking": (_Recipe, "make", _zeros_instead(_Recipe.make)),
+        "norm_sum": (collectives.dist, "all_reduce", _keep_own_square(collectives.dist.all_reduce)),
         "hand_on": (collectives.dist, "broadcast", lambda *a, **k: None),
     }[what]
     before = getattr(owner, name)
@@ -98,6 +99,19 @@ def _pass_small(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 def _zeros_instead(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda self: torch.zeros_like(make(self))
+
+
+def _keep_own_square(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the totals of a step (squared norm, loss, stop), leave the norm to each rank."""
+
+    def reduce(tensor: torch.Tensor, *a: Any, **k: Any) -> Any:
+        own = tensor[0].clone() if tensor.shape == (3,) else None
+        work = whole(tensor, *a, **k)
+        if own is not None:
+            tensor[0] = own
+        return work
+
+    return reduce
 
 
 def _config(case: Case):

@@ -378,6 +378,21 @@ def check_belongs(plan: Plan, run: RunConfig) -> None:
         raise PlanError("\n".join(f"the plan belongs to another run: {line}; plan again" for line in wrong))
 
 
+def check_precision(plan: Plan, run: RunConfig) -> None:
+    """Raise ConfigError if a card of the plan lacks the run's precision; one that nobody described has it."""
+    precision = run.train.precision
+    cards = {entry: plan.device_type(entry.rank) for entry in plan.ranks}
+    lacking = [entry for entry, card in cards.items() if card is not None and card.peak(precision) is None]
+    if lacking:
+        others = all(card is None or card.fp16 is not None for card in cards.values())
+        way_out = "fp16" if precision == "bf16" and others else "fp32"
+        names = ", ".join(f"{entry.device} ({entry.type})" for entry in lacking)
+        raise ConfigError(
+            f"train.precision: {precision}, but the plan works on {names} without {precision} units; "
+            f"set train.precision: {way_out}, or plan again: the planner leaves such cards out"
+        )
+
+
 def single_card_plan(run: RunConfig) -> Plan:
     """The plan of one process alone: the whole model on one card."""
     stage = StagePlan(replicas=((0,),), layers=(0, run.model.num_layers), embedding=True, head=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,6 +70,21 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """What the loss is multiplied by before the backward, so that small gradients do not vanish in fp16.
+
+    Powers of two, for these change no digit of a gradient. A step whose gradients overflow is skipped, and
+    halves the scale.
+    """
+
+    initial: Annotated[float, Ge(1)] = 65536.0
+    growth_steps: Annotated[int, Ge(0)] = 1000
+    """Steps in a row without overflow after which it doubles; 0: it never grows."""
+    minimum: Annotated[float, Ge(1)] = 1.0
+    """Gradients that overflow at this scale end the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Lengths, batch and numbers."""
 
@@ -79,10 +95,17 @@ class TrainConfig:
     seed: Annotated[int, Ge(0)] = 1234
     precision: Precision = "bf16"
     """Of weights and activations; under bf16 and fp16 the optimizer keeps fp32 masters."""
+    loss_scale: LossScaleConfig | None = None
+    """By default fp16 scales the loss as `LossScaleConfig` says, and other precisions do not."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda where there is one."""
     timeout: Annotated[float, Gt(0), Unit("seconds")] = 600.0
     """How long a rank waits for another before the run stops."""
+
+    @property
+    def scaling(self) -> LossScaleConfig | None:
+        """How the loss is scaled, if at all."""
+        return self.loss_scale or (LossScaleConfig() if self.precision == "fp16" else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +214,7 @@ def run_laws(run: RunConfig) -> Iterator[Problem]:
             f"{train.global_batch_size} sequences do not divide into micro-batches of "
             f"{train.micro_batch_size} (train.micro_batch_size)",
         )
+    yield from _loss_scale_laws(train)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
         yield Problem(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
     if optimizer.decay_steps is not None and optimizer.warmup_steps >= optimizer.decay_steps:
@@ -227,6 +251,20 @@ def run_laws(run: RunConfig) -> Iterator[Problem]:
     if run.validation.every and not data.validation and data.split is None:
         what_to_do = "give data.validation or data.split"
         yield Problem(("validation", "every"), f"there is no validation data; {what_to_do}")
+
+
+def _loss_scale_laws(train: TrainConfig) -> Iterator[Problem]:
+    scale = train.loss_scale
+    if scale is None:
+        return
+    for key, value in (("initial", scale.initial), ("minimum", scale.minimum)):
+        below = 2.0 ** math.floor(math.log2(value))
+        if value != below:
+            yield Problem(("train", "loss_scale", key), f"wanted a power of two, as {below:g}, got {value:g}")
+    if scale.minimum > scale.initial:
+        yield Problem(
+            ("train", "loss_scale", "minimum"), f"greater than initial ({scale.initial:g}); make it smaller"
+        )
 
 
 def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:

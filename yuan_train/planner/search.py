@@ -192,20 +192,13 @@ def _widths(setting: Setting) -> tuple[int, ...]:
 def usable_cards(setting: Setting, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:
     """The cards that can work in the setting's precision, and the others with the reason.
 
-    Raises ConfigError if none can, if `use_all` asks for those that cannot, or if training cannot run it.
+    Raises ConfigError if none can, or if `use_all` asks for those that cannot.
     """
     cluster, precision = setting.cluster, setting.precision
-    if precision == "fp16":
-        raise ConfigError(
-            "train.precision: training cannot run fp16 yet; use bf16, or fp32 on cards without it"
-        )
     lacking = [card for card in cluster.cards if cluster.device_type(card.type).peak(precision) is None]
     usable = [card for card in cluster.cards if card not in lacking]
-    advice = (
-        "set train.precision: fp32 (fp16 suits such cards too, but training cannot run it yet)"
-        if precision == "bf16"
-        else "set train.precision: fp32"
-    )
+    has_fp16 = all(cluster.device_type(card.type).fp16 is not None for card in cluster.cards)
+    advice = f"set train.precision: {'fp16' if precision == 'bf16' and has_fp16 else 'fp32'}"
     if lacking and (use_all or not usable):
         types = ", ".join(sorted({card.type for card in lacking}))
         demand = "search.use_all_devices asks for them" if usable else "there are no other cards"

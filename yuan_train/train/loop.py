@@ -27,7 +27,15 @@ from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan, StagePlan, check_belongs, check_runnable, save_plan, single_card_plan
+from yuan_train.config.plan import (
+    Plan,
+    StagePlan,
+    check_belongs,
+    check_precision,
+    check_runnable,
+    save_plan,
+    single_card_plan,
+)
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Blend, open_corpora
 from yuan_train.data.rules import sample_rules
@@ -75,6 +83,7 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     """Check all that files can tell; the same outcome on every rank. Raises YuanError."""
     plan = plan or single_card_plan(run)
     check_belongs(plan, run)
+    check_precision(plan, run)
     check_runnable(plan)
     if plan.world_size != position.world_size:
         raise PlanError(
@@ -82,11 +91,9 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
             f"{'process was' if position.world_size == 1 else 'processes were'} started; start one per rank "
             "(yuan-train launch), or plan for the cards that are there"
         )
-    if run.train.precision == "fp16":
-        raise ConfigError(
-            "train.precision: fp16 needs loss scaling, which is not there yet; use bf16 or fp32"
-        )
     device = choose_device(run.train.device, position)
+    if device.type == "cuda" and run.train.precision == "bf16":
+        _check_bf16(device)
     slow = plan.device_type(position.rank)
     if device.type == "cuda" and slow is not None and slow.slowdown:
         raise PlanError(
@@ -116,6 +123,14 @@ def choose_device(wanted: str, position: Position) -> torch.device:
         )
     torch.cuda.set_device(position.local_rank)
     return torch.device("cuda", position.local_rank)
+
+
+def _check_bf16(device: torch.device) -> None:
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(
+            f"train.precision: bf16, but {torch.cuda.get_device_name(device)} has no bf16 units; "
+            "set train.precision: fp16"
+        )
 
 
 def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend, Blend | None]:
@@ -182,8 +197,8 @@ def train(job: Job) -> None:
         join(device=job.device, timeout_seconds=job.run.train.timeout)
     try:
         trainer, progress = build(job)
-        with _heed_sigterm() as asked:
-            _run_steps(job, trainer, progress, asked)
+        with _heed_sigterm() as asked, _open_log(job, progress) as log:
+            _run_steps(job, trainer, progress, log, asked)
     finally:
         leave()
 
@@ -221,8 +236,8 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         device=job.device,
     )
     if job.checkpoint is None:
-        return trainer, Progress()
-    return trainer, _restore(job.checkpoint, trainer)
+        return trainer, Progress.of_new(run)
+    return trainer, _restore(job.checkpoint, trainer, run)
 
 
 def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:
@@ -238,7 +253,7 @@ def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Tra
     )
 
 
-def _restore(checkpoint: Checkpoint, trainer: Trainer) -> Progress:
+def _restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:
     """Fill weights and optimizer state; collective."""
     gathered = [state.gather() for state in trainer.worker.states]
     kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
@@ -246,8 +261,8 @@ def _restore(checkpoint: Checkpoint, trainer: Trainer) -> Progress:
     load_tensors(checkpoint, _named_parts(trainer, wanted))
     for state, tensors in zip(trainer.worker.states, gathered, strict=True):
         state.load(tensors)
-    progress = from_state(checkpoint.state)
-    trainer.optimizer.set_step(progress.step)
+    progress = from_state(checkpoint.state, run)
+    trainer.optimizer.set_step(progress.step - progress.skipped)
     return progress
 
 
@@ -261,11 +276,8 @@ def _named_parts(trainer: Trainer, gathered: list[dict[str, dict[str, torch.Tens
     }
 
 
-def _run_steps(job: Job, trainer: Trainer, progress: Progress, asked: list[bool]) -> None:
+def _run_steps(job: Job, trainer: Trainer, progress: Progress, log: Log | None, asked: list[bool]) -> None:
     run = job.run
-    log = Log(run, first_step=progress.step + 1) if job.position.rank == 0 else None
-    if log is not None:
-        _say_start(job, progress, log)
     saved = _saved_step(job)
     if log is not None and progress.step >= run.train.steps:
         log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
@@ -274,8 +286,9 @@ def _run_steps(job: Job, trainer: Trainer, progress: Progress, asked: list[bool]
         lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
         result = _step(job, trainer, progress, lr, stop=asked[0], saved=saved)
         seconds = time.perf_counter() - began
-        progress = progress.advance(run)
-        metrics = _measure(job, trainer, progress, result, lr, seconds)
+        scale = progress.scaler.scale if progress.scaler else None
+        progress = progress.advance(run, skipped=result.skipped)
+        metrics = _measure(job, trainer, progress, result, lr, seconds, loss_scale=scale)
         if log is not None:
             log.write(metrics)
         if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
@@ -286,8 +299,6 @@ def _run_steps(job: Job, trainer: Trainer, progress: Progress, asked: list[bool]
             break
     if saved != progress.step:
         _save(job, trainer, progress, log)
-    if log is not None:
-        log.close()
 
 
 def _saved_step(job: Job) -> int | None:
@@ -301,6 +312,7 @@ def _saved_step(job: Job) -> int | None:
 def _step(
     job: Job, trainer: Trainer, progress: Progress, lr: float, *, stop: bool, saved: int | None
 ) -> StepResult:
+    scaling, scaler = job.run.train.scaling, progress.scaler
     try:
         return train_step(
             trainer,
@@ -309,6 +321,8 @@ def _step(
             lr=lr,
             clip=job.run.optimizer.clip_grad_norm,
             stop=stop,
+            scale=scaler.scale if scaler else 1.0,
+            may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
         )
     except TrainingError as error:
         good = (
@@ -320,7 +334,14 @@ def _step(
 
 
 def _measure(
-    job: Job, trainer: Trainer, progress: Progress, result: StepResult, lr: float, seconds: float
+    job: Job,
+    trainer: Trainer,
+    progress: Progress,
+    result: StepResult,
+    lr: float,
+    seconds: float,
+    *,
+    loss_scale: float | None,
 ) -> StepMetrics:
     """Numbers of the step; collective, for each rank tells its own. Validates when it is time."""
     run, plan = job.run, job.plan
@@ -351,6 +372,8 @@ def _measure(
         forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
         stage_seconds=[float(rank[0]) for rank in all_ranks],
         validation_loss=validation,
+        loss_scale=loss_scale,
+        skipped_steps=progress.skipped if loss_scale is not None else None,
     )
 
 
@@ -394,6 +417,20 @@ def _say_start(job: Job, progress: Progress, log: Log) -> None:
     if run.log.directory is not None:
         write_text(Path(run.log.directory) / "config.yaml", dump(run))
         save_plan(Path(run.log.directory) / "plan.yaml", plan)
+
+
+@contextmanager
+def _open_log(job: Job, progress: Progress) -> Iterator[Log | None]:
+    """The log of the run, on rank 0."""
+    if job.position.rank > 0:
+        yield None
+        return
+    log = Log(job.run, first_step=progress.step + 1)
+    try:
+        _say_start(job, progress, log)
+        yield log
+    finally:
+        log.close()
 
 
 @contextmanager

@@ -39,6 +39,10 @@ class StepMetrics:
     stage_seconds: list[float]
     """Seconds of the step that each rank spent on compute."""
     validation_loss: float | None = None
+    loss_scale: float | None = None
+    """The one that this step's backward ran with; None where the loss is not scaled, as is the next."""
+    skipped_steps: int | None = None
+    """Since the beginning of the run; this step was skipped if its `grad_norm` is not a number."""
 
 
 class Log:
@@ -61,10 +65,21 @@ class Log:
     def write(self, metrics: StepMetrics) -> None:
         """Report one step."""
         if self._file is not None:
-            self._file.write(json.dumps({"version": VERSION, **_finite(asdict(metrics))}) + "\n")
+            line = {"version": VERSION, **_finite(asdict(metrics))}
+            if metrics.loss_scale is None:
+                del line["loss_scale"], line["skipped_steps"]
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         if self._events is not None:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "validation_loss"):
+            for name in (
+                "loss",
+                "lr",
+                "grad_norm",
+                "tokens_per_second",
+                "mfu",
+                "validation_loss",
+                "loss_scale",
+            ):
                 value = getattr(metrics, name)
                 if value is not None:
                     self._events.add_scalar(name, value, metrics.step)
@@ -95,6 +110,9 @@ def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
     ]
     if metrics.forecast_step_seconds is not None:
         parts[-1] += f" (forecast {metrics.forecast_step_seconds:.3f} s)"
+    if metrics.loss_scale is not None:
+        skipped = ", step skipped" if not math.isfinite(metrics.grad_norm) else ""
+        parts.append(f"scale {metrics.loss_scale:g}{skipped}")
     if metrics.validation_loss is not None:
         parts.append(f"validation loss {metrics.validation_loss:.4f}")
     parts.append(f"ETA {_clock((total_steps - metrics.step) * metrics.step_seconds)}")

@@ -19,7 +19,8 @@ class StageRunner:
     """Reads the micro-batches of one pipeline and runs one stage's part of the model on them.
 
     `loss` gathers the stage's share of the batch's mean loss (the token sum divided by the *global* number
-    of trained tokens, so that unequal shares need no weights); `finite` stays true while every output is.
+    of trained tokens, so that unequal shares need no weights); what goes into the backward is `scale` times
+    that. `finite` stays true while every output is.
     """
 
     def __init__(
@@ -41,19 +42,21 @@ class StageRunner:
         self._blend: Blend | None = None
         self._first_sample = 0
         self._trained_tokens = 1
+        self._scale = 1.0
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
 
-    def begin(self, blend: Blend, *, first_sample: int, trained_tokens: int) -> None:
+    def begin(self, blend: Blend, *, first_sample: int, trained_tokens: int, scale: float) -> None:
         """Turn to the samples from `first_sample` on, of a batch with `trained_tokens` tokens in all."""
         self._blend = blend
         self._first_sample = first_sample
         self._trained_tokens = trained_tokens
+        self._scale = scale
         self.loss.zero_()
         self.finite.fill_(True)
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
-        """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss (a scalar)."""
+        """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss, scaled."""
         assert self._blend is not None
         first = self._first_sample + micro_batch * self._micro_batch_size
         batch = self._blend.batch(first, self._micro_batch_size)
@@ -66,7 +69,7 @@ class StageRunner:
             output = self._model.loss(output, targets_BS) / self._trained_tokens
             self.loss += output.detach()
         self.finite &= torch.isfinite(output.detach()).all()
-        return output
+        return output * self._scale if self._model.has_head else output
 
     def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
         """Around a backward: if `split`, the weights' part is put off until `backward_weight`."""

@@ -26,6 +26,8 @@ class StepResult:
     grad_norm: float
     stop: bool
     """Some rank was asked to stop."""
+    skipped: bool = False
+    """The gradients overflowed, on whichever rank: nothing was stepped, on none."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,26 @@ class Trainer:
 
 
 def train_step(
-    trainer: Trainer, blend: Blend, *, first_sample: int, lr: float, clip: float, stop: bool
+    trainer: Trainer,
+    blend: Blend,
+    *,
+    first_sample: int,
+    lr: float,
+    clip: float,
+    stop: bool,
+    scale: float = 1.0,
+    may_skip: bool = False,
 ) -> StepResult:
     """Forward, backward, gradient sum, clipping, AdamW; collective over all ranks.
 
-    The batch is samples [first_sample, first_sample + global batch). Raises TrainingError, with the weights
-    of the step before still in place, if the loss or the gradient norm is not finite.
+    The batch is samples [first_sample, first_sample + global batch). The backward runs on `scale` times the
+    loss. Raises TrainingError, with the weights of the step before still in place, if the loss or the
+    gradient norm is not finite; if it is the norm alone and `may_skip`, the step is skipped instead.
     """
     worker = trainer.worker
     for bucket in worker.buckets:
         bucket.gradient.zero_()
-    _begin(trainer, blend, first_sample=first_sample)
+    _begin(trainer, blend, first_sample=first_sample, scale=scale)
     trainer.executor.run(worker.lane)
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
     with watching(worker.place, "the sum of gradients over owners"):
@@ -76,12 +87,15 @@ def train_step(
         with watching(worker.place, "the sum of loss and gradient norm over all ranks"):
             dist.all_reduce(totals)
     square, loss, stops = totals.tolist()
-    grad_norm = math.sqrt(square) if square >= 0 else math.nan
+    grad_norm = math.sqrt(square) / scale if square >= 0 else math.nan
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        if may_skip and math.isfinite(loss):
+            return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, skipped=True)
         raise TrainingError(_blame(trainer, loss, grad_norm))
-    if clip and grad_norm > clip:
+    factor = (clip / (grad_norm + 1e-6) if clip and grad_norm > clip else 1.0) / scale
+    if factor != 1.0:
         for shard in (shard for state in worker.states for shard in state.shards):
-            shard.gradient.mul_(clip / (grad_norm + 1e-6))
+            shard.gradient.mul_(factor)
     with watching(worker.place, "handing the stepped weights to their owners"):
         trainer.optimizer.step(lr)
     return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)
@@ -101,7 +115,7 @@ def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> floa
     return total.item() / num_batches
 
 
-def _begin(trainer: Trainer, blend: Blend, *, first_sample: int) -> None:
+def _begin(trainer: Trainer, blend: Blend, *, first_sample: int, scale: float = 1.0) -> None:
     """Point the runner at its pipeline's share of the batch."""
     worker = trainer.worker
     # Of the whole batch, not of this pipeline's share: every rank must divide by the same number.
@@ -111,6 +125,7 @@ def _begin(trainer: Trainer, blend: Blend, *, first_sample: int) -> None:
             blend,
             first_sample=first_sample + worker.grid.first_sequence(worker.place),
             trained_tokens=max(trained_tokens, 1),
+            scale=scale,
         )
 
 

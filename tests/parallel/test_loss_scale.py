@@ -1,0 +1,235 @@
+"""fp16 with a loss scale under any plan against one process: curve, scales, skipped steps, resume."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases
+from yuan_train.checkpoint.load import find_checkpoint, load_tensors
+from yuan_train.checkpoint.names import MANIFEST, STATE, step_name
+from yuan_train.config.errors import TrainingError
+from yuan_train.config.plan import Plan
+from yuan_train.train.state import Scaler
+
+PLANS: dict[str, dict] = {
+    "unlike pipelines": {"text": "1x5: 4@0 | 2@1 / 1x3: 6@2"},
+    "shared state of unlike widths": {"text": "1x5: 4@0,1 | 2@2 / 1x3: 6@3", "optimizer_sharding": True},
+    "recomputed, zero bubble": {
+        "text": "1x8: 1@0 | 2@1 | 2@1 | 1@0",
+        "schedule": "zero_bubble",
+        "recompute": "full",
+    },
+}
+STEPS = 6
+# The first steps overflow, then the scale stands, then it grows.
+HIGH = "train.loss_scale={initial: 2097152, growth_steps: 2}"
+
+
+def overrides(precision: str, *more: str, folder: Path | None = None) -> tuple[str, ...]:
+    saves = (f"checkpoint.directory={folder}",) if folder else ()
+    steps = (f"train.steps={STEPS}", "optimizer.decay_steps=20", "validation.every=0")
+    return (f"train.precision={precision}", *steps, *more, *saves)
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose table and head are apart: their gradients, added in fp16 where one card has both, overflow
+    before either does, so that a tied model's scale may fall by a step more under one cut than another."""
+    return make_project(tmp_path_factory.mktemp("untied"), model={"tie_embeddings": False})
+
+
+def column(lines: list[dict], key: str) -> list:
+    return [line[key] for line in lines]
+
+
+def difference(curve: list[dict], reference: list[dict], key: str = "loss") -> float:
+    assert len(curve) == len(reference) > 0
+    pairs = zip(column(curve, key), column(reference, key), strict=True)
+    return max(abs(a - b) / abs(b) for a, b in pairs if b is not None)
+
+
+def tensors_in(checkpoints: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found = find_checkpoint(checkpoints)
+    entries = FileSystemReader(found.path).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
+        for name, entry in entries.items()
+    }
+    load_tensors(found, tensors)
+    return tensors
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_scale_falls_stands_and_grows() -> None:
+    config = run_config_of(initial=1024.0, growth_steps=2, minimum=256.0)
+    scaler = Scaler(1024.0)
+    seen = []
+    for skipped in (True, False, True, True, False, False, False, False):
+        scaler = scaler.after(config, skipped=skipped)
+        seen.append(scaler.scale)
+    assert seen == [512, 512, 256, 256, 256, 512, 512, 1024]
+    still = run_config_of(initial=8.0, growth_steps=0, minimum=1.0)
+    scaler = Scaler(8.0)
+    for _ in range(5):
+        scaler = scaler.after(still, skipped=False)
+    assert scaler.scale == 8.0
+
+
+def run_config_of(**keys: float):
+    from yuan_train.config.run import LossScaleConfig
+
+    return LossScaleConfig(**keys)  # pyright: ignore[reportArgumentType]
+
+
+def test_fp16_under_any_plan(untied: Path, tmp_path: Path) -> None:
+    """The same steps are skipped at the same scales, and the losses differ by fp16's rounding alone."""
+    run_file = untied
+    given = overrides("fp16", HIGH)
+    run = run_config(run_file, *given)
+    cases = {
+        name: Case(run_file, tmp_path / name, parse_plan(run, **plan), given) for name, plan in PLANS.items()
+    }
+    curve = run_alone(Case(run_file, tmp_path / "alone", None, given))
+    scales, skipped = column(curve, "loss_scale"), column(curve, "skipped_steps")
+    changes = {after / before for before, after in zip(scales, scales[1:], strict=False)}
+    assert changes == {0.5, 1, 2} and skipped[-1] >= 1
+    assert column(curve, "grad_norm")[0] is None and column(curve, "grad_norm")[-1] > 0
+    run_cases(list(cases.values()))
+    for name, case in cases.items():
+        ours = read_metrics(case.folder)
+        assert column(ours, "loss_scale") == scales, name
+        assert column(ours, "skipped_steps") == skipped, name
+        assert difference(ours, curve) < 2e-3, name
+        assert difference(ours, curve, "grad_norm") < 2e-2, name
+
+
+def test_fp16_follows_fp32(run_file: Path, tmp_path: Path) -> None:
+    half = run_alone(Case(run_file, tmp_path / "half", None, overrides("fp16")))
+    assert half[-1]["skipped_steps"] == 0 and half[-1]["loss_scale"] == 65536
+    full = run_alone(Case(run_file, tmp_path / "full", None, overrides("fp32")))
+    assert "loss_scale" not in full[0]
+    assert 1e-6 < difference(half, full) < 5e-3
+    assert difference(half, full, "grad_norm") < 2e-2
+    # Micro-batches of another size, and a tied table on two cards.
+    plan = parse_plan(run_config(run_file, *overrides("fp16")), "1x4: 4@0 | 2@1 / 2x2: 6@2")
+    cut = Case(run_file, tmp_path / "cut", plan, overrides("fp16"))
+    run_cases([cut])
+    assert difference(read_metrics(cut.folder), half) < 2e-3
+
+
+def test_a_scale_changes_no_digit(run_file: Path, tmp_path: Path) -> None:
+    """Powers of two are exact: fp64 with a scale is fp64 without one, to the bit, moments included."""
+    plain, scaled = (
+        {"folder": tmp_path / name, "more": more}
+        for name, more in (("plain", ()), ("scaled", ("train.loss_scale={initial: 1024, growth_steps: 3}",)))
+    )
+    run = run_config(run_file, *overrides("fp64"))
+    steps = ("train.steps=5",)
+    plans: dict[str, Plan | None] = {"alone": None}
+    plans |= {name: parse_plan(run, **PLANS[name]) for name in list(PLANS)[1:]}
+    pairs: dict[str, list[Case]] = {}
+    for name, plan in plans.items():
+        pairs[name] = [
+            Case(
+                run_file,
+                kind["folder"] / name,
+                plan,
+                overrides("fp64", *steps, *kind["more"], folder=kind["folder"] / f"{name} ck"),
+            )
+            for kind in (plain, scaled)
+        ]
+    for case in pairs.pop("alone"):
+        run_alone(case)
+    run_cases([case for pair in pairs.values() for case in pair])
+    for name in plans:
+        without, with_scale = (read_metrics(kind["folder"] / name) for kind in (plain, scaled))
+        assert column(with_scale, "loss_scale") == [1024] * 3 + [2048] * 2
+        for key in ("loss", "grad_norm"):
+            assert column(with_scale, key) == column(without, key), (name, key)
+        assert same(*(tensors_in(kind["folder"] / f"{name} ck") for kind in (plain, scaled))), name
+
+
+def test_a_skipped_step_leaves_every_rank_as_it_was(run_file: Path, tmp_path: Path) -> None:
+    """Three steps that all overflow: the weights of the beginning, and no moments."""
+    few = ("train.steps=3", "train.loss_scale={initial: 1099511627776}")
+    plan = PLANS["shared state of unlike widths"]
+    run = run_config(run_file, *overrides("fp16", *few))
+    case = Case(
+        run_file, tmp_path / "cut", parse_plan(run, **plan), overrides("fp16", *few, folder=tmp_path / "ck")
+    )
+    start = Case(
+        run_file,
+        tmp_path / "start",
+        None,
+        overrides("fp16", "train.steps=1", few[1], folder=tmp_path / "one"),
+    )
+    run_cases([case])
+    run_alone(start)
+    assert read_metrics(case.folder)[-1]["skipped_steps"] == 3
+    saved = tensors_in(tmp_path / "ck")
+    assert same(saved, tensors_in(tmp_path / "one"))
+    assert all(not tensor.any() for name, tensor in saved.items() if name.startswith("exp_avg"))
+    state = json.loads((tmp_path / "ck" / step_name(3) / STATE).read_text())
+    assert state["skipped"] == 3 and state["scaler"] == {"scale": 2.0**37, "good_steps": 0}
+
+
+def test_without_the_common_norm_ranks_would_part(run_file: Path, tmp_path: Path) -> None:
+    given = overrides("fp16", HIGH)
+    plan = parse_plan(run_config(run_file, *given), **PLANS["unlike pipelines"])
+    case = Case(run_file, tmp_path / "off", plan, given, without="norm_sum")
+    with pytest.raises(Exception, match="the first output that is not finite"):
+        run_cases([case])
+
+
+def test_a_resumed_run_has_the_scale_it_had(run_file: Path, tmp_path: Path) -> None:
+    """To the bit; with the scaler taken out of the checkpoint it is another run."""
+    falling = "train.loss_scale={initial: 2097152, growth_steps: 5}"
+    plan = parse_plan(run_config(run_file, *overrides("fp16", falling)), **PLANS["unlike pipelines"])
+
+    def case(name: str, steps: int, *more: str) -> Case:
+        given = overrides("fp16", falling, *more, f"train.steps={steps}", folder=tmp_path / f"{name} ck")
+        return Case(run_file, tmp_path / name, plan, given)
+
+    first = case("cut", 4)
+    run_cases([case("whole", STEPS), first, case("cut", STEPS)])
+    whole, cut = (read_metrics(tmp_path / name) for name in ("whole", "cut"))
+    assert 0 < whole[3]["skipped_steps"] < 4
+    for key in ("loss", "grad_norm", "loss_scale", "skipped_steps"):
+        assert column(cut, key) == column(whole, key), key
+    assert same(tensors_in(tmp_path / "cut ck"), tensors_in(tmp_path / "whole ck"))
+
+    place = tmp_path / "cut ck" / step_name(4)
+    state = json.loads((place / STATE).read_text())
+    assert state["scaler"]["scale"] < 2097152
+    state["scaler"] = None
+    (place / STATE).write_text(json.dumps(state))
+    manifest = json.loads((place / MANIFEST).read_text())
+    manifest["files"][STATE] = (place / STATE).stat().st_size
+    (place / MANIFEST).write_text(json.dumps(manifest))
+    forgot = case("forgot", STEPS, f"checkpoint.resume={place}")
+    run_cases([forgot])
+    assert column(read_metrics(forgot.folder), "loss_scale") != column(whole, "loss_scale")[4:]
+
+
+def test_an_overflow_at_the_smallest_scale_ends_the_run(run_file: Path, tmp_path: Path) -> None:
+    given = overrides("fp16", "train.loss_scale={initial: 1.6777216e+7, minimum: 8388608}")
+    with pytest.raises(
+        TrainingError, match=r"step 2: .* the first gradient that is not finite came from rank 0"
+    ):
+        run_alone(replace(Case(run_file, tmp_path / "end", None, given)))
