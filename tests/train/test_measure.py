@@ -41,7 +41,7 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     profile = load_profile(out)
     assert profile.sequence_length == run.data.sequence_length
     entries = {(entry.device_type, entry.recompute): entry for entry in profile.entries}
-    assert set(entries) == {(d, r) for d in ("Fast", "Slow") for r in ("none", "full")}
+    assert set(entries) == {(d, r) for d in ("Fast", "Slow") for r in ("none", "selective", "full")}
     fast, slow = entries["Fast", "none"], entries["Slow", "none"]
     assert slow.head.forward_seconds == pytest.approx(3 * fast.head.forward_seconds)
     # fp32: weights, gradients and two states of four bytes each.
