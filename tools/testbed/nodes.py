@@ -26,7 +26,7 @@ from typing import IO, Annotated
 from annotated_types import Gt, Le, MinLen
 
 from yuan_train.config.devices import BytesPerSecond
-from yuan_train.config.errors import ConfigError, Problem, YuanError
+from yuan_train.config.errors import Problem, TrainingError, YuanError
 from yuan_train.config.load import build, read_document
 
 PERIOD_US = 10_000
@@ -73,7 +73,7 @@ def load_nodes(path: str | Path) -> tuple[NodeSpec, ...]:
 
 def _laws(spec: TestbedSpec) -> Iterator[Problem]:
     shares = [node.cpu for node in spec.nodes]
-    cores = sorted(os.sched_getaffinity(0))
+    cores = find_cores()
     if place_on_cores(shares, cores) is None:
         words = " + ".join(f"{share:g}" for share in shares)
         yield Problem(
@@ -88,6 +88,13 @@ def _laws(spec: TestbedSpec) -> Iterator[Problem]:
         if node.name in seen:
             yield Problem(("nodes", i, "name"), f"there is a node {node.name!r} already; use another name")
         seen.add(node.name)
+
+
+def find_cores() -> list[int]:
+    """The cores that this process may use. Raises NoTestbed where the system does not say."""
+    if sys.platform != "linux":
+        raise NoTestbed(f"a testbed needs Linux; this is {sys.platform}")
+    return sorted(os.sched_getaffinity(0))
 
 
 def place_on_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int] | None:
@@ -197,7 +204,7 @@ def _make(specs: Sequence[NodeSpec], prefix: str, quotas: Quotas, made: ExitStac
     _add_namespace(bridge, made)
     _do("ip", "-n", bridge, "link", "add", "bridge0", "type", "bridge")
     _do("ip", "-n", bridge, "link", "set", "bridge0", "up")
-    cores = place_on_cores([spec.cpu for spec in specs], sorted(os.sched_getaffinity(0)))
+    cores = place_on_cores([spec.cpu for spec in specs], find_cores())
     assert cores is not None, "_laws checks it"
     nodes: list[Node] = []
     for i, (spec, core) in enumerate(zip(specs, cores, strict=True)):
@@ -329,7 +336,7 @@ class Task:
 def run_together(tasks: Sequence[Task], folder: Path, *, timeout_seconds: float) -> None:
     """Run the tasks at the same time, to their ends; what they say goes to `folder`.
 
-    Raises ConfigError, with the last words of the one at fault, if one fails or is not done in time; the
+    Raises TrainingError, with the last words of the one at fault, if one fails or is not done in time; the
     others are ended then.
     """
     with ExitStack() as running:
@@ -349,10 +356,10 @@ def run_together(tasks: Sequence[Task], folder: Path, *, timeout_seconds: float)
         codes = [process.poll() for process in processes]
     for log, code in zip(logs, codes, strict=True):
         if code:
-            raise ConfigError(f"node {log.stem} failed (exit code {code}):\n{log.read_text()[-2000:]}")
+            raise TrainingError(f"node {log.stem} failed (exit code {code}):\n{log.read_text()[-2000:]}")
     late = [log.stem for log, code in zip(logs, codes, strict=True) if code is None]
     if late:
-        raise ConfigError(f"not done within {timeout_seconds:g} s: {', '.join(late)}; see {folder}")
+        raise TrainingError(f"not done within {timeout_seconds:g} s: {', '.join(late)}; see {folder}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
