@@ -214,6 +214,16 @@ def test_written_and_read_again(tmp_path: Path) -> None:
             "stages[0].recompute: wanted 'none', 'selective' or 'full', got \"some\"",
         ),
         (
+            "recompute: full",
+            "recompute: full, in_flight: 4",
+            "stages[0].in_flight: stage 0 holds 3 micro-batches and stage 1 holds 4; set in_flight: 4",
+        ),
+        (
+            "recompute: full",
+            "recompute: full, in_flight: 1",
+            "stages[1].in_flight: 1, but each of 2 replicas must hold one",
+        ),
+        (
             "recompute: none",
             "recompute: none, recompute_layers: 2",
             "stages[0].recompute_layers: 2 layers, but recompute is none; set recompute",
@@ -450,3 +460,11 @@ def test_a_layer_taken_away_is_always_noticed(plan: Plan, data: st.DataObject) -
 
 def test_wrong_exit_codes_never_leak() -> None:
     assert (ConfigError.exit_code, PlanError.exit_code) == (2, 2)
+
+
+def test_depth_is_of_1f1b_alone(tmp_path: Path) -> None:
+    text = PLAN.replace("recompute: none", "recompute: none, in_flight: 5")
+    plan = load(tmp_path, text)
+    assert plan.pipelines[0].depths("1f1b") == (5, 2) and plan.pipelines[0].depths("gpipe") is None
+    said = refusal(tmp_path, text.replace("schedule: 1f1b", "schedule: gpipe"))
+    assert "stages[0].in_flight: 5, but schedule gpipe decides by itself; leave it out" in said

@@ -72,12 +72,20 @@ class Scale:
 class Stepper:
     """Runs the lanes of all stages by turns, a step whenever its message is there."""
 
-    def __init__(self, schedule: str, num_micro_batches: int, weights: list[float]) -> None:
+    def __init__(
+        self,
+        schedule: str,
+        num_micro_batches: int,
+        weights: list[float],
+        in_flight: tuple[int, ...] | None = None,
+    ) -> None:
         num_stages = len(weights)
         self.table = (
             forward_only(num_stages=num_stages, num_micro_batches=num_micro_batches)
             if schedule == "forward_only"
-            else make_table(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches)
+            else make_table(
+                schedule, num_stages=num_stages, num_micro_batches=num_micro_batches, in_flight=in_flight
+            )
         )
         self.works = [Scale(w, first=s == 0, last=s == num_stages - 1) for s, w in enumerate(weights)]
         self.post = Post()
@@ -125,6 +133,14 @@ def test_what_is_kept_follows_the_table_and_not_the_number_of_micro_batches() ->
         stepper.run()
         assert stepper.most_kept == [peak_in_flight(lane) for lane in stepper.table] == [3, 2, 1]
         assert not stepper.post.held and stepper.post.most_held <= 3
+
+
+@pytest.mark.parametrize("in_flight", [(3, 2, 1), (5, 4, 1), (7, 3, 3), (2, 1, 1)])
+def test_memory_follows_the_depth_of_the_plan(in_flight: tuple[int, ...]) -> None:
+    stepper = Stepper("1f1b", 16, [1.0, 1.0, 1.0], in_flight)
+    stepper.run()
+    assert tuple(stepper.most_kept) == in_flight
+    assert not stepper.post.held
 
 
 def test_evaluation_keeps_nothing() -> None:

@@ -67,6 +67,9 @@ PLANS: dict[str, dict] = {
         "optimizer_share": [1, 3, 7, 1],
     },
     "recomputed": {"text": "1x8: 2@0,1 | 4@2;3", "recompute": "full"},
+    "deeper warm-up": {"text": "1x8: 2@0 | 2@1 | 1@2 | 1@3", "in_flight": [6, 4, None, None]},
+    "deeper warm-up, replicas": {"text": "1x8: 2@0 | 2@1;2 | 2@3", "in_flight": [5, 5, 2]},
+    "shallower warm-up": {"text": "1x8: 2@0 | 3@1 | 1@2", "in_flight": [2, 1, None]},
     "recompute of all kinds": {"text": "1x8: 2@0,1 selective | 3@2;3 full:2 | 1@4"},
     "recompute of all kinds, gpipe": {
         "text": "2x4: 1@0 full | 4@1,2 selective:3 | 1@3 selective",

@@ -112,3 +112,39 @@ def test_every_compute_step_runs_once():
     program = operations(make_table("1f1b", num_stages=3, num_micro_batches=4))
     compute = [operation[:3] for operation in program if operation[0] in ("forward", "backward")]
     assert len(compute) == len(set(compute)) == 2 * 3 * 4
+
+
+SLOW_MIDDLE = StageTimes(
+    forward_seconds=(1.0,) * 4,
+    backward_seconds=(2.0,) * 4,
+    send_activation_seconds=(0.0, 1.5, 0.0),
+    send_gradient_seconds=(0.0, 1.5, 0.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "seconds"),
+    [
+        (None, 153.0),
+        ((4, 3, 2, 1), 153.0),
+        # One more before the link, e = ceil((cf + cb) / w) = 1: the fifth micro-batch hides both messages.
+        ((5, 4, 2, 1), 108.0),
+        # Nothing is left to hide.
+        ((6, 5, 2, 1), 108.0),
+        # Where the stage after the link holds as many, both turns and both messages come one after the other.
+        ((4, 2, 2, 1), 32 * (3 + 3 + 2 * 1.5)),
+    ],
+)
+def test_a_deeper_warm_up_hides_a_slow_link(in_flight, seconds):
+    result = simulate_schedule("1f1b", SLOW_MIDDLE, num_micro_batches=32, in_flight=in_flight)
+    assert result.step_seconds == pytest.approx(seconds)
+    ends = simulate_many(
+        "1f1b",
+        num_micro_batches=32,
+        forward_seconds=np.array([SLOW_MIDDLE.forward_seconds]),
+        backward_seconds=np.array([SLOW_MIDDLE.backward_seconds]),
+        send_activation_seconds=np.array([SLOW_MIDDLE.send_activation_seconds]),
+        send_gradient_seconds=np.array([SLOW_MIDDLE.send_gradient_seconds]),
+        in_flight=in_flight,
+    )
+    assert ends.max() == pytest.approx(seconds)

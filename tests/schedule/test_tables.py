@@ -53,8 +53,8 @@ def test_messages_by_hand() -> None:
     table = one_forward_one_backward(num_stages=2, num_micro_batches=2)
     assert [str(step) for step in table[1]] == [
         "receive activation of micro-batch 0 on stage 1",
-        "forward of micro-batch 0 on stage 1",
         "receive activation of micro-batch 1 on stage 1",
+        "forward of micro-batch 0 on stage 1",
         "backward of micro-batch 0 on stage 1",
         "send gradient of micro-batch 0 on stage 1",
         "forward of micro-batch 1 on stage 1",
@@ -109,15 +109,59 @@ def test_every_table_is_whole(num_stages: int, num_micro_batches: int) -> None:
 
 
 @given(stages, micro_batches)
-def test_a_receive_is_posted_one_compute_step_ahead(num_stages: int, num_micro_batches: int) -> None:
+def test_one_receive_of_each_direction_is_open(num_stages: int, num_micro_batches: int) -> None:
+    """When one is taken the next is open already, and no third."""
     for lane in one_forward_one_backward(num_stages=num_stages, num_micro_batches=num_micro_batches):
+        for receive, use in (("receive_activation", "forward"), ("receive_gradient", "backward")):
+            left = sum(step.kind == receive for step in lane)
+            num_open = 0
+            for step in lane:
+                if step.kind == receive:
+                    num_open, left = num_open + 1, left - 1
+                elif step.kind == use and num_open:
+                    assert num_open == (2 if left else num_open) <= 2
+                    num_open -= 1
+            assert num_open == left == 0
+
+
+@given(stages, micro_batches)
+def test_a_receive_is_posted_one_compute_step_ahead_or_earlier(
+    num_stages: int, num_micro_batches: int
+) -> None:
+    for lane in one_forward_one_backward(num_stages=num_stages, num_micro_batches=num_micro_batches):
+        computes = [step for step in lane if step.is_compute]
         for i, step in enumerate(lane):
             if not step.kind.startswith("receive"):
                 continue
             kind = "forward" if step.kind == "receive_activation" else "backward"
-            use = lane.index(Step(kind, step.stage, step.micro_batch))
-            between = [other for other in lane[i + 1 : use] if other.is_compute]
-            assert len(between) <= 1
+            use = computes.index(Step(kind, step.stage, step.micro_batch))
+            done = sum(other.is_compute for other in lane[:i])
+            assert done <= max(use - 1, 0)
+
+
+@st.composite
+def depths(draw: st.DrawFn) -> tuple[int, ...]:
+    """Micro-batches of each stage, never fewer than the next stage's."""
+    return tuple(sorted(draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)), reverse=True))
+
+
+@given(depths(), micro_batches)
+def test_deeper_and_shallower_warm_up(in_flight: tuple[int, ...], num_micro_batches: int) -> None:
+    table = one_forward_one_backward(
+        num_stages=len(in_flight), num_micro_batches=num_micro_batches, in_flight=in_flight
+    )
+    # Without a window a stage that runs far ahead would wait in a send, and not open the door for gradients.
+    check_table(table, window=max(in_flight))
+    assert [peak_in_flight(lane) for lane in table] == [min(k, num_micro_batches) for k in in_flight]
+    for lane in table:
+        wanted = sorted(f"{kind}{m}" for kind in "FB" for m in range(num_micro_batches))
+        assert sorted(compute(lane)) == wanted
+
+
+def test_a_stage_that_holds_fewer_than_the_next_waits_for_ever() -> None:
+    table = one_forward_one_backward(num_stages=2, num_micro_batches=4, in_flight=(1, 2))
+    with pytest.raises(ValueError, match="deadlock: the backward of micro-batch 0 on stage 0 waits"):
+        check_table(table)
 
 
 def test_evaluation_goes_forward_only() -> None:

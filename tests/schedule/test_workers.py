@@ -82,6 +82,26 @@ def test_replicas_share_the_micro_batches() -> None:
     assert [peak_in_flight(lane) for lane in table] == [3, 1, 1]
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=4), st.integers(1, 12))
+def test_replicas_share_any_depth(stages: list[tuple[int, int]], num_micro_batches: int) -> None:
+    sizes = [size for size, _ in stages]
+    first = [sum(sizes[:i]) for i in range(len(sizes))]
+    workers = tuple(tuple(range(a, a + n)) for a, n in zip(first, sizes, strict=True))
+    depth = 1
+    in_flight: list[int] = []
+    for size, more in reversed(stages):
+        # In whole rounds of the replicas at least what the next stage holds.
+        depth = -(-depth // size) * size + more
+        in_flight.insert(0, depth)
+    table = make_table(
+        "1f1b", workers=workers, num_micro_batches=num_micro_batches, in_flight=tuple(in_flight)
+    )
+    check_table(table, workers, window=1 + max(peak_in_flight(lane) for lane in table))
+    for replicas, most in zip(workers, in_flight, strict=True):
+        assert sum(peak_in_flight(table[worker]) for worker in replicas) <= max(most, len(replicas))
+
+
 def test_virtual_stages_need_a_schedule_for_them() -> None:
     with pytest.raises(ValueError, match="gives a worker one stage"):
         make_table("1f1b", workers=loop(2), num_micro_batches=4)

@@ -174,6 +174,7 @@ def _from_forecast(arguments: argparse.Namespace, plan: Plan) -> list[Simulation
             _forecast_times(plan, p),
             num_micro_batches=pipeline.num_micro_batches,
             workers=stage_workers(pipeline),
+            in_flight=pipeline.depths(plan.schedule),
             overlap=not arguments.blocking,
         )
         for p, pipeline in enumerate(plan.pipelines)

@@ -49,6 +49,9 @@ class StagePlan:
     optimizer_share: Annotated[float, Gt(0), Le(1e6)] = 1.0
     """With optimizer_sharding: how much of the optimizer state the stage holds, against the other owners
     of the same layers (3 beside 1: three quarters)."""
+    in_flight: Count | None = None
+    """Micro-batches that the stage, all its replicas together, may hold at once under 1f1b; None: as many as
+    there are replicas from it to the pipeline's end. A stage before a slow link gains from more."""
     optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
     """Fraction of the optimizer state kept on the host."""
 
@@ -81,6 +84,13 @@ class PipelinePlan:
     def num_sequences(self) -> int:
         """Sequences of a step that this pipeline takes."""
         return self.micro_batch_size * self.num_micro_batches
+
+    def depths(self, schedule: Schedule) -> tuple[int, ...] | None:
+        """Micro-batches that each stage may hold at once under 1f1b; None where the schedule decides."""
+        if schedule != "1f1b":
+            return None
+        counts = [len(stage.replicas) for stage in self.stages]
+        return tuple(stage.in_flight or sum(counts[s:]) for s, stage in enumerate(self.stages))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +192,7 @@ def plan_laws(plan: Plan) -> Iterator[Problem]:
         laws = (
             _layer_laws(pipeline, plan.model),
             _recompute_laws(pipeline),
+            _depth_laws(pipeline, plan.schedule),
             _replica_laws(pipeline, plan),
             _share_laws(pipeline, plan),
         )
@@ -293,6 +304,28 @@ def _recompute_laws(pipeline: PipelinePlan) -> Iterator[Problem]:
             yield Problem(
                 path,
                 f"{count} layers, but the stage holds {stage.num_layers}; leave the key out to recompute all",
+            )
+
+
+def _depth_laws(pipeline: PipelinePlan, schedule: Schedule) -> Iterator[Problem]:
+    """A stage that holds fewer than the next would wait for a gradient that the next cannot make yet. The
+    replica with the fewest counts: each holds K // n of a stage's K at least."""
+    depths = pipeline.depths(schedule)
+    for s, stage in enumerate(pipeline.stages):
+        path = ("stages", s, "in_flight")
+        if depths is None:
+            if stage.in_flight is not None:
+                yield Problem(
+                    path, f"{stage.in_flight}, but schedule {schedule} decides by itself; leave it out"
+                )
+        elif depths[s] < len(stage.replicas):
+            yield Problem(path, f"{depths[s]}, but each of {len(stage.replicas)} replicas must hold one")
+        elif s + 1 < len(depths) and depths[s] // len(stage.replicas) * len(stage.replicas) < depths[s + 1]:
+            enough = -(-depths[s + 1] // len(stage.replicas)) * len(stage.replicas)
+            yield Problem(
+                path,
+                f"stage {s} holds {depths[s]} micro-batches and stage {s + 1} holds {depths[s + 1]}; "
+                f"set in_flight: {enough} or more here",
             )
 
 

@@ -108,8 +108,12 @@ def parallelize(
 def pipeline_table(plan: Plan, pipeline: int) -> Table:
     """The checked schedule table of one pipeline."""
     workers = Grid(plan).workers(pipeline)
+    part = plan.pipelines[pipeline]
     table = make_table(
-        plan.schedule, workers=workers, num_micro_batches=plan.pipelines[pipeline].num_micro_batches
+        plan.schedule,
+        workers=workers,
+        num_micro_batches=part.num_micro_batches,
+        in_flight=part.depths(plan.schedule),
     )
     check_table(table, workers, window=1 + max(peak_in_flight(lane) for lane in table))
     return table

@@ -253,13 +253,15 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
                 send_gradient_seconds=sends[1],
             )
         )
-        key = (times[-1], workers[p], pipeline.num_micro_batches)
+        depths = pipeline.depths(plan.schedule)
+        key = (times[-1], workers[p], pipeline.num_micro_batches, depths)
         if key not in seen:
             seen[key] = simulate_schedule(
                 plan.schedule,
                 times[-1],
                 num_micro_batches=pipeline.num_micro_batches,
                 workers=workers[p],
+                in_flight=depths,
                 overlap=costs.setting.overlap,
             )
         simulations.append(seen[key])
@@ -454,7 +456,12 @@ def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
     m = pipeline.num_micro_batches
     if plan.schedule in ("1f1b", "gpipe"):
         return in_flight(
-            plan.schedule, stage=s, num_stages=len(replicas), num_micro_batches=m, replicas=replicas
+            plan.schedule,
+            stage=s,
+            num_stages=len(replicas),
+            num_micro_batches=m,
+            replicas=replicas,
+            depths=pipeline.depths(plan.schedule),
         )
     workers = stage_workers(pipeline)
     table = make_table(plan.schedule, num_micro_batches=m, workers=workers)

@@ -18,11 +18,18 @@ MESSAGES_PER_EDGE = 2
 
 
 def in_flight(
-    schedule: str, *, stage: int, num_stages: int, num_micro_batches: int, replicas: Sequence[int] = ()
+    schedule: str,
+    *,
+    stage: int,
+    num_stages: int,
+    num_micro_batches: int,
+    replicas: Sequence[int] = (),
+    depths: Sequence[int] | None = None,
 ) -> int:
     """Most micro-batches whose forward has begun and whose backward has not ended, on stage 0, 1, ...
 
-    1F1B: min(P - s, m); where stages have several replicas, those from s to the end share the depth.
+    1F1B: min(P - s, m); where stages have several replicas, those from s to the end share the depth; `depths`
+    gives the stages others.
     GPipe: m. Zero bubble: min(P, m).
     """
     own = replicas[stage] if replicas else 1
@@ -33,6 +40,7 @@ def in_flight(
         return min(sum(replicas) if replicas else num_stages, mine)
     assert schedule == "1f1b", f"no count for schedule {schedule!r}"
     depth = sum(replicas[stage:]) if replicas else num_stages - stage
+    depth = depths[stage] if depths else depth
     return min(-(-depth // own), mine)
 
 

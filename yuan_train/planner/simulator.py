@@ -129,11 +129,12 @@ def simulate_schedule(
     *,
     num_micro_batches: int,
     workers: Workers | None = None,
+    in_flight: tuple[int, ...] | None = None,
     overlap: bool = True,
 ) -> Simulation:
-    """The same for a named schedule."""
+    """The same for a named schedule; 1f1b with `in_flight` micro-batches on each stage, if given."""
     workers = workers or one_worker_each(times.num_stages)
-    program = _program(schedule, workers, num_micro_batches)
+    program = _program(schedule, workers, num_micro_batches, in_flight)
     return _run(program, workers, times, overlap=overlap)
 
 
@@ -147,6 +148,7 @@ def simulate_many(
     send_gradient_seconds: Floats,
     weight_seconds: Floats | None = None,
     workers: Workers | None = None,
+    in_flight: tuple[int, ...] | None = None,
     overlap: bool = True,
 ) -> Floats:
     """End of the last compute step of each stage, [N, P], of N pipelines of P stages that run the same
@@ -174,7 +176,9 @@ def simulate_many(
     ends = np.zeros((stages, count))
     link_free: dict[tuple[int, int], Floats] = {}
     arrivals: dict[tuple[bool, int, int], Floats] = {}
-    for kind, stage, micro_batch, worker, peer, waits in _program(schedule, workers, num_micro_batches):
+    for kind, stage, micro_batch, worker, peer, waits in _program(
+        schedule, workers, num_micro_batches, in_flight
+    ):
         if peer < 0:
             if waits:
                 arrived = arrivals.pop((kind == "forward", stage, micro_batch))
@@ -230,8 +234,10 @@ def operations(table: Table, workers: Workers | None = None) -> tuple[Operation,
 
 
 @functools.lru_cache(maxsize=64)
-def _program(schedule: str, workers: Workers, num_micro_batches: int) -> tuple[Operation, ...]:
-    table = make_table(schedule, workers=workers, num_micro_batches=num_micro_batches)
+def _program(
+    schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None
+) -> tuple[Operation, ...]:
+    table = make_table(schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight)
     return operations(table, workers)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from yuan_train.schedule.listing import Limits, list_schedule
 from yuan_train.schedule.step import (
+    Kind,
     Lane,
     Step,
     Table,
@@ -31,17 +32,21 @@ def make_table(
     num_micro_batches: int,
     num_stages: int | None = None,
     workers: Workers | None = None,
+    in_flight: tuple[int, ...] | None = None,
 ) -> Table:
     """The table of a named schedule, messages included.
 
-    Give either `num_stages`, for one worker per stage, or `workers`. Raises ValueError for a name that is
-    not in SCHEDULES, and for virtual stages under 1f1b and gpipe.
+    Give either `num_stages`, for one worker per stage, or `workers`; `in_flight` is for 1f1b alone. Raises
+    ValueError for a name that is not in SCHEDULES, and for virtual stages under 1f1b and gpipe.
     """
     if workers is None:
         assert num_stages is not None
         workers = one_worker_each(num_stages)
     if schedule == "1f1b":
-        return one_forward_one_backward(workers=workers, num_micro_batches=num_micro_batches)
+        return one_forward_one_backward(
+            workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight
+        )
+    assert in_flight is None, f"schedule {schedule} decides by itself how many micro-batches a stage holds"
     if schedule == "gpipe":
         return gpipe(workers=workers, num_micro_batches=num_micro_batches)
     if schedule == "interleaved_1f1b":
@@ -52,21 +57,28 @@ def make_table(
 
 
 def one_forward_one_backward(
-    *, num_micro_batches: int, num_stages: int | None = None, workers: Workers | None = None
+    *,
+    num_micro_batches: int,
+    num_stages: int | None = None,
+    workers: Workers | None = None,
+    in_flight: tuple[int, ...] | None = None,
 ) -> Table:
     """1F1B: fill the pipe, then alternate, then drain.
 
     Stage s of P keeps at most min(P - s, micro-batches) activations alive, however many micro-batches there
     are; with replicas, as many as there are workers from it to the end, shared by its own. With equal stages
     and free messages a step takes (m + P - 1)(f + b).
+
+    `in_flight` gives every stage its own count K_s instead, in whole rounds of its replicas never fewer than
+    the next stage's. Before a slow link K_s = P - s is too few: with messages of cf and cb seconds between
+    stages s and t, a micro-batch takes (w_s + w_t + cf + cb) / (K_s - K_t + 1), w = f + b; on every stage
+    before the link ceil((cf + cb) / max w) more hide them.
     """
     workers = _workers(num_stages, workers)
     _refuse_virtual_stages(workers, "1f1b")
     lanes: list[Lane] = [()] * num_workers(workers)
-    depth = 0
-    for stage in reversed(range(len(workers))):
-        replicas = workers[stage]
-        depth += len(replicas)
+    for stage, replicas in enumerate(workers):
+        depth = in_flight[stage] if in_flight else sum(map(len, workers[stage:]))
         for r, worker in enumerate(replicas):
             mine = range(r, num_micro_batches, len(replicas))
             # Of the first `depth` micro-batches those that are this replica's, less the one that alternates.
@@ -157,8 +169,10 @@ def forward_only(
 def with_messages(compute: Iterable[Lane], workers: Workers | None = None) -> Table:
     """Add to lanes of compute steps the sends and receives that they need.
 
-    A send follows its compute at once. A receive is posted one compute step ahead, so that the message can
-    arrive while the worker still works on the step before; its buffer lives from there to its use.
+    A send follows its compute at once. A receive is posted when the one before it, of the same stage and
+    direction, is taken, and one compute step ahead at the latest. So one is always open, and a link that
+    needs as long as a whole turn of the worker (forward and backward) is never idle, though a transport may
+    start to move a message only when its receive is posted. Its buffer lives from there to its use.
     """
     lanes = tuple(compute)
     if workers is None:
@@ -167,11 +181,16 @@ def with_messages(compute: Iterable[Lane], workers: Workers | None = None) -> Ta
 
 
 def _lane_with_messages(lane: Lane, workers: Workers) -> Lane:
-    steps: list[Step] = [receive for step in lane[:1] if (receive := receive_for(step, workers))]
-    for step, following in zip(lane, (*lane[1:], None), strict=False):
-        if following is not None and (receive := receive_for(following, workers)):
-            steps.append(receive)
-        steps.append(step)
+    posted: list[list[Step]] = [[] for _ in lane]
+    taken: dict[tuple[Kind, int], int] = {}
+    for i, step in enumerate(lane):
+        if receive := receive_for(step, workers):
+            before = taken.get((receive.kind, receive.stage), i)
+            posted[min(before, max(i - 1, 0))].append(receive)
+            taken[receive.kind, receive.stage] = i
+    steps: list[Step] = []
+    for step, receives in zip(lane, posted, strict=True):
+        steps += [*receives, step]
         if send := send_after(step, workers):
             steps.append(send)
     return tuple(steps)
