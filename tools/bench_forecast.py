@@ -1,8 +1,7 @@
 """python tools/bench_forecast.py: forecast against truth at three uneven cuts over simulated cards.
 
 Profiles this machine, forecasts three hand-made cuts from the profile, trains a few steps under each, and
-sets step time and peak memory of every process beside the forecast. The memory that a process takes before
-it holds anything of a model is measured first, and stands for `reserved`. Needs the quick start's data.
+sets step time and peak memory of every process beside the forecast. Needs the quick start's data.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from yuan_train.config.cluster import Cluster, load_cluster
@@ -29,8 +28,6 @@ WARM_UP_STEPS = 3
 MODEL = ("num_layers=6", "hidden_size=256", "num_attention_heads=4", "head_dim=64", "ffn_hidden_size=1024")
 CUTS = ((4, 1, 1), (3, 2, 1), (2, 3, 1))
 """Layers of each stage, fast card first."""
-SMALL = ("num_layers=6", "hidden_size=32", "num_attention_heads=1", "head_dim=32", "ffn_hidden_size=64")
-"""A model of next to nothing: what its processes take is the baseline."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,7 @@ def measure(options: argparse.Namespace, changes: list[str], folder: Path) -> li
     files = ["--config", options.config, "--cluster", options.cluster]
     yuan_train("profile", *files, "--out", profile, *changes)
     run = load_run(options.config, tuple(changes))
-    cluster = _with_baseline(load_cluster(options.cluster), _baseline_bytes(options, folder))
-    setting = _setting(run, cluster, profile)
-    costs = make_costs(setting)
+    costs = make_costs(_setting(run, load_cluster(options.cluster), profile))
     rows: list[Row] = []
     for layers in CUTS:
         plan = cut_plan(costs, run, layers)
@@ -106,29 +101,15 @@ def train(
     ]
 
 
-def _baseline_bytes(options: argparse.Namespace, folder: Path) -> int:
-    """Peak memory of the leanest process of a small model's training."""
-    changes = [*(f"model.{word}" for word in SMALL), "train.device=cpu"]
-    run = load_run(options.config, tuple(changes))
-    setting = _setting(run, load_cluster(options.cluster), None)
-    plan = cut_plan(make_costs(setting), run, CUTS[0])
-    return min(train(plan, options, changes, folder)[1])
-
-
-def _setting(run: RunConfig, cluster: Cluster, profile: Path | None) -> Setting:
+def _setting(run: RunConfig, cluster: Cluster, profile: Path) -> Setting:
     return Setting(
         cluster=cluster,
         model=run.model,
         sequence_length=run.data.sequence_length,
         global_batch_size=run.train.global_batch_size,
         precision=run.train.precision,
-        profile=load_profile(profile) if profile else None,
+        profile=load_profile(profile),
     )
-
-
-def _with_baseline(cluster: Cluster, baseline_bytes: int) -> Cluster:
-    types = {name: replace(card, reserved=baseline_bytes) for name, card in cluster.device_types.items()}
-    return replace(cluster, device_types=types)
 
 
 def yuan_train(*arguments: str | Path) -> None:

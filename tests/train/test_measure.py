@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.support.project import make_project, run_config
 from yuan_train.cli.main import main
+from yuan_train.config.cluster import load_cluster
 from yuan_train.config.profile import load_profile
+from yuan_train.planner.cost import Setting as CostSetting
+from yuan_train.planner.cost import make_costs
 from yuan_train.train import measure
+from yuan_train.train.footprint import can_follow
 
 CLUSTER = """
 name: two
 nodes:
   - {name: fast, device: Fast, network: {bandwidth: 1 GB/s}}
-  - {name: slow, device: Slow, network: {bandwidth: 1 GB/s}}
+  - {name: slow, device: Slow, devices: 2, link: {bandwidth: 1 GB/s}, network: {bandwidth: 1 GB/s}}
 device_types:
   Fast: {memory: 1 GiB, reserved: 0 GiB, fp32: 80 GFLOP/s, memory_bandwidth: 10 GB/s, slowdown: 1}
   Slow: {memory: 1 GiB, reserved: 0 GiB, fp32: 80 GFLOP/s, memory_bandwidth: 10 GB/s, slowdown: 3}
 """
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SECONDS_PER_UNIT", 0.01)
 
 
 def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
@@ -37,19 +38,60 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     out = tmp_path / "profile.json"
     options = ["--model", str(model), "--config", str(run_file), "--cluster", str(tmp_path / "cluster.yaml")]
-    assert main(["profile", *options, "--out", str(out)]) == 0
+    assert (
+        main(["profile", *options, "--seconds", "0.01", "--out", str(out), "search.recompute=[none,full]"])
+        == 0
+    )
     profile = load_profile(out)
     assert profile.sequence_length == run.data.sequence_length
-    entries = {(entry.device_type, entry.recompute): entry for entry in profile.entries}
-    assert set(entries) == {(d, r) for d in ("Fast", "Slow") for r in ("none", "selective", "full")}
-    fast, slow = entries["Fast", "none"], entries["Slow", "none"]
-    assert slow.head.forward_seconds == pytest.approx(3 * fast.head.forward_seconds)
+    entries = {(e.device_type, e.tensor_parallel, e.recompute): e for e in profile.entries}
+    # Only the slow node has two cards to share a tensor.
+    kinds = (("Fast", 1), ("Slow", 1), ("Slow", 2))
+    assert set(entries) == {(*kind, r) for kind in kinds for r in ("none", "full")}
+    assert {(link.from_, link.to) for link in profile.links} == set(
+        itertools.permutations(("fast/0", "slow/0", "slow/1"), 2)
+    )
+    fast, half = entries["Fast", 1, "none"], entries["Slow", 2, "none"]
     # fp32: weights, gradients and two states of four bytes each.
     assert fast.layers[0].state_bytes == 16 * run.model.layer_parameters
     assert fast.head.state_bytes == 16 * run.model.head_parameters
+    assert fast.layers[0].state_bytes / 2 < half.layers[0].state_bytes < 0.6 * fast.layers[0].state_bytes
     assert fast.layers[0].output_bytes == 24 * 32 * 4 and fast.head.output_bytes == 0
-    # Recomputed, a layer keeps little more than its input.
-    assert entries["Fast", "full"].layers[0].activation_bytes < 0.5 * fast.layers[0].activation_bytes
+    # What a process holds beside the model: Python and torch are no less.
+    assert fast.reserved_bytes is not None and 50e6 < fast.reserved_bytes < 4e9
+    assert not profile.is_whole
+    on_card = make_costs(
+        CostSetting(
+            cluster=load_cluster(tmp_path / "cluster.yaml"),
+            model=run.model,
+            sequence_length=run.data.sequence_length,
+            global_batch_size=run.train.global_batch_size,
+            precision=run.train.precision,
+            profile=profile,
+        )
+    ).setting.cluster.device_type("Fast")
+    assert on_card.reserved == math.ceil(fast.reserved_bytes)
+
+
+def test_what_a_layer_holds(tmp_path: Path) -> None:
+    """The card's memory shows at least what autograd keeps, and a moment's need beside it."""
+    run = run_config(make_project(tmp_path))
+    setting = measure.Setting(
+        model=replace(run.model, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64),
+        sequence_length=512,
+        micro_batch_size=4,
+        recompute="none",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seconds_per_unit=0.01,
+    )
+    hidden_bytes = 4 * 512 * 256 * 4
+    (whole,) = measure.measure_entry(setting, device_type="here").layers
+    (again,) = measure.measure_entry(replace(setting, recompute="full"), device_type="here").layers
+    assert hidden_bytes <= again.activation_bytes < 0.5 * whole.activation_bytes
+    if can_follow(setting.device):
+        # A recomputed layer holds again, for its own backward, all that it has not kept.
+        assert again.transient_bytes is not None and again.transient_bytes > 8 * hidden_bytes
 
 
 def test_states_under_bf16(tmp_path: Path) -> None:
@@ -62,14 +104,8 @@ def test_states_under_bf16(tmp_path: Path) -> None:
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    entry = measure.measure_entry(setting, device_type="here")
+    entry = measure.measure_entry(replace(setting, seconds_per_unit=0.01), device_type="here")
     assert entry.layers[0].state_bytes == 18 * run.model.layer_parameters
-
-
-def test_planner_knows_its_own_profiles() -> None:
-    from yuan_train.planner.timing import OWN_SOURCE
-
-    assert measure.OWN_SOURCE == OWN_SOURCE
 
 
 def test_profiles_of_two_machines_become_one(tmp_path: Path) -> None:
@@ -77,7 +113,7 @@ def test_profiles_of_two_machines_become_one(tmp_path: Path) -> None:
     parts = []
     for name in ("A", "B"):
         parts.append(str(tmp_path / f"{name}.json"))
-        words = ["--config", str(run_file), "--device-type", name, "--out", parts[-1]]
+        words = ["--config", str(run_file), "--device-type", name, "--seconds", "0.01", "--out", parts[-1]]
         assert main(["profile", *words]) == 0
     whole = tmp_path / "whole.json"
     assert main(["profile", "--merge", *parts, "--out", str(whole)]) == 0

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     node = _this_node(nodes, arguments.this_node)
     host, port = _meeting_place(nodes, node, arguments.meet_at)
-    return _start(node, command, world_size=plan.world_size, host=host, port=port)
+    return start_ranks(node, command, world_size=plan.world_size, host=host, port=port)
 
 
 def nodes_of(plan: Plan) -> list[Node]:
@@ -116,7 +116,7 @@ def _meeting_place(nodes: list[Node], node: Node, meet_at: str | None) -> tuple[
         host, port = _split_place(meet_at)
         return host, port or DEFAULT_PORT
     if len(nodes) == 1 or node.name == "all":
-        return "127.0.0.1", _free_port()
+        return "127.0.0.1", free_port()
     return nodes[0].name, DEFAULT_PORT
 
 
@@ -127,7 +127,7 @@ def _split_place(place: str) -> tuple[str, int | None]:
     return host, int(port) if colon else None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -141,7 +141,7 @@ class _Child:
     """What the rank said; None if it speaks for itself."""
 
 
-def _start(node: Node, command: Sequence[str], *, world_size: int, host: str, port: int) -> int:
+def start_ranks(node: Node, command: Sequence[str], *, world_size: int, host: str, port: int) -> int:
     """Run the ranks of a node to their end; the exit code is that of the rank at fault."""
     children: list[_Child] = []
 

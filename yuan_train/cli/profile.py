@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from yuan_train.cli.launch import Node, free_port, start_ranks
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import as_plain, write_text
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.plan import RUNNABLE_RECOMPUTE
+from yuan_train.config.plan import RUNNABLE_RECOMPUTE, shared_sizes
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, load_profile
 from yuan_train.config.run import RunConfig, load_run
+
+if TYPE_CHECKING:
+    import torch
+
+    from yuan_train.train.loop import Position
+    from yuan_train.train.measure import Setting
+
+T = TypeVar("T")
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""Tensor-parallel widths that are measured without `search.tensor`, as far as a node's cards go."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,18 +39,23 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "profile",
         help="measure this machine's card",
         description="Measures forward and backward of embedding, layer and head on this machine's card, and "
-        "what they keep in memory. `yuan-train plan --profile` then needs no estimates for it. Under "
-        "torchrun, one process per card, also the links between all pairs, by size of message.",
+        "what they hold in memory. `yuan-train plan --profile` then needs no estimates for it. Under "
+        "torchrun, one process per card, all cards work at the same time, and tensor-parallel groups and the "
+        "links between all pairs, by size of message, are measured too. For a --cluster of simulated cards "
+        "such processes are started here.",
     )
     parser.add_argument("--model", metavar="FILE", help="the model file; needed without --config")
     parser.add_argument("--out", required=True, metavar="FILE", help="where the profile goes (JSON)")
     parser.add_argument(
         "--config", metavar="FILE", help="the run: sequence length, micro-batch size, precision"
     )
-    parser.add_argument("--cluster", metavar="FILE", help="also give entries for its simulated cards")
+    parser.add_argument("--cluster", metavar="FILE", help="its cards by rank; simulated ones keep their pace")
     parser.add_argument("--device-type", metavar="NAME", help="what the card is called in the cluster file")
     parser.add_argument(
         "--merge", nargs="+", metavar="FILE", help="measure nothing: make one profile of several"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, metavar="S", help="how long each unit is repeated (default 1.5)"
     )
     parser.add_argument("--json", action="store_true", help="print the profile on stdout too")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run")
@@ -52,10 +71,27 @@ def run(arguments: argparse.Namespace) -> int:
     config = _read_config(arguments)
     model = config.model if config else load_model(arguments.model)
     cluster = load_cluster(arguments.cluster) if arguments.cluster else None
-    profile, rank = _measure_all(model, config, cluster, arguments.device_type)
+    if cluster is not None and _is_simulated(cluster) and "WORLD_SIZE" not in os.environ:
+        return _start_cards(cluster, arguments)
+    profile, rank = _measure_here(model, config, cluster, arguments)
     if rank == 0:
         _write(profile, arguments)
     return 0
+
+
+def _is_simulated(cluster: Cluster) -> bool:
+    return all(cluster.device_type(card.type).slowdown is not None for card in cluster.cards)
+
+
+def _start_cards(cluster: Cluster, arguments: argparse.Namespace) -> int:
+    """Measure simulated cards as `launch` runs them: a process for each, all at once on this machine."""
+    words = ["profile"]
+    for name in ("model", "out", "config", "cluster", "seconds"):
+        value = getattr(arguments, name)
+        words += [f"--{name}", str(value)] if value is not None else []
+    words += ["--json"] * arguments.json + arguments.overrides
+    node = Node("all", tuple(range(len(cluster.cards))))
+    return start_ranks(node, words, world_size=len(node.ranks), host="127.0.0.1", port=free_port())
 
 
 def _read_config(arguments: argparse.Namespace) -> RunConfig | None:
@@ -82,108 +118,180 @@ def _write(profile: Profile, arguments: argparse.Namespace) -> None:
     print(f"wrote {arguments.out}: {words}", file=sys.stderr)
 
 
-def _measure_all(
-    model: ModelConfig, config: RunConfig | None, cluster: Cluster | None, device_type: str | None
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What this process measures: its card, and the ranks that it measures it with."""
+
+    model: ModelConfig
+    config: RunConfig | None
+    position: Position
+    device: torch.device
+    device_type: str
+    slowdown: float
+    seconds_per_unit: float
+    teams: Mapping[int, Sequence[tuple[int, ...]]]
+    """By tensor-parallel width, the ranks that are measured as a group."""
+
+    @property
+    def timeout_seconds(self) -> float:
+        return self.config.train.timeout if self.config else 600.0
+
+
+def _measure_here(
+    model: ModelConfig, config: RunConfig | None, cluster: Cluster | None, arguments: argparse.Namespace
 ) -> tuple[Profile, int]:
-    """The profile and this process's rank. Under torchrun one rank of each kind of card measures it, in
-    turn, and then all measure the links."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        return _measure(model, config, cluster, device_type), 0
-    import torch.distributed as dist
-
+    """The profile and this process's rank. Under torchrun all ranks measure their cards at the same time, as
+    they work in training, then the links between them."""
     from yuan_train.parallel.groups import join, leave
-    from yuan_train.train.loop import Position, choose_device
-    from yuan_train.train.measure import measure_links, name_of
+    from yuan_train.train.loop import choose_device, find_position
 
-    numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    position = Position(*numbers)
+    position = find_position()
     device = choose_device(config.train.device if config else "auto", position)
-    join(device=device, timeout_seconds=config.train.timeout if config else 600.0)
+    if cluster is not None and position.world_size not in (1, len(cluster.cards)):
+        raise ConfigError(
+            f"--cluster has {len(cluster.cards)} cards, but {position.world_size} processes were started; "
+            "start one per card"
+        )
+    if position.world_size > 1:
+        join(device=device, timeout_seconds=config.train.timeout if config else 600.0)
     try:
-        kinds: list[str] = [""] * world_size
-        dist.all_gather_object(kinds, device_type or name_of(device))
-        parts: list[Profile | None] = [None] * world_size
-        mine: Profile | None = None
-        for rank in sorted(kinds.index(kind) for kind in set(kinds)):
-            if rank == position.rank:
-                mine = _measure(model, config, cluster, device_type)
-            dist.barrier()
-        dist.all_gather_object(parts, mine)
-        known = [(f"rank {r}", part) for r, part in enumerate(parts) if part is not None]
-        links = measure_links(_card_names(cluster, position.local_rank, world_size), device=device)
-        return replace(merge_profiles(known), links=links), position.rank
+        return _gather(_make_bench(model, config, cluster, arguments, position, device), cluster)
     finally:
         leave()
 
 
-def _card_names(cluster: Cluster | None, local_rank: int, world_size: int) -> list[str]:
-    """What the ranks are called: the cluster's cards in their order, else host and number."""
+def _make_bench(
+    model: ModelConfig,
+    config: RunConfig | None,
+    cluster: Cluster | None,
+    arguments: argparse.Namespace,
+    position: Position,
+    device: torch.device,
+) -> Bench:
+    from yuan_train.train.measure import name_of
+
+    card = cluster.cards[position.rank] if cluster else None
+    slowdown = cluster.device_type(card.type).slowdown if cluster and card else None
+    kind = card.type if card and slowdown is not None else arguments.device_type or name_of(device)
+    places = _from_all((card.node if card and position.world_size > 1 else platform.node(), kind), position)
+    widths = (config.search.tensor if config else None) or WIDTHS
+    fitting = [w for w in widths if all(size % w == 0 for size in shared_sizes(model).values())]
+    return Bench(
+        model=model,
+        config=config,
+        position=position,
+        device=device,
+        device_type=kind,
+        slowdown=slowdown or 1.0,
+        seconds_per_unit=arguments.seconds,
+        teams={width: teams for width in fitting if (teams := _teams(places, width))},
+    )
+
+
+def _teams(places: Sequence[tuple[str, str]], width: int) -> list[tuple[int, ...]]:
+    """Ranks of one node and kind, so many together; what is left over has no team."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(places):
+        alike.setdefault(place, []).append(rank)
+    whole = [ranks[: len(ranks) - len(ranks) % width] for ranks in alike.values()]
+    return [tuple(ranks[i : i + width]) for ranks in whole for i in range(0, len(ranks), width)]
+
+
+def _gather(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int]:
+    """All ranks' entries, of a key the first rank's, and the links."""
+    from yuan_train.train.measure import measure_links
+
+    position = bench.position
+    parts = _from_all(_measure_card(bench), position)
+    profile = merge_profiles([(f"rank {rank}", part) for rank, part in enumerate(parts)])
+    if position.world_size == 1:
+        return profile, 0
+    names = _from_all(f"{platform.node()}/{position.local_rank}", position)
+    if cluster is not None:
+        names = [card.name for card in cluster.cards]
+    return replace(profile, links=measure_links(names, device=bench.device)), position.rank
+
+
+def _from_all(mine: T, position: Position) -> list[T]:
+    """What every rank has, by rank."""
+    if position.world_size == 1:
+        return [mine]
     import torch.distributed as dist
 
-    if cluster is not None:
-        cards = [card.name for card in cluster.cards]
-        if len(cards) != world_size:
-            raise ConfigError(
-                f"--cluster has {len(cards)} cards, but {world_size} processes were started; "
-                "start one per card"
-            )
-        return cards
-    names: list[str] = [""] * world_size
-    dist.all_gather_object(names, f"{platform.node()}/{local_rank}")
-    return names
+    everywhere: list[Any] = [None] * position.world_size
+    dist.all_gather_object(everywhere, mine)
+    return everywhere
 
 
-def _measure(
-    model: ModelConfig, config: RunConfig | None, cluster: Cluster | None, device_type: str | None
-) -> Profile:
-    from yuan_train.train.loop import DTYPES, Position, choose_device
-    from yuan_train.train.measure import OWN_SOURCE, Setting, machine_name, measure_entry, name_of
+def _measure_card(bench: Bench) -> Profile:
+    """The entries that this rank takes part in."""
+    import torch.distributed as dist
 
-    device = choose_device(config.train.device if config else "auto", Position())
+    from yuan_train.train.loop import DTYPES
+    from yuan_train.train.measure import Setting, machine_name, measure_entry, measure_reserved, name_of
+
+    config, model = bench.config, bench.model
     precision = config.train.precision if config else "bf16"
-    length = config.data.sequence_length if config else model.max_sequence_length
+    base = Setting(
+        model=model,
+        sequence_length=config.data.sequence_length if config else model.max_sequence_length,
+        micro_batch_size=1,
+        recompute="none",
+        dtype=DTYPES[precision],
+        device=bench.device,
+        slowdown=bench.slowdown,
+        seconds_per_unit=bench.seconds_per_unit,
+        data=config.data if config else None,
+    )
+    reserved = measure_reserved(base)
     entries: list[ProfileEntry] = []
-    for size in _sizes(config):
-        for recompute in (config.search.recompute if config else None) or RUNNABLE_RECOMPUTE:
-            if recompute not in RUNNABLE_RECOMPUTE:
-                continue
-            setting = Setting(
-                model=model,
-                sequence_length=length,
-                micro_batch_size=size,
-                recompute=recompute,
-                dtype=DTYPES[precision],
-                device=device,
+    for setting in _settings(bench, base):
+        if dist.is_initialized():
+            dist.barrier()
+        if setting is None:
+            continue
+        if bench.position.rank == 0:
+            print(
+                f"measuring micro-batches of {setting.micro_batch_size}, recompute {setting.recompute}, "
+                f"tensor-parallel width {setting.width}",
+                file=sys.stderr,
             )
-            print(f"measuring micro-batches of {size}, recompute {recompute}", file=sys.stderr)
-            entry = measure_entry(setting, device_type=device_type or name_of(device))
-            entries += _with_simulated(entry, cluster)
+        entry = measure_entry(setting, device_type=bench.device_type)
+        entries.append(replace(entry, reserved_bytes=reserved))
     return Profile(
-        source=OWN_SOURCE,
-        sequence_length=length,
+        sequence_length=base.sequence_length,
         model=model.name,
-        machine=name_of(device) if device.type == "cuda" else machine_name(),
+        machine=name_of(bench.device) if bench.device.type == "cuda" else machine_name(),
         precision=precision,
         entries=tuple(entries),
     )
 
 
-def _sizes(config: RunConfig | None) -> tuple[int, ...]:
-    if config is None:
-        return (1,)
-    return config.search.micro_batch_size or (config.train.micro_batch_size,)
+def _settings(bench: Bench, base: Setting) -> Iterator[Setting | None]:
+    """What is measured, in the same order on all ranks; None where this rank has no part in it."""
+    from yuan_train.parallel.groups import make_tensor_groups
 
-
-def _with_simulated(entry: ProfileEntry, cluster: Cluster | None) -> list[ProfileEntry]:
-    """The measured entry, or those of the cluster's simulated cards, which are this one slowed down."""
-    from yuan_train.train.measure import scale_entry
-
-    types = {group.device: cluster.device_type(group.device) for group in cluster.nodes} if cluster else {}
-    simulated = {name: device.slowdown for name, device in types.items() if device.slowdown is not None}
-    if not simulated:
-        return [entry]
-    return [scale_entry(entry, device_type=name, slowdown=factor) for name, factor in simulated.items()]
+    config, rank = bench.config, bench.position.rank
+    sizes = (config.search.micro_batch_size or (config.train.micro_batch_size,)) if config else (1,)
+    wanted = (config.search.recompute if config else None) or RUNNABLE_RECOMPUTE
+    for width, teams in bench.teams.items():
+        groups = make_tensor_groups(teams, timeout_seconds=bench.timeout_seconds) if width > 1 else {}
+        team = next((team for team in teams if rank in team), None)
+        for size, recompute in itertools.product(sizes, wanted):
+            if recompute not in RUNNABLE_RECOMPUTE:
+                continue
+            yield (
+                None
+                if team is None
+                else replace(
+                    base,
+                    micro_batch_size=size,
+                    recompute=recompute,
+                    width=width,
+                    position=team.index(rank),
+                    group=groups.get(team),
+                )
+            )
 
 
 def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:

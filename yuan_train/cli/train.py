@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 
-from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.errors import YuanError
 from yuan_train.config.plan import load_plan
 from yuan_train.config.run import load_run
 
@@ -31,17 +30,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the files, then train. What is wrong with the files is said once per machine."""
     config = load_run(arguments.config, tuple(arguments.overrides))
     plan = load_plan(arguments.plan) if arguments.plan else None
-    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    local_rank, local_world_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size)
+    from yuan_train.train.loop import find_position, prepare, train
 
-    _choose_who_speaks(rank)
-    from yuan_train.train.loop import Position, prepare, train
-
+    position = find_position()
+    _choose_who_speaks(position.rank)
     try:
-        job = prepare(config, plan, Position(rank, world_size, local_rank, local_world_size))
+        job = prepare(config, plan, position)
     except YuanError as error:
         # Every rank finds the same; one voice per machine is enough.
-        if local_rank > 0:
+        if position.local_rank > 0:
             return error.exit_code
         raise
     train(job)
@@ -52,11 +49,3 @@ def _choose_who_speaks(rank: int) -> None:
     """Rank 0 tells of data and of the kernels in use; the others would only repeat it."""
     logging.getLogger("yuan_train").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("yuan_kernels").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-
-
-def _number(name: str, default: int) -> int:
-    """An environment variable of the launcher's."""
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise ConfigError(f"environment variable {name}: wanted a number, got {text!r}; the launcher sets it")
-    return int(text)

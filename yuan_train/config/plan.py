@@ -329,8 +329,8 @@ def _depth_laws(pipeline: PipelinePlan, schedule: Schedule) -> Iterator[Problem]
             )
 
 
-def _replica_laws(pipeline: PipelinePlan, plan: Plan) -> Iterator[Problem]:
-    model = plan.model
+def shared_sizes(model: ModelConfig) -> dict[str, int]:
+    """What a tensor-parallel group shares, and how much of it; each must divide by the group's width."""
     shared = {
         "heads": model.num_attention_heads,
         "feed-forward columns": model.ffn_hidden_size,
@@ -338,6 +338,11 @@ def _replica_laws(pipeline: PipelinePlan, plan: Plan) -> Iterator[Problem]:
     }
     if model.attention == "localized_filter":
         shared["filter channels"] = model.hidden_size // 2
+    return shared
+
+
+def _replica_laws(pipeline: PipelinePlan, plan: Plan) -> Iterator[Problem]:
+    shared = shared_sizes(plan.model)
     for s, stage in enumerate(pipeline.stages):
         lengths = {len(replica) for replica in stage.replicas}
         if len(lengths) > 1:

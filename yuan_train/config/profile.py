@@ -29,6 +29,9 @@ class UnitProfile:
     """Kept per micro-batch from its forward to its backward."""
     output_bytes: Bytes
     """Message to the next stage."""
+    transient_bytes: Bytes | None = None
+    """Held for a moment beside, at the peak of forward or backward. None: the bytes above are the whole
+    truth; a stage takes reserved + states + activations times micro-batches in flight, to the byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,13 @@ class ProfileEntry:
     layers: Annotated[tuple[UnitProfile, ...], MinLen(1)]
     """One per layer, or one that stands for all."""
     head: UnitProfile
+    reserved_bytes: Bytes | None = None
+    """What a process holds before it holds anything of a model; None: as the cluster says."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its bytes are the whole truth, as another tool's: no unit tells what it holds beside."""
+        return all(unit.transient_bytes is None for unit in (self.embedding, *self.layers, self.head))
 
     def layer(self, index: int) -> UnitProfile:
         """The profile of layer `index`."""
@@ -71,6 +81,20 @@ class Profile:
     precision: str | None = None
     entries: tuple[ProfileEntry, ...] = ()
     links: tuple[LinkProfile, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the bytes of its entries are the whole truth; such a profile knows no optimizer's step."""
+        return bool(self.entries) and all(entry.is_whole for entry in self.entries)
+
+    def reserved_bytes(self, device_type: str) -> float | None:
+        """The most that a process on such a card was seen to hold before any model."""
+        known = [
+            entry.reserved_bytes
+            for entry in self.entries
+            if entry.device_type == device_type and entry.reserved_bytes is not None
+        ]
+        return max(known, default=None)
 
 
 def profile_laws(profile: Profile) -> Iterator[Problem]:

@@ -191,5 +191,17 @@ def squared_norm(buckets: list[FlatBucket], *, device: torch.device) -> torch.Te
         for part in bucket.slices:
             if part.group[0] == bucket.rank:
                 counted = bucket.pack(bucket.gradient, part)[: part.num_counted_elements]
-                total += torch.linalg.vector_norm(counted, dtype=torch.float64) ** 2
+                total += sum_of_squares(counted)
     return total
+
+
+NORM_BLOCK = 1 << 16
+"""Elements whose squares are summed at a time: on a CPU torch makes an fp64 copy of all that it is given."""
+
+
+def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
+    """Squares of a flat buffer [n] summed in fp64, with no more than a block beside it."""
+    if flat.device.type == "cuda" or flat.numel() <= NORM_BLOCK:
+        return torch.linalg.vector_norm(flat, dtype=torch.float64) ** 2
+    blocks = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in flat.split(NORM_BLOCK)]
+    return torch.linalg.vector_norm(torch.stack(blocks)) ** 2

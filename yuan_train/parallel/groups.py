@@ -8,7 +8,7 @@ behind another, and a first small message warms it up.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,6 +97,13 @@ def make_groups(grid: Grid, *, device: torch.device, timeout_seconds: float) -> 
     groups = Groups(edges, owners, tensor.get(mine))
     _warm_up(groups, device)
     return groups
+
+
+def make_tensor_groups(
+    teams: Sequence[tuple[int, ...]], *, timeout_seconds: float
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A group for each team of ranks; collective over all ranks."""
+    return {ranks: _new_group(ranks, timeout=timedelta(seconds=timeout_seconds)) for ranks in teams}
 
 
 def _new_group(ranks: tuple[int, ...], *, timeout: timedelta) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from yuan_train.parallel.gradients import FlatBucket, Slice, squared_norm, sum_over_owners
+from yuan_train.parallel.gradients import FlatBucket, Slice, squared_norm, sum_of_squares, sum_over_owners
 from yuan_train.parallel.groups import Groups
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -122,7 +122,7 @@ class SharedState:
         for part, shard, ranges in zip(self._bucket.slices, self.shards, self._ranges, strict=True):
             start = ranges[self._bucket.rank][0]
             counted = shard.gradient[: max(part.num_counted_elements - start, 0)]
-            total += torch.linalg.vector_norm(counted, dtype=torch.float64) ** 2
+            total += sum_of_squares(counted)
         return total
 
     def publish(self) -> None:

@@ -27,7 +27,7 @@ from yuan_train.config.run import Recompute
 from yuan_train.planner.communication import broadcast_seconds, message_seconds, ring_seconds
 from yuan_train.planner.memory import in_flight, stage_memory
 from yuan_train.planner.simulator import Simulation, StageTimes, simulate_schedule
-from yuan_train.planner.timing import CardCosts, Source, UnitCost, card_costs, check_profile, is_own
+from yuan_train.planner.timing import CardCosts, Source, UnitCost, card_costs, check_profile
 from yuan_train.planner.topology import Topology, find_route, make_topology
 from yuan_train.planner.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.schedule.check import peak_in_flight
@@ -53,7 +53,7 @@ class Setting:
     @property
     def is_schema_profile(self) -> bool:
         """Whether another tool's profile gives the numbers, which knows nothing of the optimizer's step."""
-        return self.profile is not None and bool(self.profile.entries) and not is_own(self.profile)
+        return self.profile is not None and self.profile.is_whole
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,19 @@ def make_costs(setting: Setting) -> Costs:
             sequence_length=setting.sequence_length,
             precision=setting.precision,
         )
+        setting = replace(setting, cluster=_with_measured_reserve(setting.cluster, setting.profile))
     cards = {card.name: card for card in setting.cluster.cards}
     return Costs(setting, make_topology(setting.cluster, setting.profile), cards, {}, {})
+
+
+def _with_measured_reserve(cluster: Cluster, profile: Profile) -> Cluster:
+    """The cluster, its cards' `reserved` as the profile has it where it was measured."""
+    types = dict(cluster.device_types)
+    for name in {group.device for group in cluster.nodes}:
+        measured = profile.reserved_bytes(name)
+        if measured is not None:
+            types[name] = replace(cluster.device_type(name), reserved=math.ceil(measured))
+    return replace(cluster, device_types=types)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,13 +129,12 @@ def card_costs(
         found = _measured(profile, type_name, micro_batch_size, recompute, tensor_parallel, remade)
         if found is not None:
             entry, note = found
-            whole = not is_own(profile)
             return CardCosts(
-                units=_from_profile(entry, work, STATE_BYTES[precision], recompute, note, whole=whole),
+                units=_from_profile(entry, work, STATE_BYTES[precision], recompute, note),
                 source="measured",
                 note=note,
                 update_bytes_per_second=update_rate,
-                boundary_bytes=0.0 if whole else work.layer.output_bytes,
+                boundary_bytes=0.0 if entry.is_whole else work.layer.output_bytes,
             )
     note = "estimated from the catalogue" + (
         f": the profile has no entry for {type_name} with recompute {recompute}" if profile else ""
@@ -147,19 +146,6 @@ def card_costs(
         update_bytes_per_second=update_rate,
         boundary_bytes=work.layer.output_bytes,
     )
-
-
-OWN_SOURCE = "yuan-train profile"
-"""What `yuan-train profile` writes as a profile's source."""
-
-
-def is_own(profile: Profile) -> bool:
-    """Whether `yuan-train profile` measured it, which counts what autograd keeps and nothing else.
-
-    Then messages and what a backward holds for a moment come on top. Another tool's bytes are the whole
-    truth: reserved + states + activations times micro-batches in flight, to the byte.
-    """
-    return profile.source == OWN_SOURCE
 
 
 # --- measured --------------------------------------------------------------------------------------------
@@ -224,6 +210,7 @@ def _narrowed(entry: ProfileEntry, width: int) -> ProfileEntry:
             backward_seconds=unit.backward_seconds / width,
             state_bytes=unit.state_bytes / width,
             activation_bytes=hidden + (unit.activation_bytes - hidden) / width,
+            transient_bytes=unit.transient_bytes and unit.transient_bytes / width,
         )
 
     return replace(
@@ -237,16 +224,18 @@ def _narrowed(entry: ProfileEntry, width: int) -> ProfileEntry:
 
 def _recomputed(layer: UnitProfile, recompute: Recompute, remade: _Remade) -> UnitProfile:
     """The same layer under recompute. Full: its backward runs the forward first, only its input is kept."""
-    if recompute == "selective":
-        return replace(
-            layer,
-            backward_seconds=layer.backward_seconds + remade.seconds,
-            activation_bytes=layer.activation_bytes * remade.kept_share,
-        )
+    selective = recompute == "selective"
+    kept = (
+        layer.activation_bytes * remade.kept_share
+        if selective
+        else min(layer.output_bytes, layer.activation_bytes)
+    )
+    beside = layer.transient_bytes
     return replace(
         layer,
-        backward_seconds=layer.backward_seconds + layer.forward_seconds,
-        activation_bytes=min(layer.output_bytes, layer.activation_bytes),
+        backward_seconds=layer.backward_seconds + (remade.seconds if selective else layer.forward_seconds),
+        activation_bytes=kept,
+        transient_bytes=None if beside is None else beside + layer.activation_bytes - kept,
     )
 
 
@@ -276,6 +265,9 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
             state_bytes=max(a.state_bytes, b.state_bytes),
             activation_bytes=at(a.activation_bytes, b.activation_bytes),
             output_bytes=at(a.output_bytes, b.output_bytes),
+            transient_bytes=None
+            if a.transient_bytes is None or b.transient_bytes is None
+            else at(a.transient_bytes, b.transient_bytes),
         )
 
     count = max(len(low.layers), len(high.layers))
@@ -290,19 +282,19 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
 
 
 def _from_profile(
-    entry: ProfileEntry, work: ModelWork, state: StateBytes, recompute: Recompute, note: str, *, whole: bool
+    entry: ProfileEntry, work: ModelWork, state: StateBytes, recompute: Recompute, note: str
 ) -> tuple[UnitCost, ...]:
-    """Seconds, states and activations as measured; transients from the work unless the bytes are `whole`.
+    """Seconds and bytes as measured.
 
     A measured activation of the head holds the gradient that it keeps, so none is added.
     """
     layers = [entry.layer(i) for i in range(work.num_layers)]
     scaled = SCALED_WIDTH in note
-    derived = "recompute derived" in note
+    # Another tool's layer, recomputed here, holds once what it would have kept.
+    missing = entry.is_whole and "recompute derived" in note
     costs: list[UnitCost] = []
     for unit, measured in zip(work.units, (entry.embedding, *layers, entry.head), strict=True):
         again = _held_again(unit, recompute) if unit is work.layer else 0.0
-        transient = 0.0 if whole and not (again and derived) else again
         redone = measured.forward_seconds if again and recompute == "full" else 0.0
         costs.append(
             UnitCost(
@@ -314,7 +306,7 @@ def _from_profile(
                 optimizer_bytes=measured.state_bytes * state.optimizer / state.total,
                 activation_bytes=measured.activation_bytes,
                 logit_bytes=0.0,
-                transient_bytes=transient + (0.0 if whole else unit.transient_bytes),
+                transient_bytes=measured.transient_bytes or (again if missing else 0.0),
                 output_bytes=measured.output_bytes,
                 weight_seconds=max(measured.backward_seconds - redone, 0.0) / 2,
                 forward_collectives=unit.forward_collectives if scaled else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -46,7 +47,8 @@ from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.groups import join, leave
 from yuan_train.parallel.zero import STATES
-from yuan_train.train.metrics import Log, StepMetrics, peak_flops, peak_memory_bytes
+from yuan_train.train.footprint import peak_memory_bytes
+from yuan_train.train.metrics import Log, StepMetrics, peak_flops
 from yuan_train.train.optimizer import Optimizer, learning_rate
 from yuan_train.train.stage import StageRunner
 from yuan_train.train.state import Progress, from_state, to_state
@@ -63,6 +65,19 @@ class Position:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+
+
+def find_position() -> Position:
+    """This process's, as the launcher's environment variables say. Raises ConfigError if they are none."""
+    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    return Position(rank, world_size, _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size))
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(f"environment variable {name}: wanted a number, got {text!r}; the launcher sets it")
+    return int(text)
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,55 @@
-"""Times and sizes of the model's units on this machine's card: what a profile is made of."""
+"""Times and sizes of the model's units on this machine's card: what a profile is made of.
+
+Each unit is built, cut and run as the engine does it, at the pace of the card. A number of layers in a row
+stands for one: a layer alone would find its weights still in the processor's caches.
+"""
 
 from __future__ import annotations
 
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PipelinePlan
 from yuan_train.config.profile import LinkProfile, ProfileEntry, UnitProfile
-from yuan_train.config.run import Recompute
-from yuan_train.model.transformer import Transformer, init_weights
+from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute, Source
+from yuan_train.data.loader import Batch, Blend
+from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
+from yuan_train.model.transformer import Transformer, initial_weight
+from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.split import WeightQueue
+from yuan_train.parallel.tensor import Cutting, cut_parameters, join_group
 from yuan_train.parallel.zero import WholeState
+from yuan_train.train.footprint import begin_peak, can_follow, give_back_memory, held_bytes, peak_memory_bytes
+from yuan_train.train.optimizer import Optimizer
+from yuan_train.train.stage import StageRunner
 
-OWN_SOURCE = "yuan-train profile"
-"""By this source the planner (planner/timing.py) knows what these bytes hold and what they do not."""
-
-SECONDS_PER_UNIT = 1.0
+SECONDS_PER_UNIT = 1.5
 """How long each unit is repeated; the median is taken."""
 
 FEWEST_REPEATS, MOST_REPEATS = 5, 200
 
+MOST_LAYERS, MOST_STATE_BYTES = 4, 2 << 30
+"""Layers that are run in a row, and what their states may take."""
+
+DEPTH = 4
+"""Micro-batches in flight, to see what each keeps."""
+
 LINK_SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-LINK_REPEATS = 7
+LINK_REPEATS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,41 +62,55 @@ class Setting:
     recompute: str
     dtype: torch.dtype
     device: torch.device
+    slowdown: float = 1.0
+    """Of a simulated card; its work is slowed as in training."""
+    width: int = 1
+    position: int = 0
+    """This rank's among the `width` ranks of its tensor-parallel group."""
+    group: dist.ProcessGroup | None = None
+    seconds_per_unit: float = SECONDS_PER_UNIT
+    data: DataConfig | None = None
+    """What the run does where documents end; None: nothing."""
 
 
 def measure_entry(setting: Setting, *, device_type: str) -> ProfileEntry:
-    """Measure embedding, layer and head, each as the engine runs it on one micro-batch."""
+    """Measure embedding, layer and head, each as the engine runs it on one micro-batch; collective over the
+    tensor-parallel group."""
     return ProfileEntry(
         device_type=device_type,
+        tensor_parallel=setting.width,
         micro_batch_size=setting.micro_batch_size,
         recompute=cast(Recompute, setting.recompute),
-        embedding=_measure(setting, _part(setting, layers=(0, 0), embedding=True)),
-        layers=(_measure(setting, _part(setting, layers=(0, 1))),),
-        head=_measure(setting, _part(setting, layers=(0, 0), head=True)),
+        embedding=_measure(setting, layers=0, embedding=True),
+        layers=(_measure(setting, layers=_layers_in_a_row(setting)),),
+        head=_measure(setting, layers=0, head=True),
     )
 
 
-def scale_entry(entry: ProfileEntry, *, device_type: str, slowdown: float) -> ProfileEntry:
-    """The entry of a simulated card that takes `slowdown` times as long as the measured one."""
+def measure_reserved(setting: Setting) -> float | None:
+    """What a process holds beside the model: libraries, their buffers, Python. None on CUDA, where the
+    catalogue's figure for the driver stands.
 
-    def scale(unit: UnitProfile) -> UnitProfile:
-        return UnitProfile(
-            forward_seconds=unit.forward_seconds * slowdown,
-            backward_seconds=unit.backward_seconds * slowdown,
-            state_bytes=unit.state_bytes,
-            activation_bytes=unit.activation_bytes,
-            output_bytes=unit.output_bytes,
-        )
+    To be called first; all that training loads must have been loaded, and is used once here.
+    """
+    if setting.device.type == "cuda" or not can_follow(setting.device):
+        return None
+    _warm_up(setting)
+    give_back_memory(setting.device)
+    return float(held_bytes(setting.device))
 
-    return ProfileEntry(
-        device_type=device_type,
-        tensor_parallel=entry.tensor_parallel,
-        micro_batch_size=entry.micro_batch_size,
-        recompute=entry.recompute,
-        embedding=scale(entry.embedding),
-        layers=tuple(map(scale, entry.layers)),
-        head=scale(entry.head),
-    )
+
+def _warm_up(setting: Setting) -> None:
+    unit = _Unit(setting, layers=1, embedding=True, head=True)
+    optimizer = Optimizer([unit.state], OptimizerConfig(learning_rate=1.0))
+    for _ in range(2):
+        unit.backward(unit.forward())
+        optimizer.step(0.0)
+
+
+def _layers_in_a_row(setting: Setting) -> int:
+    most = MOST_STATE_BYTES // (16 * setting.model.layer_parameters // setting.width)
+    return max(1, min(setting.model.num_layers, MOST_LAYERS, most))
 
 
 def measure_links(
@@ -154,90 +184,179 @@ def machine_name() -> str:
     return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
 
 
-def _part(
-    setting: Setting, *, layers: tuple[int, int], embedding: bool = False, head: bool = False
-) -> Transformer:
-    return Transformer(
-        setting.model,
-        layers=layers,
-        embedding=embedding,
-        head=head,
-        recompute=setting.recompute,
-        device=setting.device,
-        dtype=setting.dtype,
-    )
-
-
-def _measure(setting: Setting, part: Transformer) -> UnitProfile:
-    """Forward and backward of one part on random data; never zeros, which run faster than real numbers."""
-    init_weights(part, seed=0)
-    parameters = dict(part.named_parameters())
-    shards = {name: Shard(tuple(parameter.shape)) for name, parameter in parameters.items()}
-    bucket = FlatBucket(Bucket(("unit",), ((0,),)), parameters, shards, rank=0)
-    state = WholeState(bucket, Groups({}, {}))
-    shape = (setting.micro_batch_size, setting.sequence_length)
-    tokens_BS = torch.randint(setting.model.vocab_size, shape, device=setting.device)
-    hidden_BSH = torch.randn(*shape, setting.model.hidden_size, device=setting.device).to(setting.dtype)
-
-    def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = tokens_BS if part.has_embedding else hidden_BSH.detach().requires_grad_()
-        output = part(x)
-        if not part.has_head:
-            return output, hidden_BSH
-        return part.loss(output, tokens_BS) / tokens_BS.numel(), None
-
-    forward_seconds, backward_seconds = _time(forward, setting.device)
-    return UnitProfile(
-        forward_seconds=forward_seconds,
-        backward_seconds=backward_seconds,
-        state_bytes=_state_bytes(bucket, state),
-        activation_bytes=_activation_bytes(forward, part, hidden_BSH),
-        output_bytes=0 if part.has_head else hidden_BSH.numel() * hidden_BSH.element_size(),
-    )
-
-
-def _time(
-    forward: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], device: torch.device
-) -> tuple[float, float]:
-    """Median seconds of forward and backward."""
-    forwards: list[float] = []
-    backwards: list[float] = []
-    for _ in range(2):
-        torch.autograd.backward(*forward())
-    end = time.perf_counter() + SECONDS_PER_UNIT
-    while len(forwards) < MOST_REPEATS and (time.perf_counter() < end or len(forwards) < FEWEST_REPEATS):
-        start = _now(device)
-        output, gradient = forward()
-        middle = _now(device)
-        torch.autograd.backward(output, gradient)
-        forwards.append(middle - start)
-        backwards.append(_now(device) - middle)
-    return statistics.median(forwards), statistics.median(backwards)
-
-
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _state_bytes(bucket: FlatBucket, state: WholeState) -> int:
-    """Weights, gradients and optimizer state, as the engine holds them; each buffer once."""
-    buffers = [bucket.weights, bucket.gradient]
-    for shard in state.shards:
-        buffers += [shard.master, shard.exp_avg, shard.exp_avg_sq]
-    return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
+class _RandomText:
+    """Stands for the data: the same random tokens at every call."""
+
+    def __init__(self, setting: Setting) -> None:
+        shape = (setting.micro_batch_size, setting.sequence_length)
+        tokens = np.random.default_rng(0).integers(setting.model.vocab_size, size=shape)
+        self._batch = Batch(tokens, tokens)
+
+    def batch(self, first: int, size: int) -> Batch:
+        """Inputs and targets [B, S]."""
+        return self._batch
 
 
-def _activation_bytes(
-    forward: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], part: Transformer, hidden: torch.Tensor
-) -> int:
-    """Bytes that autograd keeps from the forward to the backward, each storage once: the input, but neither
-    weights nor the output, which is the next unit's input."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
-    # A recomputed layer keeps its input where the hook below does not see it.
-    storage = hidden.untyped_storage()
-    kept: dict[int, int] = {} if part.has_embedding else {storage.data_ptr(): storage.nbytes()}
+@dataclass(frozen=True)
+class _Held:
+    """A micro-batch between its forward and its backward."""
+
+    hidden_BSH: torch.Tensor | None
+    output: torch.Tensor
+
+
+class _Unit:
+    """A part of the model on its own, with gradients and optimizer state, as a stage of a plan would be."""
+
+    def __init__(self, setting: Setting, *, layers: int, embedding: bool = False, head: bool = False) -> None:
+        self.setting = setting
+        cutting = Cutting(SHARDING, ROW_BLOCKS, setting.position, setting.width)
+        self.part = Transformer(
+            setting.model,
+            layers=(0, layers),
+            embedding=embedding,
+            head=head,
+            recompute=setting.recompute,
+            device="meta",
+            dtype=setting.dtype,
+        )
+        shards = cut_parameters(self.part, cutting, device=setting.device)
+        with torch.no_grad():
+            for name, parameter in self.part.named_parameters():
+                whole = initial_weight(setting.model, name, shards[name].shape, seed=0)
+                parameter.copy_(shards[name].local(whole))
+        if setting.group is not None:
+            join_group(self.part, cutting, setting.group)
+        ranks = tuple(range(setting.width))
+        parameters = dict(self.part.named_parameters())
+        self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=setting.position)
+        self.state = WholeState(self.bucket, Groups({}, {}))
+        text = DataConfig(
+            train=(Source(prefix="random"),),
+            sequence_length=setting.sequence_length,
+            reset_position_ids=False,
+        )
+        self._runner = StageRunner(
+            self.part,
+            PipelinePlan(micro_batch_size=setting.micro_batch_size, num_micro_batches=1, stages=()),
+            setting.data or text,
+            eod_id=0,
+            device=setting.device,
+            queue=WeightQueue(),
+        )
+        tokens = setting.micro_batch_size * setting.sequence_length
+        self._runner.begin(cast(Blend, _RandomText(setting)), first_sample=0, trained_tokens=tokens)
+        # Never zeros, which run faster than real numbers.
+        shape = (setting.micro_batch_size, setting.sequence_length, setting.model.hidden_size)
+        self._hidden_BSH = torch.randn(*shape, device=setting.device).to(setting.dtype)
+
+    @property
+    def output_bytes(self) -> int:
+        return 0 if self.part.has_head else self._hidden_BSH.nbytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer state, as the engine holds them; each buffer once."""
+        buffers = [self.bucket.weights, self.bucket.gradient]
+        for shard in self.state.shards:
+            buffers += [shard.master, shard.exp_avg, shard.exp_avg_sq]
+        return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
+
+    def receive(self) -> torch.Tensor | None:
+        """A hidden state, as if from the stage before."""
+        return None if self.part.has_embedding else self._hidden_BSH.clone().requires_grad_()
+
+    def forward(self, hidden_BSH: torch.Tensor | None = None) -> _Held:
+        hidden_BSH = self.receive() if hidden_BSH is None else hidden_BSH
+        return _Held(hidden_BSH, self._runner.forward(0, hidden_BSH))
+
+    def backward(self, held: _Held) -> None:
+        torch.autograd.backward(held.output, None if self.part.has_head else self._hidden_BSH)
+
+
+def _measure(setting: Setting, *, layers: int, embedding: bool = False, head: bool = False) -> UnitProfile:
+    """One unit, or one of so many layers in a row."""
+    give_back_memory(setting.device)
+    unit = _Unit(setting, layers=layers, embedding=embedding, head=head)
+    count = max(layers, 1)
+    activation, transient = _bytes(unit)
+    forward, backward = _seconds(unit)
+    return UnitProfile(
+        forward_seconds=forward / count,
+        backward_seconds=backward / count,
+        state_bytes=unit.state_bytes / count,
+        activation_bytes=activation / count,
+        output_bytes=unit.output_bytes,
+        transient_bytes=transient,
+    )
+
+
+def _seconds(unit: _Unit) -> tuple[float, float]:
+    """Median seconds of forward and backward."""
+    stopwatch = Stopwatch(unit.setting.device, slowdown=unit.setting.slowdown)
+    began = time.perf_counter()
+    _once(unit, stopwatch)
+    repeats = _agree(unit.setting.seconds_per_unit / (time.perf_counter() - began), unit.setting)
+    forwards, backwards = zip(*(_once(unit, stopwatch) for _ in range(repeats)), strict=True)
+    return statistics.median(forwards), statistics.median(backwards)
+
+
+def _once(unit: _Unit, stopwatch: Stopwatch) -> tuple[float, float]:
+    hidden_BSH = unit.receive()
+    with stopwatch.running():
+        held = unit.forward(hidden_BSH)
+    forward = stopwatch.read()
+    with stopwatch.running():
+        unit.backward(held)
+    return forward, stopwatch.read()
+
+
+def _agree(repeats: float, setting: Setting) -> int:
+    """How often to repeat, the same number on all ranks of a group."""
+    count = torch.tensor(min(max(round(repeats), FEWEST_REPEATS), MOST_REPEATS), device=setting.device)
+    if setting.group is not None:
+        dist.all_reduce(count, dist.ReduceOp.MIN, group=setting.group)
+    return int(count.item())
+
+
+def _bytes(unit: _Unit) -> tuple[float, float]:
+    """What a micro-batch keeps from its forward to its backward, its output apart, and what is held for a
+    moment beside: by the card's memory at its peak, with one micro-batch in flight and with several.
+
+    The former is never less than what autograd says it keeps.
+    """
+    counted = float(_counted_bytes(unit))
+    if not can_follow(unit.setting.device):
+        return counted, 0.0
+    one, several = _peak_bytes(unit, in_flight=1), _peak_bytes(unit, in_flight=DEPTH)
+    kept = max((several - one) / (DEPTH - 1), counted + unit.output_bytes)
+    return kept - unit.output_bytes, max(several - DEPTH * kept, 0.0)
+
+
+def _peak_bytes(unit: _Unit, *, in_flight: int) -> float:
+    """Most bytes that forwards and backwards in turn take, so many micro-batches held."""
+    device = unit.setting.device
+    give_back_memory(device)
+    empty = held_bytes(device)
+    begin_peak(device)
+    waiting = [unit.forward() for _ in range(in_flight - 1)]
+    for _ in range(DEPTH):
+        waiting.append(unit.forward())
+        unit.backward(waiting.pop(0))
+    return float(peak_memory_bytes(device) - empty)
+
+
+def _counted_bytes(unit: _Unit) -> int:
+    """What autograd keeps from the forward to the backward, each storage once: the input, but neither weights
+    nor the output, which is the next unit's input."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in unit.part.parameters()}
+    kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -246,6 +365,10 @@ def _activation_bytes(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output, _ = forward()
-    kept.pop(output.untyped_storage().data_ptr(), None)
+        held = unit.forward()
+    kept.pop(held.output.untyped_storage().data_ptr(), None)
+    if held.hidden_BSH is not None:
+        # A recomputed layer keeps its input where the hook does not see it.
+        storage = held.hidden_BSH.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
     return sum(kept.values())

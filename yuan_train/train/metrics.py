@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
-
-import torch
 
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan import Plan
@@ -129,14 +126,6 @@ def peak_flops(plan: Plan, precision: str) -> float | None:
             return None
         total += peak
     return total
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes held so far: of the card, or of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _open_after(path: Path, first_step: int) -> TextIO:
