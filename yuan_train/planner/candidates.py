@@ -64,6 +64,8 @@ class Options:
     tensor: tuple[int, ...]
     replicas: tuple[int, ...]
     sharded: tuple[bool, ...]
+    tied: bool
+    """Whether the first and the last stage own a table together."""
     unlike_pipelines: bool
     fixed_order: bool
     use_all_devices: bool
@@ -133,6 +135,7 @@ def read_options(
         tensor=tensor,
         replicas=replicas,
         sharded=_only("optimizer_sharding", search.optimizer_sharding, sharded, "false"),
+        tied=model.tie_embeddings,
         unlike_pipelines=runs.unlike_pipelines(),
         fixed_order=search.device_order == "fixed",
         use_all_devices=search.use_all_devices,
@@ -248,7 +251,7 @@ def _batches(
         if rest or count < most or (allowed is not None and count not in allowed):
             continue
         for slots in deal(places, num_pipelines, use_all=options.use_all_devices):
-            shared = num_pipelines * most > 1
+            shared = num_pipelines * most > 1 or (options.tied and len(slots) > 1)
             yield Shape(
                 schedule=schedule,
                 micro_batch_size=size,

@@ -28,11 +28,14 @@ def ring_seconds(
 ) -> float:
     """All-reduce of `summed_bytes` over a ring of k cards: 2(k - 1) rounds of 1/k each over the slowest link.
 
-    Volume 2(k-1)/k * n and the slowest-link rule: Patarasuk and Yuan 2009; 0 for one card.
+    Volume 2(k-1)/k * n and the slowest-link rule: Patarasuk and Yuan 2009; 0 for one card. The ring goes node
+    by node, as the libraries lay it, so that it enters and leaves each node once.
     """
     k = len(cards)
     if k < 2 or summed_bytes <= 0:
         return 0.0
+    nodes = {node: i for i, node in enumerate(dict.fromkeys(card.node for card in cards))}
+    cards = sorted(cards, key=lambda card: nodes[card.node])
     slowest = max(
         message_seconds(find_route(topology, a, b), summed_bytes / k, sharers=sharers)
         for a, b in zip(cards, [*cards[1:], cards[0]], strict=True)

@@ -304,6 +304,7 @@ th,td{text-align:left;padding:.25em .6em;border-bottom:1px solid var(--line)}
 td.n{font-variant-numeric:tabular-nums}pre{background:var(--soft);padding:1em;overflow:auto;font-size:12px}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--ink);font:11px system-ui,sans-serif}
 .card{fill:var(--soft);stroke:var(--line)}.idle{stroke-dasharray:3 3}
+.grid{stroke:var(--line);stroke-width:.5}
 .limit{stroke:var(--ink);stroke-width:1.5}.f{fill:var(--f)}.b{fill:var(--b)}.rest{fill:var(--soft)}.wait{fill:url(#hatch)}
 .key{display:inline-block;margin-right:1em}.key svg{display:inline;width:14px;height:14px;vertical-align:-2px}
 @media print{body{max-width:none;margin:0}section{break-inside:avoid}pre{white-space:pre-wrap}}
@@ -368,12 +369,13 @@ def _cluster_svg(result: SearchResult, setting: Setting) -> str:
         for i, card in enumerate(cards):
             x, top = 130 * (i % 8), y + 18 + 42 * (i // 8)
             stage = working.get(card.name)
-            label = f"p{stage.pipeline} stage {stage.stage}: {layer_words(stage)}" if stage else "left out"
+            label = f"p{stage.pipeline} s{stage.stage}: {layer_words(stage)}" if stage else "left out"
+            short = label if len(label) <= 19 else label[:18] + "…"
             kind = "card" if stage else "card idle"
             rows.append(
                 f'<rect class="{kind}" x="{x}" y="{top}" width="124" height="36" rx="4"/>'
                 f'<text x="{x + 6}" y="{top + 15}">{escape(card.name)}</text>'
-                f'<text x="{x + 6}" y="{top + 29}">{escape(label[:22])}<title>{escape(label)}</title></text>'
+                f'<text x="{x + 6}" y="{top + 29}">{escape(short)}<title>{escape(label)}</title></text>'
             )
         y += 30 + 42 * (-(-len(cards) // 8))
     for link in cluster.links:
@@ -467,9 +469,10 @@ def _timeline_svg(cost: PlanCost) -> str:
             y += 22
         y += 6
     axis = "".join(
-        f'<text x="{150 + width * i / 4:.0f}" y="{y + 12}" text-anchor="middle">'
-        f"{show_seconds(step * i / 4)}</text>"
-        for i in range(5)
+        f'<line class="grid" x1="{150 + width * i / 8:.1f}" x2="{150 + width * i / 8:.1f}" y1="0" y2="{y}"/>'
+        f'<text x="{150 + width * i / 8:.0f}" y="{y + 12}" text-anchor="middle">'
+        f"{show_seconds(step * i / 8)}</text>"
+        for i in range(9)
     )
     keys = (
         _key("var(--f)", "forward")

@@ -7,7 +7,9 @@ is returned, and `SearchResult.stopped` says so.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +51,7 @@ from yuan_train.planner.orders import (
     solve,
 )
 from yuan_train.planner.partition import SPLIT_SCHEDULES, Cut, Instance, Shortfall, StageTables, area_bound
+from yuan_train.planner.timing import CardCosts
 
 NUM_RUNNERS_UP = 4
 MAX_FINALISTS = 100
@@ -80,6 +83,11 @@ class Candidate:
     @property
     def step_seconds(self) -> float:
         return self.cost.step_seconds
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """Layers of each stage of the first pipeline."""
+        return tuple(stage.layers for stage in self.plan.pipelines[0].stages)
 
     @property
     def cards(self) -> frozenset[Card]:
@@ -156,7 +164,7 @@ def search_plan(
     if not ranked:
         raise NoPlanFits(describe_shortfall(costs, shapes, options))
     lowest = found.lower_bound_seconds
-    if len(_shapes_of(ranked)) > len(_shapes_of(found.candidates)):
+    if _may_mix(options, cards) or len(_shapes_of(ranked)) > len(_shapes_of(found.candidates)):
         lowest = min(lowest, _any_bound(costs, cards, options))
     bound = min(lowest, ranked[0].step_seconds)
     best = _with_forecast(costs, ranked[0], bound)
@@ -342,49 +350,48 @@ def choice_seconds(costs: Costs, cost: PlanCost) -> float:
 
 def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
     """No plan of the shape takes less; without making its cutting problem."""
-    kinds: dict[tuple[str, int, int], int] = {}
+    kinds: dict[tuple[tuple[int, ...], int], int] = {}
+    parts: dict[tuple[int, ...], list[CardCosts]] = {}
     for slot in shape.slots:
-        key = (slot[0][0][0].type, len(slot[0][0]), len(slot[0]))
-        kinds[key] = kinds.get(key, 0) + 1
+        own = [costs.of_replica(slot[0][0], shape.micro_batch_size, r) for r in options.recompute]
+        same = tuple(map(id, own))
+        parts[same] = own
+        kinds[same, len(slot[0])] = kinds.get((same, len(slot[0])), 0) + 1
     rows: list[list[float]] = []
-    for name, width, _ in kinds:
-        parts = [costs.of(name, shape.micro_batch_size, r, width).units for r in options.recompute]
-        times = [[u.forward_seconds + u.backward_seconds for u in units] for units in parts]
+    for same, _ in kinds:
+        times = [[u.forward_seconds + u.backward_seconds for u in part.units] for part in parts[same]]
         rows.append([min(values) for values in zip(*times, strict=True)])
     return area_bound(
         np.array(rows),
         np.array(list(kinds.values())),
-        np.array([replicas for _, _, replicas in kinds]),
+        np.array([replicas for _, replicas in kinds]),
         shape.num_micro_batches,
         split=shape.schedule in SPLIT_SCHEDULES,
     )
 
 
 def _any_bound(costs: Costs, cards: Sequence[Card], options: Options) -> float:
-    """No plan of any shape takes less: all cards at their fastest, all the time."""
-    setting = costs.setting
-    rates: dict[str, float] = {}
+    """No plan of any shape takes less: every card busy all the time at its fastest size, width and recompute.
+
+    For shares l that sum to 1 over the cards, the work that they do is at least sum_u min_type l * w_u, as in
+    `partition.area_bound`.
+    """
+    rows: list[list[float]] = []
     for name in dict.fromkeys(card.type for card in cards):
-        best = float("inf")
-        for size in options.micro_batch_sizes:
-            units = costs.of(name, size, "none").units
-            best = min(best, sum(u.forward_seconds + u.backward_seconds for u in units) / size)
-        rates[name] = best
-    speed = sum(1.0 / max(rates[card.type], 1e-300) for card in cards)
-    return setting.global_batch_size / speed * _any_share(costs, rates, options)
-
-
-def _any_share(costs: Costs, rates: dict[str, float], options: Options) -> float:
-    """How much less than its own whole a unit may cost where each unit sits on the card that suits it."""
-    size = options.micro_batch_sizes[0]
-    per_unit = [
-        [
-            (u.forward_seconds + u.backward_seconds) / size / rates[name]
-            for u in costs.of(name, size, "none").units
+        ways = itertools.product(options.micro_batch_sizes, options.tensor, options.recompute)
+        each = [
+            [
+                width * (u.forward_seconds + u.backward_seconds) / size
+                for u in costs.of(name, size, r, width).units
+            ]
+            for size, width, r in ways
         ]
-        for name in rates
-    ]
-    return min(1.0, sum(min(values) for values in zip(*per_unit, strict=True)))
+        rows.append([min(values) for values in zip(*each, strict=True)])
+    work = np.array(rows)
+    numbers = np.array(list(Counter(card.type for card in cards).values()))
+    share = 1.0 / np.maximum(work.sum(axis=1), 1e-300)
+    share /= (numbers * share).sum()
+    return costs.setting.global_batch_size * float((share[:, None] * work).min(axis=0).sum())
 
 
 def _sync_hope(costs: Costs, shape: Shape) -> float:
@@ -471,14 +478,19 @@ def _text(plan: Plan) -> str:
 
 
 def _runners_up(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The next best, each shape and number of stages at most once, then whatever is left."""
+    """The next best, each shape and number of stages at most once, then other cuts of these."""
     seen: set[object] = {_family(ranked[0])}
+    cuts: set[object] = {(_family(ranked[0]), ranked[0].bounds)}
     distinct: list[Candidate] = []
     others: list[Candidate] = []
     for candidate in ranked[1:]:
         family = _family(candidate)
-        (others if family in seen else distinct).append(candidate)
+        if family not in seen:
+            distinct.append(candidate)
+        elif (family, candidate.bounds) not in cuts:
+            others.append(candidate)
         seen.add(family)
+        cuts.add((family, candidate.bounds))
     return tuple(sorted([*distinct, *others][:NUM_RUNNERS_UP], key=lambda c: c.step_seconds))
 
 
