@@ -67,6 +67,20 @@ def test_the_v_shape_has_the_smallest_bubble_and_the_memory_of_1f1b() -> None:
     assert max(peak_in_flight(lane) for lane in table) <= 16
 
 
+@pytest.mark.parametrize(("num", "late"), [(1, 0), (2, 0), (3, 0), (4, 0), (6, 2), (8, 0)])
+@pytest.mark.parametrize("rounds", [2, 3, 8])
+def test_the_v_shape_idles_only_until_its_turn_is_reached(num: int, late: int, rounds: int) -> None:
+    """With F = I = W: 6 a micro-batch, and P - 1 until the first activation is at the V's turn, which no
+    table can save; of six workers the listing loses 2 more. It keeps the activations of P whole workers (2 P
+    halves), as 1F1B does on its first stage.
+    """
+    num_micro_batches = rounds * num
+    table = make_table("zero_bubble", workers=v_shape(num), num_micro_batches=num_micro_batches)
+    longest = 6 * num_micro_batches + num - 1 + late
+    assert bubble(table, v_shape(num)) <= 1 - 6 * num_micro_batches / longest + 1e-9
+    assert max(peak_in_flight(lane) for lane in table) <= 2 * num
+
+
 def test_between_two_stages_of_a_worker_there_is_no_message() -> None:
     table = make_table("zero_bubble", workers=v_shape(2), num_micro_batches=3)
     turn = [step for step in table[1] if "receive" in step.kind or "send" in step.kind]
