@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 
 from yuan_train.config.errors import Problem
 from yuan_train.config.load import build, override, read_document
 
 AttentionKind = Literal["localized_filter", "plain"]
 Count = Annotated[int, Gt(0)]
+Rate = Annotated[float, Ge(0), Lt(1)]
+
+ONLY_IN_TRAINING = ("hidden_dropout", "attention_dropout")
+"""Fields that change neither the weights' names and shapes nor what a trained model computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,10 @@ class ModelConfig:
     """The output head uses the embedding's weights."""
     init_std: Annotated[float, Gt(0)] = 0.02
     max_sequence_length: Count = 4096
+    hidden_dropout: Rate = 0.0
+    """Share of the elements dropped after the attention and after the feed-forward, before the residual."""
+    attention_dropout: Rate = 0.0
+    """Of the attention's probabilities; only 0 can be trained."""
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.hidden_size % self.num_attention_heads == 0:
@@ -112,6 +120,13 @@ def model_laws(model: ModelConfig) -> Iterator[Problem]:
         )
     if model.head_dim % 2:
         yield Problem(("head_dim",), f"head_dim {model.head_dim} is odd; rotary embedding needs an even one")
+    if model.attention_dropout:
+        yield Problem(
+            ("attention_dropout",),
+            f"wanted 0, got {model.attention_dropout:g}: fused attention draws masks of its own, which would "
+            "follow the cut of the model, and takes none from outside without the whole S x S scores; "
+            "use hidden_dropout",
+        )
     if model.attention == "localized_filter" and model.hidden_size % 2:
         yield Problem(
             ("hidden_size",), f"{model.hidden_size} is odd; the localized filter has hidden_size / 2 channels"

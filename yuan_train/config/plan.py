@@ -18,7 +18,7 @@ from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import CATALOGUE, DeviceType
 from yuan_train.config.errors import ConfigError, PlanError, Problem
 from yuan_train.config.load import build, dump, read_document, write_text
-from yuan_train.config.model import ModelConfig, model_laws
+from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, model_laws
 from yuan_train.config.run import Recompute, RunConfig, Schedule
 
 Count = Annotated[int, Gt(0)]
@@ -403,7 +403,7 @@ def check_belongs(plan: Plan, run: RunConfig) -> None:
     pairs = {
         f"model.{key}": (getattr(plan.model, key), getattr(run.model, key))
         for key in ModelConfig.__dataclass_fields__
-        if key != "name"
+        if key not in ("name", *ONLY_IN_TRAINING)
     }
     pairs["sequence_length"] = (plan.sequence_length, run.data.sequence_length)
     pairs["global_batch_size"] = (plan.global_batch_size, run.train.global_batch_size)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -25,6 +27,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, model_laws
 from yuan_train.model.attention import Attention, LayerCache, LocalizedFilter
 from yuan_train.model.documents import DocumentRanges
+from yuan_train.model.dropout import Draw, drop_hidden
 from yuan_train.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
 from yuan_train.model.recompute import KEEP_ALL, Keeping, KeepingDear
 
@@ -64,14 +67,18 @@ class Block(nn.Module):
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
         keeping: Keeping = KEEP_ALL,
+        drop: Callable[[Tensor, str], Tensor] | None = None,
     ) -> Tensor:
-        """Return [B, S, H]."""
+        """Return [B, S, H]; `drop` is applied to both branches, told which, before they join the residual."""
         u_BSH = keeping.note(self.attention_norm(x_BSH), self.attention_norm, x_BSH)
         filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start, keeping)
         attended_BSH = self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
+        if drop is not None:
+            attended_BSH = drop(attended_BSH, "attention")
         u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
         keeping.note(u_BSH, self.feed_forward_norm, x_BSH)
-        return x_BSH + self.feed_forward(u_BSH, keeping)
+        fed_BSH = self.feed_forward(u_BSH, keeping)
+        return x_BSH + (fed_BSH if drop is None else drop(fed_BSH, "feed_forward"))
 
     def step(
         self,
@@ -173,6 +180,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
+        draw: Draw | None = None,
     ) -> Tensor:
         """Return the hidden state [B, S, H] after this part; after the final norm if it has the head.
 
@@ -182,12 +190,14 @@ class Transformer(nn.Module):
             document_start: bool [B, S], where the localized filter forgets; None: nowhere.
             document_ranges: tokens that attend to each other only; None: whole sequences. All three come
                 from `documents.find_resets`, once per micro-batch.
+            draw: what the masks of `config.hidden_dropout` follow from; None drops nothing.
         """
         x_BSH = self.embedding(x) if self.has_embedding else x
         rotary = self._rotary(x_BSH, positions)
-        for i, block in enumerate(self.blocks.values()):
+        for i, (layer, block) in enumerate(self.blocks.items()):
             recompute = self.recompute if i < self.recompute_layers else "none"
-            x_BSH = _run(block, recompute, x_BSH, rotary, document_start, document_ranges)
+            drop = self._dropping(draw, layer)
+            x_BSH = _run(block, recompute, x_BSH, rotary, document_start, document_ranges, drop)
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
     def loss(
@@ -256,6 +266,11 @@ class Transformer(nn.Module):
         cache.length += count
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
+    def _dropping(self, draw: Draw | None, layer: int) -> Callable[[Tensor, str], Tensor] | None:
+        """How a layer drops, if it does."""
+        rate = self.config.hidden_dropout
+        return partial(drop_hidden, rate=rate, draw=draw, layer=layer) if draw is not None and rate else None
+
     def _rotary(self, x_BSH: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         if positions is None:
             positions = torch.arange(x_BSH.shape[1], device=x_BSH.device).unsqueeze(0)
@@ -270,14 +285,15 @@ def _run(
     rotary: tuple[Tensor, Tensor],
     document_start: Tensor | None,
     document_ranges: DocumentRanges | None,
+    drop: Callable[[Tensor, str], Tensor] | None,
 ) -> Tensor:
     if recompute == "none" or not torch.is_grad_enabled():
-        return block(x_BSH, rotary, document_start, document_ranges)
+        return block(x_BSH, rotary, document_start, document_ranges, drop=drop)
     if recompute == "selective":
         keeping = KeepingDear()
         with keeping.saving():
-            return block(x_BSH, rotary, document_start, document_ranges, keeping)
-    # Nothing in a layer is random, so there is no generator state to keep.
+            return block(x_BSH, rotary, document_start, document_ranges, keeping, drop)
+    # Nothing in a layer is drawn from a generator, whose state would have to be kept.
     return cast(
         Tensor,
         checkpoint(
@@ -286,6 +302,8 @@ def _run(
             rotary,
             document_start,
             document_ranges,
+            KEEP_ALL,
+            drop,
             use_reentrant=False,
             preserve_rng_state=False,
         ),

@@ -27,7 +27,7 @@ from yuan_train.checkpoint.parts import Part
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from yuan_train.config.load import dump, write_text
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
 from yuan_train.config.plan import (
     Plan,
     StagePlan,
@@ -196,7 +196,7 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
     wrong = [
         f"{key} {getattr(saved, key)!r} there, {getattr(model, key)!r} here"
         for key in ModelConfig.__dataclass_fields__
-        if key not in ("name", "max_sequence_length", "init_std")
+        if key not in ("name", "max_sequence_length", "init_std", *ONLY_IN_TRAINING)
         and getattr(saved, key) != getattr(model, key)
     ]
     if wrong:
@@ -240,6 +240,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
                 cast(Transformer, part),
                 pipeline,
                 run.data,
+                seed=run.train.seed,
                 eod_id=eod_id,
                 device=job.device,
                 queue=worker.queues[stage],

@@ -11,6 +11,7 @@ from yuan_train.config.plan import PipelinePlan
 from yuan_train.config.run import DataConfig
 from yuan_train.data.loader import Blend
 from yuan_train.model.documents import find_resets
+from yuan_train.model.dropout import Draw
 from yuan_train.model.transformer import Transformer
 from yuan_train.parallel.split import WeightQueue
 
@@ -29,6 +30,7 @@ class StageRunner:
         pipeline: PipelinePlan,
         data: DataConfig,
         *,
+        seed: int,
         eod_id: int | None,
         device: torch.device,
         queue: WeightQueue,
@@ -37,6 +39,7 @@ class StageRunner:
         self._queue = queue
         self._micro_batch_size = pipeline.micro_batch_size
         self._data = data
+        self._seed = seed
         self._eod_id = eod_id
         self._device = device
         self._blend: Blend | None = None
@@ -62,7 +65,10 @@ class StageRunner:
         batch = self._blend.batch(first, self._micro_batch_size)
         tokens_BS = torch.from_numpy(batch.inputs)
         output = self._model(
-            tokens_BS.to(self._device) if hidden_BSH is None else hidden_BSH, **self._resets(tokens_BS)
+            tokens_BS.to(self._device) if hidden_BSH is None else hidden_BSH,
+            # Validation runs without gradients, and drops nothing.
+            draw=Draw(self._seed, first) if torch.is_grad_enabled() else None,
+            **self._resets(tokens_BS),
         )
         if self._model.has_head:
             targets_BS = torch.from_numpy(batch.targets).to(self._device)
