@@ -251,7 +251,9 @@ class _Unit:
             queue=WeightQueue(),
         )
         tokens = setting.micro_batch_size * setting.sequence_length
-        self._runner.begin(cast(Blend, _RandomText(setting)), first_sample=0, trained_tokens=tokens)
+        self._runner.begin(
+            cast(Blend, _RandomText(setting)), first_sample=0, trained_tokens=tokens, scale=1.0
+        )
         # Never zeros, which run faster than real numbers.
         shape = (setting.micro_batch_size, setting.sequence_length, setting.model.hidden_size)
         self._hidden_BSH = torch.randn(*shape, device=setting.device).to(setting.dtype)
