@@ -246,6 +246,7 @@ class _Unit:
             self.part,
             PipelinePlan(micro_batch_size=setting.micro_batch_size, num_micro_batches=1, stages=()),
             setting.data or text,
+            seed=0,
             eod_id=0,
             device=setting.device,
             queue=WeightQueue(),
