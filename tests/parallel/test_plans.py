@@ -41,6 +41,10 @@ PLANS: dict[str, dict] = {
     "zero bubble": {"text": "1x8: 3@0 | 2@1 | 1@2", "schedule": "zero_bubble"},
     "zero bubble in a V": {"text": "1x8: 1@0 | 2@1 | 2@1 | 1@0", "schedule": "zero_bubble"},
     "zero bubble in a wide V": {"text": "1x8: 1@0,1 | 2@2 | 2@2 | 1@0,1", "schedule": "zero_bubble"},
+    "zero bubble in Vs side by side": {
+        "text": "1x5: 1@0 | 2@1 | 2@1 | 1@0 / 1x3: 2@2 | 1@3 | 1@3 | 2@2",
+        "schedule": "zero_bubble",
+    },
     "shared state": {"text": "1x4: 4@0 | 2@1 / 2x2: 6@2", "optimizer_sharding": True},
     "shared state of unlike widths": {
         "text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
@@ -199,6 +203,29 @@ def test_without_a_synchronisation_it_is_another_computation(run_file: Path, tmp
     run_cases(list(cases.values()))
     for name, case in cases.items():
         assert difference(read_metrics(case.folder), curve, "loss") > 1e-4, name
+
+
+SUMMED_EARLY = ("zero bubble in Vs side by side", "unlike widths side by side", "unequal shares of replicas")
+
+
+def test_sums_that_begin_early_change_no_bit(run_file: Path, tmp_path: Path) -> None:
+    run = run_config(run_file, *overrides("fp32"))
+    cases = {
+        (name, when): Case(
+            run_file,
+            tmp_path / f"{name}, {when or 'as ever'}",
+            parse_plan(run, **PLANS[name]),
+            overrides("fp32"),
+            without=when,
+        )
+        for name in SUMMED_EARLY
+        for when in ("", "early_sums")
+    }
+    run_cases(list(cases.values()))
+    for name in SUMMED_EARLY:
+        early, late = (read_metrics(cases[name, when].folder) for when in ("", "early_sums"))
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in early] == [line[key] for line in late], name
 
 
 def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
 from yuan_train.model.recompute import _Recipe  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import collectives
+from yuan_train.parallel.apply import Worker
 from yuan_train.parallel.zero import SharedState, WholeState
+from yuan_train.schedule.step import Step
 from yuan_train.train.loop import Position, prepare, train
 
 
@@ -65,14 +67,16 @@ def _run_case(rank: int, case: Case) -> None:
 
 @contextmanager
 def _leaving_out(what: str) -> Iterator[None]:
-    """Switch a synchronisation, or what else makes the computation right, off for a negative control."""
+    """Switch a synchronisation, or what else makes the computation right, off for a negative control; or put it
+    off to the end (`early_sums`)."""
     if not what:
         yield
         return
     owner, name, stand_in = {
-        "gradient_sum": (WholeState, "sum_gradients", lambda self: None),
-        "shared_gradient_sum": (SharedState, "sum_gradients", _keep_own_gradient),
+        "gradient_sum": (WholeState, "begin_sum", lambda self: None),
+        "shared_gradient_sum": (SharedState, "begin_sum", _keep_own_gradient),
         "stepped_weights": (SharedState, "publish", lambda self: None),
+        "early_sums": (Worker, "begin_sums", _begin_sums_at_the_end),
         "tensor_sum": (collectives.dist, "all_reduce", _pass_small(collectives.dist.all_reduce)),
         "remaking": (_Recipe, "make", _zeros_instead(_Recipe.make)),
         "norm_sum": (collectives.dist, "all_reduce", _keep_own_square(collectives.dist.all_reduce)),
@@ -87,9 +91,13 @@ def _leaving_out(what: str) -> Iterator[None]:
 
 
 def _keep_own_gradient(self: SharedState) -> None:
-    for part, shard, ranges in zip(self._bucket.slices, self.shards, self._ranges, strict=True):
-        start, end = ranges[self._bucket.rank]
-        shard.gradient.copy_(self._bucket.pack(self._bucket.gradient, part)[start:end])
+    self._packed += [self._bucket.pack(self._bucket.gradient, part) for part in self._bucket.slices]
+
+
+def _begin_sums_at_the_end(self: Worker, taken: Step) -> None:
+    if taken == self.lane[-1]:
+        for state in reversed(self.states):
+            state.begin_sum()
 
 
 def _pass_small(whole: Callable[..., Any]) -> Callable[..., Any]:

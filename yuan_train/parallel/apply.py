@@ -9,7 +9,7 @@ import torch
 
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.parallel.bridge import Boundary, Bridge
-from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.gradients import FlatBucket, sums_after
 from yuan_train.parallel.grid import Grid, Place, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
 from yuan_train.parallel.shard import Shard
@@ -17,7 +17,7 @@ from yuan_train.parallel.split import WeightQueue, split_backward
 from yuan_train.parallel.tensor import Cutting, cut_parameters, join_group
 from yuan_train.parallel.zero import BucketState, SharedState, WholeState
 from yuan_train.schedule.check import check_table, peak_in_flight
-from yuan_train.schedule.step import Lane, Table
+from yuan_train.schedule.step import Lane, Step, Table
 from yuan_train.schedule.tables import forward_only, make_table
 
 
@@ -49,8 +49,15 @@ class Worker:
     """What this rank holds of each parameter, by global name."""
     states: tuple[BucketState, ...]
     buckets: tuple[FlatBucket, ...]
+    sums: Mapping[Step, tuple[int, ...]]
+    """After which step of the lane the gradient sum of which states begins."""
     groups: Groups
     bridge: Bridge | None
+
+    def begin_sums(self, taken: Step) -> None:
+        """Begin the gradient sums whose turn a step of the lane was."""
+        for number in self.sums.get(taken, ()):
+            self.states[number].begin_sum()
 
 
 def parallelize(
@@ -98,6 +105,7 @@ def parallelize(
         shards=shards,
         states=tuple(_state(plan, bucket, groups) for bucket in buckets),
         buckets=tuple(buckets),
+        sums=sums_after(table[place.worker], [_stages_of(bucket, modules) for bucket in buckets]),
         groups=groups,
         bridge=Bridge(grid, place, groups, Boundary(shape, dtype, device), window=window)
         if len(pipeline.stages) > 1
@@ -142,6 +150,15 @@ def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None
     for other in others.values():
         if "embedding" in module._modules and "embedding" in other._modules:
             module._modules["embedding"].weight = other._modules["embedding"].weight  # pyright: ignore
+
+
+def _stages_of(bucket: FlatBucket, modules: Mapping[int, torch.nn.Module]) -> frozenset[int]:
+    """The stages of this rank whose backwards add to a bucket's gradient."""
+    return frozenset(
+        stage
+        for stage, module in modules.items()
+        if any(name in bucket.parameters for name, _ in module.named_parameters())
+    )
 
 
 def _state(plan: Plan, bucket: FlatBucket, groups: Groups) -> BucketState:

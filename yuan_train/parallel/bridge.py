@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.parallel.grid import Edge, Grid, Place
-from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.groups import Groups, meeting
 from yuan_train.schedule.step import Kind, Step
 
 _OFFSETS: dict[Kind, int] = {
@@ -66,7 +66,8 @@ class Bridge:
             self._wait(step, work)
         replica = self._grid.replica(self._place)
         if len(replica) > 1:
-            dist.broadcast(buffer, replica[0], group=self._groups.tensor)
+            with meeting(f"handing on the {step}", replica):
+                dist.broadcast(buffer, replica[0], group=self._groups.tensor)
         if step.kind == "receive_gradient":
             self._retire(Step("send_activation", step.stage, step.micro_batch))
         return buffer

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from yuan_train.parallel.groups import meeting
+
 
 def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """x itself; its gradient is summed over the group, each rank having used x for a part of the output."""
@@ -26,18 +28,21 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradients[0].contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+        return _sum(gradients[0], ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
+        return _sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None
+
+
+def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = part.contiguous().clone()
+    with meeting("a sum inside the tensor-parallel group", dist.get_process_group_ranks(group)):
+        dist.all_reduce(total, group=group)
+    return total

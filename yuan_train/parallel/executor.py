@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -92,15 +92,15 @@ class Executor:
         """Outputs kept now."""
         return len(self._kept)
 
-    def run(self, lane: Lane) -> None:
-        """Take every step of the lane; gradients accumulate in the parameters.
+    def run(self, lane: Lane, taken: Callable[[Step], None] | None = None) -> None:
+        """Take every step of the lane, and tell `taken` of each; gradients accumulate in the parameters.
 
         A lane without backwards (evaluation) keeps nothing.
         """
-        for _ in self.steps(lane):
+        for _ in self.steps(lane, taken):
             pass
 
-    def steps(self, lane: Lane) -> Iterator[Step]:
+    def steps(self, lane: Lane, taken: Callable[[Step], None] | None = None) -> Iterator[Step]:
         """Yield every step of the lane just before it is taken."""
         training = any(step.kind in ("backward", "backward_input") for step in lane)
         whole = frozenset(lane)
@@ -108,6 +108,8 @@ class Executor:
             yield step
             with torch.set_grad_enabled(training):
                 self._take(step, whole, training=training)
+            if taken is not None:
+                taken(step)
         if self._bridge is not None:
             self._bridge.drain()
         assert not self._kept and not self._handed

@@ -1,16 +1,15 @@
-"""Weights and gradients in flat buffers, gradients summed over owners, and their global norm."""
+"""Weights and gradients in flat buffers, when gradients are summed over owners, and their global norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from yuan_train.parallel.grid import Bucket
-from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import Shard, num_elements, part_of
+from yuan_train.schedule.step import Lane, Step
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -166,19 +165,27 @@ def _slices(bucket: Bucket, shards: Mapping[str, Shard], rank: int) -> Iterator[
         yield Slice(index, local_index, bucket.slice_group(index), pieces, matrices, cut)
 
 
-def sum_over_owners(buckets: list[FlatBucket], groups: Groups) -> None:
-    """Add up the gradients of every bucket over the ranks that hold it, slice by slice."""
-    under_way: list[tuple[FlatBucket, Slice, torch.Tensor, dist.Work]] = []
-    for bucket in buckets:
-        for part in bucket.slices:
-            if len(part.group) > 1:
-                packed = bucket.pack(bucket.gradient, part)
-                work = dist.all_reduce(packed, group=groups.owners[part.group], async_op=True)
-                assert work is not None
-                under_way.append((bucket, part, packed, work))
-    for bucket, part, packed, work in under_way:
-        work.wait()
-        bucket.unpack(packed, part, bucket.gradient)
+def sums_after(lane: Lane, stages_of: Sequence[frozenset[int]]) -> dict[Step, tuple[int, ...]]:
+    """After which step of a lane the gradient sum of which buckets begins, the rest of the lane still to run.
+
+    `stages_of` are the stages that hold each bucket of a rank, in the model's order. A sum may begin when the
+    last backward of those stages has ended. All ranks begin their sums in one order, for two ranks may share
+    several groups: against the model's, in which backwards mostly end. A sum that is ready before its turn
+    waits for it.
+
+    Nothing can wait for ever: a beginning does not block; ends are awaited when the lane is done and all sums
+    are begun; and no lane waits for a sum. So every rank of a sum begins it, in the same order as the others.
+    """
+    last = {step.stage: position for position, step in enumerate(lane) if step.kind.startswith("backward")}
+    found: dict[Step, tuple[int, ...]] = {}
+    turn = 0
+    for number in reversed(range(len(stages_of))):
+        turn = max(turn, *(last[stage] for stage in stages_of[number]))
+        # Another stage waits for the messages behind a backward; nobody waits for the sum as yet.
+        while turn + 1 < len(lane) and not lane[turn + 1].is_compute:
+            turn += 1
+        found[lane[turn]] = (*found.get(lane[turn], ()), number)
+    return found
 
 
 def squared_norm(buckets: list[FlatBucket], *, device: torch.device) -> torch.Tensor:

@@ -54,17 +54,40 @@ def join(*, device: torch.device, timeout_seconds: float) -> None:
         raise TrainingError(f"the ranks could not meet within {timeout_seconds:g} s: {error}") from error
 
 
+class LostPeer(RuntimeError):
+    """A rank of a group is gone, or did not come in time: what waited, and for whom."""
+
+
 @contextmanager
-def watching(place: Place, what: str) -> Iterator[None]:
-    """Around a collective: say who waited for what, if another rank is gone or does not come in time."""
+def meeting(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Around an operation of `ranks`: say what it was, and who may be missing. Raises LostPeer."""
     try:
         yield
+    except LostPeer:
+        raise
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
-        raise TrainingError(
-            f"{place}: {what} failed; another rank is gone, or did not come in time ({error})"
-        ) from error
+        others = [str(rank) for rank in ranks if rank != dist.get_rank()]
+        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
+        raise LostPeer(f"{what} failed; {who} is gone or stuck ({error})") from error
+
+
+@contextmanager
+def naming(place: Place) -> Iterator[None]:
+    """Say at which place a peer was lost. Raises TrainingError."""
+    try:
+        yield
+    except LostPeer as error:
+        raise TrainingError(f"{place}: {error}") from error
+
+
+@contextmanager
+def watching(place: Place, what: str) -> Iterator[None]:
+    """Around an operation of all ranks. Raises TrainingError."""
+    ranks = range(dist.get_world_size()) if dist.is_initialized() else ()
+    with naming(place), meeting(what, ranks):
+        yield
 
 
 def leave() -> None:

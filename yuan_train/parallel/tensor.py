@@ -22,6 +22,7 @@ from torch import Tensor
 from yuan_kernels import ops
 
 from yuan_train.parallel.collectives import enter, leave
+from yuan_train.parallel.groups import meeting
 from yuan_train.parallel.shard import Shard, find_shard, sharding_word
 
 
@@ -140,7 +141,8 @@ def _gathering(group: dist.ProcessGroup, count: int) -> ops.Exchange:
         assert work is not None
 
         def wait() -> tuple[Tensor, Tensor]:
-            work.wait()
+            with meeting("the head's exchange", dist.get_process_group_ranks(group)):
+                work.wait()
             whole = torch.stack(gathered)
             return whole[:, 0], whole[:, 1]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from yuan_train.parallel.gradients import FlatBucket, Slice, squared_norm, sum_of_squares, sum_over_owners
-from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.gradients import FlatBucket, Slice, squared_norm, sum_of_squares
+from yuan_train.parallel.groups import Groups, meeting
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """What is kept per element."""
@@ -37,6 +37,7 @@ class WholeState:
     def __init__(self, bucket: FlatBucket, groups: Groups) -> None:
         self._bucket = bucket
         self._groups = groups
+        self._under_way: list[tuple[Slice, torch.Tensor, dist.Work]] = []
         # Weights in full precision are their own master.
         low = bucket.is_low_precision
         master = bucket.weights.to(bucket.master_dtype) if low else bucket.weights
@@ -50,9 +51,22 @@ class WholeState:
             )
         ]
 
-    def sum_gradients(self) -> None:
-        """Add up over owners; every owner has the whole sum."""
-        sum_over_owners([self._bucket], self._groups)
+    def begin_sum(self) -> None:
+        """Start to add up gradients over owners, slice by slice; does not wait."""
+        for part in self._bucket.slices:
+            if len(part.group) > 1:
+                packed = self._bucket.pack(self._bucket.gradient, part)
+                work = dist.all_reduce(packed, group=self._groups.owners[part.group], async_op=True)
+                assert work is not None
+                self._under_way.append((part, packed, work))
+
+    def end_sum(self) -> None:
+        """Wait until every owner has the whole sum."""
+        for part, packed, work in self._under_way:
+            with meeting("the sum of gradients over owners", part.group):
+                work.wait()
+            self._bucket.unpack(packed, part, self._bucket.gradient)
+        self._under_way.clear()
 
     def squared_norm(self) -> torch.Tensor:
         """Share of the squared global gradient norm, fp64."""
@@ -86,6 +100,8 @@ class SharedState:
     def __init__(self, bucket: FlatBucket, groups: Groups, shares: Sequence[float]) -> None:
         self._bucket = bucket
         self._groups = groups
+        self._packed: list[torch.Tensor] = []
+        self._under_way: list[tuple[Slice, dist.Work]] = []
         self._ranges = [_ranges(part, shares) for part in bucket.slices]
         self.shards = [self._new_shard(part, i) for i, part in enumerate(bucket.slices)]
 
@@ -99,22 +115,28 @@ class SharedState:
             master, torch.zeros_like(master), torch.zeros_like(master), torch.zeros_like(master), matrices
         )
 
-    def sum_gradients(self) -> None:
-        """Sum each range to its holder."""
-        packed = [self._bucket.pack(self._bucket.gradient, part) for part in self._bucket.slices]
-        works: list[dist.Work | None] = []
-        for part, flat, ranges in zip(self._bucket.slices, packed, self._ranges, strict=True):
-            if len(part.group) > 1:
-                for rank, (start, end) in ranges.items():
-                    if end > start:
-                        group = self._groups.owners[part.group]
-                        works.append(dist.reduce(flat[start:end], rank, group=group, async_op=True))
-        for work in works:
-            assert work is not None
-            work.wait()
-        for shard, flat, ranges in zip(self.shards, packed, self._ranges, strict=True):
+    def begin_sum(self) -> None:
+        """Start to sum each range of the gradient to its holder; does not wait."""
+        for part, ranges in zip(self._bucket.slices, self._ranges, strict=True):
+            packed = self._bucket.pack(self._bucket.gradient, part)
+            self._packed.append(packed)
+            for rank, (start, end) in ranges.items():
+                if len(part.group) > 1 and end > start:
+                    group = self._groups.owners[part.group]
+                    work = dist.reduce(packed[start:end], rank, group=group, async_op=True)
+                    assert work is not None
+                    self._under_way.append((part, work))
+
+    def end_sum(self) -> None:
+        """Wait for the sums of this rank's ranges."""
+        for part, work in self._under_way:
+            with meeting("the sum of gradients over owners", part.group):
+                work.wait()
+        for shard, packed, ranges in zip(self.shards, self._packed, self._ranges, strict=True):
             start, end = ranges[self._bucket.rank]
-            shard.gradient.copy_(flat[start:end])
+            shard.gradient.copy_(packed[start:end])
+        self._under_way.clear()
+        self._packed.clear()
 
     def squared_norm(self) -> torch.Tensor:
         """Share of the squared global gradient norm, fp64: every range counts at its holder."""
@@ -152,7 +174,7 @@ class SharedState:
     def _assemble(self, state: str, flat: torch.Tensor) -> None:
         """Put every holder's range of a state into a flat buffer [n], in the buffer's precision."""
         packed = [self._bucket.pack(flat, part) for part in self._bucket.slices]
-        works: list[dist.Work | None] = []
+        works: list[tuple[Slice, dist.Work]] = []
         for part, buffer, shard, ranges in zip(
             self._bucket.slices, packed, self.shards, self._ranges, strict=True
         ):
@@ -162,10 +184,12 @@ class SharedState:
                 for rank, (first, last) in ranges.items():
                     if last > first:
                         group = self._groups.owners[part.group]
-                        works.append(dist.broadcast(buffer[first:last], rank, group=group, async_op=True))
-        for work in works:
-            assert work is not None
-            work.wait()
+                        work = dist.broadcast(buffer[first:last], rank, group=group, async_op=True)
+                        assert work is not None
+                        works.append((part, work))
+        for part, work in works:
+            with meeting(f"handing the {state} to all owners", part.group):
+                work.wait()
         for part, buffer in zip(self._bucket.slices, packed, strict=True):
             self._bucket.unpack(buffer, part, flat)
 

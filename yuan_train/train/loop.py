@@ -45,7 +45,7 @@ from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer, initial_weight
 from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.groups import join, leave
+from yuan_train.parallel.groups import join, leave, watching
 from yuan_train.parallel.zero import STATES
 from yuan_train.train.footprint import peak_memory_bytes
 from yuan_train.train.metrics import Log, StepMetrics, peak_flops
@@ -367,7 +367,8 @@ def _measure(
     all_ranks = [mine]
     if dist.is_initialized():
         all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(all_ranks, mine)
+        with watching(trainer.worker.place, "the exchange of measurements"):
+            dist.all_gather(all_ranks, mine)
     validation = None
     if job.validation is not None and run.validation.every and progress.step % run.validation.every == 0:
         validation = validation_loss(trainer, job.validation, num_batches=run.validation.batches)

@@ -13,7 +13,7 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.data.loader import Blend
 from yuan_train.parallel.apply import Worker
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.groups import watching
+from yuan_train.parallel.groups import naming, watching
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
@@ -67,6 +67,8 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, gradient sum, clipping, AdamW; collective over all ranks.
 
+    A gradient sum begins as soon as the rank has its part, while the rest of its lane runs.
+
     The batch is samples [first_sample, first_sample + global batch). The backward runs on `scale` times the
     loss. Raises TrainingError, with the weights of the step before still in place, if the loss or the
     gradient norm is not finite; if it is the norm alone and `may_skip`, the step is skipped instead.
@@ -75,11 +77,11 @@ def train_step(
     for bucket in worker.buckets:
         bucket.gradient.zero_()
     _begin(trainer, blend, first_sample=first_sample, scale=scale)
-    trainer.executor.run(worker.lane)
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    with watching(worker.place, "the sum of gradients over owners"):
+    with naming(worker.place):
+        trainer.executor.run(worker.lane, worker.begin_sums)
         for state in worker.states:
-            state.sum_gradients()
+            state.end_sum()
             squares += state.squared_norm()
     asked = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
     totals = torch.stack([squares, trainer.loss, asked])
@@ -96,7 +98,7 @@ def train_step(
     if factor != 1.0:
         for shard in (shard for state in worker.states for shard in state.shards):
             shard.gradient.mul_(factor)
-    with watching(worker.place, "handing the stepped weights to their owners"):
+    with naming(worker.place):
         trainer.optimizer.step(lr)
     return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)
 
@@ -108,10 +110,12 @@ def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> floa
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for batch in range(num_batches):
         _begin(trainer, blend, first_sample=batch * batch_size)
-        trainer.executor.run(worker.evaluation_lane)
+        with naming(worker.place):
+            trainer.executor.run(worker.evaluation_lane)
         total += trainer.loss
     if dist.is_initialized():
-        dist.all_reduce(total)
+        with watching(worker.place, "the sum of the validation loss over all ranks"):
+            dist.all_reduce(total)
     return total.item() / num_batches
 
 
