@@ -67,6 +67,13 @@ def cost(plan):
     return cost_plan(make_costs(setting(EIGHT, global_batch_size=plan.global_batch_size)), plan)
 
 
+def on_cards(plan, numbers):
+    """The plan with its ranks on other cards; 0 to 3 are of one node, 4 to 7 of the other."""
+    names = [EIGHT.cards[number].name for number in numbers]
+    ranks = tuple(replace(rank, device=name) for rank, name in zip(plan.ranks, names, strict=True))
+    return replace(plan, ranks=ranks)
+
+
 ONE = (((0,),), 8)
 PAIR = [(((0,),), 4), (((1,),), 4)]
 
@@ -123,6 +130,32 @@ def test_unlike_pipelines_wait_for_each_other():
     assert result.compute_seconds == slowest
     assert result.sync_seconds > 0
     assert len(result.stages) == 3
+
+
+def test_only_what_outlasts_the_drain_of_a_gradient_sum_counts():
+    # Two pipelines of a V each: rank 0 ends stage 3 long before stage 0, whose sum alone is left over.
+    def two(a, b):
+        return [(4, [(((r,),), 2) for r in (x, y, y, x)]) for x, y in (a, b)]
+
+    result = cost(on_cards(plan_of(*two((0, 1), (2, 3)), schedule="zero_bubble"), [0, 1, 4, 5]))
+    simulation = result.simulations[0]
+    ends, sums = simulation.stage_end_seconds, [stage.sync_seconds for stage in result.stages[:4]]
+    assert min(sums) > 0 and ends[3] < ends[0] == max(ends)
+    exposed = max(end + seconds for end, seconds in zip(ends, sums, strict=True)) - max(ends)
+    assert result.sync_seconds == pytest.approx(exposed)
+    assert result.sync_seconds < sum(sums)
+
+
+def test_buckets_of_a_card_are_under_way_together():
+    # Card 0 sums its first layers with card 4 and the others with card 5, both through one network card.
+    plan = plan_of((4, [ONE]), (4, [(((1,),), 4), (((2,),), 4)]))
+    result = cost(on_cards(plan, [0, 4, 5]))
+    whole, *halves = [stage.sync_seconds for stage in result.stages]
+    # Each is slowed by the other to twice its time, and both end then; one after the other takes as long.
+    assert whole == pytest.approx(max(halves), rel=0.05)
+    near = cost(plan)
+    whole, *halves = [stage.sync_seconds for stage in near.stages]
+    assert whole == pytest.approx(sum(halves))
 
 
 def test_virtual_stages_fill_faster_and_count_the_whole_card():

@@ -1,8 +1,9 @@
 """What a plan costs: seconds and bytes of each stage, and of the step, from the simulation of its schedule.
 
-A step is the forwards and backwards of every pipeline; then the owners of the same part of the model sum its
-gradients, as soon as all of them are done; then the tied table is summed over all that hold it; then every
-card updates its parameters:
+A step is the forwards and backwards of every pipeline; the owners of the same part of the model sum its
+gradients as soon as all of them have run its last backward, while other stages drain, so that only what
+outlasts the drain counts; then the tied table is summed over all that hold it; then every card updates its
+parameters:
 
     step = max over pipelines and stages (last backward + gradient sum) + tied sum + slowest update
 
@@ -581,21 +582,25 @@ def _sum_seconds(
         buckets[replicas] = buckets.get(replicas, 0.0) + size
     rings = {replicas: [replica[0] for replica in replicas] for replicas in buckets}
     sharers = ring_sharers(list(rings.values()))
-    seconds = {
-        replicas: sum_seconds(
-            costs,
-            rings[replicas],
-            size / min(map(len, replicas)),
-            sharded=plan.optimizer_sharding,
-            sharers=crowd,
-        )
-        for (replicas, size), crowd in zip(buckets.items(), sharers, strict=True)
-    }
+    alone, crowded = (
+        {
+            replicas: sum_seconds(
+                costs,
+                rings[replicas],
+                size / min(map(len, replicas)),
+                sharded=plan.optimizer_sharding,
+                sharers=crowd,
+            )
+            for (replicas, size), crowd in zip(buckets.items(), crowds, strict=True)
+        }
+        for crowds in ([1] * len(sharers), sharers)
+    )
     result: dict[tuple[int, int], float] = {}
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            units = range(*stage_units(stage, plan.model.num_layers).indices(len(holders)))
-            result[p, s] = sum(seconds[replicas] for replicas in dict.fromkeys(holders[u] for u in units))
+    for (p, s), units in _units_by_stage(plan).items():
+        own = dict.fromkeys(holders[u] for u in units)
+        # All are under way at once: as long as the most crowded takes, and as their card's own link needs.
+        together = sum(alone[replicas] for replicas in own)
+        result[p, s] = max(together, max((crowded[replicas] for replicas in own), default=0.0))
     return result
 
 
