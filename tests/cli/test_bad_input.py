@@ -75,9 +75,13 @@ PLANS: dict[str, tuple[Callable[[dict], object], str]] = {
     "a rank named twice in stages": (lambda p: stage(p, 1).update(replicas=[[0]]), "rank 0 is named twice"),
     "a batch that does not add up": (lambda p: p.update(global_batch_size=9), "take 8 sequences"),
     "an unknown key": (lambda p: p.update(scedule="1f1b"), "did you mean 'schedule'"),
-    "something that is not there yet": (
-        lambda p: stage(p, 0).update(optimizer_offload=0.5),
-        "cannot be run yet: .*optimizer_offload: 0.5; use 0",
+    "more state on the host than there is": (
+        lambda p: stage(p, 0).update(optimizer_offload=1.5),
+        "optimizer_offload: wanted less than or equal to 1",
+    ),
+    "a share of nothing": (
+        lambda p: stage(p, 0).update(optimizer_share=2),
+        "optimizer_share: 2, but optimizer_sharding is false",
     ),
 }
 

@@ -228,6 +228,40 @@ def test_sums_that_begin_early_change_no_bit(run_file: Path, tmp_path: Path) -> 
             assert [line[key] for line in early] == [line[key] for line in late], name
 
 
+OFFLOADED = {
+    "whole, alone": ("1x8: 6@0", {}),
+    "whole": ("1x4: 2@0,1 | 4@2 / 1x4: 6@3", {}),
+    "shared": ("1x4: 2@0,1 | 4@2 / 1x4: 6@3", {"optimizer_sharding": True, "optimizer_share": [1, 3, 2]}),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precision: str) -> None:
+    run = run_config(run_file, *overrides(precision))
+    cases: dict[tuple[str, float], Case] = {}
+    for name, (text, keys) in OFFLOADED.items():
+        for x in (0.0, 0.3, 1.0):
+            plan = parse_plan(run, text, optimizer_offload=[x] * text.count("@"), **keys)
+            folder = tmp_path / f"{name} {x}"
+            cases[name, x] = Case(run_file, folder, plan, overrides(precision, folder / "ck"))
+    kept_back = parse_plan(run, "1x8: 3@0 | 3@1", optimizer_offload=[0.3, 0])
+    control = Case(run_file, tmp_path / "off", kept_back, overrides(precision), without="host_weights")
+    run_cases([*cases.values(), control])
+    for (name, x), case in cases.items():
+        plain = cases[name, 0.0].folder
+        for ours, theirs in zip(read_metrics(case.folder), read_metrics(plain), strict=True):
+            assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"]), (name, x)
+        before, after = weights_in(plain / "ck"), weights_in(case.folder / "ck")
+        assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before), (
+            name,
+            x,
+        )
+    assert (
+        difference(read_metrics(control.folder), read_metrics(cases["whole, alone", 0.0].folder), "loss")
+        > 1e-3
+    )
+
+
 def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: Path) -> None:
     # Four uneven stages, the first two ranks wide, state shared out; then other cuts, widths and schedules.
     steps = ("train.precision=fp64", "optimizer.decay_steps=20", "validation.every=0")
@@ -237,6 +271,7 @@ def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: P
         "1x4: 1@0,1 | 2@2 | 2@3 | 1@4 / 1x4: 3@5 | 3@6",
         optimizer_sharding=True,
         optimizer_share=[1, 2, 3, 1, 1, 4],
+        optimizer_offload=[0, 0, 0.7, 0, 1, 0.2],
     )
     saved = (*steps, "train.steps=3", f"checkpoint.directory={tmp_path / 'ck'}")
     run_cases([Case(run_file, tmp_path / "first", first, saved)])
@@ -245,7 +280,11 @@ def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: P
         "two stages": parse_plan(run, "1x8: 2@0 | 4@1"),
         "another width": parse_plan(run, "1x8: 2@0 | 4@1,2", optimizer_sharding=True),
         "other shares": parse_plan(
-            run, "1x4: 4@0,1 | 2@2 / 1x4: 6@3", optimizer_sharding=True, optimizer_share=[1, 1, 9]
+            run,
+            "1x4: 4@0,1 | 2@2 / 1x4: 6@3",
+            optimizer_sharding=True,
+            optimizer_share=[1, 1, 9],
+            optimizer_offload=[0, 0.5, 0.25],
         ),
         "a V": parse_plan(run, "1x8: 1@0 | 2@1 | 2@1 | 1@0", schedule="zero_bubble"),
     }

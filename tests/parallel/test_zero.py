@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +76,25 @@ def test_ranges_of_unlike_widths_cover_every_slice_once(run: RunConfig) -> None:
                     assert end - start == pytest.approx(part.num_elements * shares[rank] / total, abs=1)
                 seen.setdefault((next(iter(bucket.parameters)), part.index), set()).add(ends)
     assert seen and all(len(views) == 1 for views in seen.values()), "owners disagree about the ranges"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_fraction_on_the_host(run: RunConfig, sharded: bool) -> None:
+    shares: dict[str, Any] = {"optimizer_share": [2, 1, 1]} if sharded else {}
+    plan = parse_plan(
+        run,
+        "1x4: 6@0 / 1x4: 3@1 | 3@2,3",
+        optimizer_sharding=sharded,
+        optimizer_offload=[0.25, 1, 0],
+        **shares,
+    )
+    for worker, fraction in zip(workers_of(plan), (0.25, 1, 0, 0), strict=True):
+        shards = [shard for state in worker.states for shard in state.shards]
+        away = sum(shard.exp_avg.numel() for shard in shards if shard.on_host)
+        # Cut where a vector begins, so up to 64 elements more of each bucket.
+        assert away == pytest.approx(fraction * held(worker), abs=65 * len(shards))
+        if fraction in (0, 1):
+            assert away == fraction * held(worker)
+        for shard in shards:
+            kept = {shard.master.numel(), shard.gradient.numel(), shard.exp_avg.numel()}
+            assert kept == {shard.end - shard.start}

@@ -123,6 +123,19 @@ def test_an_owner_holds_its_share():
     assert updates == pytest.approx(ratios)
 
 
+def test_state_on_the_host_leaves_the_card_and_takes_time():
+    plan = plan_of((4, PAIR))
+    stages = tuple(replace(stage, optimizer_offload=0.25) for stage in plan.pipelines[0].stages)
+    here, away = cost(plan), cost(replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),)))
+    assert away.stages[0].memory.optimizer == pytest.approx(0.75 * here.stages[0].memory.optimizer)
+    assert away.stages[0].memory.parameters == here.stages[0].memory.parameters
+    # Over 16 GB/s a parameter's fp32 gradient goes down and its bf16 weight comes back; the host's 25 GB/s read
+    # the gradient, read and write 12 bytes of state, and write the weight.
+    n = 4 * MODEL.layer_parameters + MODEL.embedding_parameters
+    host = (4 + 2) / 16e9 + (4 + 2 * 12 + 2) / 25e9
+    assert away.update_seconds == pytest.approx(0.75 * here.update_seconds + 0.25 * n * host, rel=0.01)
+
+
 def test_unlike_pipelines_wait_for_each_other():
     pipelines = [(5, [ONE]), (3, [(((1,),), 3), (((2,),), 5)])]
     result = cost(plan_of(*pipelines))

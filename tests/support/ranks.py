@@ -76,6 +76,7 @@ def _leaving_out(what: str) -> Iterator[None]:
         "gradient_sum": (WholeState, "begin_sum", lambda self: None),
         "shared_gradient_sum": (SharedState, "begin_sum", _keep_own_gradient),
         "stepped_weights": (SharedState, "publish", lambda self: None),
+        "host_weights": (WholeState, "publish", lambda self: None),
         "early_sums": (Worker, "begin_sums", _begin_sums_at_the_end),
         "tensor_sum": (collectives.dist, "all_reduce", _pass_small(collectives.dist.all_reduce)),
         "remaking": (_Recipe, "make", _zeros_instead(_Recipe.make)),

@@ -34,6 +34,9 @@ class DeviceType:
     fp16: Flops | None = None
     memory_bandwidth: BytesPerSecond
     host_link: BytesPerSecond = 16e9
+    """Between the card and its host's memory, one way."""
+    host_memory_bandwidth: BytesPerSecond = 25e9
+    """The card's part of what its host's memory moves, for state that is stepped there."""
     slowdown: Annotated[float, Ge(1)] | None = None
     """Only for cards simulated by a CPU process: after each piece of work the process waits, so that the work
     takes this many times as long."""

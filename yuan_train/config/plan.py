@@ -53,7 +53,7 @@ class StagePlan:
     """Micro-batches that the stage, all its replicas together, may hold at once under 1f1b; None: as many as
     there are replicas from it to the pipeline's end. A stage before a slow link gains from more."""
     optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Fraction of the optimizer state kept on the host."""
+    """Fraction of the optimizer state that each of the stage's ranks keeps on its host, and steps there."""
 
     @property
     def num_layers(self) -> int:
@@ -470,8 +470,3 @@ def not_runnable(plan: Plan) -> Iterator[str]:
     """Yield what in a lawful plan the engine cannot run yet; the planner writes no such plan."""
     if plan.schedule not in RUNNABLE_SCHEDULES:
         yield f"schedule: {plan.schedule}; use one of {', '.join(RUNNABLE_SCHEDULES)}"
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            where = f"pipelines[{p}].stages[{s}]"
-            if stage.optimizer_offload > 0:
-                yield f"{where}.optimizer_offload: {stage.optimizer_offload}; use 0"

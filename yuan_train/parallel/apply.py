@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +89,7 @@ def parallelize(
             split_backward(module, queues[stage], parts.sharding)
     parameters = {name: p for module in modules.values() for name, p in module.named_parameters()}
     buckets = _flatten(grid, rank, parameters, shards)
+    stages_of = [_stages_of(bucket, modules) for bucket in buckets]
     workers = grid.workers(place.pipeline)
     table = pipeline_table(plan, place.pipeline)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
@@ -103,9 +104,12 @@ def parallelize(
         parts=modules,
         queues=queues,
         shards=shards,
-        states=tuple(_state(plan, bucket, groups) for bucket in buckets),
+        states=tuple(
+            _state(plan, bucket, groups, [pipeline.stages[s] for s in stages])
+            for bucket, stages in zip(buckets, stages_of, strict=True)
+        ),
         buckets=tuple(buckets),
-        sums=sums_after(table[place.worker], [_stages_of(bucket, modules) for bucket in buckets]),
+        sums=sums_after(table[place.worker], stages_of),
         groups=groups,
         bridge=Bridge(grid, place, groups, Boundary(shape, dtype, device), window=window)
         if len(pipeline.stages) > 1
@@ -161,10 +165,12 @@ def _stages_of(bucket: FlatBucket, modules: Mapping[int, torch.nn.Module]) -> fr
     )
 
 
-def _state(plan: Plan, bucket: FlatBucket, groups: Groups) -> BucketState:
+def _state(plan: Plan, bucket: FlatBucket, groups: Groups, stages: Iterable[StagePlan]) -> BucketState:
+    """The optimizer state of a bucket that `stages` of this rank hold."""
+    offload = max(stage.optimizer_offload for stage in stages)
     if plan.optimizer_sharding:
-        return SharedState(bucket, groups, plan.optimizer_shares)
-    return WholeState(bucket, groups)
+        return SharedState(bucket, groups, plan.optimizer_shares, offload=offload)
+    return WholeState(bucket, groups, offload=offload)
 
 
 def _flatten(

@@ -14,6 +14,11 @@ from yuan_train.schedule.step import Lane, Step
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of masters and gradients under weights of a precision."""
+    return torch.float32 if dtype in _LOW_PRECISION else dtype
+
+
 @dataclass(frozen=True)
 class Piece:
     """Where a parameter lies in a flat buffer."""
@@ -78,9 +83,8 @@ class FlatBucket:
         first = next(iter(self.parameters.values()))
         total = sum(parameter.numel() for parameter in self.parameters.values())
         self.is_low_precision = first.dtype in _LOW_PRECISION
-        self.master_dtype = torch.float32 if self.is_low_precision else first.dtype
         self.weights = torch.empty(total, dtype=first.dtype, device=first.device)
-        self.gradient = torch.zeros(total, dtype=self.master_dtype, device=first.device)
+        self.gradient = torch.zeros(total, dtype=master_dtype(first.dtype), device=first.device)
         self.slices = tuple(_slices(bucket, self.shards, rank))
         with torch.no_grad():
             for name, parameter in self.parameters.items():

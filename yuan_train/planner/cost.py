@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, Cluster
-from yuan_train.config.devices import Precision
+from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Forecast, MemoryForecast, PipelinePlan, Plan, StageForecast, StagePlan
@@ -425,7 +425,6 @@ def _stage_cost(
     units = slowest.units[where]
     types = [costs.setting.cluster.device_type(card.type) for replica in replicas for card in replica]
     tightest = min(types, key=lambda device: device.memory - device.reserved)
-    traffic = STATE_BYTES[costs.setting.precision].update_traffic * optimizer_share
     count = _stage_in_flight(plan, pipeline, s)
     layer = slowest.units[1]
     return StageCost(
@@ -442,7 +441,9 @@ def _stage_cost(
         weight_seconds=math.fsum(unit.weight_seconds for unit in units),
         sync_seconds=sync_seconds,
         update_seconds=max(
-            sum(unit.parameters for unit in part.units[where]) * traffic / part.update_bytes_per_second
+            sum(unit.parameters for unit in part.units[where])
+            * optimizer_share
+            * _update_seconds(costs, part, types, stage.optimizer_offload)
             for part in parts
         ),
         memory=stage_memory(
@@ -453,13 +454,25 @@ def _stage_cost(
             in_flight=count,
             boundary_bytes=slowest.boundary_bytes,
             reserved_bytes=float(tightest.reserved),
-            optimizer_share=optimizer_share,
+            optimizer_share=optimizer_share * (1.0 - stage.optimizer_offload),
         ),
         capacity_bytes=float(tightest.memory),
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
         source=slowest.source,
         note=slowest.note,
     )
+
+
+def _update_seconds(costs: Costs, part: CardCosts, cards: Sequence[DeviceType], offload: float) -> float:
+    """The optimizer's step per parameter: on the card, then the fraction on the host, for which gradients go
+    down and weights come back."""
+    state = STATE_BYTES[costs.setting.precision]
+    on_card = state.update_traffic / part.update_bytes_per_second
+    if not offload:
+        return on_card
+    copies = (state.gradients + state.parameters) / min(card.host_link for card in cards)
+    on_host = state.update_traffic / min(card.host_memory_bandwidth for card in cards)
+    return (1.0 - offload) * on_card + offload * (copies + on_host)
 
 
 def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:

@@ -61,7 +61,7 @@ def stage_memory(
     and each edge has messages on the way (what came in is among the first unit's activations). A stage with
     both ends of a tied model holds the table once. The head's transient (a block of logits, or its scaled
     gradient) counts as logits, the largest of the other units' as buffers. `optimizer_share` is what a card
-    holds of the optimizer's state.
+    itself holds of the optimizer's state.
     """
     once = units[1:] if tied and has_embedding and has_head else units
     body = units[:-1] if has_head else units

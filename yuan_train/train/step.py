@@ -81,8 +81,7 @@ def train_step(
     with naming(worker.place):
         trainer.executor.run(worker.lane, worker.begin_sums)
         for state in worker.states:
-            state.end_sum()
-            squares += state.squared_norm()
+            squares += state.end_sum()
     asked = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
     totals = torch.stack([squares, trainer.loss, asked])
     if dist.is_initialized():
