@@ -270,6 +270,16 @@ def test_shares_need_something_to_share(tmp_path: Path) -> None:
     assert "plan.yaml:28: pipelines[0].stages[0].optimizer_share: 3, but optimizer_sharding is false" in said
 
 
+def test_a_tensor_parallel_group_shares_a_library(tmp_path: Path) -> None:
+    mixed = PLAN.replace("a100-0/1, type: A100-80G", "amd-0/0, type: MI300X")
+    said = refusal(tmp_path, mixed)
+    assert "stages[0].replicas[0]: A100-80G and MI300X cards share no library, as a tensor-par" in said
+    apart = load(tmp_path, PLAN.replace("t4-0/0, type: T4", "amd-0/0, type: MI300X"))
+    assert apart.staged((0, 2)) and apart.staged((2, 3)) and not apart.staged((0, 1, 3))
+    own = "device_types: {T4: {memory: 15 GiB, fp32: 8 TFLOP/s, memory_bandwidth: 320 GB/s, library: none}}"
+    assert load(tmp_path, f"{PLAN}{own}\n").staged((2, 3)), "a card with no library of its own"
+
+
 def test_all_stages_of_a_rank_have_one_share(tmp_path: Path) -> None:
     text = (
         PLAN.replace("[[2], [3]], layers: [16, 24]", "[[0, 1]], layers: [16, 24], optimizer_share: 2")

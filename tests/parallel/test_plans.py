@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import plan_laws
 from yuan_train.config.run import RunConfig
+from yuan_train.parallel.grid import Grid
 
 # pipelines apart by `/`, stages by `|`, replicas by `;`, the ranks of a replica by `,`
 PLANS: dict[str, dict] = {
@@ -260,6 +263,27 @@ def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precis
         difference(read_metrics(control.folder), read_metrics(cases["whole, alone", 0.0].folder), "loss")
         > 1e-3
     )
+
+
+def test_messages_through_host_memory_change_no_bit(run_file: Path, tmp_path: Path) -> None:
+    run = run_config(run_file, *overrides("fp32"))
+    plan = parse_plan(run, "1x4: 1@0,1 | 3@2 | 2@3,4 / 1x4: 6@5")
+    red = DeviceType(memory=2**30, fp32=1e12, memory_bandwidth=1e12)
+    kinds = {"red": red, "blue": replace(red, library="rccl")}
+    ranks = tuple(replace(r, type="blue" if r.rank in (2, 5) else "red") for r in plan.ranks)
+    unlike = replace(plan, ranks=ranks, device_types=kinds)
+    assert not list(plan_laws(unlike)) and all(Grid(unlike).staged.values())
+    assert not any(Grid(plan).staged.values())
+    cases = {
+        "direct": Case(run_file, tmp_path / "direct", plan, overrides("fp32")),
+        "staged": Case(run_file, tmp_path / "staged", unlike, overrides("fp32")),
+        "empty": Case(run_file, tmp_path / "empty", unlike, overrides("fp32"), without="host_copy"),
+    }
+    run_cases(list(cases.values()))
+    direct, staged, empty = (read_metrics(case.folder) for case in cases.values())
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in staged] == [line[key] for line in direct]
+    assert difference(empty, direct, "loss") > 1e-4
 
 
 def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: Path) -> None:

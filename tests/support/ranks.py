@@ -15,7 +15,7 @@ from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
 from yuan_train.model.recompute import _Recipe  # pyright: ignore[reportPrivateUsage]
-from yuan_train.parallel import collectives
+from yuan_train.parallel import bridge, collectives
 from yuan_train.parallel.apply import Worker
 from yuan_train.parallel.zero import SharedState, WholeState
 from yuan_train.schedule.step import Step
@@ -67,8 +67,8 @@ def _run_case(rank: int, case: Case) -> None:
 
 @contextmanager
 def _leaving_out(what: str) -> Iterator[None]:
-    """Switch a synchronisation, or what else makes the computation right, off for a negative control; or put it
-    off to the end (`early_sums`)."""
+    """Switch a synchronisation, or what else makes the computation right, off for a negative control; or put
+    it off to the end (`early_sums`)."""
     if not what:
         yield
         return
@@ -77,6 +77,7 @@ def _leaving_out(what: str) -> Iterator[None]:
         "shared_gradient_sum": (SharedState, "begin_sum", _keep_own_gradient),
         "stepped_weights": (SharedState, "publish", lambda self: None),
         "host_weights": (WholeState, "publish", lambda self: None),
+        "host_copy": (bridge, "_host_copy", torch.zeros_like),
         "early_sums": (Worker, "begin_sums", _begin_sums_at_the_end),
         "tensor_sum": (collectives.dist, "all_reduce", _pass_small(collectives.dist.all_reduce)),
         "remaking": (_Recipe, "make", _zeros_instead(_Recipe.make)),

@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt
 from yuan_train.config.units import Unit
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
+Library = Literal["nccl", "rccl", "hccl", "none"]
 Bytes = Annotated[int, Gt(0), Unit("bytes")]
 BytesPerSecond = Annotated[float, Gt(0), Unit("bytes/s")]
 Flops = Annotated[float, Gt(0), Unit("FLOP/s")]
@@ -37,6 +38,9 @@ class DeviceType:
     """Between the card and its host's memory, one way."""
     host_memory_bandwidth: BytesPerSecond = 25e9
     """The card's part of what its host's memory moves, for state that is stepped there."""
+    library: Library = "nccl"
+    """What the card's processes talk to each other with. Cards of unlike libraries talk over gloo, through
+    their hosts' memory; so do cards with none."""
     slowdown: Annotated[float, Ge(1)] | None = None
     """Only for cards simulated by a CPU process: after each piece of work the process waits, so that the work
     takes this many times as long."""
@@ -56,6 +60,7 @@ def _card(
     bf16: bool = True,
     host: float = 32,
     binary: bool = True,
+    library: Library = "nccl",
 ) -> DeviceType:
     """A catalogue entry: memory in GiB as drivers count it (GB if not `binary`), rates in GB/s, TFLOP/s."""
     memory = round(memory_gb * (GIB if binary else 1e9))
@@ -67,6 +72,7 @@ def _card(
         fp16=half * 1e12,
         memory_bandwidth=bandwidth_gbs * 1e9,
         host_link=host * 1e9,
+        library=library,
     )
 
 
@@ -94,9 +100,9 @@ CATALOGUE: dict[str, DeviceType] = {
     "H100-PCIe": _card(80, 2039, 51, 756, host=64),
     "H800-80G": _card(80, 3350, 67, 989, host=64),
     "H200": _card(141, 4800, 67, 989, host=64, binary=False),
-    "MI250X-GCD": _card(64, 1638, 23.9, 191.5),
-    "MI300X": _card(192, 5300, 163.4, 1307, host=64),
-    "Ascend-910B2": _card(64, 1600, 94, 376),
-    "Ascend-910B3": _card(64, 1600, 78, 313),
-    "Ascend-910B4": _card(32, 800, 70, 280),
+    "MI250X-GCD": _card(64, 1638, 23.9, 191.5, library="rccl"),
+    "MI300X": _card(192, 5300, 163.4, 1307, host=64, library="rccl"),
+    "Ascend-910B2": _card(64, 1600, 94, 376, library="hccl"),
+    "Ascend-910B3": _card(64, 1600, 78, 313, library="hccl"),
+    "Ascend-910B4": _card(32, 800, 70, 280, library="hccl"),
 }

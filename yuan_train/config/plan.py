@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -179,6 +179,12 @@ class Plan:
         name = next(entry.type for entry in self.ranks if entry.rank == rank)
         return self.device_types.get(name) or CATALOGUE.get(name)
 
+    def staged(self, ranks: Iterable[int]) -> bool:
+        """Whether the cards of these ranks share no library, so that they talk through host memory."""
+        cards = [self.device_type(rank) for rank in ranks]
+        libraries = {card.library if card is not None else "nccl" for card in cards}
+        return len(libraries) > 1 or libraries == {"none"}
+
 
 def plan_laws(plan: Plan) -> Iterator[Problem]:
     """Yield every law that a plan breaks, whoever wrote it."""
@@ -343,7 +349,15 @@ def shared_sizes(model: ModelConfig) -> dict[str, int]:
 
 def _replica_laws(pipeline: PipelinePlan, plan: Plan) -> Iterator[Problem]:
     shared = shared_sizes(plan.model)
+    known = {entry.rank for entry in plan.ranks}
     for s, stage in enumerate(pipeline.stages):
+        for i, replica in enumerate(stage.replicas):
+            if len(replica) > 1 and known >= set(replica) and plan.staged(replica):
+                names = " and ".join(sorted({entry.type for entry in plan.ranks if entry.rank in replica}))
+                yield Problem(
+                    ("stages", s, "replicas", i),
+                    f"{names} cards share no library, as a tensor-parallel group must; group cards of a kind",
+                )
         lengths = {len(replica) for replica in stage.replicas}
         if len(lengths) > 1:
             unlike = f"replicas of unlike widths {sorted(lengths)}"

@@ -1,7 +1,9 @@
 """Messages between the stages of a pipeline: activations one way, their gradients the other.
 
 Between stages of unlike tensor-parallel width the first rank of one group sends to the first of the other,
-which hands the message on inside its group: one copy over the slow link, fan-out on the fast one.
+which hands the message on inside its group: one copy over the slow link, fan-out on the fast one. Between
+cards that share no library the message goes over gloo, from host memory to host memory (`library` of a device
+type).
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ class Bridge:
     def post(self, step: Step) -> None:
         """Open the door for a message: allocate its buffer and start to receive."""
         boundary, edge = self._boundary, self._edge(step)
-        buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
+        if self._leads and self._staged(edge):
+            buffer = _host_buffer(boundary.shape, boundary.dtype, card=boundary.device)
+        else:
+            buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
         work = dist.irecv(buffer, edge.sender, group=self._groups.edges[edge]) if self._leads else None
         self._received[step] = (work, buffer)
 
@@ -64,6 +69,8 @@ class Bridge:
         work, buffer = self._received.pop(step)
         if work is not None:
             self._wait(step, work)
+            if self._staged(self._edge(step)):
+                buffer = buffer.to(self._boundary.device, copy=True)
         replica = self._grid.replica(self._place)
         if len(replica) > 1:
             with meeting(f"handing on the {step}", replica):
@@ -81,6 +88,8 @@ class Bridge:
         while len(under_way) >= self._window:
             self._wait(*under_way.popleft()[:2])
         tensor = tensor.detach().contiguous()
+        if self._staged(edge):
+            tensor = _host_copy(tensor)
         work = dist.isend(tensor, edge.receiver, group=self._groups.edges[edge])
         assert work is not None
         under_way.append((step, work, tensor))
@@ -96,6 +105,9 @@ class Bridge:
         under_way = self._sent.get(self._edge(proven))
         while self._leads and under_way and under_way[0][0].micro_batch <= proven.micro_batch:
             self._wait(*under_way.popleft()[:2])
+
+    def _staged(self, edge: Edge) -> bool:
+        return self._grid.staged[edge]
 
     def _edge(self, step: Step) -> Edge:
         peer_stage = step.stage + _OFFSETS[step.kind]
@@ -114,3 +126,13 @@ class Bridge:
             raise TrainingError(
                 f"{self._place}: the {step} failed; rank {peer} is gone or stuck ({error})"
             ) from error
+
+
+def _host_buffer(shape: tuple[int, ...], dtype: torch.dtype, *, card: torch.device) -> torch.Tensor:
+    """In host memory, pinned if a card copies to and from it."""
+    return torch.empty(shape, dtype=dtype, pin_memory=card.type == "cuda")
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, whole when this returns, for gloo reads it at once."""
+    return _host_buffer(tuple(tensor.shape), tensor.dtype, card=tensor.device).copy_(tensor)

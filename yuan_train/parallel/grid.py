@@ -125,6 +125,11 @@ class Grid:
         return tuple(edge for p in range(len(self.plan.pipelines)) for edge in self._edges(p))
 
     @cached_property
+    def staged(self) -> dict[Edge, bool]:
+        """Whether the messages of an edge go through host memory."""
+        return {edge: self.plan.staged((edge.sender, edge.receiver)) for edge in self.edges}
+
+    @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """All units of the model, grouped by owners, in the model's order."""
         grouped: list[Bucket] = []

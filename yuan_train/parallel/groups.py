@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import cast
 
 import torch
@@ -44,7 +43,8 @@ def join(*, device: torch.device, timeout_seconds: float) -> None:
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            # Over all ranks there are only numbers to exchange, and not all cards may share a library.
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore(f"attempt-{attempt}", store),
             rank=rank,
             world_size=world_size,
@@ -99,11 +99,18 @@ def leave() -> None:
 def make_groups(grid: Grid, *, device: torch.device, timeout_seconds: float) -> Groups:
     """Create and warm up the groups of a plan; collective over all ranks.
 
-    Waiting for longer than `timeout_seconds` in any of them is an error.
+    Waiting for longer than `timeout_seconds` in any of them is an error. Ranks whose cards share no library
+    get gloo: what it sums it takes from a card by itself, and what goes over an edge the bridge brings to
+    the host.
     """
     if not dist.is_initialized():
         return Groups({}, {})
-    new_group = partial(_new_group, timeout=timedelta(seconds=timeout_seconds))
+
+    def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        direct = device.type == "cuda" and not grid.plan.staged(ranks)
+        timeout = timedelta(seconds=timeout_seconds)
+        return _new_group(ranks, timeout=timeout, backend="nccl" if direct else "gloo")
+
     edges = {edge: new_group((edge.sender, edge.receiver)) for edge in grid.edges}
     shared = dict.fromkeys(
         bucket.slice_group(i)
@@ -118,7 +125,7 @@ def make_groups(grid: Grid, *, device: torch.device, timeout_seconds: float) -> 
     tensor: dict[Replica, dist.ProcessGroup] = {replica: new_group(replica) for replica in wide}
     mine = grid.replica(grid.places[dist.get_rank()])
     groups = Groups(edges, owners, tensor.get(mine))
-    _warm_up(groups, device)
+    _warm_up(grid, groups, device)
     return groups
 
 
@@ -129,17 +136,19 @@ def make_tensor_groups(
     return {ranks: _new_group(ranks, timeout=timedelta(seconds=timeout_seconds)) for ranks in teams}
 
 
-def _new_group(ranks: tuple[int, ...], *, timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(
+    ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
     # A group does not inherit the time-out of the world. Outside a group torch returns a stand-in.
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timeout))
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timeout, backend=backend))
 
 
-def _warm_up(groups: Groups, device: torch.device) -> None:
+def _warm_up(grid: Grid, groups: Groups, device: torch.device) -> None:
     """Use each group once, in one order; a peer that is not there is named."""
     rank = dist.get_rank()
-    token = torch.zeros(1, device=device)
     for edge, group in groups.edges.items():
         sender, receiver = edge.sender, edge.receiver
+        token = torch.zeros(1, device="cpu" if grid.plan.staged((sender, receiver)) else device)
         try:
             if rank == sender:
                 dist.send(token, receiver, group=group)
@@ -149,6 +158,7 @@ def _warm_up(groups: Groups, device: torch.device) -> None:
             raise TrainingError(
                 f"rank {rank}: the link from rank {sender} to rank {receiver} failed: {error}"
             ) from error
+    token = torch.zeros(1, device=device)
     for ranks, group in groups.owners.items():
         if rank in ranks:
             try:

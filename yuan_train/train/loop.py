@@ -361,9 +361,7 @@ def _measure(
 ) -> StepMetrics:
     """Numbers of the step; collective, for each rank tells its own. Validates when it is time."""
     run, plan = job.run, job.plan
-    mine = torch.tensor(
-        [trainer.stopwatch.read(), peak_memory_bytes(job.device)], dtype=torch.float64, device=job.device
-    )
+    mine = torch.tensor([trainer.stopwatch.read(), peak_memory_bytes(job.device)], dtype=torch.float64)
     all_ranks = [mine]
     if dist.is_initialized():
         all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -83,7 +83,8 @@ def train_step(
         for state in worker.states:
             squares += state.end_sum()
     asked = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
-    totals = torch.stack([squares, trainer.loss, asked])
+    # On the host, where all ranks can meet, whatever their cards.
+    totals = torch.stack([squares, trainer.loss, asked]).cpu()
     if dist.is_initialized():
         with watching(worker.place, "the sum of loss and gradient norm over all ranks"):
             dist.all_reduce(totals)
@@ -112,6 +113,7 @@ def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> floa
         with naming(worker.place):
             trainer.executor.run(worker.evaluation_lane)
         total += trainer.loss
+    total = total.cpu()
     if dist.is_initialized():
         with watching(worker.place, "the sum of the validation loss over all ranks"):
             dist.all_reduce(total)
@@ -137,7 +139,7 @@ def _blame(trainer: Trainer, loss: float, grad_norm: float) -> str:
     worker = trainer.worker
     sound_gradient = all(bool(torch.isfinite(bucket.gradient).all()) for bucket in worker.buckets)
     sound_output = all(bool(runner.finite) for runner in trainer.runners.values())
-    mine = torch.tensor([float(sound_output), float(sound_gradient)], device=trainer.device)
+    mine = torch.tensor([float(sound_output), float(sound_gradient)])
     flags = [mine]
     if dist.is_initialized():
         flags = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

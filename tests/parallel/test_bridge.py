@@ -1,0 +1,18 @@
+"""Messages by way of host memory, where a card is at hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from yuan_train.parallel.bridge import _host_copy
+
+
+@pytest.mark.gpu
+def test_a_message_leaves_a_card_through_pinned_memory() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    sent = torch.randn(3, 5, 7, dtype=torch.bfloat16, device="cuda")
+    waiting = _host_copy(sent)
+    assert waiting.device.type == "cpu" and waiting.is_pinned()
+    assert torch.equal(waiting.to("cuda", copy=True), sent)
