@@ -63,9 +63,9 @@ def test_overrides_reach_the_search(tmp_path):
     [
         (["--config", RUN, "search.tensr=[1]"], 2, "did you mean 'tensor'"),
         (
-            ["--config", RUN, "search.recompute=[selective]"],
+            ["--config", RUN, "search.tensor=[3]"],
             2,
-            "search.recompute: [selective] asks for what training cannot run yet",
+            "search.tensor: [3] asks for what training cannot run yet, or not with this model; add 1",
         ),
         ([], 2, "give --model F, or --config F"),
         (

@@ -199,7 +199,6 @@ def test_full_recompute_only_where_memory_asks_for_it():
     ("search", "words"),
     [
         ({"tensor": (3,)}, r"search.tensor: \[3\] asks for .* cannot run yet, or not with this model; add 1"),
-        ({"recompute": ("selective",)}, r"search.recompute: \[selective\] .* add none, full"),
         ({"pipelines": (5,)}, r"no pipelines can be made: 4 cards, global_batch_size 16 .* pipelines \[5\]"),
         ({"num_micro_batches": (7,)}, r"num_micro_batches \[7\] has no solution; loosen"),
     ],
@@ -229,6 +228,20 @@ def test_of_a_list_the_known_values_are_used():
     plan = result.best.plan
     assert {len(replica) for stage in plan.pipelines[0].stages for replica in stage.replicas} == {1}
     assert {stage.recompute for stage in plan.pipelines[0].stages} == {"none"}
+
+
+def test_selective_recompute_is_chosen_where_it_is_enough():
+    """A card that holds the model only if some of what its layers make is made again."""
+    given_setting = setting(cluster(Fast=(1, card(0.27))))
+    results = {
+        kinds: find(given_setting, micro_batch_size=4, recompute=kinds).best
+        for kinds in (("selective",), ("full",))
+    }
+    best = find(given_setting, micro_batch_size=4).best
+    assert {stage.recompute for stage in best.plan.pipelines[0].stages} == {"selective"}
+    assert best.step_seconds == results["selective",].step_seconds < results["full",].step_seconds
+    with pytest.raises(NoPlanFits):
+        find(given_setting, micro_batch_size=4, recompute=("none",))
 
 
 MIXED = cluster(New=(2, card()), Old=(1, card(bf16=False)))
@@ -273,9 +286,12 @@ def test_nearest_miss_says_what_is_missing():
 
 
 def test_nearest_miss_says_what_recompute_would_give():
-    tight = cluster(Fast=(1, card(0.2)))
-    with pytest.raises(NoPlanFits, match=r"needs .* of 204.8 MiB; with recompute: full it needs .* MiB"):
-        find(setting(tight), recompute=("none",))
+    tight = setting(cluster(Fast=(1, card(0.195))))
+    both = r"with recompute: selective it needs .* MiB, with recompute: full it needs .* MiB"
+    with pytest.raises(NoPlanFits, match=rf"needs .* of 199.7 MiB; {both}.* \[none, selective, full\]"):
+        find(tight, recompute=("none",))
+    with pytest.raises(NoPlanFits, match=r"MiB; with recompute: full it needs .*: \[none, full\]"):
+        find(tight, recompute=("none", "selective"))
 
 
 # --- reports ---------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ Slot = tuple[Place, ...]
 
 WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel widths that are tried without a search key."""
-COSTED_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+COSTED_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recompute whose seconds and bytes are known."""
 MAX_REPLICATED_CARDS = 8
 """Cards up to which stages of several replicas are tried without a search key."""

@@ -222,7 +222,8 @@ def even_split(costs: Costs, shape: Shape, options: Options) -> Candidate | None
     """The naive plan: all slots in the cluster's order, layers shared out evenly, the first ones get one
     more.
 
-    It recomputes everything if it would not fit otherwise. None if there are more slots than layers.
+    All stages recompute in the first way that fits, none if that does. None if there are more slots than
+    layers.
     """
     num_layers, num_stages = costs.setting.model.num_layers, len(shape.slots)
     if num_stages > num_layers:
@@ -561,11 +562,14 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) 
     advice = ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
     if options.recompute[miss.choice] == "full":
         return f"{text} with recompute: full{advice}"
-    recomputed = _with_full(costs, shape, options, miss)
-    if recomputed < miss.needed_bytes + device.reserved:
-        text += f"; with recompute: full it needs {show_bytes(recomputed)}"
-        if "full" not in options.recompute:
-            advice += ", or allow search.recompute: [none, full]"
+    kinds: tuple[Recompute, ...] = ("selective", "full")
+    needs = {kind: _with_recompute(costs, shape, options, miss, kind) for kind in kinds}
+    helping = {kind: needed for kind, needed in needs.items() if needed < miss.needed_bytes + device.reserved}
+    if helping:
+        words = (f"recompute: {kind} it needs {show_bytes(needed)}" for kind, needed in helping.items())
+        text += "; with " + ", with ".join(words)
+        if not set(helping) <= set(options.recompute):
+            advice += f", or allow search.recompute: [{', '.join(['none', *helping])}]"
     return text + advice
 
 
@@ -580,9 +584,9 @@ def _roomiest(costs: Costs, shapes: Sequence[Shape]) -> list[Shape]:
     return [shapes[i] for i in ranked[:MAX_MISSES]]
 
 
-def _with_full(costs: Costs, shape: Shape, options: Options, miss: Shortfall) -> float:
+def _with_recompute(costs: Costs, shape: Shape, options: Options, miss: Shortfall, kind: Recompute) -> float:
     """Bytes that the stage would need, the reserve included."""
-    tables = StageTables(make_instance(costs, shape, replace(options, recompute=("full",))))
+    tables = StageTables(make_instance(costs, shape, replace(options, recompute=(kind,))))
     slot = miss.order[miss.stage]
     needed = tables.needed_bytes(slot, tables.in_flights(miss.order)[miss.stage])
     device = costs.setting.cluster.device_type(shape.slots[slot][0][0][0].type)

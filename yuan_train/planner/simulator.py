@@ -163,38 +163,40 @@ def simulate_many(
     backward = backward_seconds.T.copy()
     weight = backward / 2 if weight_seconds is None else weight_seconds.T.copy()
     compute = {
-        "forward": forward_seconds.T.copy(),
-        "backward": backward,
-        "backward_input": backward - weight,
-        "backward_weight": weight,
+        "forward": list(forward_seconds.T.copy()),
+        "backward": list(backward),
+        "backward_input": list(backward - weight),
+        "backward_weight": list(weight),
     }
     sends = {
-        "send_activation": send_activation_seconds.T.copy(),
-        "send_gradient": send_gradient_seconds.T.copy(),
+        "send_activation": list(send_activation_seconds.T.copy()),
+        "send_gradient": list(send_gradient_seconds.T.copy()),
     }
-    free = np.zeros((num_workers(workers), count))
-    ends = np.zeros((stages, count))
+    free = [np.zeros(count) for _ in range(num_workers(workers))]
+    ends = [np.zeros(count) for _ in range(stages)]
     link_free: dict[tuple[int, int], Floats] = {}
     arrivals: dict[tuple[bool, int, int], Floats] = {}
     for kind, stage, micro_batch, worker, peer, waits in _program(
         schedule, workers, num_micro_batches, in_flight
     ):
+        mine = free[worker]
         if peer < 0:
             if waits:
-                arrived = arrivals.pop((kind == "forward", stage, micro_batch))
-                np.maximum(free[worker], arrived, out=free[worker])
-            free[worker] += compute[kind][stage]
-            np.maximum(ends[stage], free[worker], out=ends[stage])
+                np.maximum(mine, arrivals.pop((kind == "forward", stage, micro_batch)), out=mine)
+            mine += compute[kind][stage]
+            # What a worker does last on a stage is a backward.
+            if kind != "forward":
+                np.maximum(ends[stage], mine, out=ends[stage])
             continue
         onward = kind == "send_activation"
         link = link_free.get((worker, peer))
-        there = free[worker] if link is None else np.maximum(link, free[worker])
-        there = there + sends[kind][stage if onward else stage - 1]
+        there = mine.copy() if link is None else np.maximum(link, mine)
+        there += sends[kind][stage if onward else stage - 1]
         link_free[worker, peer] = there
         arrivals[onward, stage + 1 if onward else stage - 1, micro_batch] = there
         if not overlap:
-            free[worker] = there
-    return ends.T
+            mine[:] = there
+    return np.stack(ends, axis=1)
 
 
 def operations(table: Table, workers: Workers | None = None) -> tuple[Operation, ...]:
