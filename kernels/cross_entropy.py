@@ -79,6 +79,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of hidden weight^T against targets; arguments and result as in `ops`."""
     chunk_size = chunk_size or _default_chunk(hidden)
+    if dispatch.reference_selected() and vocabulary is None:
+        main_gradient = None
     if main_gradient is None and vocabulary is None:
         return _registered(hidden, weight, targets, ignore_index, chunk_size, reduction)
     first_row, exchange = vocabulary or (0, None)

@@ -221,7 +221,8 @@ def linear_cross_entropy(
             token (the backward computes the logits again).
         chunk_size: tokens whose logits exist at once; None chooses for the device and dtype.
         main_gradient: [V, H], fp32 (fp64 for fp64): the weight's gradient is added to it in the
-            forward, and `weight` gets none from autograd. Only with `sum`; untouched where gradients are off.
+            forward, and `weight` gets none from autograd. Only with `sum`; untouched where gradients are off,
+            and by the definition, whose gradient autograd brings as ever.
         gradient_scale: with `main_gradient`, the gradient of this op's result that the backward will bring
             (1 / trained tokens of the step): it must be known in the forward. Another one is refused.
         vocabulary: (first_row, exchange) where `weight` holds only the words [first_row, first_row + V) of

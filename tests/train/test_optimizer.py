@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import OptimizerConfig
+from yuan_train.model.transformer import Transformer, init_weights
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
@@ -102,6 +104,44 @@ def test_gradients_of_micro_batches_add_up_in_fp32_under_bf16() -> None:
         (model[0].bias.sum() * 1.0).backward()  # pyright: ignore
     # In bf16 the sum would stop at 256.
     assert bucket.view(bucket.gradient, "0.bias").tolist() == [1000.0] * 3
+
+
+def test_the_heads_gradient_is_added_in_the_forward_and_never_rounded() -> None:
+    """In bf16, through autograd, it would come back rounded; in an evaluation there is none."""
+    size = ModelConfig(
+        name="small",
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        ffn_hidden_size=16,
+        vocab_size=40,
+        tie_embeddings=False,
+    )
+    hidden = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(12).unsqueeze(0)
+    found = {}
+    for dtype, gradient_scale in ((torch.float64, 0.5), (torch.bfloat16, 0.5), (torch.bfloat16, None)):
+        model = Transformer(size, layers=(1, 1), embedding=False, head=True, dtype=dtype)
+        init_weights(model, seed=0)
+        if dtype == torch.float64:
+            # The same numbers as in bf16.
+            model.load_state_dict({n: t.bfloat16().double() for n, t in model.state_dict().items()})
+        bucket = flat_bucket(model)
+        gradient = bucket.view(
+            bucket.gradient, next(n for n, _ in model.named_parameters() if "norm" not in n)
+        )
+        x = hidden.bfloat16().to(dtype).requires_grad_()
+        with torch.no_grad():
+            model.loss(x, targets, gradient_scale=gradient_scale)
+        assert gradient.count_nonzero() == 0
+        loss = model.loss(x, targets, gradient_scale=gradient_scale)
+        assert (gradient.count_nonzero() > 0) == (gradient_scale is not None)
+        after_forward = gradient.clone()
+        (loss * 0.5).backward()
+        assert torch.equal(gradient, after_forward) == (gradient_scale is not None)
+        found[dtype, gradient_scale] = gradient.double()
+    truth, ours, rounded = found.values()
+    assert (ours - truth).norm() < 0.9 * (rounded - truth).norm() < 1e-2 * truth.norm()
 
 
 def test_a_bucket_of_vectors_alone_and_no_bucket_at_all() -> None:

@@ -201,19 +201,29 @@ class Transformer(nn.Module):
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
     def loss(
-        self, hidden_BSH: Tensor, targets_BS: Tensor, *, reduction: Literal["sum", "none"] = "sum"
+        self,
+        hidden_BSH: Tensor,
+        targets_BS: Tensor,
+        *,
+        reduction: Literal["sum", "none"] = "sum",
+        gradient_scale: float | None = None,
     ) -> Tensor:
         """Return the cross-entropy of `forward`'s hidden state, in fp32 (fp64 for fp64), in nats.
 
         Targets are int64 [B, S], already shifted; `IGNORE_INDEX` marks tokens that are not trained. `sum`
-        gives the sum over tokens, a scalar; `none` the loss of each token, [B, S].
+        gives the sum over tokens, a scalar; `none` the loss of each token, [B, S]. `gradient_scale` is the
+        gradient that the backward will bring to the sum: where it is told, and the output matrix has an
+        attribute `main_gradient`, its gradient is added there in the forward.
         """
+        main = None if gradient_scale is None else getattr(self.output_weight, "main_gradient", None)
         losses = ops.linear_cross_entropy(
             hidden_BSH.flatten(0, 1),
             self.output_weight,
             targets_BS.flatten(),
             ignore_index=IGNORE_INDEX,
             reduction=reduction,
+            main_gradient=main,
+            gradient_scale=None if main is None else gradient_scale,
         )
         return losses if reduction == "sum" else losses.view_as(targets_BS)
 

@@ -128,13 +128,15 @@ class FlatBucket:
     def _gather_gradient(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Let autograd add into the flat buffer, in the master's precision."""
         view = self.view(self.gradient, name)
+        # The head's gradient is made in the forward, and added here without a backward.
+        parameter.main_gradient = view  # pyright: ignore[reportAttributeAccessIssue]
         if not self.is_low_precision:
             parameter.grad = view
             return
 
         def add(p: torch.Tensor) -> None:
             if p.grad is None:
-                # Of a split backward's first part, which puts the gradient off, some versions tell as well.
+                # torch tells as well of a backward that brings none: the head's, or a split one's first part.
                 return
             view.add_(p.grad)
             p.grad = None

@@ -118,12 +118,21 @@ def _vocabulary_lookup(module: Any, cutting: Cutting, group: dist.ProcessGroup) 
 def _vocabulary_loss(model: Any, cutting: Cutting, group: dist.ProcessGroup) -> Callable[..., Tensor]:
     exchange = _gathering(group, cutting.count)
 
-    def loss(hidden_BSH: Tensor, targets_BS: Tensor, *, reduction: Any = "sum") -> Tensor:
+    def loss(
+        hidden_BSH: Tensor,
+        targets_BS: Tensor,
+        *,
+        reduction: Any = "sum",
+        gradient_scale: float | None = None,
+    ) -> Tensor:
+        main = None if gradient_scale is None else getattr(model.output_weight, "main_gradient", None)
         losses = ops.linear_cross_entropy(
             enter(hidden_BSH, group).flatten(0, 1),
             model.output_weight,
             targets_BS.flatten(),
             reduction=reduction,
+            main_gradient=main,
+            gradient_scale=None if main is None else gradient_scale,
             vocabulary=(cutting.index * model.output_weight.shape[0], exchange),
         )
         return losses if reduction == "sum" else losses.view_as(targets_BS)

@@ -72,7 +72,9 @@ class StageRunner:
         )
         if self._model.has_head:
             targets_BS = torch.from_numpy(batch.targets).to(self._device)
-            output = self._model.loss(output, targets_BS) / self._trained_tokens
+            gradient_scale = self._scale / self._trained_tokens
+            output = self._model.loss(output, targets_BS, gradient_scale=gradient_scale)
+            output = output / self._trained_tokens
             self.loss += output.detach()
         self.finite &= torch.isfinite(output.detach()).all()
         return output * self._scale if self._model.has_head else output
