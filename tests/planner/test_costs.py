@@ -130,7 +130,6 @@ def test_published_sizes():
     assert work.layer.backward_flops == 2 * work.layer.forward_flops
     assert work.head.forward_flops == 200 * 6 * 512 * 2048
     assert work.head.backward_flops == 0
-    assert work.head.logit_bytes == 4 * 512 * 2048
     assert work.layer.output_bytes == 200 * 2048 * 2
     assert STATE_BYTES["bf16"].total == 18
     assert STATE_BYTES["fp32"].total == 16

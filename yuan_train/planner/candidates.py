@@ -382,7 +382,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         backward_seconds=backward,
         weight_seconds=numbers("weight_seconds"),
         resident_bytes=resident,
-        activation_bytes=numbers("activation_bytes") + numbers("logit_bytes"),
+        activation_bytes=numbers("activation_bytes"),
         transient_bytes=transient,
         capacity_bytes=np.array([float(min(d.memory - d.reserved for d in row)) for row in devices]),
         whole_model_saving_bytes=saving,

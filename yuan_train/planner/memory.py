@@ -59,9 +59,9 @@ def stage_memory(
 
     `boundary_bytes` is one hidden state at the end of a stage; it is kept for each micro-batch in flight,
     and each edge has messages on the way (what came in is among the first unit's activations). A stage with
-    both ends of a tied model holds the table once. The head's transient (a block of logits, or its scaled
-    gradient) counts as logits, the largest of the other units' as buffers. `optimizer_share` is what a card
-    itself holds of the optimizer's state.
+    both ends of a tied model holds the table once. The head's transient (blocks of logits) counts as logits,
+    the largest of the other units' as buffers. `optimizer_share` is what a card itself holds of the
+    optimizer's state.
     """
     once = units[1:] if tied and has_embedding and has_head else units
     body = units[:-1] if has_head else units
@@ -72,7 +72,7 @@ def stage_memory(
         gradients=math.fsum(unit.gradient_bytes for unit in once),
         optimizer=optimizer_share * math.fsum(unit.optimizer_bytes for unit in once),
         activations=in_flight * math.fsum(unit.activation_bytes for unit in units),
-        logits=math.fsum(in_flight * unit.logit_bytes + unit.transient_bytes for unit in tail),
+        logits=math.fsum(unit.transient_bytes for unit in tail),
         buffers=max((unit.transient_bytes for unit in body), default=0.0)
         + boundary_bytes * ((not has_head) * in_flight + num_edges * MESSAGES_PER_EDGE),
         reserved=reserved_bytes,

@@ -43,8 +43,6 @@ class UnitCost:
     optimizer_bytes: float
     activation_bytes: float
     """Kept for each micro-batch in flight."""
-    logit_bytes: float
-    """The same, for the head's weight gradient."""
     transient_bytes: float
     """Held for one micro-batch at a time."""
     output_bytes: float
@@ -284,10 +282,7 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
 def _from_profile(
     entry: ProfileEntry, work: ModelWork, state: StateBytes, recompute: Recompute, note: str
 ) -> tuple[UnitCost, ...]:
-    """Seconds and bytes as measured.
-
-    A measured activation of the head holds the gradient that it keeps, so none is added.
-    """
+    """Seconds and bytes as measured."""
     layers = [entry.layer(i) for i in range(work.num_layers)]
     scaled = SCALED_WIDTH in note
     # Another tool's layer, recomputed here, holds once what it would have kept.
@@ -305,7 +300,6 @@ def _from_profile(
                 gradient_bytes=measured.state_bytes * state.gradients / state.total,
                 optimizer_bytes=measured.state_bytes * state.optimizer / state.total,
                 activation_bytes=measured.activation_bytes,
-                logit_bytes=0.0,
                 transient_bytes=measured.transient_bytes or (again if missing else 0.0),
                 output_bytes=measured.output_bytes,
                 weight_seconds=max(measured.backward_seconds - redone, 0.0) / 2,
@@ -350,7 +344,6 @@ def _estimate(
             gradient_bytes=float(state.gradients * unit.parameters),
             optimizer_bytes=float(state.optimizer * unit.parameters),
             activation_bytes=unit.kept_bytes(recompute),
-            logit_bytes=unit.logit_bytes,
             transient_bytes=float(unit.transient_bytes + _held_again(unit, recompute)),
             output_bytes=unit.output_bytes,
             weight_seconds=backward / 2,

@@ -61,8 +61,6 @@ class UnitWork:
     """What is kept instead under full recompute."""
     dear_bytes: float
     """What is kept instead under selective recompute."""
-    logit_bytes: float
-    """The head's weight gradient, made in the forward and kept to the backward; 0 for other units."""
     transient_bytes: float
     """Held only while the unit's backward runs (the head: also its forward), one micro-batch at a time."""
     output_bytes: float
@@ -140,7 +138,6 @@ def _cut(unit: UnitWork, width: int) -> UnitWork:
         activation_bytes=share(unit.activation_bytes),
         dear_bytes=share(unit.dear_bytes, unit.dear_whole_bytes),
         remade_traffic_bytes=share(unit.remade_traffic_bytes),
-        logit_bytes=unit.logit_bytes / width,
         transient_bytes=unit.transient_bytes / width,
     )
 
@@ -219,7 +216,6 @@ def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision
         dear_bytes=tokens * dear_layer_bytes(model, precision),
         dear_whole_bytes=tokens * _whole_dear_bytes(model, precision),
         remade_traffic_bytes=remade,
-        logit_bytes=0,
         transient_bytes=transient,
         output_bytes=e * hidden * tokens,
     )
@@ -240,7 +236,6 @@ def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> Un
         activation_bytes=8 * tokens,
         input_bytes=8 * tokens,
         dear_bytes=8 * tokens,
-        logit_bytes=0,
         transient_bytes=e * table,
         output_bytes=rows,
     )
@@ -249,14 +244,13 @@ def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> Un
 def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows: int) -> UnitWork:
     """The block-wise loss makes its gradients in the forward: all 6VH FLOP a token are there, ~0 behind.
 
-    It keeps dW [V, H] and dh in w until the backward, which scales them into new tensors and rounds: at most
-    max(3 blocks of logits, w + e times VH) beside what is kept.
+    dW [V, H] goes into the gradient there and then; dh is kept in w until the backward. Beside, at most three
+    blocks of logits at a time.
     """
     e, wide = ELEMENT_BYTES[precision], _wide(precision)
     hidden, table = model.hidden_size, model.vocab_size * model.hidden_size
     norm_bytes = tokens * (2 * e * hidden + wide)
     blocks = -(-tokens // logit_rows)
-    scaled = wide * table + (e * table if e != wide else 0)
     return UnitWork(
         parameters=model.head_parameters,
         whole_bytes=norm_bytes + wide * hidden * tokens,
@@ -266,13 +260,11 @@ def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows
         forward_traffic_bytes=2.0 * norm_bytes
         + 6.0 * wide * model.vocab_size * tokens
         + blocks * (2 * wide + 2 * e) * table,
-        backward_traffic_bytes=2.0 * norm_bytes
-        + (2 * wide + 2 * e + 2 * STATE_BYTES[precision].gradients) * table,
+        backward_traffic_bytes=2.0 * norm_bytes,
         activation_bytes=norm_bytes + wide * hidden * tokens,
         input_bytes=norm_bytes + wide * hidden * tokens,
         dear_bytes=norm_bytes + wide * hidden * tokens,
         dear_whole_bytes=norm_bytes + wide * hidden * tokens,
-        logit_bytes=wide * table,
-        transient_bytes=max(3 * wide * logit_rows * model.vocab_size, scaled),
+        transient_bytes=3 * wide * logit_rows * model.vocab_size,
         output_bytes=0,
     )
