@@ -239,7 +239,7 @@ def test_selective_recompute_is_chosen_where_it_is_enough():
     }
     best = find(given_setting, micro_batch_size=4).best
     assert {stage.recompute for stage in best.plan.pipelines[0].stages} == {"selective"}
-    assert best.step_seconds == results["selective",].step_seconds < results["full",].step_seconds
+    assert best.step_seconds <= results["selective",].step_seconds < results["full",].step_seconds
     with pytest.raises(NoPlanFits):
         find(given_setting, micro_batch_size=4, recompute=("none",))
 

@@ -168,11 +168,15 @@ class StageCost:
     recompute: Recompute
     num_recomputed: int
     """Layers that are recomputed: the stage's first ones."""
+    in_flight: int
+    """Most micro-batches that one of the replicas holds at once."""
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float
     """What of the backward is the weights' part, where the schedule splits it."""
     sync_seconds: float
+    optimizer_share: float
+    """What each of the stage's replicas holds of its optimizer state."""
     update_seconds: float
     memory: MemoryForecast
     """Of each card; a card with several stages has the whole of it at each."""
@@ -248,7 +252,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     seen: dict[tuple[object, ...], Simulation] = {}
     for p, pipeline in enumerate(plan.pipelines):
         own = [
-            _stage_cost(costs, plan, cards, p, s, sync_seconds=sums[p, s], optimizer_share=shares[p, s])
+            _stage_cost(costs, plan, cards[p][s], p, s, sync_seconds=sums[p, s], optimizer_share=shares[p, s])
             for s in range(len(pipeline.stages))
         ]
         own = _card_memory(plan, pipeline, workers[p], own)
@@ -410,12 +414,36 @@ def _card_of(costs: Costs, plan: Plan, rank: int) -> Card:
     return card
 
 
+def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> StageCost:
+    """What a stage of a plan costs with another recompute or depth, beside the others as they are."""
+    p, s = old.pipeline, old.stage
+    own = plan.pipelines[p]
+    pipelines = list(plan.pipelines)
+    pipelines[p] = replace(own, stages=(*own.stages[:s], stage, *own.stages[s + 1 :]))
+    return _stage_cost(
+        costs,
+        replace(plan, pipelines=tuple(pipelines)),
+        old.replicas,
+        p,
+        s,
+        sync_seconds=old.sync_seconds,
+        optimizer_share=old.optimizer_share,
+    )
+
+
 def _stage_cost(
-    costs: Costs, plan: Plan, cards: _Cards, p: int, s: int, *, sync_seconds: float, optimizer_share: float
+    costs: Costs,
+    plan: Plan,
+    replicas: tuple[Replica, ...],
+    p: int,
+    s: int,
+    *,
+    sync_seconds: float,
+    optimizer_share: float,
 ) -> StageCost:
     """A stage by its slowest replica and its tightest card."""
     pipeline, model = plan.pipelines[p], plan.model
-    stage, replicas = pipeline.stages[s], cards[p][s]
+    stage = pipeline.stages[s]
     size = pipeline.micro_batch_size
     parts = [costs.of_stage(replica, size, stage) for replica in replicas]
     where = stage_units(stage, model.num_layers)
@@ -436,10 +464,12 @@ def _stage_cost(
         head=stage.head,
         recompute=stage.recompute,
         num_recomputed=stage.num_recomputed,
+        in_flight=count,
         forward_seconds=math.fsum(unit.forward_seconds for unit in units),
         backward_seconds=math.fsum(unit.backward_seconds for unit in units),
         weight_seconds=math.fsum(unit.weight_seconds for unit in units),
         sync_seconds=sync_seconds,
+        optimizer_share=optimizer_share,
         update_seconds=max(
             sum(unit.parameters for unit in part.units[where])
             * optimizer_share

@@ -278,6 +278,7 @@ def _stage_json(stage: StageCost) -> dict[str, Any]:
         "layers": list(stage.layers),
         "recompute": stage.recompute,
         "recomputed_layers": stage.num_recomputed,
+        "in_flight": stage.in_flight,
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
         "peak_memory_bytes": stage.memory.total,

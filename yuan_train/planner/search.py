@@ -51,6 +51,7 @@ from yuan_train.planner.orders import (
     solve,
 )
 from yuan_train.planner.partition import SPLIT_SCHEDULES, Cut, Instance, Shortfall, StageTables, area_bound
+from yuan_train.planner.refine import refine_plan
 from yuan_train.planner.timing import CardCosts
 
 NUM_RUNNERS_UP = 4
@@ -68,6 +69,8 @@ SKETCH_WORK = 12_000_000
 MAX_REFINED_SHAPES = 3
 MAX_MISSES = 24
 """Shapes among which the nearest miss is looked for."""
+NUM_TOUCHED = 4
+"""Plans, the best ones, that get the last touches of `refine`."""
 NUM_SPLIT = 3
 """Plans whose stages are tried as virtual stages."""
 
@@ -163,8 +166,11 @@ def search_plan(
     ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
     if not ranked:
         raise NoPlanFits(describe_shortfall(costs, shapes, options))
+    ranked = _rank(costs, _refined(costs, ranked, options))
     lowest = found.lower_bound_seconds
-    if _may_mix(options, cards) or len(_shapes_of(ranked)) > len(_shapes_of(found.candidates)):
+    exact = found.exact and not _may_mix(options, cards) and ranked[0].step_seconds >= lowest * (1 - 1e-9)
+    beyond = _may_mix(options, cards) or len(_shapes_of(ranked)) > len(_shapes_of(found.candidates))
+    if beyond or (not exact and not setting.is_schema_profile):
         lowest = min(lowest, _any_bound(costs, cards, options))
     bound = min(lowest, ranked[0].step_seconds)
     best = _with_forecast(costs, ranked[0], bound)
@@ -177,7 +183,7 @@ def search_plan(
         even_split=even_split(costs, even_shape, options),
         left_out=(*without_precision, *_idle(cards, best)),
         lower_bound_seconds=bound,
-        exact=found.exact and not _may_mix(options, cards),
+        exact=exact,
         stopped=stopped(),
         num_shapes=len(shapes),
         num_simulated=found.num_simulated,
@@ -433,6 +439,18 @@ def _beyond(
         if cost.fits and _keeps_memory(cost):
             own = replace(shape, schedule=plan.schedule)
             result.append(Candidate(plan=plan, cost=cost, shape=own))
+    return result
+
+
+def _refined(costs: Costs, ranked: Sequence[Candidate], options: Options) -> list[Candidate]:
+    """The candidates, the best ones after the last touches. Under another tool's profile there are none: it
+    is to be judged by plain 1F1B."""
+    if costs.setting.is_schema_profile:
+        return list(ranked)
+    result = list(ranked)
+    for i, candidate in enumerate(ranked[:NUM_TOUCHED]):
+        plan, cost = refine_plan(costs, candidate.plan, candidate.cost, options.recompute)
+        result[i] = replace(candidate, plan=plan, cost=cost)
     return result
 
 
