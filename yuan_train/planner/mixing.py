@@ -45,8 +45,11 @@ class _Part:
         return self.fill_seconds + (num_micro_batches - 1) * self.period_seconds
 
 
-def mix_pipelines(costs: Costs, cards: Sequence[Card], options: Options) -> Iterator[Plan]:
-    """Plans whose pipelines have unlike cards, each cut for itself, the batch shared by their speed."""
+def mix_pipelines(
+    costs: Costs, cards: Sequence[Card], options: Options, *, limit_seconds: float
+) -> Iterator[Plan]:
+    """Plans whose pipelines have unlike cards, each cut for itself, the batch shared by their speed; none in
+    which a stage alone has work for longer than the limit."""
     allowed = options.pipelines
     for schedule, size in itertools.product(options.schedules, options.micro_batch_sizes):
         total, rest = divmod(costs.setting.global_batch_size, size)
@@ -55,9 +58,9 @@ def mix_pipelines(costs: Costs, cards: Sequence[Card], options: Options) -> Iter
         for deal in _deals(cards, options):
             if len(deal) > min(total, MAX_GROUPS) or (allowed is not None and len(deal) not in allowed):
                 continue
-            plan = _share_out(costs, deal, options, schedule=schedule, size=size, total=total)
-            if plan is not None:
-                yield plan
+            shared = _share_out(costs, deal, options, schedule=schedule, size=size, total=total)
+            if shared is not None and shared[0] < limit_seconds:
+                yield shared[1]
 
 
 def _deals(cards: Sequence[Card], options: Options) -> list[list[list[Place]]]:
@@ -93,8 +96,9 @@ def _grouped(cards: Sequence[Card], width: int, *, use_all: bool) -> list[Place]
 
 def _share_out(
     costs: Costs, deal: Sequence[Sequence[Place]], options: Options, *, schedule: str, size: int, total: int
-) -> Plan | None:
-    """Cut each pipeline for its share of the batch, share again by their speeds; None if one does not fit."""
+) -> tuple[float, Plan] | None:
+    """Cut each pipeline for its share of the batch, share again by their speeds: (seconds of work of the
+    busiest stage, plan); None if a pipeline does not fit."""
     shares = [max(total // len(deal), 1)] * len(deal)
     parts: list[_Part] = []
     for _ in range(NUM_ROUNDS):
@@ -120,7 +124,8 @@ def _share_out(
         )
         for part, share in zip(parts, shares, strict=True)
     ]
-    return assemble_plan(costs, cuts, schedule=schedule, sharded=options.sharded[0])  # type: ignore[arg-type]
+    busiest = max(share * part.period_seconds for part, share in zip(parts, shares, strict=True))
+    return busiest, assemble_plan(costs, cuts, schedule=schedule, sharded=options.sharded[0])  # type: ignore[arg-type]
 
 
 def _words(cut: Cut, recompute: Sequence[Recompute], num_layers: int) -> tuple[Recompute, ...]:

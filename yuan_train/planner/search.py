@@ -242,7 +242,9 @@ def even_split(costs: Costs, shape: Shape, options: Options) -> Candidate | None
         same: list[Recompute] = [recompute] * num_stages
         plan = make_plan(costs, shape, order=range(num_stages), bounds=bounds, recompute=same)
         tried.append(Candidate(plan=plan, cost=cost_plan(costs, plan), shape=shape))
-    return next((candidate for candidate in tried if candidate.cost.fits), tried[0])
+        if tried[-1].cost.fits:
+            return tried[-1]
+    return tried[0]
 
 
 # --- shapes ----------------------------------------------------------------------------------------------
@@ -430,7 +432,8 @@ def _beyond(
         if best.plan.schedule == "1f1b" and "interleaved_1f1b" in options.schedules:
             made += [(best.shape, plan) for plan in split_stages(best.plan)]
     if _may_mix(options, cards) and not stopped() and ranked:
-        made += [(ranked[0].shape, plan) for plan in mix_pipelines(costs, cards, options)]
+        mixed = mix_pipelines(costs, cards, options, limit_seconds=ranked[0].step_seconds)
+        made += [(ranked[0].shape, plan) for plan in mixed]
     result: list[Candidate] = []
     for shape, plan in made:
         if list(plan_laws(plan)) or list(not_runnable(plan)):

@@ -77,12 +77,6 @@ class StageTimes:
         weight = self.weight_seconds[stage] if self.weight_seconds else whole / 2
         return weight if kind == "backward_weight" else whole - weight
 
-    def send_seconds(self, kind: Kind, stage: int) -> float:
-        """Seconds of a message from a stage."""
-        if kind == "send_activation":
-            return self.send_activation_seconds[stage]
-        return self.send_gradient_seconds[stage - 1]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
@@ -244,25 +238,30 @@ def _program(
 
 
 def _run(program: Sequence[Operation], workers: Workers, times: StageTimes, *, overlap: bool) -> Simulation:
-    count = num_workers(workers)
+    count, stages = num_workers(workers), range(len(workers))
     free, busy, last = [0.0] * count, [0.0] * count, [0.0] * count
     ends = [0.0] * len(workers)
+    compute = {kind: [times.compute_seconds(kind, stage) for stage in stages] for kind in COMPUTE}
+    onward_seconds, back_seconds = times.send_activation_seconds, (0.0, *times.send_gradient_seconds)
     links: dict[tuple[int, int], float] = {}
     arrivals: dict[tuple[bool, int, int], float] = {}
     spans: list[tuple[float, float]] = []
     for kind, stage, micro_batch, worker, peer, waits in program:
+        start = free[worker]
         if peer < 0:
-            start = free[worker]
             if waits:
-                start = max(start, arrivals[kind == "forward", stage, micro_batch])
-            seconds = times.compute_seconds(kind, stage)
+                arrived = arrivals[kind == "forward", stage, micro_batch]
+                start = arrived if arrived > start else start
+            seconds = compute[kind][stage]
             free[worker] = last[worker] = end = start + seconds
-            ends[stage] = max(ends[stage], end)
+            ends[stage] = end if end > ends[stage] else ends[stage]
             busy[worker] += seconds
         else:
-            start = max(links.get((worker, peer), 0.0), free[worker])
-            links[worker, peer] = end = start + times.send_seconds(kind, stage)
+            taken = links.get((worker, peer), 0.0)
+            start = taken if taken > start else start
             onward = kind == "send_activation"
+            end = start + (onward_seconds[stage] if onward else back_seconds[stage])
+            links[worker, peer] = end
             arrivals[onward, stage + 1 if onward else stage - 1, micro_batch] = end
             if not overlap:
                 free[worker] = end

@@ -220,7 +220,9 @@ def _crosses(workers: Workers, left: int, right: int, micro_batch: int) -> bool:
     """Whether two adjacent stages have unlike workers for a micro-batch, so that a message goes between."""
     if left < 0 or right >= len(workers):
         return False
-    return worker_of(workers, left, micro_batch) != worker_of(workers, right, micro_batch)
+    # `worker_of`, written out: a large table asks a million times.
+    sources, targets = workers[left], workers[right]
+    return sources[micro_batch % len(sources)] != targets[micro_batch % len(targets)]
 
 
 def _workers(num_stages: int | None, workers: Workers | None) -> Workers:
