@@ -94,6 +94,17 @@ class Costs:
         types = tuple(dict.fromkeys(card.type for card in replica))
         if width == 1:
             return self.of(types[0], micro_batch_size, recompute)
+        where = replica if self.topology.measured else tuple(card.node for card in replica)
+        place = (where, types, micro_batch_size, recompute)
+        if place not in self.groups:
+            self.groups[place] = self._of_group(replica, types, micro_batch_size, recompute)
+        return self.groups[place]
+
+    def _of_group(
+        self, replica: Replica, types: tuple[str, ...], micro_batch_size: int, recompute: Recompute
+    ) -> CardCosts:
+        """One object for all groups of these types with links as fast."""
+        width = len(replica)
         ring = ring_seconds(self.topology, replica, self.hidden_bytes(micro_batch_size))
         key = (types, width, micro_batch_size, recompute, ring)
         if key not in self.groups:
