@@ -65,7 +65,7 @@ class OneConvolution(nn.Module):
         super().__init__()
         self.conv = nn.Conv1d(hidden, hidden, taps, device=device)
 
-    def forward(self, u_BSH: Tensor, document_start: Tensor | None = None) -> Tensor:
+    def forward(self, u_BSH: Tensor, document_start: Tensor | None = None, *_: object) -> Tensor:
         padded = F.pad(u_BSH.transpose(1, 2), (self.conv.kernel_size[0] - 1, 0))
         return u_BSH + self.conv(padded).transpose(1, 2)
 
@@ -78,7 +78,7 @@ class TwoConvolutions(nn.Module):
         self.conv1 = nn.Conv1d(hidden, hidden // 2, 2, device=device)
         self.conv2 = nn.Conv1d(hidden // 2, hidden, 2, device=device)
 
-    def forward(self, u_BSH: Tensor, document_start: Tensor | None = None) -> Tensor:
+    def forward(self, u_BSH: Tensor, document_start: Tensor | None = None, *_: object) -> Tensor:
         c = self.conv1(F.pad(u_BSH.transpose(1, 2), (1, 0)))
         return u_BSH + self.conv2(F.pad(c, (1, 0))).transpose(1, 2)
 
@@ -103,7 +103,7 @@ class MovingAverage(nn.Module):
             signs[1::2] = -1
             self.beta += signs
 
-    def forward(self, u_BSH: Tensor, document_start: Tensor | None = None) -> Tensor:
+    def forward(self, u_BSH: Tensor, document_start: Tensor | None = None, *_: object) -> Tensor:
         length = u_BSH.shape[1]
         alpha, delta = self.alpha.sigmoid(), self.delta.sigmoid()
         times = torch.arange(length, device=u_BSH.device)

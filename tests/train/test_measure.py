@@ -78,14 +78,14 @@ def test_what_a_layer_holds(tmp_path: Path) -> None:
     run = run_config(make_project(tmp_path))
     setting = measure.Setting(
         model=replace(run.model, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64),
-        sequence_length=512,
-        micro_batch_size=4,
+        sequence_length=256,
+        micro_batch_size=2,
         recompute="none",
         dtype=torch.float32,
         device=torch.device("cpu"),
         seconds_per_unit=0.01,
     )
-    hidden_bytes = 4 * 512 * 256 * 4
+    hidden_bytes = 2 * 256 * 256 * 4
     (whole,) = measure.measure_entry(setting, device_type="here").layers
     (again,) = measure.measure_entry(replace(setting, recompute="full"), device_type="here").layers
     assert hidden_bytes <= again.activation_bytes < 0.5 * whole.activation_bytes
