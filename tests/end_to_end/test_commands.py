@@ -45,11 +45,15 @@ def wait_for_step(folder: Path, step: int) -> None:
     raise AssertionError(f"{log} did not reach step {step}")
 
 
-def test_sigterm_saves_and_ends_with_0(run_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_sigterm_saves_and_ends_with_0(run_file: Path, tmp_path: Path, asynchronous: str) -> None:
     plan = tmp_path / "plan.yaml"
     save_plan(plan, make_plan(run_config(run_file), [[2, 4]]))
     options = ("--config", run_file, "--plan", plan, f"log.directory={tmp_path / 'log'}")
-    process = start("launch", *options, "train.steps=100000", f"checkpoint.directory={tmp_path / 'ck'}")
+    saves = (f"checkpoint.directory={tmp_path / 'ck'}", f"checkpoint.asynchronous={asynchronous}")
+    process = start(
+        "launch", *options, "train.steps=100000", "checkpoint.every=2", "checkpoint.keep=2", *saves
+    )
     try:
         wait_for_step(tmp_path / "log", 3)
         process.send_signal(signal.SIGTERM)

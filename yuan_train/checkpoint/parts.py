@@ -7,7 +7,7 @@ was cut one way is read back cut any other way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,11 @@ class Part:
 
 
 Tensors = Mapping[str, torch.Tensor | Part]
+
+
+def snapshot(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """The same parts in host memory of their own, which no later step changes."""
+    return {name: replace(part, tensor=part.tensor.to("cpu", copy=True)) for name, part in parts.items()}
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -35,27 +35,29 @@ def save_checkpoint(
     state: Mapping[str, Any],
     tokenizer: Path | None = None,
     keep: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write the checkpoint of a step and return its place; collective over all ranks.
 
     `tensors` are this rank's, under global names; what several ranks hold is written once. `state` must be
     plain JSON values, the same on every rank. `keep` newest checkpoints stay (0: all).
+    `group` is where the ranks meet (None: the world's); in a thread it must be one that nobody else uses.
 
     Raises CheckpointError, on every rank, if it cannot be written; older checkpoints are then untouched.
     """
     directory = Path(directory)
     aside, final = directory / f".{step_name(step)}.tmp", directory / step_name(step)
     try:
-        _on_first_rank(lambda: make_room(aside))
-        _write_tensors(aside, tensors)
-        _on_first_rank(lambda: finish(aside, final, state, tokenizer))
+        _on_first_rank(lambda: make_room(aside), group)
+        _write_tensors(aside, tensors, group)
+        _on_first_rank(lambda: finish(aside, final, state, tokenizer), group)
     except (OSError, CheckpointException) as error:
         _drop_quietly(aside)
         raise CheckpointError(
             f"{final}: cannot be written: {_root_cause(error)}; older checkpoints are untouched. "
             "Free some space, or give another checkpoint.directory"
         ) from error
-    _on_first_rank(lambda: _drop_old(directory, keep, newest=final))
+    _on_first_rank(lambda: _drop_old(directory, keep, newest=final), group)
     return final
 
 
@@ -65,11 +67,17 @@ def make_room(aside: Path) -> None:
     aside.mkdir(parents=True)
 
 
-def _write_tensors(aside: Path, tensors: Tensors) -> None:
+def _write_tensors(aside: Path, tensors: Tensors, group: dist.ProcessGroup | None) -> None:
     with warnings.catch_warnings():
         # A process alone is not an accident here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(dict(tensors), checkpoint_id=aside, planner=SavePlanner(), no_dist=not dist.is_initialized())
+        dcp.save(
+            dict(tensors),
+            checkpoint_id=aside,
+            planner=SavePlanner(),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
 
 
 def finish(aside: Path, final: Path, state: Mapping[str, Any], tokenizer: Path | None) -> None:
@@ -118,7 +126,7 @@ def _drop_quietly(aside: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _on_first_rank(work: Callable[[], None]) -> None:
+def _on_first_rank(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Do something on rank 0 while the others wait; its OSError is raised on all."""
     if not dist.is_initialized():
         work()
@@ -129,7 +137,7 @@ def _on_first_rank(work: Callable[[], None]) -> None:
             work()
         except OSError as error:
             outcome = [OSError(*error.args)]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[0] is not None:
         raise outcome[0]
 

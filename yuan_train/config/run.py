@@ -146,6 +146,9 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0: only at the end and on SIGTERM."""
     keep: Annotated[int, Ge(0)] = 0
     """How many of the newest are kept; 0: all."""
+    asynchronous: bool = False
+    """Training goes on while a checkpoint is written, from a copy in host memory: 12 bytes per parameter, on
+    the rank that writes it. The next save, and the end of the run, wait for the one under way."""
     resume: str = "auto"
     """`auto`: from the latest whole one when there is one; `never`; or a checkpoint's directory."""
 

@@ -136,6 +136,17 @@ def make_tensor_groups(
     return {ranks: _new_group(ranks, timeout=timedelta(seconds=timeout_seconds)) for ranks in teams}
 
 
+def make_save_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """A group of all ranks for saves in the background, whose messages must not mix with training's.
+
+    Collective over all ranks; None in a process alone.
+    """
+    if not dist.is_initialized():
+        return None
+    timeout = timedelta(seconds=timeout_seconds)
+    return _new_group(tuple(range(dist.get_world_size())), timeout=timeout, backend="gloo")
+
+
 def _new_group(
     ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:

@@ -23,7 +23,7 @@ from yuan_train.checkpoint.load import (
     load_tensors,
 )
 from yuan_train.checkpoint.names import WEIGHTS
-from yuan_train.checkpoint.parts import Part
+from yuan_train.checkpoint.parts import Part, snapshot
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from yuan_train.config.load import dump, write_text
@@ -45,11 +45,12 @@ from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer, initial_weight
 from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.groups import join, leave, watching
+from yuan_train.parallel.groups import join, leave, make_save_group, watching
 from yuan_train.parallel.zero import STATES
 from yuan_train.train.footprint import peak_memory_bytes
 from yuan_train.train.metrics import Log, StepMetrics, peak_flops
 from yuan_train.train.optimizer import Optimizer, learning_rate
+from yuan_train.train.saver import Saver
 from yuan_train.train.stage import StageRunner
 from yuan_train.train.state import Progress, from_state, to_state
 from yuan_train.train.step import StepResult, Trainer, train_step, validation_loss
@@ -212,8 +213,12 @@ def train(job: Job) -> None:
         join(device=job.device, timeout_seconds=job.run.train.timeout)
     try:
         trainer, progress = build(job)
-        with _heed_sigterm() as asked, _open_log(job, progress) as log:
-            _run_steps(job, trainer, progress, log, asked)
+        with (
+            _heed_sigterm() as asked,
+            _open_log(job, progress) as log,
+            _make_saver(job, trainer, log) as saver,
+        ):
+            _run_steps(job, trainer, progress, log, saver, asked)
     finally:
         leave()
 
@@ -292,15 +297,16 @@ def _named_parts(trainer: Trainer, gathered: list[dict[str, dict[str, torch.Tens
     }
 
 
-def _run_steps(job: Job, trainer: Trainer, progress: Progress, log: Log | None, asked: list[bool]) -> None:
+def _run_steps(
+    job: Job, trainer: Trainer, progress: Progress, log: Log | None, saver: Saver, asked: list[bool]
+) -> None:
     run = job.run
-    saved = _saved_step(job)
     if log is not None and progress.step >= run.train.steps:
         log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
     while progress.step < run.train.steps:
         began = time.perf_counter()
         lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
-        result = _step(job, trainer, progress, lr, stop=asked[0], saved=saved)
+        result = _step(job, trainer, progress, lr, stop=asked[0] or saver.failed(), saved=saver.saved)
         seconds = time.perf_counter() - began
         scale = progress.scaler.scale if progress.scaler else None
         progress = progress.advance(run, skipped=result.skipped)
@@ -308,13 +314,26 @@ def _run_steps(job: Job, trainer: Trainer, progress: Progress, log: Log | None, 
         if log is not None:
             log.write(metrics)
         if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
-            saved = _save(job, trainer, progress, log)
+            _save(job, trainer, progress, saver)
         if result.stop:
+            saver.wait()  # It may be a failed save that asked.
             if log is not None:
                 log.say(f"stopped by SIGTERM after step {progress.step}")
             break
-    if saved != progress.step:
-        _save(job, trainer, progress, log)
+    if saver.begun != progress.step:
+        _save(job, trainer, progress, saver)
+
+
+def _make_saver(job: Job, trainer: Trainer, log: Log | None) -> Saver:
+    """What saves this run's checkpoints; collective if that goes to the background."""
+    background = job.run.checkpoint.asynchronous and job.run.checkpoint.directory is not None
+    return Saver(
+        trainer.worker.place,
+        saved=_saved_step(job),
+        say=log.say if log is not None else lambda text: None,
+        device=job.device if background else None,
+        group=make_save_group(timeout_seconds=job.run.train.timeout) if background else None,
+    )
 
 
 def _saved_step(job: Job) -> int | None:
@@ -392,26 +411,28 @@ def _measure(
     )
 
 
-def _save(job: Job, trainer: Trainer, progress: Progress, log: Log | None) -> int | None:
-    """Save a checkpoint, where the run asks for any, and return its step; collective."""
+def _save(job: Job, trainer: Trainer, progress: Progress, saver: Saver) -> None:
+    """Save a checkpoint, where the run asks for any, or begin to; collective."""
     if job.run.checkpoint.directory is None:
-        return None
+        return
+    saver.wait()
     worker = trainer.worker
     everywhere = [state.gather() for state in worker.states]
     gathered = [
         tensors for tensors, bucket in zip(everywhere, worker.buckets, strict=True) if bucket.is_first_owner
     ]
-    place = save_checkpoint(
+    tensors = _named_parts(trainer, gathered)
+    save = partial(
+        save_checkpoint,
         job.run.checkpoint.directory,
         step=progress.step,
-        tensors=_named_parts(trainer, gathered),
+        tensors=snapshot(tensors) if saver.in_background else tensors,
         state=to_state(progress, job.run),
         tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
         keep=job.run.checkpoint.keep,
+        group=saver.group,
     )
-    if log is not None:
-        log.say(f"saved {place}")
-    return progress.step
+    saver.begin(progress.step, save)
 
 
 def _say_start(job: Job, progress: Progress, log: Log) -> None:
