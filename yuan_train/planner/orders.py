@@ -38,8 +38,9 @@ MAX_PARTIAL_ORDERS = 120_000
 """Ends of orders that a proof follows at a time: all those of any eight unlike cards."""
 MAX_BLOCK = 256
 """Orders that are cut together."""
-MAX_ROWS = 200_000
-"""Cuts that are looked at together."""
+MAX_ROWS, MAX_ENDS = 200_000, 6_000_000
+"""Cuts that are looked at together, and for all of them the units where their next stage may end: a number
+for each, in some ten arrays at a time (half a gigabyte)."""
 MAX_WORK = 6_000_000_000
 """About half a minute."""
 WORK_PER_STEP = 8
@@ -501,6 +502,7 @@ def _prove(pool: _Pool, classes: Integers, max_work: int, stopped: Callable[[], 
     tables, limit = pool.tables, pool.limit
     cells = (tables.instance.num_units + 1) ** 2
     most = min(MAX_PARTIAL_ORDERS, max_work // cells)
+    max_rows = min(MAX_ROWS, MAX_ENDS // (tables.instance.num_units + 1))
     found = promising_orders(tables, classes, lengths(tables.instance), limit, max_rows=most)
     pool.work += found.num_partial * cells
     if not pool.best and found.orders:
@@ -514,7 +516,7 @@ def _prove(pool: _Pool, classes: Integers, max_work: int, stopped: Callable[[], 
         orders, slack = todo.pop()
         if math.isfinite(limit) and slack < (limit - pool.limit) * (1 - 1e-9):
             continue
-        cuts = promising_cuts(tables, orders, pool.limit, max_rows=MAX_ROWS)
+        cuts = promising_cuts(tables, orders, pool.limit, max_rows=max_rows)
         pool.work += orders.size * cells
         if not cuts.complete and len(orders) > 1:
             half = len(orders) // 2
