@@ -71,6 +71,7 @@ def test_a_right_norm_serves_where_it_is_asked_for(name, dtype, monkeypatch, cap
     ours = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
     assert not called
     monkeypatch.setenv("YUAN_KERNELS", f"rms_norm={name}")
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="yuan_kernels"):
         for _ in range(2):
             theirs = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
