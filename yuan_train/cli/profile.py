@@ -10,16 +10,16 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from yuan_train.cli.launch import Node, free_port, start_ranks
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import as_plain, write_text
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.plan import RUNNABLE_RECOMPUTE, shared_sizes
+from yuan_train.config.plan import shared_sizes
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, load_profile
-from yuan_train.config.run import RunConfig, load_run
+from yuan_train.config.run import Recompute, RunConfig, load_run
 
 if TYPE_CHECKING:
     import torch
@@ -273,13 +273,11 @@ def _settings(bench: Bench, base: Setting) -> Iterator[Setting | None]:
 
     config, rank = bench.config, bench.position.rank
     sizes = (config.search.micro_batch_size or (config.train.micro_batch_size,)) if config else (1,)
-    wanted = (config.search.recompute if config else None) or RUNNABLE_RECOMPUTE
+    wanted = (config.search.recompute if config else None) or get_args(Recompute)
     for width, teams in bench.teams.items():
         groups = make_tensor_groups(teams, timeout_seconds=bench.timeout_seconds) if width > 1 else {}
         team = next((team for team in teams if rank in team), None)
         for size, recompute in itertools.product(sizes, wanted):
-            if recompute not in RUNNABLE_RECOMPUTE:
-                continue
             yield (
                 None
                 if team is None

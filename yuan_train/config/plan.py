@@ -464,23 +464,3 @@ def single_card_plan(run: RunConfig) -> Plan:
 def own_device_types(cluster: Cluster, names: set[str]) -> dict[str, DeviceType]:
     """The described types among `names`, for a plan to carry."""
     return {name: cluster.device_types[name] for name in sorted(names) if name in cluster.device_types}
-
-
-RUNNABLE_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
-"""Schedules that the engine runs today."""
-
-RUNNABLE_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""Kinds of recompute that the engine runs."""
-
-
-def check_runnable(plan: Plan) -> None:
-    """Raise PlanError, with every reason, if the plan asks for something that the engine cannot run yet."""
-    reasons = list(not_runnable(plan))
-    if reasons:
-        raise PlanError("\n".join(f"this plan cannot be run yet: {reason}" for reason in reasons))
-
-
-def not_runnable(plan: Plan) -> Iterator[str]:
-    """Yield what in a lawful plan the engine cannot run yet; the planner writes no such plan."""
-    if plan.schedule not in RUNNABLE_SCHEDULES:
-        yield f"schedule: {plan.schedule}; use one of {', '.join(RUNNABLE_SCHEDULES)}"

@@ -2,8 +2,7 @@
 
 A shape fixes the number of equal pipelines, the micro-batches, the schedule, the tensor-parallel width and
 the replicas of each type of card, and how the cards are dealt. Slot i holds what stands in the same place of
-each pipeline: replicas of one type, so one cut suits all. What the engine cannot run is never made: each
-dimension is tried on a small plan with `config.plan.not_runnable`.
+each pipeline: replicas of one type, so one cut suits all.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar, get_args
 
 import numpy as np
@@ -24,9 +23,8 @@ from yuan_train.config.plan import (
     Plan,
     RankPlan,
     StagePlan,
-    not_runnable,
     own_device_types,
-    plan_laws,
+    shared_sizes,
 )
 from yuan_train.config.run import Recompute, Schedule, SearchConfig
 from yuan_train.planner.communication import broadcast_seconds, message_seconds
@@ -42,8 +40,6 @@ Slot = tuple[Place, ...]
 
 WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel widths that are tried without a search key."""
-COSTED_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""Kinds of recompute whose seconds and bytes are known."""
 MAX_REPLICATED_CARDS = 8
 """Cards up to which stages of several replicas are tried without a search key."""
 MAX_WIDTH_MIXES = 81
@@ -66,7 +62,6 @@ class Options:
     sharded: tuple[bool, ...]
     tied: bool
     """Whether the first and the last stage own a table together."""
-    unlike_pipelines: bool
     fixed_order: bool
     use_all_devices: bool
 
@@ -111,17 +106,13 @@ def read_options(
     def words(values: Sequence[str]) -> str:
         return ", ".join(values)
 
-    runs = _Runnable(model)
     widths = tuple(search.tensor or measured_widths or WIDTHS)
-    tensor = _only("tensor", search.tensor, tuple(w for w in sorted(set(widths)) if runs.tensor(w)), "1")
-    many = search.replicas or ((1,) if measured_widths or num_cards > MAX_REPLICATED_CARDS else (1, 2))
-    replicas = _only(
-        "replicas", search.replicas, tuple(n for n in sorted(set(many)) if runs.replicas(n)), "1"
+    tensor = _only(
+        "tensor", search.tensor, tuple(w for w in sorted(set(widths)) if _can_share(model, w)), "1"
     )
-    sharded = tuple(flag for flag in (True, False) if runs.sharded(flag))
-    kinds: tuple[Recompute, ...] = tuple(kind for kind in COSTED_RECOMPUTE if runs.recompute(kind))
-    every: tuple[Schedule, ...] = get_args(Schedule)
-    schedules: tuple[Schedule, ...] = tuple(name for name in every if runs.schedule(name))
+    many = search.replicas or ((1,) if measured_widths or num_cards > MAX_REPLICATED_CARDS else (1, 2))
+    kinds: tuple[Recompute, ...] = get_args(Recompute)
+    schedules: tuple[Schedule, ...] = get_args(Schedule)
     allowed: tuple[Recompute, ...] = _only("recompute", search.recompute, kinds, words(kinds))
     named: tuple[Schedule, ...] = _only(
         "schedule", search.schedule or schedules[:1], schedules, words(schedules)
@@ -133,13 +124,16 @@ def read_options(
         num_micro_batches=search.num_micro_batches,
         micro_batch_sizes=tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,))),
         tensor=tensor,
-        replicas=replicas,
-        sharded=_only("optimizer_sharding", search.optimizer_sharding, sharded, "false"),
+        replicas=tuple(sorted(set(many))),
+        sharded=_only("optimizer_sharding", search.optimizer_sharding, (True, False), "false"),
         tied=model.tie_embeddings,
-        unlike_pipelines=runs.unlike_pipelines(),
         fixed_order=search.device_order == "fixed",
         use_all_devices=search.use_all_devices,
     )
+
+
+def _can_share(model: ModelConfig, width: int) -> bool:
+    return all(size % width == 0 for size in shared_sizes(model).values())
 
 
 def _only(key: str, given: Sequence[T] | None, known: tuple[T, ...], add: str) -> tuple[T, ...]:
@@ -154,71 +148,6 @@ def _only(key: str, given: Sequence[T] | None, known: tuple[T, ...], add: str) -
             f"add {add} to the list, or leave the key out"
         )
     return kept
-
-
-@dataclass(frozen=True)
-class _Runnable:
-    """Asks `not_runnable` about each dimension of the search with the smallest plan that has it."""
-
-    model: ModelConfig
-
-    def tensor(self, width: int) -> bool:
-        return self._runs([self._pipeline(((tuple(range(width)),),))])
-
-    def replicas(self, count: int) -> bool:
-        return self._runs([self._pipeline((tuple((r,) for r in range(count)),), micro_batches=count)])
-
-    def sharded(self, flag: bool) -> bool:
-        plan = self._plan([self._pipeline((((0,),),))])
-        return not list(not_runnable(replace(plan, optimizer_sharding=flag)))
-
-    def recompute(self, kind: Recompute) -> bool:
-        return self._runs([self._pipeline((((0,),),), recompute=kind)])
-
-    def schedule(self, name: Schedule) -> bool:
-        return self._runs([self._pipeline((((0,),), ((1,),)))], schedule=name)
-
-    def unlike_pipelines(self) -> bool:
-        cut = self._pipeline((((0,),), ((1,),)), micro_batches=2)
-        return self._runs([cut, self._pipeline((((2,),),))])
-
-    def _runs(self, pipelines: Sequence[PipelinePlan], schedule: Schedule = "1f1b") -> bool:
-        plan = self._plan(pipelines, schedule)
-        return not list(plan_laws(plan)) and not list(not_runnable(plan))
-
-    def _plan(self, pipelines: Sequence[PipelinePlan], schedule: Schedule = "1f1b") -> Plan:
-        ranks = sorted(rank for p in pipelines for stage in p.stages for rank in stage.ranks)
-        return Plan(
-            model=self.model,
-            sequence_length=1,
-            global_batch_size=sum(p.num_sequences for p in pipelines),
-            schedule=schedule,
-            ranks=tuple(RankPlan(rank=r, device=str(r), type="any") for r in ranks),
-            pipelines=tuple(pipelines),
-        )
-
-    def _pipeline(
-        self,
-        stages: Sequence[tuple[tuple[int, ...], ...]],
-        *,
-        micro_batches: int = 1,
-        recompute: Recompute = "none",
-    ) -> PipelinePlan:
-        last = len(stages) - 1
-        return PipelinePlan(
-            micro_batch_size=1,
-            num_micro_batches=micro_batches,
-            stages=tuple(
-                StagePlan(
-                    replicas=replicas,
-                    layers=(0 if s == 0 else self.model.num_layers, self.model.num_layers),
-                    embedding=s == 0,
-                    head=s == last,
-                    recompute=recompute,
-                )
-                for s, replicas in enumerate(stages)
-            ),
-        )
 
 
 # --- dealing cards ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import numpy as np
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError, NoPlanFits
-from yuan_train.config.plan import Plan, not_runnable, plan_laws
+from yuan_train.config.plan import Plan, plan_laws
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.config.units import show_bytes
 from yuan_train.planner.candidates import (
@@ -177,7 +177,7 @@ def search_plan(
     found = _solve_shapes(costs, shapes, options, stopped)
     if not found.candidates:
         raise NoPlanFits(describe_shortfall(costs, shapes, options))
-    ranked = _rank(costs, _runnable(found.candidates))
+    ranked = _rank(costs, _lawful(found.candidates))
     ranked = _rank(costs, [*ranked, *_beyond(costs, ranked, cards, options, stopped)])
     ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
     if not ranked:
@@ -190,7 +190,7 @@ def search_plan(
         lowest = min(lowest, _any_bound(costs, cards, options))
     bound = min(lowest, ranked[0].step_seconds)
     best = _with_forecast(costs, ranked[0], bound)
-    problems = [*plan_laws(best.plan), *not_runnable(best.plan)]
+    problems = list(plan_laws(best.plan))
     assert not problems, f"the planner made a plan that breaks the laws: {problems}"
     even_shape = best.shape if len(best.shape.slots) > 1 else shapes[0]
     return SearchResult(
@@ -210,7 +210,7 @@ def search_plan(
 def _may_mix(options: Options, cards: Sequence[Card]) -> bool:
     """Whether unlike pipelines are among the searched plans, which no bound excludes."""
     several = options.pipelines is None or max(options.pipelines) > 1
-    return options.unlike_pipelines and several and options.num_micro_batches is None and len(cards) > 1
+    return several and options.num_micro_batches is None and len(cards) > 1
 
 
 def _widths(setting: Setting) -> tuple[int, ...]:
@@ -427,8 +427,8 @@ def _sync_hope(costs: Costs, shape: Shape) -> float:
     return sum_seconds(costs, leads, share / len(slot[0][0]), sharded=shape.sharded)
 
 
-def _runnable(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [c for c in candidates if not list(not_runnable(c.plan)) and not list(plan_laws(c.plan))]
+def _lawful(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [c for c in candidates if not list(plan_laws(c.plan))]
 
 
 def _shapes_of(candidates: Sequence[Candidate]) -> set[object]:
@@ -452,7 +452,7 @@ def _beyond(
         made += [(ranked[0].shape, plan) for plan in mixed]
     result: list[Candidate] = []
     for shape, plan in made:
-        if list(plan_laws(plan)) or list(not_runnable(plan)):
+        if list(plan_laws(plan)):
             continue
         cost = cost_plan(costs, plan)
         if cost.fits and _keeps_memory(cost):
@@ -484,7 +484,7 @@ def _as_candidates(
     for cut in solution.cuts:
         plan = _plan_of(costs, shape, options, cut)
         cost = cost_plan(costs, plan)
-        if cost.fits and not list(not_runnable(plan)):
+        if cost.fits:
             result.append(Candidate(plan=plan, cost=cost, shape=shape))
     return result
 

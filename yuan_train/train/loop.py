@@ -33,7 +33,6 @@ from yuan_train.config.plan import (
     StagePlan,
     check_belongs,
     check_precision,
-    check_runnable,
     save_plan,
     single_card_plan,
 )
@@ -100,7 +99,6 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     plan = plan or single_card_plan(run)
     check_belongs(plan, run)
     check_precision(plan, run)
-    check_runnable(plan)
     if plan.world_size != position.world_size:
         raise PlanError(
             f"the plan has {plan.world_size} ranks, but {position.world_size} "
