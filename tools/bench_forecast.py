@@ -1,7 +1,8 @@
 """python tools/bench_forecast.py: forecast against truth at three uneven cuts over simulated cards.
 
 Profiles this machine, forecasts three hand-made cuts from the profile, trains a few steps under each, and
-sets step time and peak memory of every process beside the forecast. Needs the quick start's data.
+sets step time and peak memory of every process beside the forecast. Each round profiles anew: a virtual
+machine changes its speed within minutes. Needs the quick start's data.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +33,22 @@ CUTS = ((4, 1, 1), (3, 2, 1), (2, 3, 1))
 
 
 @dataclass(frozen=True)
-class Row:
-    """One cut: what was forecast, and what was measured."""
+class Round:
+    """One training: what its profile forecast, and what was measured."""
 
-    layers: tuple[int, ...]
     cost: PlanCost
     seconds: float
     peak_bytes: list[int]
+
+    @property
+    def time_error(self) -> float:
+        return self.cost.step_seconds / self.seconds - 1
+
+    @property
+    def memory_errors(self) -> list[float]:
+        """Of each process."""
+        pairs = zip(self.cost.stages, self.peak_bytes, strict=True)
+        return [stage.memory.total / peak - 1 for stage, peak in pairs]
 
 
 def main() -> int:
@@ -48,27 +59,33 @@ def main() -> int:
     parser.add_argument("--cluster", default="configs/cluster/laptop.yaml", metavar="FILE")
     parser.add_argument("--config", default="configs/run/tiny.yaml", metavar="FILE")
     parser.add_argument("--steps", type=int, default=10, help="steps per cut, three of them warm-up")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds: profile, then the three cuts")
     options = parser.parse_args()
     changes = [*(f"model.{word}" for word in MODEL), "train.device=cpu"]
+    rounds: dict[tuple[int, ...], list[Round]] = {layers: [] for layers in CUTS}
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(options, changes, Path(folder))
-    print("\n".join(table(rows)))
+        for _ in range(options.rounds):
+            measure(options, changes, Path(folder), rounds)
+    print("\n".join(table(rounds)))
     return 0
 
 
-def measure(options: argparse.Namespace, changes: list[str], folder: Path) -> list[Row]:
-    """Profile, then forecast and train each cut."""
+def measure(
+    options: argparse.Namespace,
+    changes: list[str],
+    folder: Path,
+    rounds: dict[tuple[int, ...], list[Round]],
+) -> None:
+    """Profile, then forecast and train each cut; adds a round to each."""
     profile = folder / "profile.json"
     files = ["--config", options.config, "--cluster", options.cluster]
     yuan_train("profile", *files, "--out", profile, *changes)
     run = load_run(options.config, tuple(changes))
     costs = make_costs(_setting(run, load_cluster(options.cluster), profile))
-    rows: list[Row] = []
-    for layers in CUTS:
+    for layers, done in rounds.items():
         plan = cut_plan(costs, run, layers)
         seconds, peaks = train(plan, options, changes, folder)
-        rows.append(Row(layers, cost_plan(costs, plan), seconds, peaks))
-    return rows
+        done.append(Round(cost_plan(costs, plan), seconds, peaks))
 
 
 def cut_plan(costs: Costs, run: RunConfig, layers: tuple[int, ...]) -> Plan:
@@ -120,25 +137,35 @@ def yuan_train(*arguments: str | Path) -> None:
         sys.exit(done.stderr)
 
 
-def table(rows: list[Row]) -> list[str]:
-    """Markdown: step time and memory, forecast and measured."""
+def table(rounds: dict[tuple[int, ...], list[Round]]) -> list[str]:
+    """Markdown: step time and memory, forecast and measured, medians of the rounds."""
     lines = [
         f"Machine: {machine_name()}",
         "",
-        "| layers | forecast s | measured s | off by | peak memory forecast, MiB | measured, MiB | off by |",
+        "| layers | forecast s | measured s | off by, median of rounds (each) "
+        "| peak memory forecast, MiB | measured, MiB | off by |",
         "|---|--:|--:|--:|---|---|---|",
     ]
-    for row in rows:
-        forecast = row.cost.step_seconds
-        peaks = [stage.memory.total for stage in row.cost.stages]
-        pairs = list(zip(peaks, row.peak_bytes, strict=True))
+    for layers, done in rounds.items():
+        forecast = statistics.median(one.cost.step_seconds for one in done)
+        measured = statistics.median(one.seconds for one in done)
+        errors = [one.time_error for one in done]
+        peaks = _by_rank([[stage.memory.total for stage in one.cost.stages] for one in done])
+        held = _by_rank([one.peak_bytes for one in done])
+        off = _by_rank([one.memory_errors for one in done])
         lines.append(
-            f"| {', '.join(map(str, row.layers))} | {forecast:.3f} | {row.seconds:.3f} "
-            f"| {forecast / row.seconds - 1:+.1%} | {', '.join(f'{p / 2**20:.0f}' for p in peaks)} "
-            f"| {', '.join(f'{m / 2**20:.0f}' for m in row.peak_bytes)} "
-            f"| {', '.join(f'{p / m - 1:+.1%}' for p, m in pairs)} |"
+            f"| {', '.join(map(str, layers))} | {forecast:.3f} | {measured:.3f} "
+            f"| {statistics.median(errors):+.1%} ({', '.join(f'{error:+.1%}' for error in errors)}) "
+            f"| {', '.join(f'{peak / 2**20:.0f}' for peak in peaks)} "
+            f"| {', '.join(f'{peak / 2**20:.0f}' for peak in held)} "
+            f"| {', '.join(f'{error:+.1%}' for error in off)} |"
         )
     return lines
+
+
+def _by_rank(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """The median over the rounds, of each rank."""
+    return [statistics.median(values) for values in zip(*rounds, strict=True)]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Makes the nodes of a testbed file on this machine (tools/testbed/nodes.py; needs root), measures cards and
 links on them, all at the same time, plans from the measured profile, trains under the planned cut and under
-the even split in turn, and prints Markdown tables. On a machine that others use too, start it with
-`nice -n -15`.
+the even split, and prints Markdown tables. Each round measures anew before it trains, and its trainings are
+held against its own profile: a machine that others use too, or a virtual one, changes its speed within
+minutes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from yuan_train.config.plan import Plan, save_plan
 from yuan_train.config.profile import Profile, load_profile
 from yuan_train.config.run import RunConfig, Source, load_run
 from yuan_train.data.indexed import IndexedWriter, token_dtype
-from yuan_train.planner.cost import Setting
-from yuan_train.planner.search import Candidate, search_plan
+from yuan_train.planner.cost import PlanCost, Setting, cost_plan, make_costs
+from yuan_train.planner.search import search_plan
 from yuan_train.planner.simulator import simulate_schedule
 from yuan_train.train.measure import machine_name
 
@@ -46,14 +47,35 @@ CORE = DeviceType(memory=2**32, reserved=2**28, fp32=80e9, bf16=80e9, memory_ban
 
 
 @dataclass(frozen=True)
-class Row:
-    """One cut: what was forecast, and what was measured at each step of every round."""
+class Round:
+    """One training: what its profile forecast, and what each step took."""
 
-    name: str
-    candidate: Candidate
+    cost: PlanCost
     seconds: list[float]
     busy: list[list[float]]
     """Compute of each rank, by step."""
+
+    @property
+    def error(self) -> float:
+        """How far the forecast is off; -0.1: 10 % low."""
+        return self.cost.step_seconds / statistics.median(self.seconds) - 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cut, and its rounds."""
+
+    name: str
+    plan: Plan
+    rounds: list[Round]
+
+    @property
+    def forecast(self) -> float:
+        return statistics.median(round_.cost.step_seconds for round_ in self.rounds)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for round_ in self.rounds for seconds in round_.seconds]
 
     @property
     def median(self) -> float:
@@ -70,7 +92,7 @@ def main() -> int:
         "--config", default=HERE / "run.yaml", metavar="FILE", help="the run; its data are random tokens"
     )
     parser.add_argument("--steps", type=int, default=8, help="steps per round, two of them warm-up")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, the two cuts in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds: profile, then the two cuts")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, plans and logs here")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -90,7 +112,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Profile, plan, train in turn; the tables."""
+    """Profile, plan in the first round, train both cuts, over and over; the tables."""
     specs = load_nodes(options.nodes)
     _warn_of_load()
     run = _with_random_data(load_run(options.config), folder)
@@ -98,11 +120,17 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     write_text(folder / "run.yaml", dump(run))
     write_text(folder / "cluster.yaml", dump(cluster))
     with make_nodes(specs) as nodes:
-        profile = measure_profile(nodes, folder)
-        rows = _plan(cluster, run, profile)
+        rows: list[Row] = []
         for number in range(options.rounds):
+            profile = measure_profile(nodes, folder, number)
+            setting = _setting(cluster, run, profile)
+            rows = rows or _plan(setting, run)
+            costs = make_costs(setting)
             for row in rows:
-                _train(nodes, row, options.steps, folder / f"{row.name}-{number}")
+                training = folder / f"{row.name}-{number}"
+                row.rounds.append(
+                    _train(nodes, row.plan, cost_plan(costs, row.plan), options.steps, training)
+                )
     return [*table(rows), "", *stage_table(rows), "", *link_table(profile)]
 
 
@@ -147,19 +175,17 @@ def _with_random_data(run: RunConfig, folder: Path) -> RunConfig:
 # --- on the nodes ----------------------------------------------------------------------------------------
 
 
-def measure_profile(nodes: Sequence[Node], folder: Path) -> Profile:
+def measure_profile(nodes: Sequence[Node], folder: Path, number: int) -> Profile:
     """`yuan-train profile` on all nodes together."""
-    files = ["--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml"]
-    commands = [
-        ["profile", *files, "--device-type", _type_name(node.spec), "--out", folder / "profile.json"]
-        for node in nodes
-    ]
-    _yuan_train(nodes, commands, folder / "profile", PROFILE_SECONDS)
-    return load_profile(folder / "profile.json")
+    out = folder / f"profile-{number}.json"
+    files = ["--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml", "--out", out]
+    commands = [["profile", *files, "--device-type", _type_name(node.spec)] for node in nodes]
+    _yuan_train(nodes, commands, out.with_suffix(""), PROFILE_SECONDS)
+    return load_profile(out)
 
 
-def _plan(cluster: Cluster, run: RunConfig, profile: Profile) -> list[Row]:
-    setting = Setting(
+def _setting(cluster: Cluster, run: RunConfig, profile: Profile) -> Setting:
+    return Setting(
         cluster=cluster,
         model=run.model,
         sequence_length=run.data.sequence_length,
@@ -167,15 +193,17 @@ def _plan(cluster: Cluster, run: RunConfig, profile: Profile) -> list[Row]:
         precision=run.train.precision,
         profile=profile,
     )
+
+
+def _plan(setting: Setting, run: RunConfig) -> list[Row]:
     found = search_plan(setting, run.search, micro_batch_size=run.train.micro_batch_size)
     if found.even_split is None:
         raise ConfigError("there is no even split of this model over these nodes; give it more layers")
-    return [Row("planned", found.best, [], []), Row("even", found.even_split, [], [])]
+    return [Row("planned", found.best.plan, []), Row("even", found.even_split.plan, [])]
 
 
-def _train(nodes: Sequence[Node], row: Row, steps: int, folder: Path) -> None:
-    """A round of a cut: its step times after the warm-up are added to the row."""
-    plan = row.candidate.plan
+def _train(nodes: Sequence[Node], plan: Plan, cost: PlanCost, steps: int, folder: Path) -> Round:
+    """A round of a cut: its steps after the warm-up."""
     folder.mkdir(exist_ok=True)
     save_plan(folder / "plan.yaml", plan)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -184,9 +212,8 @@ def _train(nodes: Sequence[Node], row: Row, steps: int, folder: Path) -> None:
     named = {node.spec.name: node for node in nodes}
     used = [named[entry.device.rpartition("/")[0]] for entry in plan.ranks]
     _yuan_train(used, [command] * len(used), folder, TRAIN_SECONDS)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    row.seconds.extend(line["step_seconds"] for line in lines[WARM_UP_STEPS:])
-    row.busy.extend(line["stage_seconds"] for line in lines[WARM_UP_STEPS:])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+    return Round(cost, [line["step_seconds"] for line in lines], [line["stage_seconds"] for line in lines])
 
 
 def _yuan_train(
@@ -224,22 +251,24 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"Machine: {machine_name()}",
         "",
-        "| cut | nodes and layers | forecast s | measured s, median (min to max) | forecast off by "
-        "| with the compute as measured |",
+        "| cut | nodes and layers | forecast s | measured s, median (min to max) "
+        "| forecast off by, median of rounds (each) | with the compute as measured |",
         "|---|---|--:|--:|--:|--:|",
     ]
     for row in rows:
-        forecast = row.candidate.step_seconds
+        errors = [round_.error for round_ in row.rounds]
         known = [
-            replay(row.candidate, busy) / took - 1 for busy, took in zip(row.busy, row.seconds, strict=True)
+            replay(row.plan, round_.cost, busy) / took - 1
+            for round_ in row.rounds
+            for busy, took in zip(round_.busy, round_.seconds, strict=True)
         ]
         lines.append(
-            f"| {row.name} | {_cut(row.candidate.plan)} | {forecast:.3f} | {row.median:.3f} "
-            f"({min(row.seconds):.3f} to {max(row.seconds):.3f}) | {forecast / row.median - 1:+.1%} "
-            f"| {statistics.median(known):+.1%} |"
+            f"| {row.name} | {_cut(row.plan)} | {row.forecast:.3f} | {row.median:.3f} "
+            f"({min(row.seconds):.3f} to {max(row.seconds):.3f}) | {statistics.median(errors):+.1%} "
+            f"({', '.join(f'{error:+.1%}' for error in errors)}) | {statistics.median(known):+.1%} |"
         )
     planned, even = rows
-    simulated = even.candidate.step_seconds / planned.candidate.step_seconds
+    simulated = even.forecast / planned.forecast
     return [
         *lines,
         "",
@@ -257,9 +286,8 @@ def _cut(plan: Plan) -> str:
     )
 
 
-def forecast_busy(candidate: Candidate) -> list[float]:
+def forecast_busy(plan: Plan, cost: PlanCost) -> list[float]:
     """Compute of each rank in a step, as forecast."""
-    plan, cost = candidate.plan, candidate.cost
     busy = [0.0] * len(plan.ranks)
     for p, pipeline in enumerate(plan.pipelines):
         for stage, workers in zip(pipeline.stages, cost.workers[p], strict=True):
@@ -269,10 +297,10 @@ def forecast_busy(candidate: Candidate) -> list[float]:
     return busy
 
 
-def replay(candidate: Candidate, busy: Sequence[float]) -> float:
+def replay(plan: Plan, cost: PlanCost, busy: Sequence[float]) -> float:
     """The step that the simulator has when each rank's compute takes as long as it did: what is then left
     between it and the truth is links, sums and the executor."""
-    plan, cost, expected = candidate.plan, candidate.cost, forecast_busy(candidate)
+    expected = forecast_busy(plan, cost)
     ends: list[float] = []
     for pipeline, times, workers in zip(plan.pipelines, cost.times, cost.workers, strict=True):
         factors = [
@@ -302,13 +330,13 @@ def stage_table(rows: Sequence[Row]) -> list[str]:
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        plan, expected = row.candidate.plan, forecast_busy(row.candidate)
+        plan, expected = row.plan, [forecast_busy(row.plan, round_.cost) for round_ in row.rounds]
         held = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
         for rank, entry in enumerate(plan.ranks):
             layers = sum(stage.num_layers for stage in held if rank in stage.ranks)
-            forecast = expected[rank]
-            measured = statistics.median(step[rank] for step in row.busy)
-            idle = 1 - forecast / row.candidate.step_seconds
+            forecast = statistics.median(busy[rank] for busy in expected)
+            measured = statistics.median(step[rank] for round_ in row.rounds for step in round_.busy)
+            idle = 1 - forecast / row.forecast
             lines.append(
                 f"| {row.name} | {entry.device.rpartition('/')[0]} | {layers} | {forecast:.3f} "
                 f"| {measured:.3f} | {forecast / measured - 1:+.1%} | {idle:.0%} "

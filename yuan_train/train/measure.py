@@ -38,9 +38,13 @@ from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
 SECONDS_PER_UNIT = 1.5
-"""How long each unit is repeated; the median is taken."""
+"""How long each unit is repeated, so that cards that are measured together work all the while."""
 
-FEWEST_REPEATS, MOST_REPEATS = 5, 200
+FEWEST_REPEATS = 5
+
+TRIMMED = 0.05
+"""Share of the repeats that is left out at either end. A step is a sum of many pieces of work: the rest's mean
+tells it, not the median, where some pieces meet other work on the machine."""
 
 MOST_LAYERS, MOST_STATE_BYTES = 4, 2 << 30
 """Layers that are run in a row, and what their states may take."""
@@ -301,13 +305,20 @@ def _measure(setting: Setting, *, layers: int, embedding: bool = False, head: bo
 
 
 def _seconds(unit: _Unit) -> tuple[float, float]:
-    """Median seconds of forward and backward."""
+    """Mean seconds of forward and backward."""
     stopwatch = Stopwatch(unit.setting.device, slowdown=unit.setting.slowdown)
-    began = time.perf_counter()
     _once(unit, stopwatch)
-    repeats = _agree(unit.setting.seconds_per_unit / (time.perf_counter() - began), unit.setting)
-    forwards, backwards = zip(*(_once(unit, stopwatch) for _ in range(repeats)), strict=True)
-    return statistics.median(forwards), statistics.median(backwards)
+    end = time.perf_counter() + unit.setting.seconds_per_unit
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < FEWEST_REPEATS or not _all_agree(time.perf_counter() > end, unit.setting):
+        pairs.append(_once(unit, stopwatch))
+    forwards, backwards = zip(*pairs, strict=True)
+    return _trimmed_mean(forwards), _trimmed_mean(backwards)
+
+
+def _trimmed_mean(values: Sequence[float]) -> float:
+    cut = int(TRIMMED * len(values))
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
 def _once(unit: _Unit, stopwatch: Stopwatch) -> tuple[float, float]:
@@ -320,12 +331,13 @@ def _once(unit: _Unit, stopwatch: Stopwatch) -> tuple[float, float]:
     return forward, stopwatch.read()
 
 
-def _agree(repeats: float, setting: Setting) -> int:
-    """How often to repeat, the same number on all ranks of a group."""
-    count = torch.tensor(min(max(round(repeats), FEWEST_REPEATS), MOST_REPEATS), device=setting.device)
-    if setting.group is not None:
-        dist.all_reduce(count, dist.ReduceOp.MIN, group=setting.group)
-    return int(count.item())
+def _all_agree(enough: bool, setting: Setting) -> bool:
+    """Whether it is enough for every rank of the group."""
+    if setting.group is None:
+        return enough
+    votes = torch.tensor(int(enough), device=setting.device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group=setting.group)
+    return bool(votes.item())
 
 
 def _bytes(unit: _Unit) -> tuple[float, float]:
