@@ -23,7 +23,8 @@ from yuan_train.config.plan import Plan, save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import RunConfig, load_run
 from yuan_train.planner.candidates import PipelineCut, assemble_plan
-from yuan_train.planner.cost import Costs, PlanCost, Setting, cost_plan, make_costs
+from yuan_train.planner.cost import PlanCost, cost_plan
+from yuan_train.planner.setting import Costs, Setting, make_costs
 from yuan_train.train.measure import machine_name
 
 WARM_UP_STEPS = 3

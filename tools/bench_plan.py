@@ -19,8 +19,8 @@ from yuan_train.config.cluster import load_cluster
 from yuan_train.config.plan import Plan, save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import load_run
-from yuan_train.planner.cost import Setting
 from yuan_train.planner.search import Candidate, search_plan
+from yuan_train.planner.setting import Setting
 from yuan_train.train.measure import machine_name
 
 WARM_UP_STEPS = 3

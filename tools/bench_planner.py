@@ -16,8 +16,8 @@ import time
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.cost import Setting
 from yuan_train.planner.search import search_plan
+from yuan_train.planner.setting import Setting
 
 TYPES = ("A100-80G", "A100-40G", "RTX-4090", "H100-80G")
 CASES = {64: (3, 48, 256), 256: (4, 84, 1024), 1024: (4, 126, 1024)}

@@ -11,8 +11,9 @@ from yuan_train.config.cluster import Cluster, NodeGroup
 from yuan_train.config.errors import ConfigError, NoPlanFits, PlanError
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, plan_laws
 from yuan_train.config.run import Schedule
-from yuan_train.planner.cost import cost_plan, make_costs, stage_workers
+from yuan_train.planner.cost import cost_plan, stage_workers
 from yuan_train.planner.layout import read_blocks, read_layout, to_blocks, to_layout
+from yuan_train.planner.setting import make_costs
 from yuan_train.planner.simulator import StageTimes, simulate, simulate_schedule
 from yuan_train.schedule.tables import make_table
 

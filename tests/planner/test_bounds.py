@@ -11,7 +11,8 @@ from tests.planner.test_search import MODEL, card, cluster, find, setting
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, plan_laws
-from yuan_train.planner.cost import cost_plan, make_costs
+from yuan_train.planner.cost import cost_plan
+from yuan_train.planner.setting import make_costs
 
 SMALL = replace(MODEL, num_layers=3)
 

@@ -12,19 +12,14 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import plan_laws
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import Recompute, SearchConfig
-from yuan_train.planner.candidates import (
-    Shape,
-    is_faithful,
-    list_shapes,
-    make_instance,
-    make_plan,
-    read_options,
-)
+from yuan_train.planner.candidates import Shape, list_shapes, make_plan, read_options
 from yuan_train.planner.communication import message_seconds, ring_seconds
-from yuan_train.planner.cost import Setting, cost_plan, flow_sharers, make_costs
+from yuan_train.planner.cost import cost_plan, flow_sharers
 from yuan_train.planner.memory import in_flight
 from yuan_train.planner.partition import StageTables, simulate_cuts
+from yuan_train.planner.problem import is_faithful, make_instance
 from yuan_train.planner.report import layer_words
+from yuan_train.planner.setting import Setting, make_costs
 from yuan_train.planner.timing import card_costs, check_profile
 from yuan_train.planner.topology import find_route, make_topology
 from yuan_train.planner.workload import STATE_BYTES, layer_activation_bytes, model_work

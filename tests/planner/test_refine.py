@@ -11,8 +11,9 @@ from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import GIB
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan import plan_laws
-from yuan_train.planner.cost import cost_plan, make_costs
+from yuan_train.planner.cost import cost_plan
 from yuan_train.planner.refine import deeper_warm_up, refine_plan
+from yuan_train.planner.setting import make_costs
 from yuan_train.planner.simulator import StageTimes, simulate_schedule
 
 MIDDLE = StageTimes(

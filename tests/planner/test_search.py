@@ -14,9 +14,11 @@ from yuan_train.config.load import dump
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import load_plan, plan_laws, save_plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.cost import Setting, cost_plan, make_costs
-from yuan_train.planner.report import layer_list, megatron_layout, plan_html, plan_json, plan_table
+from yuan_train.planner.cost import cost_plan
+from yuan_train.planner.page import plan_html
+from yuan_train.planner.report import layer_list, megatron_layout, plan_json, plan_table
 from yuan_train.planner.search import search_plan
+from yuan_train.planner.setting import Setting, make_costs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = ModelConfig(

@@ -14,8 +14,8 @@ from tests.support.project import make_project, run_config
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.profile import load_profile
-from yuan_train.planner.cost import Setting as CostSetting
-from yuan_train.planner.cost import make_costs
+from yuan_train.planner.setting import Setting as CostSetting
+from yuan_train.planner.setting import make_costs
 from yuan_train.train import measure
 from yuan_train.train.footprint import can_follow
 

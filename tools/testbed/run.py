@@ -31,8 +31,9 @@ from yuan_train.config.plan import Plan, save_plan
 from yuan_train.config.profile import Profile, load_profile
 from yuan_train.config.run import RunConfig, Source, load_run
 from yuan_train.data.indexed import IndexedWriter, token_dtype
-from yuan_train.planner.cost import PlanCost, Setting, cost_plan, make_costs
+from yuan_train.planner.cost import PlanCost, cost_plan
 from yuan_train.planner.search import search_plan
+from yuan_train.planner.setting import Setting, make_costs
 from yuan_train.planner.simulator import simulate_schedule
 from yuan_train.train.measure import machine_name
 

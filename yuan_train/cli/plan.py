@@ -63,10 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile)
 
-    from yuan_train.planner.cost import Setting
     from yuan_train.planner.layout import to_blocks, to_layout
-    from yuan_train.planner.report import plan_html, plan_json, plan_table
+    from yuan_train.planner.page import plan_html
+    from yuan_train.planner.report import plan_json, plan_table
     from yuan_train.planner.search import search_plan
+    from yuan_train.planner.setting import Setting
 
     setting = Setting(
         cluster=cluster,

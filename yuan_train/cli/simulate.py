@@ -148,7 +148,8 @@ def _check_runs(plan: Plan) -> None:
 def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     from yuan_train.cli.plan import read_profiles
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.planner.cost import Setting, cost_plan, make_costs
+    from yuan_train.planner.cost import cost_plan
+    from yuan_train.planner.setting import Setting, make_costs
 
     setting = Setting(
         cluster=load_cluster(arguments.cluster),

@@ -18,152 +18,29 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from yuan_train.config.cluster import Card, Cluster
-from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.cluster import Card
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import PlanError
-from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Forecast, MemoryForecast, PipelinePlan, Plan, StageForecast, StagePlan
-from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute
-from yuan_train.planner.communication import broadcast_seconds, message_seconds, ring_seconds
+from yuan_train.planner.communication import broadcast_seconds, message_seconds
 from yuan_train.planner.memory import in_flight, stage_memory
+from yuan_train.planner.setting import Costs, Replica, stage_units
 from yuan_train.planner.simulator import Simulation, StageTimes, simulate_schedule
-from yuan_train.planner.timing import CardCosts, Source, UnitCost, card_costs, check_profile
-from yuan_train.planner.topology import Topology, find_route, make_topology
-from yuan_train.planner.workload import ELEMENT_BYTES, STATE_BYTES
+from yuan_train.planner.sums import (
+    PlanCards,
+    optimizer_shares,
+    owner_sets,
+    stage_sums,
+    sums_end,
+    tied_seconds,
+)
+from yuan_train.planner.timing import CardCosts, Source
+from yuan_train.planner.topology import find_route
+from yuan_train.planner.workload import STATE_BYTES
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.step import Lane, Workers, num_workers
 from yuan_train.schedule.tables import make_table
-
-Replica = tuple[Card, ...]
-"""The cards of a tensor-parallel group, in order."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is given: cards, model, batch, and how the numbers are known."""
-
-    cluster: Cluster
-    model: ModelConfig
-    sequence_length: int
-    global_batch_size: int
-    precision: Precision
-    profile: Profile | None = None
-    overlap: bool = True
-
-    @property
-    def is_schema_profile(self) -> bool:
-        """Whether another tool's profile gives the numbers, which knows nothing of the optimizer's step."""
-        return self.profile is not None and self.profile.is_whole
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Card costs and links of a setting, each looked up once."""
-
-    setting: Setting
-    topology: Topology
-    cards: dict[str, Card]
-    known: dict[tuple[str, int, Recompute, int], CardCosts]
-    """What has been looked up."""
-    groups: dict[tuple[object, ...], CardCosts]
-    """The same for tensor-parallel groups, their collectives counted."""
-
-    def of(
-        self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1
-    ) -> CardCosts:
-        """Every unit's cost on a type of card, collectives not counted."""
-        key = (type_name, micro_batch_size, recompute, tensor_parallel)
-        if key not in self.known:
-            self.known[key] = card_costs(
-                self.setting.model,
-                sequence_length=self.setting.sequence_length,
-                micro_batch_size=micro_batch_size,
-                precision=self.setting.precision,
-                recompute=recompute,
-                type_name=type_name,
-                device=self.setting.cluster.device_type(type_name),
-                profile=self.setting.profile,
-                tensor_parallel=tensor_parallel,
-            )
-        return self.known[key]
-
-    def of_replica(self, replica: Replica, micro_batch_size: int, recompute: Recompute) -> CardCosts:
-        """Every unit's cost on each card of a group: the slowest card's, and the collectives."""
-        width = len(replica)
-        types = tuple(dict.fromkeys(card.type for card in replica))
-        if width == 1:
-            return self.of(types[0], micro_batch_size, recompute)
-        where = replica if self.topology.measured else tuple(card.node for card in replica)
-        place = (where, types, micro_batch_size, recompute)
-        if place not in self.groups:
-            self.groups[place] = self._of_group(replica, types, micro_batch_size, recompute)
-        return self.groups[place]
-
-    def _of_group(
-        self, replica: Replica, types: tuple[str, ...], micro_batch_size: int, recompute: Recompute
-    ) -> CardCosts:
-        """One object for all groups of these types with links as fast."""
-        width = len(replica)
-        ring = ring_seconds(self.topology, replica, self.hidden_bytes(micro_batch_size))
-        key = (types, width, micro_batch_size, recompute, ring)
-        if key not in self.groups:
-            parts = [self.of(name, micro_batch_size, recompute, width) for name in types]
-            slowest = max(parts, key=lambda part: sum(u.forward_seconds for u in part.units))
-            self.groups[key] = replace(slowest, units=tuple(_with_sums(u, ring) for u in slowest.units))
-        return self.groups[key]
-
-    def of_stage(self, replica: Replica, micro_batch_size: int, stage: StagePlan) -> CardCosts:
-        """The same with the recompute of a stage: of all its layers, or of the first ones."""
-        part = self.of_replica(replica, micro_batch_size, stage.recompute)
-        if stage.num_recomputed in (0, stage.num_layers):
-            return part
-        plain = self.of_replica(replica, micro_batch_size, "none")
-        # Units count the embedding before the layers.
-        first_kept = 1 + stage.layers[0] + stage.num_recomputed
-        return replace(
-            part,
-            units=(*part.units[:first_kept], *plain.units[first_kept:]),
-            source=part.source if plain.source == "measured" else "estimated",
-        )
-
-    def hidden_bytes(self, micro_batch_size: int) -> float:
-        """One hidden state, as it goes between stages and inside a tensor-parallel group."""
-        setting = self.setting
-        tokens = micro_batch_size * setting.sequence_length
-        return float(tokens * setting.model.hidden_size * ELEMENT_BYTES[setting.precision])
-
-
-def _with_sums(unit: UnitCost, ring_seconds: float) -> UnitCost:
-    return replace(
-        unit,
-        forward_seconds=unit.forward_seconds + unit.forward_collectives * ring_seconds,
-        backward_seconds=unit.backward_seconds + unit.backward_collectives * ring_seconds,
-    )
-
-
-def make_costs(setting: Setting) -> Costs:
-    """Raises ConfigError if the profile does not belong to the setting."""
-    if setting.profile is not None:
-        check_profile(
-            setting.profile,
-            setting.model,
-            sequence_length=setting.sequence_length,
-            precision=setting.precision,
-        )
-        setting = replace(setting, cluster=_with_measured_reserve(setting.cluster, setting.profile))
-    cards = {card.name: card for card in setting.cluster.cards}
-    return Costs(setting, make_topology(setting.cluster, setting.profile), cards, {}, {})
-
-
-def _with_measured_reserve(cluster: Cluster, profile: Profile) -> Cluster:
-    """The cluster, its cards' `reserved` as the profile has it where it was measured."""
-    types = dict(cluster.device_types)
-    for name in {group.device for group in cluster.nodes}:
-        measured = profile.reserved_bytes(name)
-        if measured is not None:
-            types[name] = replace(cluster.device_type(name), reserved=math.ceil(measured))
-    return replace(cluster, device_types=types)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,9 +130,9 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     Raises PlanError if a card is not in the cluster, or lacks the precision.
     """
     cards = [[_cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
-    owners = _owner_sets(plan, cards)
-    shares = _optimizer_shares(plan, cards)
-    sums = _sum_seconds(costs, plan, cards, owners)
+    owners = owner_sets(plan, cards)
+    shares = optimizer_shares(plan, cards)
+    sums = stage_sums(costs, plan, cards, owners)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
     simulations: list[Simulation] = []
@@ -300,7 +177,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         times=tuple(times),
         workers=tuple(workers),
         compute_seconds=compute,
-        sync_seconds=_synced(stages, simulations, cards, owners, plan) - compute,
+        sync_seconds=sums_end(plan, sums, simulations) - compute,
         tied_seconds=tied_seconds(
             costs,
             [replica[0] for row in cards for replica in row[0]],
@@ -345,61 +222,7 @@ def make_forecast(costs: Costs, cost: PlanCost, *, lower_bound_seconds: float) -
     )
 
 
-# --- parts that the search shares ------------------------------------------------------------------------
-
-
-def flow_sharers(edges: Sequence[tuple[Card, Card]]) -> list[int]:
-    """How many of these messages go through the same network card at a time, for each.
-
-    Equal pipelines run in step, so the same edge of all of them is busy together; unlike edges of a pipeline
-    take turns. Both ends count: what leaves a node and what enters one.
-    """
-    away = [(a, b) for a, b in edges if a.node != b.node]
-    leaving, entering = Counter(a.node for a, _ in away), Counter(b.node for _, b in away)
-    return [max(leaving[a.node], entering[b.node]) if a.node != b.node else 1 for a, b in edges]
-
-
-def ring_sharers(rings: Sequence[Sequence[Card]]) -> list[int]:
-    """How many of these rings leave through the busiest network card of each; all are busy together."""
-    nodes = [{card.node for card in ring} for ring in rings]
-    crossing = Counter(node for places in nodes if len(places) > 1 for node in places)
-    return [max((crossing[node] for node in places), default=1) if len(places) > 1 else 1 for places in nodes]
-
-
-def tied_seconds(
-    costs: Costs, firsts: Sequence[Card], lasts: Sequence[Card], *, width: int = 1, sharded: bool = False
-) -> float:
-    """Sum of the tied table's gradient over all that hold it; 0 without `lasts` or for a single card."""
-    if not lasts:
-        return 0.0
-    owners = list(dict.fromkeys([*firsts, *lasts]))
-    size = costs.setting.model.embedding_parameters / width
-    return sum_seconds(costs, owners, size, sharded=sharded)
-
-
-def sum_seconds(
-    costs: Costs, owners: Sequence[Card], parameters: float, *, sharded: bool, sharers: int = 1
-) -> float:
-    """Gradients of so many parameters summed over a ring of owners: an all-reduce; or, sharded, a
-    reduce-scatter, and an all-gather of the weights."""
-    state = STATE_BYTES[costs.setting.precision]
-    ring = ring_seconds(costs.topology, owners, parameters * state.gradients, sharers=sharers)
-    if not sharded:
-        return ring
-    weights = ring_seconds(costs.topology, owners, parameters * state.parameters, sharers=sharers)
-    return (ring + weights) / 2
-
-
-def stage_units(plan_stage: StagePlan, num_layers: int) -> slice:
-    """The stage's units among embedding, layers, head."""
-    first, end = plan_stage.layers
-    return slice(0 if plan_stage.embedding else first + 1, num_layers + 2 if plan_stage.head else end + 1)
-
-
 # --- stages ----------------------------------------------------------------------------------------------
-
-_Cards = Sequence[Sequence[tuple[Replica, ...]]]
-"""By pipeline and stage."""
 
 
 def _cards_of(costs: Costs, plan: Plan, stage: StagePlan) -> tuple[Replica, ...]:
@@ -573,130 +396,21 @@ def _together(mine: Sequence[StageCost], lane: Lane, *, tied: bool) -> MemoryFor
     )
 
 
-# --- gradient sums ---------------------------------------------------------------------------------------
-
-
-def _owner_sets(plan: Plan, cards: _Cards) -> dict[tuple[int, int], int]:
-    """How many replicas own a stage's units: the fewest over its units, by pipeline and stage."""
-    holders = _holders(plan, cards)
-    return {
-        key: min((len(holders[u]) for u in units), default=1) for key, units in _units_by_stage(plan).items()
-    }
-
-
-def _optimizer_shares(plan: Plan, cards: _Cards) -> dict[tuple[int, int], float]:
-    """What each owner of a stage's units holds of their optimizer state: the most over the units, by pipeline
-    and stage."""
-    where = _units_by_stage(plan)
-    if not plan.optimizer_sharding:
-        return dict.fromkeys(where, 1.0)
-    holders, weights = _holders(plan, cards), plan.optimizer_shares
-    weight = {
-        replica: weights[ranks[0]]
-        for pipeline, row in zip(plan.pipelines, cards, strict=True)
-        for stage, replicas in zip(pipeline.stages, row, strict=True)
-        for ranks, replica in zip(stage.replicas, replicas, strict=True)
-    }
-    totals = [math.fsum(weight[replica] for replica in replicas) for replicas in holders]
-    return {
-        (p, s): max((weight[cards[p][s][0]] / totals[u] for u in units), default=1.0)
-        for (p, s), units in where.items()
-    }
-
-
-def _units_by_stage(plan: Plan) -> dict[tuple[int, int], range]:
-    """The units of each stage, by pipeline and stage."""
-    return {
-        (p, s): range(*stage_units(stage, plan.model.num_layers).indices(plan.model.num_layers + 2))
-        for p, pipeline in enumerate(plan.pipelines)
-        for s, stage in enumerate(pipeline.stages)
-    }
-
-
-def _holders(plan: Plan, cards: _Cards) -> list[tuple[Replica, ...]]:
-    """The replicas that hold each unit, over all pipelines."""
-    held: list[list[Replica]] = [[] for _ in range(plan.model.num_layers + 2)]
-    for pipeline, row in zip(plan.pipelines, cards, strict=True):
-        for stage, replicas in zip(pipeline.stages, row, strict=True):
-            for u in range(*stage_units(stage, plan.model.num_layers).indices(len(held))):
-                held[u] += replicas
-    return [tuple(replicas) for replicas in held]
-
-
-def _sum_seconds(
-    costs: Costs, plan: Plan, cards: _Cards, owners: dict[tuple[int, int], int]
-) -> dict[tuple[int, int], float]:
-    """Gradient sums of each stage: adjacent units with the same owners are one bucket, one ring."""
-    if max(owners.values()) == 1:
-        return dict.fromkeys(owners, 0.0)
-    holders = _holders(plan, cards)
-    sizes = unit_parameters(costs.setting.model)
-    buckets: dict[tuple[Replica, ...], float] = {}
-    for replicas, size in zip(holders, sizes, strict=True):
-        buckets[replicas] = buckets.get(replicas, 0.0) + size
-    rings = {replicas: [replica[0] for replica in replicas] for replicas in buckets}
-    sharers = ring_sharers(list(rings.values()))
-    alone, crowded = (
-        {
-            replicas: sum_seconds(
-                costs,
-                rings[replicas],
-                size / min(map(len, replicas)),
-                sharded=plan.optimizer_sharding,
-                sharers=crowd,
-            )
-            for (replicas, size), crowd in zip(buckets.items(), crowds, strict=True)
-        }
-        for crowds in ([1] * len(sharers), sharers)
-    )
-    result: dict[tuple[int, int], float] = {}
-    for (p, s), units in _units_by_stage(plan).items():
-        own = dict.fromkeys(holders[u] for u in units)
-        # All are under way at once: as long as the most crowded takes, and as their card's own link needs.
-        together = sum(alone[replicas] for replicas in own)
-        result[p, s] = max(together, max((crowded[replicas] for replicas in own), default=0.0))
-    return result
-
-
-def unit_parameters(model: ModelConfig) -> list[float]:
-    """Parameters that owners sum, by unit; a tied table is summed apart, over all that hold it."""
-    tied = model.tie_embeddings
-    ends = (0, model.hidden_size) if tied else (model.embedding_parameters, model.head_parameters)
-    return [float(n) for n in (ends[0], *[model.layer_parameters] * model.num_layers, ends[1])]
-
-
-def _synced(
-    stages: Sequence[StageCost],
-    simulations: Sequence[Simulation],
-    cards: _Cards,
-    owners: dict[tuple[int, int], int],
-    plan: Plan,
-) -> float:
-    """End of the last gradient sum. A stage's begins when all owners of its units are done."""
-    ends = {
-        (p, s): end
-        for p, simulation in enumerate(simulations)
-        for s, end in enumerate(simulation.stage_end_seconds)
-    }
-    if max(owners.values()) == 1:
-        return max(ends.values())
-    num_layers = plan.model.num_layers
-    done = [0.0] * (num_layers + 2)
-    for (p, s), end in ends.items():
-        for u in range(*stage_units(plan.pipelines[p].stages[s], num_layers).indices(num_layers + 2)):
-            done[u] = max(done[u], end)
-    latest = max(ends.values())
-    for stage in stages:
-        where = stage_units(plan.pipelines[stage.pipeline].stages[stage.stage], num_layers)
-        ready = max(done[where], default=ends[stage.pipeline, stage.stage])
-        latest = max(latest, ready + stage.sync_seconds)
-    return latest
-
-
 # --- messages --------------------------------------------------------------------------------------------
 
 
-def _edge_seconds(costs: Costs, plan: Plan, cards: _Cards, p: int, s: int, *, onward: bool) -> float:
+def flow_sharers(edges: Sequence[tuple[Card, Card]]) -> list[int]:
+    """How many of these messages go through the same network card at a time, for each.
+
+    Equal pipelines run in step, so the same edge of all of them is busy together; unlike edges of a pipeline
+    take turns. Both ends count: what leaves a node and what enters one.
+    """
+    away = [(a, b) for a, b in edges if a.node != b.node]
+    leaving, entering = Counter(a.node for a, _ in away), Counter(b.node for _, b in away)
+    return [max(leaving[a.node], entering[b.node]) if a.node != b.node else 1 for a, b in edges]
+
+
+def _edge_seconds(costs: Costs, plan: Plan, cards: PlanCards, p: int, s: int, *, onward: bool) -> float:
     """A hidden state from stage s to s + 1, or its gradient back: first card to first card, then inside the
     group that gets it; the slowest of the replicas' pairs."""
     a, b = (s, s + 1) if onward else (s + 1, s)

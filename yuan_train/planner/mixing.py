@@ -9,17 +9,11 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
-from yuan_train.planner.candidates import (
-    Options,
-    PipelineCut,
-    Place,
-    Shape,
-    assemble_plan,
-    make_instance,
-)
-from yuan_train.planner.cost import Costs
+from yuan_train.planner.candidates import Options, PipelineCut, Place, Shape, assemble_plan
 from yuan_train.planner.orders import MAX_SMALL_SLOTS, sketch
 from yuan_train.planner.partition import Cut, StageTables, make_cut, simulate_cuts, threshold_bounds
+from yuan_train.planner.problem import make_instance
+from yuan_train.planner.setting import Costs
 
 MAX_GROUPS = 16
 """Pipelines of unlike cards that are tried at most."""

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from yuan_train.config.plan import Plan, StagePlan, plan_laws
 from yuan_train.config.run import Recompute
-from yuan_train.planner.cost import Costs, PlanCost, StageCost, change_stage, cost_plan
+from yuan_train.planner.cost import PlanCost, StageCost, change_stage, cost_plan
+from yuan_train.planner.setting import Costs
 from yuan_train.planner.simulator import StageTimes
 
 LEAST_GAIN = 0.01

@@ -8,53 +8,34 @@ is returned, and `SearchResult.stopped` says so.
 from __future__ import annotations
 
 import gc
-import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.plan import Plan, plan_laws
 from yuan_train.config.run import Recompute, SearchConfig
-from yuan_train.config.units import show_bytes
-from yuan_train.planner.candidates import (
-    Options,
-    Shape,
-    is_faithful,
-    list_shapes,
-    make_instance,
-    make_plan,
-    read_options,
-)
-from yuan_train.planner.cost import (
-    Costs,
-    PlanCost,
-    Setting,
-    cost_plan,
-    make_costs,
-    make_forecast,
-    sum_seconds,
-    unit_parameters,
-)
+from yuan_train.planner.bounds import any_bound, shape_bound
+from yuan_train.planner.candidates import Options, Shape, list_shapes, make_plan, read_options
+from yuan_train.planner.cost import PlanCost, cost_plan, make_forecast
 from yuan_train.planner.mixing import mix_pipelines, split_stages
 from yuan_train.planner.orders import (
     MAX_SMALL_SLOTS,
     Sketch,
     Solution,
     is_small,
-    nearest_miss,
     refine,
     sketch,
     solve,
 )
-from yuan_train.planner.partition import SPLIT_SCHEDULES, Cut, Instance, Shortfall, StageTables, area_bound
+from yuan_train.planner.partition import Cut, Instance
+from yuan_train.planner.problem import is_faithful, make_instance
 from yuan_train.planner.refine import refine_plan
-from yuan_train.planner.timing import CardCosts
+from yuan_train.planner.setting import Costs, Setting, make_costs
+from yuan_train.planner.shortfall import describe_no_shape, describe_shortfall
+from yuan_train.planner.sums import sum_seconds, unit_parameters
 
 NUM_RUNNERS_UP = 4
 MAX_FINALISTS = 100
@@ -69,8 +50,6 @@ PROOF_WORK, PROOF_WORK_OF_FEW = 100_000_000, 4_000_000_000
 SKETCH_WORK = 12_000_000
 """Cells of dynamic programming (stages * units^2) that all sketches together may fill."""
 MAX_REFINED_SHAPES = 3
-MAX_MISSES = 24
-"""Shapes among which the nearest miss is looked for."""
 NUM_TOUCHED = 4
 """Plans, the best ones, that get the last touches of `refine`."""
 NUM_SPLIT = 3
@@ -171,7 +150,7 @@ def search_plan(
     cards, without_precision = usable_cards(setting, use_all=options.use_all_devices)
     shapes = list(list_shapes(cards, options, global_batch_size=setting.global_batch_size))
     if not shapes:
-        raise ConfigError(_no_shape(setting, options, cards))
+        raise ConfigError(describe_no_shape(setting, options, cards))
     if options.use_all_devices:
         shapes = _with_a_unit_for_each(setting, shapes)
     found = _solve_shapes(costs, shapes, options, stopped)
@@ -187,7 +166,7 @@ def search_plan(
     exact = found.exact and not _may_mix(options, cards) and ranked[0].step_seconds >= lowest * (1 - 1e-9)
     beyond = _may_mix(options, cards) or len(_shapes_of(ranked)) > len(_shapes_of(found.candidates))
     if beyond or (not exact and not setting.is_schema_profile):
-        lowest = min(lowest, _any_bound(costs, cards, options))
+        lowest = min(lowest, any_bound(costs, cards, options))
     bound = min(lowest, ranked[0].step_seconds)
     best = _with_forecast(costs, ranked[0], bound)
     problems = list(plan_laws(best.plan))
@@ -373,52 +352,6 @@ def choice_seconds(costs: Costs, cost: PlanCost) -> float:
     return cost.step_seconds
 
 
-def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
-    """No plan of the shape takes less; without making its cutting problem."""
-    kinds: dict[tuple[tuple[int, ...], int], int] = {}
-    parts: dict[tuple[int, ...], list[CardCosts]] = {}
-    for slot in shape.slots:
-        own = [costs.of_replica(slot[0][0], shape.micro_batch_size, r) for r in options.recompute]
-        same = tuple(map(id, own))
-        parts[same] = own
-        kinds[same, len(slot[0])] = kinds.get((same, len(slot[0])), 0) + 1
-    rows: list[list[float]] = []
-    for same, _ in kinds:
-        times = [[u.forward_seconds + u.backward_seconds for u in part.units] for part in parts[same]]
-        rows.append([min(values) for values in zip(*times, strict=True)])
-    return area_bound(
-        np.array(rows),
-        np.array(list(kinds.values())),
-        np.array([replicas for _, replicas in kinds]),
-        shape.num_micro_batches,
-        split=shape.schedule in SPLIT_SCHEDULES,
-    )
-
-
-def _any_bound(costs: Costs, cards: Sequence[Card], options: Options) -> float:
-    """No plan of any shape takes less: every card busy all the time at its fastest size, width and recompute.
-
-    For shares l that sum to 1 over the cards, the work that they do is at least sum_u min_type l * w_u, as in
-    `partition.area_bound`.
-    """
-    rows: list[list[float]] = []
-    for name in dict.fromkeys(card.type for card in cards):
-        ways = itertools.product(options.micro_batch_sizes, options.tensor, options.recompute)
-        each = [
-            [
-                width * (u.forward_seconds + u.backward_seconds) / size
-                for u in costs.of(name, size, r, width).units
-            ]
-            for size, width, r in ways
-        ]
-        rows.append([min(values) for values in zip(*each, strict=True)])
-    work = np.array(rows)
-    numbers = np.array(list(Counter(card.type for card in cards).values()))
-    share = 1.0 / np.maximum(work.sum(axis=1), 1e-300)
-    share /= (numbers * share).sum()
-    return costs.setting.global_batch_size * float((share[:, None] * work).min(axis=0).sum())
-
-
 def _sync_hope(costs: Costs, shape: Shape) -> float:
     """About what the gradient sum adds, for the order in which shapes are looked at."""
     slot = shape.slots[0]
@@ -573,73 +506,6 @@ def _width_note(replicas: Sequence[Sequence[Card]], source: str) -> str:
     return f", tensor_parallel {width}" if width > 1 and source == "estimated" else ""
 
 
-# --- nothing fits ----------------------------------------------------------------------------------------
-
-
-def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) -> str:
-    """The nearest miss over all shapes: which stage lacks how much, and what would help."""
-    misses: list[tuple[float, int, Shortfall]] = []
-    for i, shape in enumerate(_roomiest(costs, shapes)):
-        instance = make_instance(costs, shape, options)
-        _, miss = nearest_miss(instance)
-        misses.append((miss.needed_bytes / max(miss.capacity_bytes, 1.0), i, miss))
-    _, i, miss = min(misses, key=lambda item: item[:2])
-    shape = _roomiest(costs, shapes)[i]
-    slot = miss.order[miss.stage]
-    replica = shape.slots[slot][0][0]
-    card = replica[0]
-    name = card.name + (f" and {len(replica) - 1} more" if len(replica) > 1 else "")
-    device = costs.setting.cluster.device_type(card.type)
-    first, end = miss.bounds[miss.stage], miss.bounds[miss.stage + 1]
-    text = (
-        f"no plan fits. Nearest: {len(miss.order)} stage{'s' * (len(miss.order) > 1)}; stage {miss.stage} "
-        f"({name}, {card.type}, {_unit_words(costs, first, end)}) needs "
-        f"{show_bytes(miss.needed_bytes + device.reserved)} of {show_bytes(device.memory)}"
-    )
-    advice = ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
-    if options.recompute[miss.choice] == "full":
-        return f"{text} with recompute: full{advice}"
-    kinds: tuple[Recompute, ...] = ("selective", "full")
-    needs = {kind: _with_recompute(costs, shape, options, miss, kind) for kind in kinds}
-    helping = {kind: needed for kind, needed in needs.items() if needed < miss.needed_bytes + device.reserved}
-    if helping:
-        words = (f"recompute: {kind} it needs {show_bytes(needed)}" for kind, needed in helping.items())
-        text += "; with " + ", with ".join(words)
-        if not set(helping) <= set(options.recompute):
-            advice += f", or allow search.recompute: [{', '.join(['none', *helping])}]"
-    return text + advice
-
-
-def _roomiest(costs: Costs, shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes that could miss by least: fewest pipelines first, most memory per pipeline."""
-
-    def room(shape: Shape) -> float:
-        types = [costs.setting.cluster.device_type(slot[0][0][0].type) for slot in shape.slots]
-        return sum(d.memory * len(slot[0][0]) for d, slot in zip(types, shape.slots, strict=True))
-
-    ranked = sorted(range(len(shapes)), key=lambda i: (-room(shapes[i]), i))
-    return [shapes[i] for i in ranked[:MAX_MISSES]]
-
-
-def _with_recompute(costs: Costs, shape: Shape, options: Options, miss: Shortfall, kind: Recompute) -> float:
-    """Bytes that the stage would need, the reserve included."""
-    tables = StageTables(make_instance(costs, shape, replace(options, recompute=(kind,))))
-    slot = miss.order[miss.stage]
-    needed = tables.needed_bytes(slot, tables.in_flights(miss.order)[miss.stage])
-    device = costs.setting.cluster.device_type(shape.slots[slot][0][0][0].type)
-    return float(needed[0, miss.bounds[miss.stage], miss.bounds[miss.stage + 1]]) + device.reserved
-
-
-def _unit_words(costs: Costs, first: int, end: int) -> str:
-    """`embedding and layers 0 to 3`."""
-    num_layers = costs.setting.model.num_layers
-    low, high = max(first - 1, 0), min(end - 1, num_layers)
-    words = ["embedding"] * (first == 0)
-    if high > low:
-        words.append(f"layer {low}" if high == low + 1 else f"layers {low} to {high - 1}")
-    return " and ".join(words + ["head"] * (end == num_layers + 2))
-
-
 def _with_a_unit_for_each(setting: Setting, shapes: Sequence[Shape]) -> list[Shape]:
     """The shapes whose pipelines are not longer than the model. Raises ConfigError if there are none."""
     num_units = setting.model.num_layers + 2
@@ -653,23 +519,6 @@ def _with_a_unit_for_each(setting: Setting, shapes: Sequence[Shape]) -> list[Sha
             "with use_all_devices: false"
         )
     return kept
-
-
-def _no_shape(setting: Setting, options: Options, cards: Sequence[Card]) -> str:
-    wanted = ", ".join(
-        f"{name} {'any' if values is None else list(values)}"
-        for name, values in (
-            ("pipelines", options.pipelines),
-            ("micro_batch_size", options.micro_batch_sizes),
-            ("num_micro_batches", options.num_micro_batches),
-        )
-    )
-    return (
-        f"no pipelines can be made: {len(cards)} cards, global_batch_size {setting.global_batch_size} = "
-        f"pipelines * micro_batch_size * num_micro_batches with {wanted} has no solution"
-        + (" that uses every card" if options.use_all_devices else "")
-        + "; loosen these search keys, or change train.global_batch_size"
-    )
 
 
 def _names(cards: Sequence[Card]) -> str:

@@ -43,8 +43,8 @@ SECONDS_PER_UNIT = 1.5
 FEWEST_REPEATS = 5
 
 TRIMMED = 0.05
-"""Share of the repeats that is left out at either end. A step is a sum of many pieces of work: the rest's mean
-tells it, not the median, where some pieces meet other work on the machine."""
+"""Share of the repeats that is left out at either end. A step is a sum of many pieces of work: the mean of
+the rest tells it, not the median, where some pieces meet other work on the machine."""
 
 MOST_LAYERS, MOST_STATE_BYTES = 4, 2 << 30
 """Layers that are run in a row, and what their states may take."""
