@@ -49,10 +49,6 @@ the rest tells it, not the median, where some pieces meet other work on the mach
 MOST_LAYERS, MOST_STATE_BYTES = 4, 2 << 30
 """Layers that are run in a row, and what their states may take."""
 
-WAIT_SECONDS = 0.01
-"""Between pieces of work on a processor, as a stage waits for messages: one that has waited works more slowly
-(by 3 % on an AMD EPYC)."""
-
 DEPTH = 4
 """Micro-batches in flight, to see what each keeps."""
 
@@ -326,13 +322,10 @@ def _trimmed_mean(values: Sequence[float]) -> float:
 
 
 def _once(unit: _Unit, stopwatch: Stopwatch) -> tuple[float, float]:
-    wait = WAIT_SECONDS if unit.setting.device.type == "cpu" else 0.0
     hidden_BSH = unit.receive()
-    time.sleep(wait)
     with stopwatch.running():
         held = unit.forward(hidden_BSH)
     forward = stopwatch.read()
-    time.sleep(wait)
     with stopwatch.running():
         unit.backward(held)
     return forward, stopwatch.read()
