@@ -54,6 +54,29 @@ def test_unequal_owners_hold_in_proportion(run: RunConfig) -> None:
     assert most == pytest.approx(3 * least, abs=4)
 
 
+def beside(worker: Worker) -> int:
+    """Elements that the optimizer holds beside the model's weights and gradients."""
+    mine = {
+        buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() // buffer.itemsize
+        for state in worker.states
+        for shard in state.shards
+        for buffer in (shard.master, shard.gradient, shard.exp_avg, shard.exp_avg_sq)
+    }
+    for bucket in worker.buckets:
+        for buffer in (bucket.weights, bucket.gradient):
+            mine.pop(buffer.untyped_storage().data_ptr(), None)
+    return sum(mine.values())
+
+
+def test_a_shard_lies_in_the_bucket_where_it_can(run: RunConfig) -> None:
+    whole = parse_plan(run, "1x4: 6@0 / 1x4: 6@1", optimizer_sharding=True)
+    assert [beside(worker) for worker in workers_of(whole)] == [2 * held(w) for w in workers_of(whole)]
+    # The slice of a wider owner lies scattered over the bucket.
+    slices = parse_plan(run, "1x4: 6@0 / 1x4: 6@1,2", optimizer_sharding=True)
+    each = [held(worker) for worker in workers_of(slices)]
+    assert [beside(w) for w in workers_of(slices)] == [4 * each[0], 2 * each[1], 2 * each[2]]
+
+
 def test_ranges_of_unlike_widths_cover_every_slice_once(run: RunConfig) -> None:
     plan = parse_plan(
         run,

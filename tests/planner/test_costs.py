@@ -12,7 +12,14 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import plan_laws
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import Recompute, SearchConfig
-from yuan_train.planner.candidates import Shape, list_shapes, make_plan, read_options
+from yuan_train.planner.candidates import (
+    PipelineCut,
+    Shape,
+    assemble_plan,
+    list_shapes,
+    make_plan,
+    read_options,
+)
 from yuan_train.planner.communication import message_seconds, ring_seconds
 from yuan_train.planner.cost import cost_plan, flow_sharers
 from yuan_train.planner.memory import in_flight
@@ -337,7 +344,34 @@ def test_tied_table_counts_once_on_a_single_stage_and_twice_on_two():
     assert whole - alone.stages[0].memory.parameters == table
     assert alone.stages[0].memory.parameters == 4 * MODEL.parameters
     assert alone.tied_seconds == 0
+    rate = costs.of("Card", 1, "none").update_bytes_per_second
+    traffic = STATE_BYTES[costs.setting.precision].update_traffic
+    assert alone.update_seconds == pytest.approx(MODEL.parameters * traffic / rate)
     assert pair.tied_seconds == 2 * (1 + table / 2 / 100)
+
+
+def test_owners_of_unlike_width_hold_summed_gradients_apart():
+    costs = make_costs(setting())
+    a, b, c = (CARDS[name] for name in ("n-0/0", "n-0/1", "n-1/0"))
+
+    def gradients(*places):
+        cuts = [
+            PipelineCut(
+                micro_batch_size=1,
+                num_micro_batches=4,
+                places=(place,),
+                bounds=(0, 8),
+                recompute=("none",),
+            )
+            for place in places
+        ]
+        cost = cost_plan(costs, assemble_plan(costs, cuts, schedule="1f1b", sharded=True))
+        return [stage.memory.gradients for stage in cost.stages]
+
+    like = gradients(((a,),), ((c,),))
+    unlike = gradients(((a, b),), ((c,),))
+    assert like == [4 * MODEL.parameters] * 2
+    assert unlike[1] == pytest.approx(1.5 * like[1]), "a half of the state, whose gradient is a copy"
 
 
 def test_ranks_are_numbered_node_by_node_over_the_cards_that_work():

@@ -122,9 +122,16 @@ class SharedState:
 
     def _new_shards(self, part: Slice, index: int, offload: float) -> list[OptimizerShard]:
         start, end = self._ranges[index][self._bucket.rank]
-        weights = self._bucket.pack(self._bucket.weights, part)[start:end]
-        matrices = min(max(part.num_matrix_elements - start, 0), end - start)
-        return _make_shards(weights, None, start=start, num_matrix_elements=matrices, offload=offload)
+        bucket, whole = self._bucket, len(self._bucket.slices) == 1
+        return _make_shards(
+            bucket.pack(bucket.weights, part)[start:end],
+            # A range of a slice that is not packed lies in the bucket itself.
+            bucket.gradient[start:end] if whole else None,
+            start=start,
+            num_matrix_elements=min(max(part.num_matrix_elements - start, 0), end - start),
+            offload=offload,
+            own_master=bucket.is_low_precision or not whole,
+        )
 
     def begin_sum(self) -> None:
         """Start to sum each range of the gradient to its holder; does not wait."""
@@ -148,7 +155,7 @@ class SharedState:
             self._bucket.slices, self._held, self._packed, self._ranges, strict=True
         ):
             for shard in held:
-                shard.gradient.copy_(packed[shard.start : shard.end])
+                _copy(packed[shard.start : shard.end], shard.gradient)
             start, end = ranges[self._bucket.rank]
             counted = packed[start : max(min(end, part.num_counted_elements), start)]
             total += sum_of_squares(counted)
@@ -189,7 +196,7 @@ class SharedState:
             self._bucket.slices, packed, self._held, self._ranges, strict=True
         ):
             for shard in held:
-                buffer[shard.start : shard.end].copy_(getattr(shard, state))
+                _copy(getattr(shard, state), buffer[shard.start : shard.end])
             if len(part.group) > 1:
                 for rank, (first, last) in ranges.items():
                     if last > first:

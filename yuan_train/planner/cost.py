@@ -29,6 +29,7 @@ from yuan_train.planner.setting import Costs, Replica, stage_units
 from yuan_train.planner.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.planner.sums import (
     PlanCards,
+    holds_slices,
     optimizer_shares,
     owner_sets,
     stage_sums,
@@ -63,6 +64,8 @@ class StageCost:
     weight_seconds: float
     """What of the backward is the weights' part, where the schedule splits it."""
     sync_seconds: float
+    packed: bool
+    """Whether its optimizer is sharded over wider owners too, with whom its cards meet slice by slice."""
     optimizer_share: float
     """What each of the stage's replicas holds of its optimizer state."""
     update_seconds: float
@@ -132,6 +135,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     cards = [[_cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
     owners = owner_sets(plan, cards)
     shares = optimizer_shares(plan, cards)
+    packed = holds_slices(plan, cards) if plan.optimizer_sharding else dict.fromkeys(shares, False)
     sums = stage_sums(costs, plan, cards, owners)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
@@ -140,7 +144,16 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     seen: dict[tuple[object, ...], Simulation] = {}
     for p, pipeline in enumerate(plan.pipelines):
         own = [
-            _stage_cost(costs, plan, cards[p][s], p, s, sync_seconds=sums[p, s], optimizer_share=shares[p, s])
+            _stage_cost(
+                costs,
+                plan,
+                cards[p][s],
+                p,
+                s,
+                sync_seconds=sums[p, s],
+                optimizer_share=shares[p, s],
+                packed=packed[p, s],
+            )
             for s in range(len(pipeline.stages))
         ]
         own = _card_memory(plan, pipeline, workers[p], own)
@@ -262,6 +275,7 @@ def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> 
         s,
         sync_seconds=old.sync_seconds,
         optimizer_share=old.optimizer_share,
+        packed=old.packed,
     )
 
 
@@ -274,6 +288,7 @@ def _stage_cost(
     *,
     sync_seconds: float,
     optimizer_share: float,
+    packed: bool,
 ) -> StageCost:
     """A stage by its slowest replica and its tightest card."""
     pipeline, model = plan.pipelines[p], plan.model
@@ -285,6 +300,8 @@ def _stage_cost(
         parts, key=lambda part: sum(u.forward_seconds + u.backward_seconds for u in part.units[where])
     )
     units = slowest.units[where]
+    tied = model.tie_embeddings and not costs.setting.is_schema_profile
+    stepped = slice(1, None) if tied and stage.embedding and stage.head else where
     types = [costs.setting.cluster.device_type(card.type) for replica in replicas for card in replica]
     tightest = min(types, key=lambda device: device.memory - device.reserved)
     count = _stage_in_flight(plan, pipeline, s)
@@ -303,9 +320,10 @@ def _stage_cost(
         backward_seconds=math.fsum(unit.backward_seconds for unit in units),
         weight_seconds=math.fsum(unit.weight_seconds for unit in units),
         sync_seconds=sync_seconds,
+        packed=packed,
         optimizer_share=optimizer_share,
         update_seconds=max(
-            sum(unit.parameters for unit in part.units[where])
+            sum(unit.parameters for unit in part.units[stepped])
             * optimizer_share
             * _update_seconds(costs, part, types, stage.optimizer_offload)
             for part in parts
@@ -314,11 +332,12 @@ def _stage_cost(
             units,
             has_embedding=stage.embedding,
             has_head=stage.head,
-            tied=model.tie_embeddings and not costs.setting.is_schema_profile,
+            tied=tied,
             in_flight=count,
             boundary_bytes=slowest.boundary_bytes,
             reserved_bytes=float(tightest.reserved),
             optimizer_share=optimizer_share * (1.0 - stage.optimizer_offload),
+            packed_share=optimizer_share if packed else 0.0,
         ),
         capacity_bytes=float(tightest.memory),
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,

@@ -54,6 +54,7 @@ def stage_memory(
     boundary_bytes: float,
     reserved_bytes: float,
     optimizer_share: float = 1.0,
+    packed_share: float = 0.0,
 ) -> MemoryForecast:
     """Peak bytes of a stage that holds `units` in the model's order, embedding and head where it has them.
 
@@ -61,7 +62,7 @@ def stage_memory(
     and each edge has messages on the way (what came in is among the first unit's activations). A stage with
     both ends of a tied model holds the table once. The head's transient (blocks of logits) counts as logits,
     the largest of the other units' as buffers. `optimizer_share` is what a card itself holds of the
-    optimizer's state.
+    optimizer's state; of `packed_share` it holds summed gradients once more, for they lie apart from its own.
     """
     once = units[1:] if tied and has_embedding and has_head else units
     body = units[:-1] if has_head else units
@@ -69,7 +70,7 @@ def stage_memory(
     num_edges = (not has_embedding) + (not has_head)
     return MemoryForecast(
         parameters=math.fsum(unit.parameter_bytes for unit in once),
-        gradients=math.fsum(unit.gradient_bytes for unit in once),
+        gradients=(1.0 + packed_share) * math.fsum(unit.gradient_bytes for unit in once),
         optimizer=optimizer_share * math.fsum(unit.optimizer_bytes for unit in once),
         activations=in_flight * math.fsum(unit.activation_bytes for unit in units),
         logits=math.fsum(unit.transient_bytes for unit in tail),

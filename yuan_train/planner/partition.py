@@ -467,7 +467,7 @@ def area_bound_seconds(instance: Instance) -> float:
     numbers = np.ones(len(work), dtype=np.int64)
     split = x.schedule in SPLIT_SCHEDULES
     bound = area_bound(work, numbers, x.replicas, x.num_micro_batches, split=split)
-    return bound + float(x.ends_seconds.min())
+    return bound + max(float(x.ends_seconds.min()), 0.0)
 
 
 SPLIT_SCHEDULES = ("zero_bubble",)

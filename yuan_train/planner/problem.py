@@ -48,6 +48,10 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     forward, backward = numbers("forward_seconds"), numbers("backward_seconds")
     sync, start = _sync_table(costs, shape)
     update = _update_table(costs, shape, owners if shape.sharded else np.ones(len(slots)))
+    ends = _ends_matrix(costs, shape) if tied else np.zeros((len(slots), len(slots)))
+    if once and not plain:
+        # Both ends on one slot are one table, stepped once.
+        ends -= np.diag(update[:, 0])
     # A stage of nothing but an embedding that costs nothing would be no stage.
     counts = (forward + backward + resident).max(axis=(0, 1)) > 0
     counts[1:-1] = True
@@ -69,7 +73,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         sync_seconds=sync,
         sync_start_seconds=start,
         update_seconds=np.zeros_like(update) if plain else update,
-        ends_seconds=_ends_matrix(costs, shape) if tied else np.zeros((len(slots), len(slots))),
+        ends_seconds=ends,
         order=tuple(range(len(slots))) if options.fixed_order else None,
         use_all=options.use_all_devices,
         replicas=np.array([len(slot[0]) for slot in slots], dtype=np.int64),

@@ -82,6 +82,16 @@ def optimizer_shares(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], floa
     }
 
 
+def holds_slices(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], bool]:
+    """Whether a stage has units whose other owners are wider, so that each of its cards holds several of the
+    slices in which they meet; by pipeline and stage."""
+    slices = [math.lcm(*(len(replica) for replica in replicas)) for replicas in _holders(plan, cards)]
+    return {
+        (p, s): any(slices[u] > len(cards[p][s][0]) for u in units)
+        for (p, s), units in _units_by_stage(plan).items()
+    }
+
+
 def _units_by_stage(plan: Plan) -> dict[tuple[int, int], range]:
     """The units of each stage, by pipeline and stage."""
     return {
