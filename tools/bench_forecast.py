@@ -2,7 +2,8 @@
 
 Profiles this machine, forecasts three hand-made cuts from the profile, trains a few steps under each, and
 sets step time and peak memory of every process beside the forecast. Each round profiles anew: a virtual
-machine changes its speed within minutes. Needs the quick start's data.
+machine changes its speed within minutes. The cards are slowed further (`--slower`), so that their processes
+do not wait for each other's cores, which no plan knows of. Needs the quick start's data.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from yuan_train.config.cluster import Cluster, load_cluster
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan, save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import RunConfig, load_run
@@ -60,6 +62,9 @@ def main() -> int:
     parser.add_argument("--cluster", default="configs/cluster/laptop.yaml", metavar="FILE")
     parser.add_argument("--config", default="configs/run/tiny.yaml", metavar="FILE")
     parser.add_argument("--steps", type=int, default=10, help="steps per cut, three of them warm-up")
+    parser.add_argument(
+        "--slower", type=float, default=2.0, help="times that simulated cards are slowed down"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds: profile, then the three cuts")
     options = parser.parse_args()
     changes = [*(f"model.{word}" for word in MODEL), "train.device=cpu"]
@@ -78,15 +83,26 @@ def measure(
     rounds: dict[tuple[int, ...], list[Round]],
 ) -> None:
     """Profile, then forecast and train each cut; adds a round to each."""
-    profile = folder / "profile.json"
-    files = ["--config", options.config, "--cluster", options.cluster]
+    profile, cluster_file = folder / "profile.json", folder / "cluster.yaml"
+    cluster = slow_down(load_cluster(options.cluster), options.slower)
+    write_text(cluster_file, dump(cluster))
+    files = ["--config", options.config, "--cluster", cluster_file]
     yuan_train("profile", *files, "--out", profile, *changes)
     run = load_run(options.config, tuple(changes))
-    costs = make_costs(_setting(run, load_cluster(options.cluster), profile))
+    costs = make_costs(_setting(run, cluster, profile))
     for layers, done in rounds.items():
         plan = cut_plan(costs, run, layers)
         seconds, peaks = train(plan, options, changes, folder)
         done.append(Round(cost_plan(costs, plan), seconds, peaks))
+
+
+def slow_down(cluster: Cluster, times: float) -> Cluster:
+    """The cluster with simulated cards so many times slower."""
+    types = {
+        name: replace(device, slowdown=times * device.slowdown) if device.slowdown else device
+        for name, device in cluster.device_types.items()
+    }
+    return replace(cluster, device_types=types)
 
 
 def cut_plan(costs: Costs, run: RunConfig, layers: tuple[int, ...]) -> Plan:

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import torch
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Options of glibc's mallopt."""
+_LARGEST_KEPT = 32 << 20
+"""Bytes: larger blocks glibc takes from the system each time, whatever it is told."""
+
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -40,6 +45,15 @@ def begin_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         CLEAR.write_text("5")
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Let the allocator of a CPU keep what is freed for the next micro-batch, instead of returning it to the
+    system, which has to clear every page anew: a tenth of a small layer's time. Only glibc has the switch."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
+        mallopt(_TRIM_THRESHOLD, -1)
 
 
 def give_back_memory(device: torch.device) -> None:

@@ -46,7 +46,7 @@ from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.groups import join, leave, make_save_group, watching
 from yuan_train.parallel.zero import STATES
-from yuan_train.train.footprint import peak_memory_bytes
+from yuan_train.train.footprint import keep_freed_memory, peak_memory_bytes
 from yuan_train.train.metrics import Log, StepMetrics, peak_flops
 from yuan_train.train.optimizer import Optimizer, learning_rate
 from yuan_train.train.saver import Saver
@@ -209,6 +209,7 @@ def train(job: Job) -> None:
     """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError."""
     if job.position.world_size > 1:
         join(device=job.device, timeout_seconds=job.run.train.timeout)
+    keep_freed_memory(job.device)
     try:
         trainer, progress = build(job)
         with (

@@ -33,7 +33,14 @@ from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.split import WeightQueue
 from yuan_train.parallel.tensor import Cutting, cut_parameters, join_group
 from yuan_train.parallel.zero import WholeState
-from yuan_train.train.footprint import begin_peak, can_follow, give_back_memory, held_bytes, peak_memory_bytes
+from yuan_train.train.footprint import (
+    begin_peak,
+    can_follow,
+    give_back_memory,
+    held_bytes,
+    keep_freed_memory,
+    peak_memory_bytes,
+)
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
@@ -97,6 +104,7 @@ def measure_reserved(setting: Setting) -> float | None:
 
     To be called first; all that training loads must have been loaded, and is used once here.
     """
+    keep_freed_memory(setting.device)
     if setting.device.type == "cuda" or not can_follow(setting.device):
         return None
     _warm_up(setting)
