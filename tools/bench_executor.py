@@ -13,10 +13,12 @@ import argparse
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -243,6 +245,29 @@ def _overhead(case: Case, rows: torch.Tensor, sends: tuple[list[float], list[flo
     return f"{statistics.median(overheads):.1%} ({min(overheads):.1%} to {max(overheads):.1%})"
 
 
+_SPIN = """
+import os, sys, time
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+os.sched_setaffinity(0, {int(sys.argv[1])})
+end = time.monotonic() + 600
+while time.monotonic() < end:
+    pass
+"""
+
+
+@contextmanager
+def keeping_awake(wanted: bool) -> Iterator[None]:
+    """While inside, a loop that gives way to everything keeps each core from falling asleep."""
+    cores = sorted(os.sched_getaffinity(0)) if wanted else []
+    loops = [subprocess.Popen([sys.executable, "-c", _SPIN, str(core)]) for core in cores]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.terminate()
+            loop.wait()
+
+
 def main() -> int:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(
@@ -252,6 +277,9 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=16)
     parser.add_argument("--work-ms", type=float, default=20.0, help="per stage and micro-batch")
     parser.add_argument("--steps", type=int, default=10, help="steps per row, besides two of warm-up")
+    parser.add_argument(
+        "--awake", action="store_true", help="keep the cores awake: waking up is not the executor's time"
+    )
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     message = SEQUENCE_LENGTH * HIDDEN_SIZE * 4 // 1024
@@ -264,7 +292,8 @@ def main() -> int:
     kinds: list[tuple[Kind, int]] = [("sleep", options.stages), ("products", min(options.stages, cores))]
     for kind, stages in kinds:
         case = Case(kind, stages, options.micro_batches, options.work_ms / 1e3, options.steps)
-        print(measure(case), flush=True)
+        with keeping_awake(options.awake):
+            print(measure(case), flush=True)
     return 0
 
 
