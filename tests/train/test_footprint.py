@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -28,7 +29,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def cleared_pages(how: str) -> int:
-    done = subprocess.run([sys.executable, "-c", CODE, how], capture_output=True, text=True, check=True)
+    # Without it, it depends on what else lies on the heap whether glibc gives anything back.
+    giving = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", CODE, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=giving)
     return int(done.stdout)
 
 
@@ -36,4 +40,4 @@ def cleared_pages(how: str) -> int:
 def test_what_is_freed_is_used_again():
     pages = 5 * 32 * (1 << 20) // 4096
     assert cleared_pages("keep") < pages / 100
-    assert cleared_pages("return") > pages / 4, "the control: without the switch it is given back"
+    assert cleared_pages("return") > pages / 2, "the control: without the switch it is given back"
