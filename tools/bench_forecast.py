@@ -67,6 +67,8 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=3, help="rounds: profile, then the three cuts")
     options = parser.parse_args()
+    if options.steps <= WARM_UP_STEPS or options.rounds < 1:
+        parser.error(f"wanted more than {WARM_UP_STEPS} steps and at least one round")
     changes = [*(f"model.{word}" for word in MODEL), "train.device=cpu"]
     rounds: dict[tuple[int, ...], list[Round]] = {layers: [] for layers in CUTS}
     with tempfile.TemporaryDirectory() as folder:

@@ -139,6 +139,14 @@ def test_overrides(override: str, expected: str, run_file: Path, refuse: Callabl
     assert expected in refuse("train", "--config", run_file, override)
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1.5", "nan", "inf"])
+def test_a_profile_of_no_or_endless_time(
+    seconds: str, run_file: Path, tmp_path: Path, refuse: Callable[..., str]
+) -> None:
+    command = ("profile", "--config", run_file, "--out", tmp_path / "profile.json")
+    assert f"--seconds {seconds}: wanted" in refuse(*command, f"--seconds={seconds}")
+
+
 def test_token_files(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
     prefix = run_file.parent / "corpus"
     source = "data.train=[{prefix: %s}]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import sys
@@ -68,6 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         profile = merge_profiles([(path, load_profile(path)) for path in arguments.merge])
         _write(profile, arguments)
         return 0
+    if not 0 < arguments.seconds < math.inf:
+        raise ConfigError(
+            f"--seconds {arguments.seconds:g}: wanted a positive number of seconds, such as 1.5"
+        )
     config = _read_config(arguments)
     model = config.model if config else load_model(arguments.model)
     cluster = load_cluster(arguments.cluster) if arguments.cluster else None

@@ -135,7 +135,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     cards = [[_cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
     owners = owner_sets(plan, cards)
     shares = optimizer_shares(plan, cards)
-    packed = holds_slices(plan, cards) if plan.optimizer_sharding else dict.fromkeys(shares, False)
+    packed = holds_slices(plan, cards)
     sums = stage_sums(costs, plan, cards, owners)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
@@ -157,19 +157,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
             for s in range(len(pipeline.stages))
         ]
         own = _card_memory(plan, pipeline, workers[p], own)
-        sends = [
-            tuple(_edge_seconds(costs, plan, cards, p, s, onward=onward) for s in range(len(own) - 1))
-            for onward in (True, False)
-        ]
-        times.append(
-            StageTimes(
-                forward_seconds=tuple(stage.forward_seconds for stage in own),
-                backward_seconds=tuple(stage.backward_seconds for stage in own),
-                weight_seconds=tuple(stage.weight_seconds for stage in own),
-                send_activation_seconds=sends[0],
-                send_gradient_seconds=sends[1],
-            )
-        )
+        times.append(_stage_times(costs, plan, cards, p, own))
         depths = pipeline.depths(plan.schedule)
         key = (times[-1], workers[p], pipeline.num_micro_batches, depths)
         if key not in seen:
@@ -199,6 +187,21 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
             sharded=plan.optimizer_sharding,
         ),
         update_seconds=max(stage.update_seconds for stage in stages),
+    )
+
+
+def _stage_times(costs: Costs, plan: Plan, cards: PlanCards, p: int, own: Sequence[StageCost]) -> StageTimes:
+    """What the simulator needs of a pipeline: its stages' work, and the messages between them."""
+    onward, back = (
+        tuple(_edge_seconds(costs, plan, cards, p, s, onward=there) for s in range(len(own) - 1))
+        for there in (True, False)
+    )
+    return StageTimes(
+        forward_seconds=tuple(stage.forward_seconds for stage in own),
+        backward_seconds=tuple(stage.backward_seconds for stage in own),
+        weight_seconds=tuple(stage.weight_seconds for stage in own),
+        send_activation_seconds=onward,
+        send_gradient_seconds=back,
     )
 
 

@@ -83,6 +83,7 @@ def _unit_words(costs: Costs, first: int, end: int) -> str:
 
 
 def describe_no_shape(setting: Setting, options: Options, cards: Sequence[Card]) -> str:
+    """Why the cards make no pipelines for this batch size, and which keys to loosen."""
     wanted = ", ".join(
         f"{name} {'any' if values is None else list(values)}"
         for name, values in (

@@ -83,8 +83,10 @@ def optimizer_shares(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], floa
 
 
 def holds_slices(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], bool]:
-    """Whether a stage has units whose other owners are wider, so that each of its cards holds several of the
-    slices in which they meet; by pipeline and stage."""
+    """Whether a stage's optimizer is sharded over wider owners too, so that each of its cards holds several
+    of the slices in which they meet; by pipeline and stage."""
+    if not plan.optimizer_sharding:
+        return dict.fromkeys(_units_by_stage(plan), False)
     slices = [math.lcm(*(len(replica) for replica in replicas)) for replicas in _holders(plan, cards)]
     return {
         (p, s): any(slices[u] > len(cards[p][s][0]) for u in units)
@@ -104,10 +106,9 @@ def _units_by_stage(plan: Plan) -> dict[tuple[int, int], range]:
 def _holders(plan: Plan, cards: PlanCards) -> list[tuple[Replica, ...]]:
     """The replicas that hold each unit, over all pipelines."""
     held: list[list[Replica]] = [[] for _ in range(plan.model.num_layers + 2)]
-    for pipeline, row in zip(plan.pipelines, cards, strict=True):
-        for stage, replicas in zip(pipeline.stages, row, strict=True):
-            for u in range(*stage_units(stage, plan.model.num_layers).indices(len(held))):
-                held[u] += replicas
+    for (p, s), units in _units_by_stage(plan).items():
+        for u in units:
+            held[u] += cards[p][s]
     return [tuple(replicas) for replicas in held]
 
 
