@@ -36,7 +36,7 @@ WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel widths that are tried without a search key."""
 MAX_REPLICATED_CARDS = 8
 """Cards up to which stages of several replicas are tried without a search key."""
-MAX_WIDTH_MIXES = 81
+MAX_WIDTH_MIXES = 256
 """Ways to give each type of card a width; with more, only equal widths and single exceptions."""
 
 T = TypeVar("T")
@@ -70,6 +70,8 @@ class Shape:
     slots: tuple[Slot, ...]
     sharded: bool = False
     """Whether the owners of a part of the model share its optimizer state."""
+    peers: int = 1
+    """Unlike pipelines that own the same model, these among them."""
 
     @property
     def num_pipelines(self) -> int:
@@ -191,11 +193,12 @@ def _mixes(limits: dict[str, int], values: Sequence[int]) -> Iterator[dict[str, 
     if len(ways) <= MAX_WIDTH_MIXES:
         yield from (dict(zip(own, mix, strict=True)) for mix in ways)
         return
+    found: dict[tuple[int, ...], dict[str, int]] = {}
     for value in values:
         common = {name: max(v for v in few if v <= max(value, few[0])) for name, few in own.items()}
-        yield common
-        for name, few in own.items():
-            yield from (common | {name: other} for other in few if other != common[name])
+        others = (common | {name: other} for name, few in own.items() for other in few)
+        found |= {tuple(mix.values()): mix for mix in (common, *others)}
+    yield from found.values()
 
 
 def _most_per_node(cards: Sequence[Card]) -> dict[str, int]:

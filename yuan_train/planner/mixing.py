@@ -11,12 +11,15 @@ from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.candidates import Options, PipelineCut, Place, Shape, assemble_plan
 from yuan_train.planner.orders import MAX_SMALL_SLOTS, sketch
+from yuan_train.planner.outlook import outlook_seconds
 from yuan_train.planner.partition import Cut, StageTables, make_cut, simulate_cuts, threshold_bounds
 from yuan_train.planner.problem import make_instance
 from yuan_train.planner.setting import Costs
 
 MAX_GROUPS = 16
 """Pipelines of unlike cards that are tried at most."""
+HOPELESS = 1.1
+"""Times the best plan's step: what promises no less is not cut."""
 NUM_ROUNDS = 2
 """How often the batch is shared out again after the pipelines were cut for their shares."""
 CHUNKS = (2, 3)
@@ -51,6 +54,9 @@ def mix_pipelines(
             continue
         for deal in _deals(cards, options):
             if len(deal) > min(total, MAX_GROUPS) or (allowed is not None and len(deal) not in allowed):
+                continue
+            hope = _outlook(costs, deal, options, schedule=schedule, size=size, total=total)
+            if hope > HOPELESS * limit_seconds:
                 continue
             shared = _share_out(costs, deal, options, schedule=schedule, size=size, total=total)
             if shared is not None and shared[0] < limit_seconds:
@@ -88,6 +94,31 @@ def _grouped(cards: Sequence[Card], width: int, *, use_all: bool) -> list[Place]
     return places
 
 
+def _outlook(
+    costs: Costs, deal: Sequence[Sequence[Place]], options: Options, *, schedule: str, size: int, total: int
+) -> float:
+    """About the step if the batch is shared by the pipelines' speeds, as each promises by itself."""
+    share = max(total // len(deal), 1)
+    rate = 0.0
+    for places in deal:
+        shape = _shape(places, options, schedule=schedule, size=size, share=share, peers=len(deal))
+        rate += share / max(outlook_seconds(costs, shape, options), 1e-300)
+    return total / max(rate, 1e-300)
+
+
+def _shape(
+    places: Sequence[Place], options: Options, *, schedule: str, size: int, share: int, peers: int
+) -> Shape:
+    return Shape(
+        schedule=schedule,  # type: ignore[arg-type]
+        micro_batch_size=size,
+        num_micro_batches=share,
+        slots=tuple((place,) for place in places),
+        sharded=options.sharded[0],
+        peers=peers,
+    )
+
+
 def _share_out(
     costs: Costs, deal: Sequence[Sequence[Place]], options: Options, *, schedule: str, size: int, total: int
 ) -> tuple[float, Plan] | None:
@@ -101,7 +132,8 @@ def _share_out(
         for places, share in zip(deal, shares, strict=True):
             key = (tuple((p[0][0].type, p[0][0].node, len(p[0])) for p in places), share)
             if key not in known or known[key] is None:
-                known[key] = _cut(costs, places, options, schedule=schedule, size=size, share=share)
+                shape = _shape(places, options, schedule=schedule, size=size, share=share, peers=len(deal))
+                known[key] = _cut(costs, shape, options)
             part = known[key]
             if part is None:
                 return None
@@ -130,15 +162,8 @@ def _words(cut: Cut, recompute: Sequence[Recompute], num_layers: int) -> tuple[R
     return tuple(words)
 
 
-def _cut(
-    costs: Costs, places: Sequence[Place], options: Options, *, schedule: str, size: int, share: int
-) -> _Part | None:
-    shape = Shape(
-        schedule=schedule,  # type: ignore[arg-type]
-        micro_batch_size=size,
-        num_micro_batches=share,
-        slots=tuple((place,) for place in places),
-    )
+def _cut(costs: Costs, shape: Shape, options: Options) -> _Part | None:
+    places, share = tuple(slot[0] for slot in shape.slots), shape.num_micro_batches
     instance = make_instance(costs, shape, options)
     if len(places) > MAX_SMALL_SLOTS or instance.num_units > 64:
         drawn = sketch(instance)
@@ -155,7 +180,7 @@ def _cut(
     spans = zip(tables.lines(best.order), best.bounds, best.bounds[1:], strict=False)
     work = [float(line[a, b]) for line, a, b in spans]
     period = max(max(work), 1e-12)
-    return _Part(tuple(places), best, period, max(best.step_seconds - (share - 1) * period, sum(work)))
+    return _Part(places, best, period, max(best.step_seconds - (share - 1) * period, sum(work)))
 
 
 def _by_thresholds(tables: StageTables) -> Cut | None:

@@ -33,7 +33,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         return np.array([[distinct[id(card)] for card in row] for row in table], dtype=float)
 
     transient = numbers("transient_bytes")
-    owners = np.array([shape.num_pipelines * len(slot[0]) for slot in slots], dtype=float)
+    owners = np.array([shape.peers * shape.num_pipelines * len(slot[0]) for slot in slots], dtype=float)
     optimizer = numbers("optimizer_bytes")
     if shape.sharded:
         optimizer /= owners[None, :, None]

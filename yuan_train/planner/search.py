@@ -30,7 +30,8 @@ from yuan_train.planner.orders import (
     sketch,
     solve,
 )
-from yuan_train.planner.partition import Cut, Instance
+from yuan_train.planner.outlook import outlook_seconds
+from yuan_train.planner.partition import Cut
 from yuan_train.planner.problem import is_faithful, make_instance
 from yuan_train.planner.refine import refine_plan
 from yuan_train.planner.setting import Costs, Setting, make_costs
@@ -47,8 +48,12 @@ SOLVED_STEPS, SOLVED_STEPS_OF_FEW = 1_000, 40_000
 """The same, summed over the shapes that are searched so; the rest is sketched."""
 PROOF_WORK, PROOF_WORK_OF_FEW = 100_000_000, 4_000_000_000
 """What all proofs together may take; see `orders.Solution.work`."""
-SKETCH_WORK = 12_000_000
+SKETCH_WORK_PER_CARD = 250_000
 """Cells of dynamic programming (stages * units^2) that all sketches together may fill."""
+HOPELESS = 1.1
+"""On many cards: shapes whose outlook is so many times the best that was found are not cut."""
+KEPT_OF_MANY = 3
+"""Cuts of a shape that are costed whole, on many cards."""
 MAX_REFINED_SHAPES = 3
 NUM_TOUCHED = 4
 """Plans, the best ones, that get the last touches of `refine`."""
@@ -259,22 +264,37 @@ def _solve_shapes(
     """Solve every small shape that a bound does not exclude, the most hopeful first; sketch the large ones,
     and refine the best of them."""
     search = _Search(costs, options, stopped)
-    bounds = [shape_bound(costs, shape, options) for shape in shapes]
-    hopes = [bound + _sync_hope(costs, shape) for bound, shape in zip(bounds, shapes, strict=True)]
-    ranked = sorted(range(len(shapes)), key=lambda i: (hopes[i], i))
-    large: list[int] = []
-    for i in ranked:
-        if bounds[i] >= search.best or (stopped() and search.candidates):
-            search.skip(bounds[i])
-        elif not search.may_solve(shapes[i]) or not search.solve(shapes[i]):
-            large.append(i)
-    search.draw([(bounds[i], shapes[i]) for i in large])
+    chances = [
+        _Chance(
+            shape=shape,
+            bound=shape_bound(costs, shape, options),
+            hope=outlook_seconds(costs, shape, options) + _sync_hope(costs, shape),
+        )
+        for shape in shapes
+    ]
+    large: list[_Chance] = []
+    # Shapes that seem not to fit come last.
+    for chance in sorted(chances, key=lambda c: (c.hope, c.bound)):
+        if search.excludes(chance):
+            search.skip(chance.bound)
+        elif not search.may_solve(chance.shape) or not search.solve(chance.shape):
+            large.append(chance)
+    search.draw(large)
     return _Found(
         candidates=tuple(search.candidates),
         lower_bound_seconds=search.lower_bound,
         exact=search.exact,
         num_simulated=search.num_simulated,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chance:
+    """A shape, what it cannot beat, and what it promises."""
+
+    shape: Shape
+    bound: float
+    hope: float
 
 
 class _Search:
@@ -286,10 +306,15 @@ class _Search:
         self.best = self.lower_bound = float("inf")
         self.exact = True
         self.num_simulated = self.solved_steps = 0
-        few = len(costs.setting.cluster.cards) <= FEW_CARDS
-        self.max_steps = MAX_SMALL_STEPS_OF_FEW if few else MAX_SMALL_STEPS
-        self.max_solved = SOLVED_STEPS_OF_FEW if few else SOLVED_STEPS
-        self.proof_work = PROOF_WORK_OF_FEW if few else PROOF_WORK
+        self.few = len(costs.setting.cluster.cards) <= FEW_CARDS
+        self.max_steps = MAX_SMALL_STEPS_OF_FEW if self.few else MAX_SMALL_STEPS
+        self.max_solved = SOLVED_STEPS_OF_FEW if self.few else SOLVED_STEPS
+        self.proof_work = PROOF_WORK_OF_FEW if self.few else PROOF_WORK
+
+    def excludes(self, chance: _Chance) -> bool:
+        """Whether a shape need not be looked at: it cannot win, hardly can, or the time is over."""
+        hopeless = not self.few and chance.hope > HOPELESS * self.best
+        return chance.bound >= self.best or hopeless or (self.stopped() and bool(self.candidates))
 
     def skip(self, bound: float) -> None:
         """A shape that is not looked at: excluded if its bound is above the best."""
@@ -311,37 +336,38 @@ class _Search:
         self.solved_steps += instance.num_slots * shape.num_micro_batches
         self.proof_work -= solution.work
         proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
-        self._take(shape, instance, solution, proven=proven)
+        self._take(shape, solution, proven=proven)
         return True
 
-    def draw(self, large: Sequence[tuple[float, Shape]]) -> None:
+    def draw(self, large: Sequence[_Chance]) -> None:
         """Sketch large shapes, the most hopeful first, while the budget lasts; refine the best sketches."""
-        drawn: list[tuple[float, int, Shape, Instance, Sketch]] = []
-        work = 0
-        for number, (bound, shape) in enumerate(large):
+        drawn: list[tuple[float, int, Shape, Sketch]] = []
+        budget = SKETCH_WORK_PER_CARD * len(self.costs.setting.cluster.cards)
+        for number, chance in enumerate(large):
             least = min((item[0] for item in drawn), default=self.best)
-            enough = work > SKETCH_WORK and (drawn or self.candidates)
-            if bound >= least or enough or (self.stopped() and (drawn or self.candidates)):
-                self.skip(bound)
+            done = bool(drawn or self.candidates) and (budget <= 0 or self.stopped())
+            if done or min(chance.bound, chance.hope / HOPELESS) >= least:
+                self.skip(chance.bound)
                 continue
-            instance = make_instance(self.costs, shape, self.options)
+            instance = make_instance(self.costs, chance.shape, self.options)
             found = sketch(instance)
-            work += min(instance.num_slots, instance.num_units) * instance.num_units**2 * 40
+            budget -= min(instance.num_slots, instance.num_units) * instance.num_units**2 * 40
             self.exact = False
-            self.lower_bound = min(self.lower_bound, bound)
+            self.lower_bound = min(self.lower_bound, chance.bound)
             if found.seconds:
-                drawn.append((found.seconds[0], number, shape, instance, found))
-        for _, _, shape, instance, found in sorted(drawn, key=lambda item: item[:2])[:MAX_REFINED_SHAPES]:
-            self._take(shape, instance, refine(found, stopped=self.stopped), proven=False)
+                drawn.append((found.seconds[0], number, chance.shape, found))
+        for _, _, shape, found in sorted(drawn, key=lambda item: item[:2])[:MAX_REFINED_SHAPES]:
+            self._take(shape, refine(found, stopped=self.stopped), proven=False)
 
-    def _take(self, shape: Shape, instance: Instance, solution: Solution, *, proven: bool) -> None:
+    def _take(self, shape: Shape, solution: Solution, *, proven: bool) -> None:
         self.exact = self.exact and proven
         self.num_simulated += solution.num_simulated
         if not proven:
             self.lower_bound = min(self.lower_bound, shape_bound(self.costs, shape, self.options))
         elif solution.cuts:
             self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
-        self.candidates += _as_candidates(self.costs, shape, instance, self.options, solution)
+        cuts = solution.cuts if self.few else solution.cuts[:KEPT_OF_MANY]
+        self.candidates += _as_candidates(self.costs, shape, self.options, cuts)
         self.best = min((choice_seconds(self.costs, c.cost) for c in self.candidates), default=self.best)
 
 
@@ -410,11 +436,9 @@ def _keeps_memory(cost: PlanCost) -> bool:
     return all(stage.memory.total <= stage.capacity_bytes for stage in cost.stages)
 
 
-def _as_candidates(
-    costs: Costs, shape: Shape, instance: Instance, options: Options, solution: Solution
-) -> list[Candidate]:
+def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[Cut]) -> list[Candidate]:
     result: list[Candidate] = []
-    for cut in solution.cuts:
+    for cut in cuts:
         plan = _plan_of(costs, shape, options, cut)
         cost = cost_plan(costs, plan)
         if cost.fits:

@@ -7,8 +7,10 @@ recompute), and said in `note`; what cannot be derived is estimated from the cat
 from __future__ import annotations
 
 import bisect
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from yuan_train.config.devices import DeviceType, Precision
@@ -68,6 +70,15 @@ class CardCosts:
     """Rate of the optimizer step's memory traffic."""
     boundary_bytes: float
     """One hidden state at the end of a stage; 0 where a profile's activations are the whole truth."""
+
+    @cached_property
+    def layer(self) -> UnitCost:
+        """What can stand for any of the layers: seconds and bytes are the means of all."""
+        layers = self.units[1:-1]
+        names = ("forward_seconds", "backward_seconds", "parameter_bytes", "gradient_bytes")
+        names += ("optimizer_bytes", "activation_bytes", "transient_bytes")
+        means = {name: statistics.fmean(getattr(unit, name) for unit in layers) for name in names}
+        return replace(layers[0], **means)
 
 
 def check_profile(
