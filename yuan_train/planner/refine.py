@@ -38,6 +38,19 @@ def refine_plan(
     return best
 
 
+def refined_hope(plan: Plan, cost: PlanCost) -> float:
+    """About the step if deeper warm-ups hid all transfers; it tells which plans are worth the touches."""
+    compute = 0.0
+    for pipeline, times in zip(plan.pipelines, cost.times, strict=True):
+        work = [f + b for f, b in zip(times.forward_seconds, times.backward_seconds, strict=True)]
+        there, back = times.send_activation_seconds, times.send_gradient_seconds
+        rates = [w / len(stage.replicas) for w, stage in zip(work, pipeline.stages, strict=True)]
+        through = sum(work) + sum(there) + sum(back)
+        period = max([*rates, *there, *back])
+        compute = max(compute, through + (pipeline.num_micro_batches - 1) * period)
+    return cost.step_seconds - cost.compute_seconds + min(compute, cost.compute_seconds)
+
+
 def _better(
     costs: Costs, best: tuple[Plan, PlanCost], other: Plan, *, at_most: float
 ) -> tuple[Plan, PlanCost]:

@@ -33,7 +33,7 @@ from yuan_train.planner.orders import (
 from yuan_train.planner.outlook import outlook_seconds
 from yuan_train.planner.partition import Cut
 from yuan_train.planner.problem import is_faithful, make_instance
-from yuan_train.planner.refine import refine_plan
+from yuan_train.planner.refine import refine_plan, refined_hope
 from yuan_train.planner.setting import Costs, Setting, make_costs
 from yuan_train.planner.shortfall import describe_no_shape, describe_shortfall
 from yuan_train.planner.sums import sum_seconds, unit_parameters
@@ -52,11 +52,11 @@ SKETCH_WORK_PER_CARD = 250_000
 """Cells of dynamic programming (stages * units^2) that all sketches together may fill."""
 HOPELESS = 1.1
 """On many cards: shapes whose outlook is so many times the best that was found are not cut."""
-KEPT_OF_MANY = 3
-"""Cuts of a shape that are costed whole, on many cards."""
+MANY_CARDS, KEPT_OF_MANY = 64, 3
+"""Cuts of a shape that are costed whole, on more cards than these."""
 MAX_REFINED_SHAPES = 3
-NUM_TOUCHED = 4
-"""Plans, the best ones, that get the last touches of `refine`."""
+NUM_TOUCHED, NUM_HOPEFUL = 4, 12
+"""Plans, the best ones and those that hope for most from it, that get the last touches of `refine`."""
 NUM_SPLIT = 3
 """Plans whose stages are tried as virtual stages."""
 
@@ -366,7 +366,8 @@ class _Search:
             self.lower_bound = min(self.lower_bound, shape_bound(self.costs, shape, self.options))
         elif solution.cuts:
             self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
-        cuts = solution.cuts if self.few else solution.cuts[:KEPT_OF_MANY]
+        many = len(self.costs.setting.cluster.cards) > MANY_CARDS
+        cuts = solution.cuts[:KEPT_OF_MANY] if many else solution.cuts
         self.candidates += _as_candidates(self.costs, shape, self.options, cuts)
         self.best = min((choice_seconds(self.costs, c.cost) for c in self.candidates), default=self.best)
 
@@ -426,9 +427,14 @@ def _refined(costs: Costs, ranked: Sequence[Candidate], options: Options) -> lis
     if costs.setting.is_schema_profile:
         return list(ranked)
     result = list(ranked)
-    for i, candidate in enumerate(ranked[:NUM_TOUCHED]):
-        plan, cost = refine_plan(costs, candidate.plan, candidate.cost, options.recompute)
-        result[i] = replace(candidate, plan=plan, cost=cost)
+    hopes = [refined_hope(candidate.plan, candidate.cost) for candidate in ranked]
+    hopeful = sorted(range(len(ranked)), key=lambda i: (hopes[i], i))[:NUM_HOPEFUL]
+    best = ranked[0].step_seconds
+    for i in dict.fromkeys([*range(min(NUM_TOUCHED, len(ranked))), *hopeful]):
+        if i < NUM_TOUCHED or hopes[i] < best:
+            plan, cost = refine_plan(costs, ranked[i].plan, ranked[i].cost, options.recompute)
+            result[i] = replace(ranked[i], plan=plan, cost=cost)
+            best = min(best, cost.step_seconds)
     return result
 
 
