@@ -167,10 +167,11 @@ def _cut(costs: Costs, shape: Shape, options: Options) -> _Part | None:
     instance = make_instance(costs, shape, options)
     if len(places) > MAX_SMALL_SLOTS or instance.num_units > 64:
         drawn = sketch(instance)
-        if not drawn.seconds:
+        if not drawn.plain:
             return None
         tables = drawn.tables
-        best = make_cut(tables, drawn.orders[0], drawn.bounds[0], drawn.seconds[0])
+        (order, bounds), seconds = next(iter(drawn.plain.items()))
+        best = make_cut(tables, order, bounds, seconds)
     else:
         tables = StageTables(instance)
         found = _by_thresholds(tables)

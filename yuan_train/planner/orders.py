@@ -29,6 +29,7 @@ from yuan_train.planner.partition import (
     estimate_cuts,
     find_shortfall,
     make_cut,
+    may_hide,
     simulate_cuts,
     threshold_bounds,
 )
@@ -62,6 +63,10 @@ KEPT = 12
 """Cuts that a solution keeps, best first."""
 
 
+Key = tuple[tuple[int, ...], tuple[int, ...]]
+"""A cut: its order and its bounds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Solution:
     """What was found for an instance; no cuts if nothing fits."""
@@ -80,7 +85,7 @@ class _Pool:
 
     def __init__(self, tables: StageTables) -> None:
         self.tables = tables
-        self.best: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self.best: dict[Key, float] = {}
         self.num_simulated = 0
         self.work = 0
 
@@ -148,52 +153,56 @@ class Sketch:
     """Good cuts of a large instance, by estimate alone."""
 
     tables: StageTables
-    orders: tuple[tuple[int, ...], ...]
-    bounds: tuple[tuple[int, ...], ...]
-    seconds: tuple[float, ...]
-    """Estimates, rising."""
+    plain: dict[Key, float]
+    """Estimated seconds, rising."""
+    hidden: dict[Key, float]
+    """The same if deeper warm-ups hide the transfers; empty where there are none."""
 
 
 def sketch(instance: Instance) -> Sketch:
     """A few orders, cut by dynamic programming and estimated, not simulated. Empty if none of them fits."""
     tables = StageTables(instance)
-    found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
+    plain: dict[Key, float] = {}
+    hidden: dict[Key, float] = {}
     for order in large_orders(tables):
-        bounds = threshold_bounds(tables, order, limit=NUM_SKETCH_LIMITS)
-        if bounds:
-            rows = np.tile(np.array(order), (len(bounds), 1))
-            seconds = estimate_cuts(tables, rows, np.array(bounds))
-            found += [(float(t), order, b) for t, b in zip(seconds, bounds, strict=True) if math.isfinite(t)]
-    found.sort(key=lambda item: (float(f"{item[0]:.11e}"), item[1], item[2]))
-    return Sketch(
-        tables=tables,
-        orders=tuple(order for _, order, _ in found[:KEPT]),
-        bounds=tuple(bounds for _, _, bounds in found[:KEPT]),
-        seconds=tuple(seconds for seconds, _, _ in found[:KEPT]),
-    )
+        found = threshold_bounds(tables, order, limit=NUM_SKETCH_LIMITS)
+        if found:
+            cuts = [(order, bounds) for bounds in found]
+            plain |= _estimates(tables, cuts, hidden=False)
+            hidden |= _estimates(tables, cuts, hidden=True) if may_hide(instance) else {}
+    return Sketch(tables=tables, plain=_best(plain), hidden=_best(hidden))
 
 
-def refine(drawn: Sketch, *, stopped: Callable[[], bool] = lambda: False) -> Solution:
-    """The cuts of a sketch improved by moves, by estimate; the best of them are to be simulated."""
+def _estimates(tables: StageTables, cuts: Sequence[Key], *, hidden: bool) -> dict[Key, float]:
+    """Seconds of those cuts, all of one length, that fit."""
+    orders, bounds = (np.array([cut[i] for cut in cuts]) for i in (0, 1))
+    seconds = estimate_cuts(tables, orders, bounds, hidden=hidden).tolist()
+    return {cut: t for cut, t in zip(cuts, seconds, strict=True) if math.isfinite(t)}
+
+
+def _best(estimates: dict[Key, float]) -> dict[Key, float]:
+    """The best few, best first."""
+    return dict(sorted(estimates.items(), key=lambda item: (float(f"{item[1]:.11e}"), *item[0]))[:KEPT])
+
+
+def refine(drawn: Sketch, *, hidden: bool = False, stopped: Callable[[], bool] = lambda: False) -> Solution:
+    """The cuts of a sketch improved by moves, by estimate; the best of them are to be simulated. `hidden`: as
+    if deeper warm-ups hid the transfers."""
     tables = drawn.tables
-    best = {(o, b): t for o, b, t in zip(drawn.orders, drawn.bounds, drawn.seconds, strict=True)}
-    tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    best = dict(drawn.hidden if hidden else drawn.plain)
+    tried: set[Key] = set()
     for _ in range(MAX_SCREENED_ROUNDS):
-        fresh = [key for key in sorted(best, key=lambda k: (best[k], *k))[:2] if key not in tried]
+        fresh = [key for key in list(best)[:2] if key not in tried]
         if not fresh or stopped():
             break
         tried.update(fresh)
-        by_length: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        by_length: dict[int, list[Key]] = {}
         for order, bounds in fresh:
             for near in neighbours(tables, tables.kind_of, order, bounds, moved=MAX_SCREENED_STAGES):
                 by_length.setdefault(len(near[0]), []).append(near)
         for near_ones in by_length.values():
-            rows = np.array([o for o, _ in near_ones]), np.array([b for _, b in near_ones])
-            seconds = estimate_cuts(tables, *rows)
-            for i in np.argsort(seconds, kind="stable")[:KEPT]:
-                if math.isfinite(seconds[i]):
-                    best[near_ones[i]] = float(seconds[i])
-        best = dict(sorted(best.items(), key=lambda item: (float(f"{item[1]:.11e}"), *item[0]))[:KEPT])
+            best |= _best(_estimates(tables, near_ones, hidden=hidden))
+        best = _best(best)
     finalists = list(best.items())[:NUM_REFINED_CUTS]
     return Solution(
         cuts=tuple(make_cut(tables, order, bounds, seconds) for (order, bounds), seconds in finalists),

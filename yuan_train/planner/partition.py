@@ -342,32 +342,40 @@ def _simulate_batch(tables: StageTables, orders: Integers, bounds: Integers, wor
     return np.where(times.fits, step, np.inf)
 
 
-def estimate_cuts(tables: StageTables, orders: Integers, bounds: Integers) -> Floats:
+def may_hide(instance: Instance) -> bool:
+    """Whether deeper warm-ups could hide transfers; see `refine.deeper_warm_up`."""
+    plain = instance.schedule == "1f1b" and instance.overlap
+    return plain and bool((instance.replicas == 1).all())
+
+
+def estimate_cuts(tables: StageTables, orders: Integers, bounds: Integers, *, hidden: bool = False) -> Floats:
     """About the step seconds [N] of cuts without simulating them: sum + (m - 1) * period.
 
     The period is that of 1F1B with one replica each, over single stages and pairs of neighbours (planning
-    notes, section 2); inf where a cut does not fit. For screening only.
+    notes, section 2), or with transfers `hidden` by deeper warm-ups, over single stages and transfers; inf
+    where a cut does not fit. For screening only.
     """
     result = np.zeros(len(orders))
     for rows in _same_replicas(tables.instance, orders):
-        result[rows] = _estimate_batch(tables, orders[rows], bounds[rows])
+        result[rows] = _estimate_batch(tables, orders[rows], bounds[rows], hidden=hidden)
     return result
 
 
-def _estimate_batch(tables: StageTables, orders: Integers, bounds: Integers) -> Floats:
+def _estimate_batch(tables: StageTables, orders: Integers, bounds: Integers, *, hidden: bool) -> Floats:
     x, times = tables.instance, _times(tables, orders, bounds)
     work = times.forward + times.backward
     rate = work / x.replicas[orders]
     edge = times.there + times.back
     period = rate.max(axis=1)
     if edge.shape[1]:
-        pairs = (rate[:, :-1] + rate[:, 1:] + edge) / 2
         slowest = np.maximum(times.there, times.back).max(axis=1)
+        if not hidden:
+            slowest = np.maximum(slowest, ((rate[:, :-1] + rate[:, 1:] + edge) / 2).max(axis=1))
         waiting = rate.copy()
         waiting[:, :-1] += times.there
         waiting[:, 1:] += times.back
         blocked = waiting.max(axis=1)
-        period = np.maximum(period, np.maximum(pairs.max(axis=1), slowest) if x.overlap else blocked)
+        period = np.maximum(period, slowest if x.overlap else blocked)
     fill = work.sum(axis=1) + edge.sum(axis=1)
     step = fill + (x.num_micro_batches - 1) * period + times.sync[:, 0] + times.after
     return np.where(times.fits, step, np.inf)

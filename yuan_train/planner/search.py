@@ -341,10 +341,10 @@ class _Search:
 
     def draw(self, large: Sequence[_Chance]) -> None:
         """Sketch large shapes, the most hopeful first, while the budget lasts; refine the best sketches."""
-        drawn: list[tuple[float, int, Shape, Sketch]] = []
+        drawn: list[tuple[Shape, Sketch]] = []
+        least = self.best
         budget = SKETCH_WORK_PER_CARD * len(self.costs.setting.cluster.cards)
-        for number, chance in enumerate(large):
-            least = min((item[0] for item in drawn), default=self.best)
+        for chance in large:
             done = bool(drawn or self.candidates) and (budget <= 0 or self.stopped())
             if done or min(chance.bound, chance.hope / HOPELESS) >= least:
                 self.skip(chance.bound)
@@ -354,10 +354,15 @@ class _Search:
             budget -= min(instance.num_slots, instance.num_units) * instance.num_units**2 * 40
             self.exact = False
             self.lower_bound = min(self.lower_bound, chance.bound)
-            if found.seconds:
-                drawn.append((found.seconds[0], number, chance.shape, found))
-        for _, _, shape, found in sorted(drawn, key=lambda item: item[:2])[:MAX_REFINED_SHAPES]:
-            self._take(shape, refine(found, stopped=self.stopped), proven=False)
+            if found.plain:
+                drawn.append((chance.shape, found))
+                least = min(least, *found.plain.values())
+        for hidden in (False, True):
+            # Sorting is stable: of equals, the more hopeful shape.
+            estimated = [(s, d, d.hidden if hidden else d.plain) for s, d in drawn]
+            good = sorted((item for item in estimated if item[2]), key=lambda item: min(item[2].values()))
+            for shape, found, _ in good[:MAX_REFINED_SHAPES]:
+                self._take(shape, refine(found, hidden=hidden, stopped=self.stopped), proven=False)
 
     def _take(self, shape: Shape, solution: Solution, *, proven: bool) -> None:
         self.exact = self.exact and proven
