@@ -31,7 +31,7 @@ from yuan_train.planner.orders import (
     solve,
 )
 from yuan_train.planner.outlook import outlook_seconds
-from yuan_train.planner.partition import Cut
+from yuan_train.planner.partition import Cut, may_hide
 from yuan_train.planner.problem import is_faithful, make_instance
 from yuan_train.planner.refine import refine_plan, refined_hope
 from yuan_train.planner.setting import Costs, Setting, make_costs
@@ -337,6 +337,10 @@ class _Search:
         self.proof_work -= solution.work
         proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
         self._take(shape, solution, proven=proven)
+        if instance.num_slots > 1 and may_hide(instance) and instance.message_seconds.any():
+            # The proof is about plain warm-ups; these are for `refine_plan`.
+            deeper = refine(sketch(instance), hidden=True, stopped=self.stopped)
+            self.candidates += _as_candidates(self.costs, shape, self.options, deeper.cuts)
         return True
 
     def draw(self, large: Sequence[_Chance]) -> None:
