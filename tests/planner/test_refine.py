@@ -12,7 +12,7 @@ from yuan_train.config.devices import GIB
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan import plan_laws
 from yuan_train.planner.cost import cost_plan
-from yuan_train.planner.refine import deeper_warm_up, refine_plan
+from yuan_train.planner.refine import deeper_warm_up, refine_plan, refined_hope
 from yuan_train.planner.setting import make_costs
 from yuan_train.planner.simulator import StageTimes, simulate_schedule
 
@@ -83,6 +83,19 @@ def test_a_plan_over_a_slow_network_warms_up_deeper():
     for changes in ({"cluster": two_nodes(4.0, seconds=1e-8)}, {"overlap": False}):
         stages = find(replace(given_setting, **changes), **KEYS).best.plan.pipelines[0].stages
         assert {stage.in_flight for stage in stages} == {None}
+
+
+def test_plans_that_hope_most_are_touched(monkeypatch):
+    """Twelve slow and six fast cards: the best plan is not among the four that are best untouched."""
+    cards = cluster(Fast=(6, card(4.0, speed=3.0)), Slow=(12, card()))
+    given_setting = setting(cards, model=replace(MODEL, num_layers=16), global_batch_size=32)
+    result = find(given_setting)
+    monkeypatch.setattr("yuan_train.planner.search.NUM_HOPEFUL", 0)
+    assert result.best.step_seconds < 0.98 * find(given_setting).best.step_seconds
+    hopes = [refined_hope(c.plan, c.cost) for c in (result.best, *result.runners_up)]
+    assert all(
+        hope <= c.step_seconds for hope, c in zip(hopes, (result.best, *result.runners_up), strict=True)
+    )
 
 
 def test_deeper_warm_ups_need_memory():

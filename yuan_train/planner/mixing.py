@@ -47,6 +47,16 @@ def mix_pipelines(
 ) -> Iterator[Plan]:
     """Plans whose pipelines have unlike cards, each cut for itself, the batch shared by their speed; none in
     which a stage alone has work for longer than the limit."""
+    for parts in deal_unlike(costs, cards, options):
+        if _outlook(costs, parts, options) > HOPELESS * limit_seconds:
+            continue
+        shared = _share_out(costs, parts, options)
+        if shared is not None and shared[0] < limit_seconds:
+            yield shared[1]
+
+
+def deal_unlike(costs: Costs, cards: Sequence[Card], options: Options) -> Iterator[tuple[Shape, ...]]:
+    """Ways to make unlike pipelines: the shape of each, the batch shared out evenly but for the rest."""
     allowed = options.pipelines
     for schedule, size in itertools.product(options.schedules, options.micro_batch_sizes):
         total, rest = divmod(costs.setting.global_batch_size, size)
@@ -55,12 +65,17 @@ def mix_pipelines(
         for deal in _deals(cards, options):
             if len(deal) > min(total, MAX_GROUPS) or (allowed is not None and len(deal) not in allowed):
                 continue
-            hope = _outlook(costs, deal, options, schedule=schedule, size=size, total=total)
-            if hope > HOPELESS * limit_seconds:
-                continue
-            shared = _share_out(costs, deal, options, schedule=schedule, size=size, total=total)
-            if shared is not None and shared[0] < limit_seconds:
-                yield shared[1]
+            yield tuple(
+                Shape(
+                    schedule=schedule,
+                    micro_batch_size=size,
+                    num_micro_batches=total // len(deal) + (i < total % len(deal)),
+                    slots=tuple((place,) for place in places),
+                    sharded=options.sharded[0],
+                    peers=len(deal),
+                )
+                for i, places in enumerate(deal)
+            )
 
 
 def _deals(cards: Sequence[Card], options: Options) -> list[list[list[Place]]]:
@@ -94,64 +109,43 @@ def _grouped(cards: Sequence[Card], width: int, *, use_all: bool) -> list[Place]
     return places
 
 
-def _outlook(
-    costs: Costs, deal: Sequence[Sequence[Place]], options: Options, *, schedule: str, size: int, total: int
-) -> float:
+def _outlook(costs: Costs, parts: Sequence[Shape], options: Options) -> float:
     """About the step if the batch is shared by the pipelines' speeds, as each promises by itself."""
-    share = max(total // len(deal), 1)
-    rate = 0.0
-    for places in deal:
-        shape = _shape(places, options, schedule=schedule, size=size, share=share, peers=len(deal))
-        rate += share / max(outlook_seconds(costs, shape, options), 1e-300)
-    return total / max(rate, 1e-300)
+    rates = [part.num_micro_batches / max(outlook_seconds(costs, part, options), 1e-300) for part in parts]
+    return sum(part.num_micro_batches for part in parts) / max(sum(rates), 1e-300)
 
 
-def _shape(
-    places: Sequence[Place], options: Options, *, schedule: str, size: int, share: int, peers: int
-) -> Shape:
-    return Shape(
-        schedule=schedule,  # type: ignore[arg-type]
-        micro_batch_size=size,
-        num_micro_batches=share,
-        slots=tuple((place,) for place in places),
-        sharded=options.sharded[0],
-        peers=peers,
-    )
-
-
-def _share_out(
-    costs: Costs, deal: Sequence[Sequence[Place]], options: Options, *, schedule: str, size: int, total: int
-) -> tuple[float, Plan] | None:
+def _share_out(costs: Costs, shapes: Sequence[Shape], options: Options) -> tuple[float, Plan] | None:
     """Cut each pipeline for its share of the batch, share again by their speeds: (seconds of work of the
     busiest stage, plan); None if a pipeline does not fit."""
-    shares = [max(total // len(deal), 1)] * len(deal)
+    total = sum(shape.num_micro_batches for shape in shapes)
+    shares = [total // len(shapes)] * len(shapes)
     parts: list[_Part] = []
     for _ in range(NUM_ROUNDS):
         known: dict[tuple[object, ...], _Part | None] = {}
         parts = []
-        for places, share in zip(deal, shares, strict=True):
+        for shape, share in zip(shapes, shares, strict=True):
+            places = tuple(slot[0] for slot in shape.slots)
             key = (tuple((p[0][0].type, p[0][0].node, len(p[0])) for p in places), share)
             if key not in known or known[key] is None:
-                shape = _shape(places, options, schedule=schedule, size=size, share=share, peers=len(deal))
-                known[key] = _cut(costs, shape, options)
+                known[key] = _cut(costs, replace(shape, num_micro_batches=share), options)
             part = known[key]
             if part is None:
                 return None
-            parts.append(replace(part, places=tuple(places)))
+            parts.append(replace(part, places=places))
         shares = _shares(parts, total)
-    recompute = options.recompute
     cuts = [
         PipelineCut(
-            micro_batch_size=size,
+            micro_batch_size=shapes[0].micro_batch_size,
             num_micro_batches=share,
             places=tuple(part.places[slot] for slot in part.cut.order),
             bounds=part.cut.bounds,
-            recompute=_words(part.cut, recompute, costs.setting.model.num_layers),
+            recompute=_words(part.cut, options.recompute, costs.setting.model.num_layers),
         )
         for part, share in zip(parts, shares, strict=True)
     ]
     busiest = max(share * part.period_seconds for part, share in zip(parts, shares, strict=True))
-    return busiest, assemble_plan(costs, cuts, schedule=schedule, sharded=options.sharded[0])  # type: ignore[arg-type]
+    return busiest, assemble_plan(costs, cuts, schedule=shapes[0].schedule, sharded=shapes[0].sharded)
 
 
 def _words(cut: Cut, recompute: Sequence[Recompute], num_layers: int) -> tuple[Recompute, ...]:

@@ -12,6 +12,7 @@ from html import escape
 from yuan_train.config.load import dump
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.cost import PlanCost
+from yuan_train.planner.explore import Candidate
 from yuan_train.planner.report import (
     CATEGORIES,
     GIB,
@@ -26,7 +27,7 @@ from yuan_train.planner.report import (
     runner_lines,
     step_words,
 )
-from yuan_train.planner.search import Candidate, SearchResult
+from yuan_train.planner.search import SearchResult
 from yuan_train.planner.setting import Setting
 from yuan_train.planner.simulator import Simulation
 

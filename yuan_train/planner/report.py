@@ -10,8 +10,9 @@ from yuan_train.config.load import as_plain
 from yuan_train.config.plan import MemoryForecast
 from yuan_train.config.units import show_seconds
 from yuan_train.planner.cost import PlanCost, StageCost
+from yuan_train.planner.explore import Candidate
 from yuan_train.planner.layout import to_blocks, to_layout
-from yuan_train.planner.search import Candidate, LeftOut, SearchResult
+from yuan_train.planner.search import LeftOut, SearchResult
 from yuan_train.planner.setting import Setting
 
 CATEGORIES = tuple(MemoryForecast.__dataclass_fields__)

@@ -8,6 +8,8 @@ is returned, and `SearchResult.stopped` says so.
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -17,70 +19,27 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.plan import Plan, plan_laws
 from yuan_train.config.run import Recompute, SearchConfig
-from yuan_train.planner.bounds import any_bound, shape_bound
+from yuan_train.planner.bounds import any_bound
 from yuan_train.planner.candidates import Options, Shape, list_shapes, make_plan, read_options
 from yuan_train.planner.cost import PlanCost, cost_plan, make_forecast
-from yuan_train.planner.mixing import mix_pipelines, split_stages
-from yuan_train.planner.orders import (
-    MAX_SMALL_SLOTS,
-    Sketch,
-    Solution,
-    is_small,
-    refine,
-    sketch,
-    solve,
-)
-from yuan_train.planner.outlook import outlook_seconds
-from yuan_train.planner.partition import Cut, may_hide
-from yuan_train.planner.problem import is_faithful, make_instance
+from yuan_train.planner.explore import Candidate, choice_seconds, solve_shapes
+from yuan_train.planner.mixing import deal_unlike, mix_pipelines, split_stages
 from yuan_train.planner.refine import refine_plan, refined_hope
 from yuan_train.planner.setting import Costs, Setting, make_costs
 from yuan_train.planner.shortfall import describe_no_shape, describe_shortfall
-from yuan_train.planner.sums import sum_seconds, unit_parameters
 
 NUM_RUNNERS_UP = 4
 MAX_FINALISTS = 100
 """Plans simulated once more, whole, with every cost that a step has."""
-FEW_CARDS = 16
-MAX_SMALL_STEPS, MAX_SMALL_STEPS_OF_FEW = 640, 10_000
-"""Stages * micro-batches up to which a shape is searched to its end; with few cards it is worth more."""
-SOLVED_STEPS, SOLVED_STEPS_OF_FEW = 1_000, 40_000
-"""The same, summed over the shapes that are searched so; the rest is sketched."""
-PROOF_WORK, PROOF_WORK_OF_FEW = 100_000_000, 4_000_000_000
-"""What all proofs together may take; see `orders.Solution.work`."""
-SKETCH_WORK_PER_CARD = 250_000
-"""Cells of dynamic programming (stages * units^2) that all sketches together may fill."""
-HOPELESS = 1.1
-"""On many cards: shapes whose outlook is so many times the best that was found are not cut."""
-MANY_CARDS, KEPT_OF_MANY = 64, 3
-"""Cuts of a shape that are costed whole, on more cards than these."""
-MAX_REFINED_SHAPES = 3
 NUM_TOUCHED, NUM_HOPEFUL = 4, 12
 """Plans, the best ones and those that hope for most from it, that get the last touches of `refine`."""
 NUM_SPLIT = 3
 """Plans whose stages are tried as virtual stages."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan, and what it costs."""
-
-    plan: Plan
-    cost: PlanCost
-    shape: Shape
-
-    @property
-    def step_seconds(self) -> float:
-        return self.cost.step_seconds
-
-    @property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Layers of each stage of the first pipeline."""
-        return tuple(stage.layers for stage in self.plan.pipelines[0].stages)
-
-    @property
-    def cards(self) -> frozenset[Card]:
-        return frozenset(card for stage in self.cost.stages for card in stage.cards)
+NO_VIRTUAL_STAGES = (
+    "no plan fits search.schedule: of the cuts that fit, none is left whose stages can be split into virtual "
+    "ones: each pipeline must have two stages or more, and each of these two layers or more. Add 1f1b to "
+    "search.schedule, or allow fewer cards"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,33 +113,34 @@ def search_plan(
     costs = make_costs(setting)
     cards, without_precision = usable_cards(setting, use_all=options.use_all_devices)
     shapes = list(list_shapes(cards, options, global_batch_size=setting.global_batch_size))
-    if not shapes:
+    unlike = [shape for deal in deal_unlike(costs, cards, options) for shape in deal]
+    if not shapes and not unlike:
         raise ConfigError(describe_no_shape(setting, options, cards))
-    if options.use_all_devices:
+    if options.use_all_devices and shapes:
         shapes = _with_a_unit_for_each(setting, shapes)
-    found = _solve_shapes(costs, shapes, options, stopped)
-    if not found.candidates:
-        raise NoPlanFits(describe_shortfall(costs, shapes, options))
+    found = solve_shapes(costs, shapes, options, stopped)
     ranked = _rank(costs, _lawful(found.candidates))
     ranked = _rank(costs, [*ranked, *_beyond(costs, ranked, cards, options, stopped)])
+    if not ranked:
+        raise NoPlanFits(describe_shortfall(costs, shapes or unlike, options))
     ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
     if not ranked:
-        raise NoPlanFits(describe_shortfall(costs, shapes, options))
+        raise NoPlanFits(NO_VIRTUAL_STAGES)
     ranked = _rank(costs, _refined(costs, ranked, options))
     lowest = found.lower_bound_seconds
-    exact = found.exact and not _may_mix(options, cards) and ranked[0].step_seconds >= lowest * (1 - 1e-9)
-    beyond = _may_mix(options, cards) or len(_shapes_of(ranked)) > len(_shapes_of(found.candidates))
+    beyond = _may_mix(options, cards) or "interleaved_1f1b" in options.schedules
+    exact = found.exact and not beyond and ranked[0].step_seconds >= lowest * (1 - 1e-9)
     if beyond or (not exact and not setting.is_schema_profile):
         lowest = min(lowest, any_bound(costs, cards, options))
     bound = min(lowest, ranked[0].step_seconds)
     best = _with_forecast(costs, ranked[0], bound)
     problems = list(plan_laws(best.plan))
     assert not problems, f"the planner made a plan that breaks the laws: {problems}"
-    even_shape = best.shape if len(best.shape.slots) > 1 else shapes[0]
+    even_shape = best.shape if len(best.shape.slots) > 1 or not shapes else shapes[0]
     return SearchResult(
         best=best,
         runners_up=_runners_up(ranked),
-        even_split=even_split(costs, even_shape, options),
+        even_split=even_split(costs, even_shape, options) if shapes else None,
         left_out=(*without_precision, *_idle(cards, best)),
         lower_bound_seconds=bound,
         exact=exact,
@@ -247,161 +207,8 @@ def even_split(costs: Costs, shape: Shape, options: Options) -> Candidate | None
     return tried[0]
 
 
-# --- shapes ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    candidates: tuple[Candidate, ...]
-    lower_bound_seconds: float
-    exact: bool
-    num_simulated: int
-
-
-def _solve_shapes(
-    costs: Costs, shapes: Sequence[Shape], options: Options, stopped: Callable[[], bool]
-) -> _Found:
-    """Solve every small shape that a bound does not exclude, the most hopeful first; sketch the large ones,
-    and refine the best of them."""
-    search = _Search(costs, options, stopped)
-    chances = [
-        _Chance(
-            shape=shape,
-            bound=shape_bound(costs, shape, options),
-            hope=outlook_seconds(costs, shape, options) + _sync_hope(costs, shape),
-        )
-        for shape in shapes
-    ]
-    large: list[_Chance] = []
-    # Shapes that seem not to fit come last.
-    for chance in sorted(chances, key=lambda c: (c.hope, c.bound)):
-        if search.excludes(chance):
-            search.skip(chance.bound)
-        elif not search.may_solve(chance.shape) or not search.solve(chance.shape):
-            large.append(chance)
-    search.draw(large)
-    return _Found(
-        candidates=tuple(search.candidates),
-        lower_bound_seconds=search.lower_bound,
-        exact=search.exact,
-        num_simulated=search.num_simulated,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chance:
-    """A shape, what it cannot beat, and what it promises."""
-
-    shape: Shape
-    bound: float
-    hope: float
-
-
-class _Search:
-    """What has been found so far; it lives for one search."""
-
-    def __init__(self, costs: Costs, options: Options, stopped: Callable[[], bool]) -> None:
-        self.costs, self.options, self.stopped = costs, options, stopped
-        self.candidates: list[Candidate] = []
-        self.best = self.lower_bound = float("inf")
-        self.exact = True
-        self.num_simulated = self.solved_steps = 0
-        self.few = len(costs.setting.cluster.cards) <= FEW_CARDS
-        self.max_steps = MAX_SMALL_STEPS_OF_FEW if self.few else MAX_SMALL_STEPS
-        self.max_solved = SOLVED_STEPS_OF_FEW if self.few else SOLVED_STEPS
-        self.proof_work = PROOF_WORK_OF_FEW if self.few else PROOF_WORK
-
-    def excludes(self, chance: _Chance) -> bool:
-        """Whether a shape need not be looked at: it cannot win, hardly can, or the time is over."""
-        hopeless = not self.few and chance.hope > HOPELESS * self.best
-        return chance.bound >= self.best or hopeless or (self.stopped() and bool(self.candidates))
-
-    def skip(self, bound: float) -> None:
-        """A shape that is not looked at: excluded if its bound is above the best."""
-        self.exact = self.exact and bound >= self.best
-        self.lower_bound = min(self.lower_bound, bound)
-
-    def may_solve(self, shape: Shape) -> bool:
-        """Whether a shape may be small, and there is work left for it."""
-        depth = min(len(shape.slots), self.costs.setting.model.num_layers + 2)
-        few = len(shape.slots) <= MAX_SMALL_SLOTS and depth * shape.num_micro_batches <= self.max_steps
-        return few and self.solved_steps < self.max_solved
-
-    def solve(self, shape: Shape) -> bool:
-        """Search a shape to its end; False if it is not small after all."""
-        instance = make_instance(self.costs, shape, self.options)
-        if not is_small(instance):
-            return False
-        solution = solve(instance, max_work=max(self.proof_work, 0), stopped=self.stopped)
-        self.solved_steps += instance.num_slots * shape.num_micro_batches
-        self.proof_work -= solution.work
-        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
-        self._take(shape, solution, proven=proven)
-        if instance.num_slots > 1 and may_hide(instance) and instance.message_seconds.any():
-            # The proof is about plain warm-ups; these are for `refine_plan`.
-            deeper = refine(sketch(instance), hidden=True, stopped=self.stopped)
-            self.candidates += _as_candidates(self.costs, shape, self.options, deeper.cuts)
-        return True
-
-    def draw(self, large: Sequence[_Chance]) -> None:
-        """Sketch large shapes, the most hopeful first, while the budget lasts; refine the best sketches."""
-        drawn: list[tuple[Shape, Sketch]] = []
-        least = self.best
-        budget = SKETCH_WORK_PER_CARD * len(self.costs.setting.cluster.cards)
-        for chance in large:
-            done = bool(drawn or self.candidates) and (budget <= 0 or self.stopped())
-            if done or min(chance.bound, chance.hope / HOPELESS) >= least:
-                self.skip(chance.bound)
-                continue
-            instance = make_instance(self.costs, chance.shape, self.options)
-            found = sketch(instance)
-            budget -= min(instance.num_slots, instance.num_units) * instance.num_units**2 * 40
-            self.exact = False
-            self.lower_bound = min(self.lower_bound, chance.bound)
-            if found.plain:
-                drawn.append((chance.shape, found))
-                least = min(least, *found.plain.values())
-        for hidden in (False, True):
-            # Sorting is stable: of equals, the more hopeful shape.
-            estimated = [(s, d, d.hidden if hidden else d.plain) for s, d in drawn]
-            good = sorted((item for item in estimated if item[2]), key=lambda item: min(item[2].values()))
-            for shape, found, _ in good[:MAX_REFINED_SHAPES]:
-                self._take(shape, refine(found, hidden=hidden, stopped=self.stopped), proven=False)
-
-    def _take(self, shape: Shape, solution: Solution, *, proven: bool) -> None:
-        self.exact = self.exact and proven
-        self.num_simulated += solution.num_simulated
-        if not proven:
-            self.lower_bound = min(self.lower_bound, shape_bound(self.costs, shape, self.options))
-        elif solution.cuts:
-            self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
-        many = len(self.costs.setting.cluster.cards) > MANY_CARDS
-        cuts = solution.cuts[:KEPT_OF_MANY] if many else solution.cuts
-        self.candidates += _as_candidates(self.costs, shape, self.options, cuts)
-        self.best = min((choice_seconds(self.costs, c.cost) for c in self.candidates), default=self.best)
-
-
-def choice_seconds(costs: Costs, cost: PlanCost) -> float:
-    """What decides between plans: the step; under another tool's profile without what it does not know."""
-    if costs.setting.is_schema_profile:
-        return cost.compute_seconds + cost.sync_seconds
-    return cost.step_seconds
-
-
-def _sync_hope(costs: Costs, shape: Shape) -> float:
-    """About what the gradient sum adds, for the order in which shapes are looked at."""
-    slot = shape.slots[0]
-    leads = [replica[0] for place in slot for replica in place]
-    share = sum(unit_parameters(costs.setting.model)) / min(len(shape.slots), costs.setting.model.num_layers)
-    return sum_seconds(costs, leads, share / len(slot[0][0]), sharded=shape.sharded)
-
-
 def _lawful(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [c for c in candidates if not list(plan_laws(c.plan))]
-
-
-def _shapes_of(candidates: Sequence[Candidate]) -> set[object]:
-    return {id(candidate.shape) for candidate in candidates}
 
 
 def _beyond(
@@ -412,22 +219,35 @@ def _beyond(
     stopped: Callable[[], bool],
 ) -> list[Candidate]:
     """Plans that no shape holds: unlike pipelines, and stages split into virtual ones."""
-    made: list[tuple[Shape, Plan]] = []
-    for best in ranked[:NUM_SPLIT]:
-        if best.plan.schedule == "1f1b" and "interleaved_1f1b" in options.schedules:
-            made += [(best.shape, plan) for plan in split_stages(best.plan)]
-    if _may_mix(options, cards) and not stopped() and ranked:
-        mixed = mix_pipelines(costs, cards, options, limit_seconds=ranked[0].step_seconds)
-        made += [(ranked[0].shape, plan) for plan in mixed]
+    made: list[tuple[Shape | None, Plan]] = []
+    if "interleaved_1f1b" in options.schedules:
+        plain = (candidate for candidate in ranked if candidate.plan.schedule == "1f1b")
+        split = ((candidate.shape, list(split_stages(candidate.plan))) for candidate in plain)
+        whole = itertools.islice((item for item in split if item[1]), NUM_SPLIT)
+        made += [(shape, plan) for shape, plans in whole for plan in plans]
+    if _may_mix(options, cards) and not (ranked and stopped()):
+        limit = ranked[0].step_seconds if ranked else math.inf
+        mixed = mix_pipelines(costs, cards, options, limit_seconds=limit)
+        made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
     result: list[Candidate] = []
     for shape, plan in made:
         if list(plan_laws(plan)):
             continue
         cost = cost_plan(costs, plan)
         if cost.fits and _keeps_memory(cost):
-            own = replace(shape, schedule=plan.schedule)
+            own = replace(shape or _first_shape(plan, cost), schedule=plan.schedule)
             result.append(Candidate(plan=plan, cost=cost, shape=own))
     return result
+
+
+def _first_shape(plan: Plan, cost: PlanCost) -> Shape:
+    """The shape of a plan's first pipeline, where no shape of equal pipelines is possible."""
+    return Shape(
+        schedule=plan.schedule,
+        micro_batch_size=plan.pipelines[0].micro_batch_size,
+        num_micro_batches=plan.pipelines[0].num_micro_batches,
+        slots=tuple((tuple(stage.replicas),) for stage in cost.stages if stage.pipeline == 0),
+    )
 
 
 def _refined(costs: Costs, ranked: Sequence[Candidate], options: Options) -> list[Candidate]:
@@ -449,24 +269,6 @@ def _refined(costs: Costs, ranked: Sequence[Candidate], options: Options) -> lis
 
 def _keeps_memory(cost: PlanCost) -> bool:
     return all(stage.memory.total <= stage.capacity_bytes for stage in cost.stages)
-
-
-def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[Cut]) -> list[Candidate]:
-    result: list[Candidate] = []
-    for cut in cuts:
-        plan = _plan_of(costs, shape, options, cut)
-        cost = cost_plan(costs, plan)
-        if cost.fits:
-            result.append(Candidate(plan=plan, cost=cost, shape=shape))
-    return result
-
-
-def _plan_of(costs: Costs, shape: Shape, options: Options, cut: Cut) -> Plan:
-    recompute: list[Recompute] = []
-    for s, choice in enumerate(cut.choices):
-        layers = min(cut.bounds[s + 1] - 1, costs.setting.model.num_layers) - max(cut.bounds[s] - 1, 0)
-        recompute.append(options.recompute[choice] if layers else "none")
-    return make_plan(costs, shape, order=cut.order, bounds=cut.bounds, recompute=recompute)
 
 
 def _rank(costs: Costs, candidates: Sequence[Candidate]) -> list[Candidate]:

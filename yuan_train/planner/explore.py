@@ -1,0 +1,224 @@
+"""Which shapes are cut, and how far: the most hopeful first, to the end where they are small.
+
+A shape's outlook decides the order; a lower bound excludes. Small shapes are cut to the end and proven; of
+the large ones a few are sketched, and the best sketches refined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.plan import Plan
+from yuan_train.config.run import Recompute
+from yuan_train.planner.bounds import shape_bound
+from yuan_train.planner.candidates import Options, Shape, make_plan
+from yuan_train.planner.cost import PlanCost, cost_plan
+from yuan_train.planner.orders import MAX_SMALL_SLOTS, Sketch, Solution, is_small, refine, sketch, solve
+from yuan_train.planner.outlook import outlook_seconds
+from yuan_train.planner.partition import Cut, may_hide
+from yuan_train.planner.problem import is_faithful, make_instance
+from yuan_train.planner.setting import Costs
+from yuan_train.planner.sums import sum_seconds, unit_parameters
+
+FEW_CARDS = 16
+MAX_SMALL_STEPS, MAX_SMALL_STEPS_OF_FEW = 640, 10_000
+"""Stages * micro-batches up to which a shape is searched to its end; with few cards it is worth more."""
+SOLVED_STEPS, SOLVED_STEPS_OF_FEW = 1_000, 40_000
+"""The same, summed over the shapes that are searched so; the rest is sketched."""
+PROOF_WORK, PROOF_WORK_OF_FEW = 100_000_000, 4_000_000_000
+"""What all proofs together may take; see `orders.Solution.work`."""
+SKETCH_WORK_PER_CARD = 250_000
+"""Cells of dynamic programming (stages * units^2) that all sketches together may fill."""
+HOPELESS = 1.1
+"""On many cards: shapes whose outlook is so many times the best that was found are not cut."""
+MANY_CARDS, KEPT_OF_MANY = 64, 3
+"""Cuts of a shape that are costed whole, on more cards than these."""
+MAX_REFINED_SHAPES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan, and what it costs."""
+
+    plan: Plan
+    cost: PlanCost
+    shape: Shape
+
+    @property
+    def step_seconds(self) -> float:
+        return self.cost.step_seconds
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """Layers of each stage of the first pipeline."""
+        return tuple(stage.layers for stage in self.plan.pipelines[0].stages)
+
+    @property
+    def cards(self) -> frozenset[Card]:
+        return frozenset(card for stage in self.cost.stages for card in stage.cards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    candidates: tuple[Candidate, ...]
+    lower_bound_seconds: float
+    exact: bool
+    num_simulated: int
+
+
+def solve_shapes(
+    costs: Costs, shapes: Sequence[Shape], options: Options, stopped: Callable[[], bool]
+) -> Found:
+    """Solve every small shape that a bound does not exclude, the most hopeful first; sketch the large ones,
+    and refine the best of them."""
+    search = _Search(costs, options, stopped)
+    chances = [
+        _Chance(
+            shape=shape,
+            bound=shape_bound(costs, shape, options),
+            hope=outlook_seconds(costs, shape, options) + _sync_hope(costs, shape),
+        )
+        for shape in shapes
+    ]
+    large: list[_Chance] = []
+    # Shapes that seem not to fit come last.
+    for chance in sorted(chances, key=lambda c: (c.hope, c.bound)):
+        if search.excludes(chance):
+            search.skip(chance.bound)
+        elif not search.may_solve(chance.shape) or not search.solve(chance.shape):
+            large.append(chance)
+    search.draw(large)
+    return Found(
+        candidates=tuple(search.candidates),
+        lower_bound_seconds=search.lower_bound,
+        exact=search.exact,
+        num_simulated=search.num_simulated,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chance:
+    """A shape, what it cannot beat, and what it promises."""
+
+    shape: Shape
+    bound: float
+    hope: float
+
+
+class _Search:
+    """What has been found so far; it lives for one search."""
+
+    def __init__(self, costs: Costs, options: Options, stopped: Callable[[], bool]) -> None:
+        self.costs, self.options, self.stopped = costs, options, stopped
+        self.candidates: list[Candidate] = []
+        self.best = self.lower_bound = float("inf")
+        self.exact = True
+        self.num_simulated = self.solved_steps = 0
+        self.few = len(costs.setting.cluster.cards) <= FEW_CARDS
+        self.max_steps = MAX_SMALL_STEPS_OF_FEW if self.few else MAX_SMALL_STEPS
+        self.max_solved = SOLVED_STEPS_OF_FEW if self.few else SOLVED_STEPS
+        self.proof_work = PROOF_WORK_OF_FEW if self.few else PROOF_WORK
+
+    def excludes(self, chance: _Chance) -> bool:
+        """Whether a shape need not be looked at: it cannot win, hardly can, or the time is over."""
+        hopeless = not self.few and chance.hope > HOPELESS * self.best
+        return chance.bound >= self.best or hopeless or (self.stopped() and bool(self.candidates))
+
+    def skip(self, bound: float) -> None:
+        """A shape that is not looked at: excluded if its bound is above the best."""
+        self.exact = self.exact and bound >= self.best
+        self.lower_bound = min(self.lower_bound, bound)
+
+    def may_solve(self, shape: Shape) -> bool:
+        """Whether a shape may be small, and there is work left for it."""
+        depth = min(len(shape.slots), self.costs.setting.model.num_layers + 2)
+        few = len(shape.slots) <= MAX_SMALL_SLOTS and depth * shape.num_micro_batches <= self.max_steps
+        return few and self.solved_steps < self.max_solved
+
+    def solve(self, shape: Shape) -> bool:
+        """Search a shape to its end; False if it is not small after all."""
+        instance = make_instance(self.costs, shape, self.options)
+        if not is_small(instance):
+            return False
+        solution = solve(instance, max_work=max(self.proof_work, 0), stopped=self.stopped)
+        self.solved_steps += instance.num_slots * shape.num_micro_batches
+        self.proof_work -= solution.work
+        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
+        self._take(shape, solution, proven=proven)
+        if instance.num_slots > 1 and may_hide(instance) and instance.message_seconds.any():
+            # The proof is about plain warm-ups; these are for `refine_plan`.
+            deeper = refine(sketch(instance), hidden=True, stopped=self.stopped)
+            self.candidates += _as_candidates(self.costs, shape, self.options, deeper.cuts)
+        return True
+
+    def draw(self, large: Sequence[_Chance]) -> None:
+        """Sketch large shapes, the most hopeful first, while the budget lasts; refine the best sketches."""
+        drawn: list[tuple[Shape, Sketch]] = []
+        least = self.best
+        budget = SKETCH_WORK_PER_CARD * len(self.costs.setting.cluster.cards)
+        for chance in large:
+            done = bool(drawn or self.candidates) and (budget <= 0 or self.stopped())
+            if done or min(chance.bound, chance.hope / HOPELESS) >= least:
+                self.skip(chance.bound)
+                continue
+            instance = make_instance(self.costs, chance.shape, self.options)
+            found = sketch(instance)
+            budget -= min(instance.num_slots, instance.num_units) * instance.num_units**2 * 40
+            self.exact = False
+            self.lower_bound = min(self.lower_bound, chance.bound)
+            if found.plain:
+                drawn.append((chance.shape, found))
+                least = min(least, *found.plain.values())
+        for hidden in (False, True):
+            # Sorting is stable: of equals, the more hopeful shape.
+            estimated = [(s, d, d.hidden if hidden else d.plain) for s, d in drawn]
+            good = sorted((item for item in estimated if item[2]), key=lambda item: min(item[2].values()))
+            for shape, found, _ in good[:MAX_REFINED_SHAPES]:
+                self._take(shape, refine(found, hidden=hidden, stopped=self.stopped), proven=False)
+
+    def _take(self, shape: Shape, solution: Solution, *, proven: bool) -> None:
+        self.exact = self.exact and proven
+        self.num_simulated += solution.num_simulated
+        if not proven:
+            self.lower_bound = min(self.lower_bound, shape_bound(self.costs, shape, self.options))
+        elif solution.cuts:
+            self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
+        many = len(self.costs.setting.cluster.cards) > MANY_CARDS
+        cuts = solution.cuts[:KEPT_OF_MANY] if many else solution.cuts
+        self.candidates += _as_candidates(self.costs, shape, self.options, cuts)
+        self.best = min((choice_seconds(self.costs, c.cost) for c in self.candidates), default=self.best)
+
+
+def choice_seconds(costs: Costs, cost: PlanCost) -> float:
+    """What decides between plans: the step; under another tool's profile without what it does not know."""
+    if costs.setting.is_schema_profile:
+        return cost.compute_seconds + cost.sync_seconds
+    return cost.step_seconds
+
+
+def _sync_hope(costs: Costs, shape: Shape) -> float:
+    """About what the gradient sum adds, for the order in which shapes are looked at."""
+    slot = shape.slots[0]
+    leads = [replica[0] for place in slot for replica in place]
+    share = sum(unit_parameters(costs.setting.model)) / min(len(shape.slots), costs.setting.model.num_layers)
+    return sum_seconds(costs, leads, share / len(slot[0][0]), sharded=shape.sharded)
+
+
+def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[Cut]) -> list[Candidate]:
+    result: list[Candidate] = []
+    for cut in cuts:
+        plan = _plan_of(costs, shape, options, cut)
+        cost = cost_plan(costs, plan)
+        if cost.fits:
+            result.append(Candidate(plan=plan, cost=cost, shape=shape))
+    return result
+
+
+def _plan_of(costs: Costs, shape: Shape, options: Options, cut: Cut) -> Plan:
+    recompute: list[Recompute] = []
+    for s, choice in enumerate(cut.choices):
+        layers = min(cut.bounds[s + 1] - 1, costs.setting.model.num_layers) - max(cut.bounds[s] - 1, 0)
+        recompute.append(options.recompute[choice] if layers else "none")
+    return make_plan(costs, shape, order=cut.order, bounds=cut.bounds, recompute=recompute)
