@@ -34,7 +34,7 @@ Slot = tuple[Place, ...]
 
 WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel widths that are tried without a search key."""
-MAX_REPLICATED_CARDS = 8
+MAX_REPLICATED_CARDS = 48
 """Cards up to which stages of several replicas are tried without a search key."""
 MAX_WIDTH_MIXES = 256
 """Ways to give each type of card a width; with more, only equal widths and single exceptions."""
@@ -153,13 +153,21 @@ def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: i
     """Every shape that the options allow."""
     # Interleaved stages are split from a cut for 1F1B.
     bases: list[Schedule] = ["1f1b" if name == "interleaved_1f1b" else name for name in options.schedules]
+    seen: set[object] = set()
     for schedule in dict.fromkeys(bases):
         for widths in _mixes(_most_per_node(cards), options.tensor):
             groups = {name: len(own) // widths[name] for name, own in _by_type(cards).items()}
             for replicas in _mixes(groups, options.replicas):
                 places = _places(cards, widths, replicas, use_all=options.use_all_devices)
                 for num_pipelines in _pipeline_counts(places, options):
-                    yield from _batches(schedule, num_pipelines, places, options, global_batch_size)
+                    # A type too few for the pipelines is left out, whatever its width and replicas.
+                    enough = {name for name, group in places.items() if len(group) >= num_pipelines}
+                    kinds = tuple((name, widths[name], replicas[name]) for name in sorted(enough))
+                    without = groups.keys() - enough
+                    fewest = all(replicas[name] == min(options.replicas) for name in without)
+                    if fewest and (schedule, num_pipelines, kinds) not in seen:
+                        seen.add((schedule, num_pipelines, kinds))
+                        yield from _batches(schedule, num_pipelines, places, options, global_batch_size)
 
 
 def _batches(

@@ -82,14 +82,11 @@ def solve_shapes(
         )
         for shape in shapes
     ]
-    large: list[_Chance] = []
-    # Shapes that seem not to fit come last.
-    for chance in sorted(chances, key=lambda c: (c.hope, c.bound)):
-        if search.excludes(chance):
-            search.skip(chance.bound)
-        elif not search.may_solve(chance.shape) or not search.solve(chance.shape):
-            large.append(chance)
-    search.draw(large)
+    # Shapes that seem not to fit come last. Several replicas promise more than they keep, for no warm-up
+    # hides their transfers: they must not crowd the others out.
+    ranked = sorted(chances, key=lambda c: (c.hope, c.bound))
+    for several in (False, True):
+        search.explore([c for c in ranked if any(len(slot[0]) > 1 for slot in c.shape.slots) == several])
     return Found(
         candidates=tuple(search.candidates),
         lower_bound_seconds=search.lower_bound,
@@ -125,6 +122,16 @@ class _Search:
         """Whether a shape need not be looked at: it cannot win, hardly can, or the time is over."""
         hopeless = not self.few and chance.hope > HOPELESS * self.best
         return chance.bound >= self.best or hopeless or (self.stopped() and bool(self.candidates))
+
+    def explore(self, ranked: Sequence[_Chance]) -> None:
+        """Solve the small shapes, sketch the large ones."""
+        large: list[_Chance] = []
+        for chance in ranked:
+            if self.excludes(chance):
+                self.skip(chance.bound)
+            elif not self.may_solve(chance.shape) or not self.solve(chance.shape):
+                large.append(chance)
+        self.draw(large)
 
     def skip(self, bound: float) -> None:
         """A shape that is not looked at: excluded if its bound is above the best."""

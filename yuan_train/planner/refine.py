@@ -43,10 +43,11 @@ def refined_hope(plan: Plan, cost: PlanCost) -> float:
     compute = 0.0
     for pipeline, times in zip(plan.pipelines, cost.times, strict=True):
         work = [f + b for f, b in zip(times.forward_seconds, times.backward_seconds, strict=True)]
+        if plan.schedule != "1f1b" or any(len(stage.replicas) > 1 for stage in pipeline.stages):
+            return cost.step_seconds
         there, back = times.send_activation_seconds, times.send_gradient_seconds
-        rates = [w / len(stage.replicas) for w, stage in zip(work, pipeline.stages, strict=True)]
         through = sum(work) + sum(there) + sum(back)
-        period = max([*rates, *there, *back])
+        period = max([*work, *there, *back])
         compute = max(compute, through + (pipeline.num_micro_batches - 1) * period)
     return cost.step_seconds - cost.compute_seconds + min(compute, cost.compute_seconds)
 
