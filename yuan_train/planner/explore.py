@@ -17,8 +17,9 @@ from yuan_train.planner.candidates import Options, Shape, make_plan
 from yuan_train.planner.cost import PlanCost, cost_plan
 from yuan_train.planner.orders import MAX_SMALL_SLOTS, Sketch, Solution, is_small, refine, sketch, solve
 from yuan_train.planner.outlook import outlook_seconds
-from yuan_train.planner.partition import Cut, may_hide
+from yuan_train.planner.partition import Cut, make_cut, may_hide
 from yuan_train.planner.problem import is_faithful, make_instance
+from yuan_train.planner.refine import refine_plan
 from yuan_train.planner.setting import Costs
 from yuan_train.planner.sums import sum_seconds, unit_parameters
 
@@ -35,7 +36,7 @@ HOPELESS = 1.1
 """On many cards: shapes whose outlook is so many times the best that was found are not cut."""
 MANY_CARDS, KEPT_OF_MANY = 64, 3
 """Cuts of a shape that are costed whole, on more cards than these."""
-MAX_REFINED_SHAPES = 3
+MAX_REFINED_SHAPES, MAX_TOUCHED_SHAPES = 3, 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,7 @@ class _Search:
         self.exact = True
         self.num_simulated = self.solved_steps = 0
         self.few = len(costs.setting.cluster.cards) <= FEW_CARDS
+        self.many = len(costs.setting.cluster.cards) > MANY_CARDS
         self.max_steps = MAX_SMALL_STEPS_OF_FEW if self.few else MAX_SMALL_STEPS
         self.max_solved = SOLVED_STEPS_OF_FEW if self.few else SOLVED_STEPS
         self.proof_work = PROOF_WORK_OF_FEW if self.few else PROOF_WORK
@@ -178,12 +180,25 @@ class _Search:
             if found.plain:
                 drawn.append((chance.shape, found))
                 least = min(least, *found.plain.values())
-        for hidden in (False, True):
-            # Sorting is stable: of equals, the more hopeful shape.
-            estimated = [(s, d, d.hidden if hidden else d.plain) for s, d in drawn]
-            good = sorted((item for item in estimated if item[2]), key=lambda item: min(item[2].values()))
-            for shape, found, _ in good[:MAX_REFINED_SHAPES]:
-                self._take(shape, refine(found, hidden=hidden, stopped=self.stopped), proven=False)
+        # Sorting is stable: of equals, the more hopeful shape.
+        for shape, found in sorted(drawn, key=lambda item: min(item[1].plain.values()))[:MAX_REFINED_SHAPES]:
+            self._take(shape, refine(found, stopped=self.stopped), proven=False)
+        for shape, found in self._deepest([item for item in drawn if item[1].hidden]):
+            self._take(shape, refine(found, hidden=True, stopped=self.stopped), proven=False)
+
+    def _deepest(self, drawn: Sequence[tuple[Shape, Sketch]]) -> list[tuple[Shape, Sketch]]:
+        """The sketches that gain most by deeper warm-ups: by estimate, which knows no memory for them, and of
+        these by what the touches make of the best cut, where that is soon told."""
+        chosen = sorted(drawn, key=lambda item: min(item[1].hidden.values()))
+        if self.many:
+            return chosen[:MAX_REFINED_SHAPES]
+        seconds: dict[int, float] = {}
+        for i, (shape, found) in enumerate(chosen[:MAX_TOUCHED_SHAPES]):
+            (order, bounds), estimate = next(iter(found.hidden.items()))
+            plan = _plan_of(self.costs, shape, self.options, make_cut(found.tables, order, bounds, estimate))
+            _, cost = refine_plan(self.costs, plan, cost_plan(self.costs, plan), self.options.recompute)
+            seconds[i] = cost.step_seconds
+        return [chosen[i] for i in sorted(seconds, key=lambda i: (seconds[i], i))[:MAX_REFINED_SHAPES]]
 
     def _take(self, shape: Shape, solution: Solution, *, proven: bool) -> None:
         self.exact = self.exact and proven
@@ -192,8 +207,7 @@ class _Search:
             self.lower_bound = min(self.lower_bound, shape_bound(self.costs, shape, self.options))
         elif solution.cuts:
             self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
-        many = len(self.costs.setting.cluster.cards) > MANY_CARDS
-        cuts = solution.cuts[:KEPT_OF_MANY] if many else solution.cuts
+        cuts = solution.cuts[:KEPT_OF_MANY] if self.many else solution.cuts
         self.candidates += _as_candidates(self.costs, shape, self.options, cuts)
         self.best = min((choice_seconds(self.costs, c.cost) for c in self.candidates), default=self.best)
 
