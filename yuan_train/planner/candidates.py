@@ -36,7 +36,7 @@ WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel widths that are tried without a search key."""
 MAX_REPLICATED_CARDS = 48
 """Cards up to which stages of several replicas are tried without a search key."""
-MAX_WIDTH_MIXES = 256
+MAX_MIXES, MAX_MIXES_OF_MANY, MANY_CARDS = 256, 64, 2048
 """Ways to give each type of card a width; with more, only equal widths and single exceptions."""
 
 T = TypeVar("T")
@@ -153,11 +153,12 @@ def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: i
     """Every shape that the options allow."""
     # Interleaved stages are split from a cut for 1F1B.
     bases: list[Schedule] = ["1f1b" if name == "interleaved_1f1b" else name for name in options.schedules]
+    most = MAX_MIXES if len(cards) <= MANY_CARDS else MAX_MIXES_OF_MANY
     seen: set[object] = set()
     for schedule in dict.fromkeys(bases):
-        for widths in _mixes(_most_per_node(cards), options.tensor):
+        for widths in _mixes(_most_per_node(cards), options.tensor, most=most):
             groups = {name: len(own) // widths[name] for name, own in _by_type(cards).items()}
-            for replicas in _mixes(groups, options.replicas):
+            for replicas in _mixes(groups, options.replicas, most=most):
                 places = _places(cards, widths, replicas, use_all=options.use_all_devices)
                 for num_pipelines in _pipeline_counts(places, options):
                     # A type too few for the pipelines is left out, whatever its width and replicas.
@@ -194,11 +195,11 @@ def _batches(
             )
 
 
-def _mixes(limits: dict[str, int], values: Sequence[int]) -> Iterator[dict[str, int]]:
+def _mixes(limits: dict[str, int], values: Sequence[int], *, most: int) -> Iterator[dict[str, int]]:
     """Ways to give each type of card one of the values, up to its limit."""
-    own = {name: [v for v in values if v <= most] or [min(values)] for name, most in limits.items()}
-    ways = list(itertools.islice(itertools.product(*own.values()), MAX_WIDTH_MIXES + 1))
-    if len(ways) <= MAX_WIDTH_MIXES:
+    own = {name: [v for v in values if v <= limit] or [min(values)] for name, limit in limits.items()}
+    ways = list(itertools.islice(itertools.product(*own.values()), most + 1))
+    if len(ways) <= most:
         yield from (dict(zip(own, mix, strict=True)) for mix in ways)
         return
     found: dict[tuple[int, ...], dict[str, int]] = {}

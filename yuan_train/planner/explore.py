@@ -34,7 +34,7 @@ SKETCH_WORK_PER_CARD = 250_000
 """Cells of dynamic programming (stages * units^2) that all sketches together may fill."""
 HOPELESS = 1.1
 """On many cards: shapes whose outlook is so many times the best that was found are not cut."""
-MANY_CARDS, KEPT_OF_MANY = 64, 3
+MANY_CARDS, KEPT_OF_MANY = 48, 3
 """Cuts of a shape that are costed whole, on more cards than these."""
 MAX_REFINED_SHAPES, MAX_TOUCHED_SHAPES = 3, 12
 
@@ -75,19 +75,17 @@ def solve_shapes(
     """Solve every small shape that a bound does not exclude, the most hopeful first; sketch the large ones,
     and refine the best of them."""
     search = _Search(costs, options, stopped)
-    chances = [
-        _Chance(
-            shape=shape,
-            bound=shape_bound(costs, shape, options),
-            hope=outlook_seconds(costs, shape, options) + _sync_hope(costs, shape),
-        )
-        for shape in shapes
-    ]
+    chances: list[_Chance] = []
+    for shape in shapes:
+        bound = shape_bound(costs, shape, options)
+        outlook = bound if stopped() else outlook_seconds(costs, shape, options)
+        chances.append(_Chance(shape=shape, bound=bound, hope=outlook + _sync_hope(costs, shape)))
     # Shapes that seem not to fit come last. Several replicas promise more than they keep, for no warm-up
     # hides their transfers: they must not crowd the others out.
     ranked = sorted(chances, key=lambda c: (c.hope, c.bound))
     for several in (False, True):
-        search.explore([c for c in ranked if any(len(slot[0]) > 1 for slot in c.shape.slots) == several])
+        own = [c for c in ranked if any(len(slot[0]) > 1 for slot in c.shape.slots) == several]
+        search.explore(own, solving=not several or len(costs.setting.cluster.cards) <= MAX_SMALL_SLOTS)
     return Found(
         candidates=tuple(search.candidates),
         lower_bound_seconds=search.lower_bound,
@@ -125,13 +123,13 @@ class _Search:
         hopeless = not self.few and chance.hope > HOPELESS * self.best
         return chance.bound >= self.best or hopeless or (self.stopped() and bool(self.candidates))
 
-    def explore(self, ranked: Sequence[_Chance]) -> None:
-        """Solve the small shapes, sketch the large ones."""
+    def explore(self, ranked: Sequence[_Chance], *, solving: bool) -> None:
+        """Solve the small shapes, if any are to be solved, and sketch the others."""
         large: list[_Chance] = []
         for chance in ranked:
             if self.excludes(chance):
                 self.skip(chance.bound)
-            elif not self.may_solve(chance.shape) or not self.solve(chance.shape):
+            elif not (solving and self.may_solve(chance.shape) and self.solve(chance.shape)):
                 large.append(chance)
         self.draw(large)
 

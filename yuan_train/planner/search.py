@@ -126,7 +126,7 @@ def search_plan(
     ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
     if not ranked:
         raise NoPlanFits(NO_VIRTUAL_STAGES)
-    ranked = _rank(costs, _refined(costs, ranked, options))
+    ranked = _rank(costs, _refined(costs, ranked, options, stopped))
     lowest = found.lower_bound_seconds
     beyond = _may_mix(options, cards) or "interleaved_1f1b" in options.schedules
     exact = found.exact and not beyond and ranked[0].step_seconds >= lowest * (1 - 1e-9)
@@ -250,7 +250,9 @@ def _first_shape(plan: Plan, cost: PlanCost) -> Shape:
     )
 
 
-def _refined(costs: Costs, ranked: Sequence[Candidate], options: Options) -> list[Candidate]:
+def _refined(
+    costs: Costs, ranked: Sequence[Candidate], options: Options, stopped: Callable[[], bool]
+) -> list[Candidate]:
     """The candidates, the best ones after the last touches. Under another tool's profile there are none: it
     is to be judged by plain 1F1B."""
     if costs.setting.is_schema_profile:
@@ -260,7 +262,7 @@ def _refined(costs: Costs, ranked: Sequence[Candidate], options: Options) -> lis
     hopeful = sorted(range(len(ranked)), key=lambda i: (hopes[i], i))[:NUM_HOPEFUL]
     best = ranked[0].step_seconds
     for i in dict.fromkeys([*range(min(NUM_TOUCHED, len(ranked))), *hopeful]):
-        if i < NUM_TOUCHED or hopes[i] < best:
+        if not stopped() and (i < NUM_TOUCHED or hopes[i] < best):
             plan, cost = refine_plan(costs, ranked[i].plan, ranked[i].cost, options.recompute)
             result[i] = replace(ranked[i], plan=plan, cost=cost)
             best = min(best, cost.step_seconds)
