@@ -63,9 +63,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
+    """What came of the shapes."""
+
     candidates: tuple[Candidate, ...]
     lower_bound_seconds: float
+    """No plan of these shapes takes less."""
     exact: bool
+    """Whether none of their plans is faster than the best candidate, before the last touches."""
     num_simulated: int
 
 
@@ -73,7 +77,7 @@ def solve_shapes(
     costs: Costs, shapes: Sequence[Shape], options: Options, stopped: Callable[[], bool]
 ) -> Found:
     """Solve every small shape that a bound does not exclude, the most hopeful first; sketch the large ones,
-    and refine the best of them."""
+    and refine the best of them. What stands still open when `stopped` says so is left."""
     search = _Search(costs, options, stopped)
     chances: list[_Chance] = []
     for shape in shapes:
