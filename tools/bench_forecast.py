@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -67,8 +68,8 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=3, help="rounds: profile, then the three cuts")
     options = parser.parse_args()
-    if options.steps <= WARM_UP_STEPS or options.rounds < 1:
-        parser.error(f"wanted more than {WARM_UP_STEPS} steps and at least one round")
+    if options.steps <= WARM_UP_STEPS or options.rounds < 1 or not 0 < options.slower < math.inf:
+        parser.error(f"wanted more than {WARM_UP_STEPS} steps, at least one round, --slower above 0")
     changes = [*(f"model.{word}" for word in MODEL), "train.device=cpu"]
     rounds: dict[tuple[int, ...], list[Round]] = {layers: [] for layers in CUTS}
     with tempfile.TemporaryDirectory() as folder:

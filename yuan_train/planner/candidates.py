@@ -36,8 +36,9 @@ WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel widths that are tried without a search key."""
 MAX_REPLICATED_CARDS = 48
 """Cards up to which stages of several replicas are tried without a search key."""
-MAX_MIXES, MAX_MIXES_OF_MANY, MANY_CARDS = 256, 64, 2048
-"""Ways to give each type of card a width; with more, only equal widths and single exceptions."""
+MAX_MIXES, MAX_MIXES_OF_THOUSANDS, THOUSANDS = 256, 64, 2048
+"""Ways to give each type of card a width, and from so many cards on; with more ways, only equal widths and
+single exceptions."""
 
 T = TypeVar("T")
 
@@ -153,7 +154,7 @@ def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: i
     """Every shape that the options allow."""
     # Interleaved stages are split from a cut for 1F1B.
     bases: list[Schedule] = ["1f1b" if name == "interleaved_1f1b" else name for name in options.schedules]
-    most = MAX_MIXES if len(cards) <= MANY_CARDS else MAX_MIXES_OF_MANY
+    most = MAX_MIXES if len(cards) <= THOUSANDS else MAX_MIXES_OF_THOUSANDS
     seen: set[object] = set()
     for schedule in dict.fromkeys(bases):
         for widths in _mixes(_most_per_node(cards), options.tensor, most=most):
@@ -284,6 +285,17 @@ class PipelineCut:
     places: tuple[Place, ...]
     bounds: tuple[int, ...]
     recompute: tuple[Recompute, ...]
+
+
+def stage_recompute(
+    bounds: Sequence[int], choices: Sequence[int], recompute: Sequence[Recompute], num_layers: int
+) -> tuple[Recompute, ...]:
+    """Each stage's choice as a word of `recompute`; none for a stage without layers."""
+    words: list[Recompute] = []
+    for choice, first, end in zip(choices, bounds, bounds[1:], strict=False):
+        has_layers = min(end - 1, num_layers) > max(first - 1, 0)
+        words.append(recompute[choice] if has_layers else "none")
+    return tuple(words)
 
 
 def make_plan(

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
-from yuan_train.config.run import Recompute
 from yuan_train.planner.bounds import shape_bound
-from yuan_train.planner.candidates import Options, Shape, make_plan
+from yuan_train.planner.candidates import Options, Shape, make_plan, stage_recompute
 from yuan_train.planner.cost import PlanCost, cost_plan
 from yuan_train.planner.orders import MAX_SMALL_SLOTS, Sketch, Solution, is_small, refine, sketch, solve
-from yuan_train.planner.outlook import outlook_seconds
+from yuan_train.planner.outlook import HOPELESS, outlook_seconds
 from yuan_train.planner.partition import Cut, make_cut, may_hide
 from yuan_train.planner.problem import is_faithful, make_instance
 from yuan_train.planner.refine import refine_plan
@@ -32,8 +31,6 @@ PROOF_WORK, PROOF_WORK_OF_FEW = 100_000_000, 4_000_000_000
 """What all proofs together may take; see `orders.Solution.work`."""
 SKETCH_WORK_PER_CARD = 250_000
 """Cells of dynamic programming (stages * units^2) that all sketches together may fill."""
-HOPELESS = 1.1
-"""On many cards: shapes whose outlook is so many times the best that was found are not cut."""
 MANY_CARDS, KEPT_OF_MANY = 48, 3
 """Cuts of a shape that are costed whole, on more cards than these."""
 MAX_REFINED_SHAPES, MAX_TOUCHED_SHAPES = 3, 12
@@ -240,8 +237,5 @@ def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[
 
 
 def _plan_of(costs: Costs, shape: Shape, options: Options, cut: Cut) -> Plan:
-    recompute: list[Recompute] = []
-    for s, choice in enumerate(cut.choices):
-        layers = min(cut.bounds[s + 1] - 1, costs.setting.model.num_layers) - max(cut.bounds[s] - 1, 0)
-        recompute.append(options.recompute[choice] if layers else "none")
+    recompute = stage_recompute(cut.bounds, cut.choices, options.recompute, costs.setting.model.num_layers)
     return make_plan(costs, shape, order=cut.order, bounds=cut.bounds, recompute=recompute)

@@ -6,20 +6,26 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
-from yuan_train.config.run import Recompute
-from yuan_train.planner.candidates import Options, PipelineCut, Place, Shape, assemble_plan
-from yuan_train.planner.orders import MAX_SMALL_SLOTS, sketch
-from yuan_train.planner.outlook import outlook_seconds
+from yuan_train.planner.candidates import (
+    Options,
+    PipelineCut,
+    Place,
+    Shape,
+    assemble_plan,
+    stage_recompute,
+)
+from yuan_train.planner.orders import MAX_SMALL_SLOTS, seed_orders, sketch, slot_classes
+from yuan_train.planner.outlook import HOPELESS, outlook_seconds
 from yuan_train.planner.partition import Cut, StageTables, make_cut, simulate_cuts, threshold_bounds
 from yuan_train.planner.problem import make_instance
 from yuan_train.planner.setting import Costs
 
 MAX_GROUPS = 16
 """Pipelines of unlike cards that are tried at most."""
-HOPELESS = 1.1
-"""Times the best plan's step: what promises no less is not cut."""
 NUM_ROUNDS = 2
 """How often the batch is shared out again after the pipelines were cut for their shares."""
 CHUNKS = (2, 3)
@@ -140,20 +146,14 @@ def _share_out(costs: Costs, shapes: Sequence[Shape], options: Options) -> tuple
             num_micro_batches=share,
             places=tuple(part.places[slot] for slot in part.cut.order),
             bounds=part.cut.bounds,
-            recompute=_words(part.cut, options.recompute, costs.setting.model.num_layers),
+            recompute=stage_recompute(
+                part.cut.bounds, part.cut.choices, options.recompute, costs.setting.model.num_layers
+            ),
         )
         for part, share in zip(parts, shares, strict=True)
     ]
     busiest = max(share * part.period_seconds for part, share in zip(parts, shares, strict=True))
     return busiest, assemble_plan(costs, cuts, schedule=shapes[0].schedule, sharded=shapes[0].sharded)
-
-
-def _words(cut: Cut, recompute: Sequence[Recompute], num_layers: int) -> tuple[Recompute, ...]:
-    words: list[Recompute] = []
-    for s, choice in enumerate(cut.choices):
-        layers = min(cut.bounds[s + 1] - 1, num_layers) - max(cut.bounds[s] - 1, 0)
-        words.append(recompute[choice] if layers else "none")
-    return tuple(words)
 
 
 def _cut(costs: Costs, shape: Shape, options: Options) -> _Part | None:
@@ -179,10 +179,6 @@ def _cut(costs: Costs, shape: Shape, options: Options) -> _Part | None:
 
 
 def _by_thresholds(tables: StageTables) -> Cut | None:
-    import numpy as np
-
-    from yuan_train.planner.orders import seed_orders, slot_classes
-
     best: Cut | None = None
     for order in seed_orders(tables, slot_classes(tables.instance))[:24]:
         bounds = threshold_bounds(tables, order, limit=6)

@@ -26,6 +26,8 @@ from yuan_train.planner.timing import UnitCost
 Floats = NDArray[np.float64]
 Integers = NDArray[np.integer]
 
+HOPELESS = 1.1
+"""On many cards: what promises no less than so many times the best step that was found is not cut."""
 MAX_BLOCKS = 4
 """Blocks that are put in every order; more of them only as the cluster has them, and by memory and speed."""
 LEAST = 1e-300

@@ -113,8 +113,9 @@ def search_plan(
     costs = make_costs(setting)
     cards, without_precision = usable_cards(setting, use_all=options.use_all_devices)
     shapes = list(list_shapes(cards, options, global_batch_size=setting.global_batch_size))
-    unlike = [shape for deal in deal_unlike(costs, cards, options) for shape in deal]
-    if not shapes and not unlike:
+    unlike = (shape for deal in deal_unlike(costs, cards, options) for shape in deal)
+    parts = shapes or list(unlike)
+    if not parts:
         raise ConfigError(describe_no_shape(setting, options, cards))
     if options.use_all_devices and shapes:
         shapes = _with_a_unit_for_each(setting, shapes)
@@ -122,7 +123,7 @@ def search_plan(
     ranked = _rank(costs, _lawful(found.candidates))
     ranked = _rank(costs, [*ranked, *_beyond(costs, ranked, cards, options, stopped)])
     if not ranked:
-        raise NoPlanFits(describe_shortfall(costs, shapes or unlike, options))
+        raise NoPlanFits(describe_shortfall(costs, parts, options))
     ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
     if not ranked:
         raise NoPlanFits(NO_VIRTUAL_STAGES)
@@ -312,7 +313,7 @@ def _family(candidate: Candidate) -> object:
     shape = candidate.shape
     return (
         shape.schedule,
-        shape.num_pipelines,
+        len(candidate.plan.pipelines),
         shape.micro_batch_size,
         tuple((s.card.type, len(s.cards)) for s in candidate.cost.stages if s.pipeline == 0),
     )
