@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 setup(
     name="yuan-train",
     version="0.1.0",
-    description="Pretraining of large language models on clusters of unlike cards",
+    description="Training of large language models on clusters of heterogeneous GPUs",
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

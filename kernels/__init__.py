@@ -1,1 +1,1 @@
-"""Operations of Yuan 2.0 models with their own backward passes; `ops` has one public function per op."""
+"""Ops of Yuan 2.0 models with hand-written backward passes; `ops` has one public function per op."""

@@ -1,4 +1,4 @@
-"""The localized filter as a sandwich: product, one elementwise pass, product.
+"""The localized filter as a sandwich: matrix product, one elementwise pass, matrix product.
 
     A = [W1_old; W1_new]  (2n x H)        Bm = [W2_old | W2_new]  (H x 2n)
     z    = x A^T + (0, b1)                z[t] = (older[t], newer[t])
@@ -6,7 +6,7 @@
     taps[t] = (k[t] c[t-1], c[t])
     y    = taps Bm^T + b2
 
-Folding both convolutions into one of three taps would cost half as much again. Backward, given dy:
+Folding both convolutions into one of three taps would cost 1.5 times as much. Backward, given dy:
 
     dtaps = dy Bm                         dtaps[t] = (p[t], q[t])
     dc[t] = q[t] + k[t+1] p[t+1]          (beyond the end: 0)
@@ -14,15 +14,16 @@ Folding both convolutions into one of three taps would cost half as much again. 
     dx = dz A,  dA = dz^T x,  db1 = sum dc,  dBm = dy^T taps,  db2 = sum dy
 
 A part of a sequence that begins at token a is given x[a-1] and c[a-1]: older[a-1] = x[a-1] W1_old^T and
-c[a-1] stand before its first token, and their gradients are k[a] dc[a] W1_old and k[a] p[a].
+c[a-1] precede its first token, and the gradients of x[a-1] and c[a-1] are k[a] dc[a] W1_old and k[a] p[a].
 
 k selects and never multiplies (0 * inf is NaN): no content of one document can change a bit of another.
-The stacked matrices A and Bm are made anew in backward: kept, they would cost 2 H^2 words for each
-micro-batch in flight, and to make them is a small part of one product.
+The backward stacks A and Bm again: saved, they would cost 2 H^2 elements for each micro-batch in flight, and
+stacking them takes a small fraction of the time of one product.
 
-The elementwise passes come in two forms. `blocks`, for CPUs: tokens go through product, pass and product
-in blocks that stay in the cache, and k is a list of the few rows to clear. `torch`, for any device and never
-waiting for it: whole tensors and masks. On CUDA, Triton kernels take the place of the latter's passes.
+The elementwise passes have two implementations. `blocks`, for CPUs: tokens go through product, pass and
+product in blocks that stay in the cache, and k is a list of the few rows to clear. `torch`, for any device,
+without synchronizing with it: whole tensors and masks. On CUDA, Triton kernels replace the passes of the
+latter.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from yuan_kernels import dispatch, products, reference
 from yuan_kernels.reference import FilterState
 
 _BLOCK = 256
-"""Tokens of a block: enough for the products' full speed, few enough for the cache."""
+"""Tokens of a block: enough for the products to run at full speed, few enough for the cache."""
 
 
 def localized_filter(
@@ -50,7 +51,7 @@ def localized_filter(
     document_start: Tensor | None = None,
     before: FilterState | None = None,
 ) -> Tensor:
-    """Both convolutions over whole sequences; arguments and result as in `ops.localized_filter`."""
+    """Return both convolutions over whole sequences; arguments and result as in `ops.localized_filter`."""
     weights = conv1_weight, conv1_bias, conv2_weight, conv2_bias
     if dispatch.reference_selected():
         state = reference.empty_filter_state(x, conv1_weight) if before is None else before
@@ -68,10 +69,10 @@ def localized_filter_step(
     *,
     document_start: Tensor | None = None,
 ) -> tuple[Tensor, FilterState]:
-    """Both convolutions over the next tokens; arguments and result as in `ops.localized_filter_step`.
+    """Return both convolutions over the next tokens; arguments and result as in `ops.localized_filter_step`.
 
-    Older and newer token are interleaved as the weights store them: a few tokens are copied instead of
-    both weights, which for one token is what the time goes into.
+    Older and newer tokens are interleaved as the weights store their taps. That copies a few tokens instead
+    of both weights; for one token, copying the weights would take most of the time.
     """
     u_before, c_before = state
     c = _interleaved_taps(x, u_before, document_start, conv1_weight, conv1_bias)
@@ -84,7 +85,7 @@ def localized_filter_step(
 def localized_filter_state(
     x_tail: Tensor, conv1_weight: Tensor, conv1_bias: Tensor, *, document_start: Tensor | None = None
 ) -> FilterState:
-    """The state after the last of two tokens; arguments and result as in `ops.localized_filter_state`."""
+    """Return the state after the last of two tokens, as in `ops.localized_filter_state`."""
     starts = None if document_start is None else document_start[:, 1:]
     c = _interleaved_taps(x_tail[:, 1:], x_tail[:, 0], starts, conv1_weight, conv1_bias)
     return x_tail[:, 1], c[:, 0]
@@ -99,18 +100,18 @@ def sandwich_forward(
     document_start: Tensor | None = None,
     before: FilterState | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y [B, S, H], taps [B, S, 2n]); the weight gradient needs x and taps."""
+    """Return (y [B, S, H], taps [B, S, 2n]); `weight_gradient` needs x and taps."""
     u_before, c_before = before or (None, None)
     older_before = None if u_before is None else u_before @ conv1_weight[:, :, 0].T
     stacked1, stacked2 = _stack_conv1(conv1_weight), _stack_conv2(conv2_weight)
     bias1 = torch.cat((torch.zeros_like(conv1_bias), conv1_bias))
-    form = dispatch.implementation("localized_filter", x)
-    if form == "blocks":
+    implementation = dispatch.implementation("localized_filter", x)
+    if implementation == "blocks":
         return _forward_blocks(
             x, stacked1, bias1, stacked2, conv2_bias, document_start, older_before, c_before
         )
     z = F.linear(x, stacked1, bias1)
-    if form == "triton":
+    if implementation == "triton":
         from yuan_kernels import triton_forms
 
         taps = triton_forms.filter_forward(z, document_start, older_before, c_before)
@@ -125,16 +126,16 @@ def data_gradient(
     conv2_weight: Tensor,
     document_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dx [B, S, H], dz [B, S, 2n], p_first [B, n]); the weight gradient needs dz.
+    """Return (dx [B, S, H], dz [B, S, 2n], p_first [B, n]); `weight_gradient` needs dz.
 
-    p_first is k[0] p[0], the gradient of the c before the first token; without a state before it, ignore it.
+    p_first is k[0] p[0], the gradient of c before the first token. Ignore it if there was no state before.
     """
     stacked1, stacked2 = _stack_conv1(conv1_weight), _stack_conv2(conv2_weight)
-    form = dispatch.implementation("localized_filter", dy)
-    if form == "blocks":
+    implementation = dispatch.implementation("localized_filter", dy)
+    if implementation == "blocks":
         return _data_gradient_blocks(dy, stacked1, stacked2, document_start)
     dtaps = dy @ stacked2
-    if form == "triton":
+    if implementation == "triton":
         from yuan_kernels import triton_forms
 
         dz = triton_forms.filter_backward(dtaps, document_start)
@@ -146,7 +147,7 @@ def data_gradient(
 def weight_gradient(x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of conv1.weight, conv1.bias, conv2.weight and conv2.bias.
 
-    torch sums 16-bit numbers in fp32 and rounds once, in the biases as in the products.
+    torch sums 16-bit elements in fp32 and rounds once, for the biases as for the products.
     """
     channels = taps.shape[-1] // 2
     flat_dz, flat_dy = dz.flatten(0, 1), dy.flatten(0, 1)
@@ -157,7 +158,7 @@ def weight_gradient(x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor) -> tuple[Te
     return conv1_weight, flat_dz[:, channels:].sum(dim=0), conv2_weight, flat_dy.sum(dim=0)
 
 
-# --- on a CPU: blocks of tokens, all sequences end to end --------------------------------------------------
+# --- on a CPU: blocks of tokens, with all sequences concatenated -------------------------------------------
 
 
 def _forward_blocks(
@@ -179,7 +180,7 @@ def _forward_blocks(
         z = products.linear(flat[rows], stacked1, bias1, out=taps[rows])
         older, c = z.chunk(2, dim=-1)
         next_older = older[-1].clone()
-        # What stands before a cleared row is not added to it: taken out here, as the sum needs no mask then.
+        # The row before a cleared one is not added to it. Zeroing it here saves masking the sum.
         _clear(older, [row - 1 for row in cleared if row > 0])
         c[1:] += older[:-1]
         if 0 not in cleared:
@@ -231,7 +232,7 @@ def _clear(x: Tensor, rows: list[int]) -> None:
 
 
 def _blocks_of(batch: int, length: int, document_start: Tensor | None) -> Iterator[tuple[slice, list[int]]]:
-    """(rows, those of them, counted from the block's first, that have nothing before them)."""
+    """Yield (rows, indices within the block of the rows that have no predecessor)."""
     tokens = batch * length
     if tokens == 0:
         return
@@ -245,7 +246,7 @@ def _blocks_of(batch: int, length: int, document_start: Tensor | None) -> Iterat
 
 
 def _first_rows(rows: slice, length: int, document_start: Tensor | None) -> list[tuple[int, int]]:
-    """(row of the block, sequence) of the sequences that begin in a block inside a document."""
+    """(row of the block, sequence) for each sequence that begins in the block and continues a document."""
     first = -(-rows.start // length)
     sequences = range(first, -(-rows.stop // length))
     return [
@@ -255,7 +256,7 @@ def _first_rows(rows: slice, length: int, document_start: Tensor | None) -> list
     ]
 
 
-# --- anywhere: whole tensors and masks ---------------------------------------------------------------------
+# --- on any device: whole tensors and masks ----------------------------------------------------------------
 
 
 def _taps(
@@ -263,15 +264,15 @@ def _taps(
 ) -> Tensor:
     continues = None if document_start is None else ~document_start.unsqueeze(-1)
     older, newer = z.chunk(2, dim=-1)
-    c = newer + _select(_after(older_before, older), continues)
-    return torch.cat((_select(_after(c_before, c), continues), c), dim=-1)
+    c = newer + _select(_shift_right(older_before, older), continues)
+    return torch.cat((_select(_shift_right(c_before, c), continues), c), dim=-1)
 
 
 def _dz(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
     continues = None if document_start is None else ~document_start[:, 1:, None]
     p, q = dtaps.chunk(2, dim=-1)
-    dc = q + _before_end(_select(p[:, 1:], continues), q)
-    return torch.cat((_before_end(_select(dc[:, 1:], continues), q), dc), dim=-1)
+    dc = q + _pad_end(_select(p[:, 1:], continues), q)
+    return torch.cat((_pad_end(_select(dc[:, 1:], continues), q), dc), dim=-1)
 
 
 def _first_p(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
@@ -282,14 +283,14 @@ def _first_p(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
     return _select(dtaps[:, 0, : width // 2], continues).clone()
 
 
-def _after(before: Tensor | None, x: Tensor) -> Tensor:
-    """x[t-1] in the place of x[t], `before` or 0 in the first."""
+def _shift_right(before: Tensor | None, x: Tensor) -> Tensor:
+    """x[t-1] at index t; at index 0 `before`, or 0."""
     first = torch.zeros_like(x[:, :1]) if before is None else before.unsqueeze(1)
     return torch.cat((first, x), dim=1)[:, : x.shape[1]]
 
 
-def _before_end(x: Tensor, like: Tensor) -> Tensor:
-    """x [B, S-1, n] with zeros behind it, in the shape of `like` [B, S, n]."""
+def _pad_end(x: Tensor, like: Tensor) -> Tensor:
+    """x [B, S-1, n] padded with zeros at the end to the shape of `like` [B, S, n]."""
     return F.pad(x, (0, 0, 0, like.shape[1] - x.shape[1]))
 
 
@@ -297,7 +298,7 @@ def _select(x: Tensor, keep: Tensor | None) -> Tensor:
     return x if keep is None else torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-# --- the weights' two orders -------------------------------------------------------------------------------
+# --- the two layouts of the weights ------------------------------------------------------------------------
 
 
 def _interleaved_taps(
@@ -313,7 +314,7 @@ def _stack_conv1(weight: Tensor) -> Tensor:
     """[n, H, 2] to [2n, H]: the rows of the older tap, then those of the newer."""
     channels, hidden, _ = weight.shape
     stacked = weight.new_empty(2 * channels, hidden)
-    # Two copies with one stride each; a permuted copy of the whole takes three times as long.
+    # Two copies, each with one stride: one permuted copy takes three times as long.
     stacked[:channels].copy_(weight[:, :, 0])
     stacked[channels:].copy_(weight[:, :, 1])
     return stacked
@@ -329,11 +330,11 @@ def _stack_conv2(weight: Tensor) -> Tensor:
 
 
 def _interleave(older: Tensor, newer: Tensor) -> Tensor:
-    """[a, b] and [a, b] to [a, b, 2]."""
-    both = older.new_empty(*older.shape, 2)
-    both[:, :, 0].copy_(older)
-    both[:, :, 1].copy_(newer)
-    return both
+    """Two [a, b] to one [a, b, 2]."""
+    interleaved = older.new_empty(*older.shape, 2)
+    interleaved[:, :, 0].copy_(older)
+    interleaved[:, :, 1].copy_(newer)
+    return interleaved
 
 
 # --- registration ------------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ def _filter(
     u_before: Tensor | None,
     c_before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, taps) of `sandwich_forward`."""
+    """Return (y, taps) as `sandwich_forward` does."""
     before = None if u_before is None or c_before is None else (u_before, c_before)
     return sandwich_forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
 
@@ -399,7 +400,7 @@ def _(x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, 
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, conv1_weight, _, conv2_weight, _, document_start, u_before, _ = inputs
     ctx.save_for_backward(x, output[1], conv1_weight, conv2_weight, document_start, u_before)
     ctx.mark_non_differentiable(output[1])
@@ -429,7 +430,7 @@ def _gradients_before(
     document_start: Tensor | None,
     weights: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The gradient of u before the first token, and the weights' gradients with its share in conv1's."""
+    """Gradient of u before the first token, and the weights' gradients with its contribution to conv1's."""
     if dz.shape[1] == 0:
         return torch.zeros_like(u_before), weights
     channels = conv1_weight.shape[0]
@@ -442,4 +443,4 @@ def _gradients_before(
     return du_before, (weights[0] + share, *weights[1:])
 
 
-_filter.register_autograd(_backward, setup_context=_keep)
+_filter.register_autograd(_backward, setup_context=_save)

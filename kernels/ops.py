@@ -1,12 +1,12 @@
-"""One public function per op, whatever implements it; `dispatch.py` chooses.
+"""One public function per op; `dispatch.py` chooses the implementation.
 
 The environment variable `YUAN_KERNELS` is read at each call: `reference` selects the definitions in
 `reference.py`, `rms_norm=liger` or `rms_norm=apex` another package's norm on CUDA devices. Unset or empty
-selects our fast forms; any other value is a ValueError.
+selects our fast implementations; any other value is a ValueError.
 
-The ops are registered with torch.library (namespace `yuan`): torch.compile, fake tensors and autograd know
-them. Not so AdamW, which has no derivative, and cross-entropy with a main gradient or a cut vocabulary,
-which calls back: under torch.compile these break the graph.
+The ops are registered with torch.library (namespace `yuan`) and so support torch.compile, fake tensors and
+autograd. Exception: cross-entropy with a main gradient or a sharded vocabulary, which calls back into Python,
+is not registered and breaks the graph under torch.compile.
 
 B = sequences, S = tokens of a sequence, T = tokens, H = hidden size, N = heads, D = size of a head,
 F = feed-forward width, V = vocabulary.
@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from yuan_kernels import adamw, cross_entropy, dispatch, packages, products, reference
+from yuan_kernels import cross_entropy, dispatch, packages, products, reference
 from yuan_kernels import localized_filter as sandwich
 from yuan_kernels import rms_norm as norms
-from yuan_kernels.cross_entropy import Exchange
+from yuan_kernels.cross_entropy_blocks import Exchange
 from yuan_kernels.dispatch import Choice
-from yuan_kernels.reference import AdamWStep, FilterState, Reduction
+from yuan_kernels.reference import FilterState, Reduction
 
 __all__ = [
-    "AdamWStep",
     "Choice",
     "Exchange",
     "FilterState",
-    "adamw_step",
     "add_rms_norm",
     "choices",
     "fp32_products",
@@ -63,14 +61,14 @@ def localized_filter(
 
     Args:
         x: [B, S, H]; may be non-contiguous, empty, or of one token.
-        conv1_weight: [n, H, 2] with n = H/2 channels, or a part of them; last index 0 is the older token.
+        conv1_weight: [n, H, 2] with n = H/2 channels, or a shard of them; last index 0 is the older token.
         conv1_bias: [n].
         conv2_weight: [H, n, 2].
-        conv2_bias: [H]; None adds none, for a caller that sums parts over the channels and adds it once.
+        conv2_bias: [H]; None adds none, for a caller that sums the outputs of shards and adds it once.
         document_start: bool [B, S], True where a token begins a document: the terms of t-1 are absent
             there, and no value of another document can change a bit of this one. None resets nothing.
-        before: (u [B, H], c [B, n]) of the token before x[:, 0], for a part of a longer sequence, as
-            `localized_filter_state` makes it; both get gradients. None: nothing stands before x.
+        before: (u [B, H], c [B, n]) of the token before x[:, 0], if x continues a sequence;
+            `localized_filter_state` computes it. Both get gradients. None: x begins the sequence.
 
     Returns:
         d, [B, S, H] in x's dtype.
@@ -89,11 +87,14 @@ def localized_filter(
 def localized_filter_state(
     x_tail: Tensor, conv1_weight: Tensor, conv1_bias: Tensor, *, document_start: Tensor | None = None
 ) -> FilterState:
-    """Return the state after x_tail [B, 2, H], the last two tokens of a part of a sequence.
+    """Return the state (u [B, H], c [B, n]) after x_tail [B, 2, H], the last two tokens of a sequence part.
+    With a sequence split over devices (context parallelism), the state is the halo: the device that holds a
+    part sends it to the device that holds the next part, which passes it to `localized_filter` as `before`.
+    It needs no other result, so it can be sent first. Autograd propagates its gradient to x_tail and the
+    weights. Every part but the last has at least two tokens. `document_start` is bool [B, 2], for x_tail.
 
-    It is `before` of the next part, (u [B, H], c [B, n]): what the holder of this part sends, before any
-    other work, to the holder of the next. Autograd takes its gradient back to x_tail and the weights. A part
-    has at least two tokens, unless it is the last. `document_start` is bool [B, 2], of x_tail.
+    Raises:
+        ValueError: x_tail is not [B, 2, H].
     """
     _check_shape("x_tail", x_tail, (x_tail.shape[0], 2, x_tail.shape[-1]))
     return sandwich.localized_filter_state(x_tail, conv1_weight, conv1_bias, document_start=document_start)
@@ -112,14 +113,14 @@ def localized_filter_step(
     """Return the filter of the next tokens x [B, S, H] of a sequence, and the state after them.
 
     `state` is (u_last [B, H], c_last [B, n]) of the token before; both zero before the first token. S may
-    be any length, so a prefix can be read in chunks; the results are those of `localized_filter` over the
-    whole. Other arguments and errors as there.
+    be any length, so a prefix can be processed in chunks; the results equal those of `localized_filter` over
+    the whole sequence. Other arguments and errors as there.
     """
     _check_filter(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start)
     _check_state("state", state, x, conv1_weight)
     selected = dispatch.reference_selected()
-    form = reference.localized_filter_step if selected else sandwich.localized_filter_step
-    return form(x, state, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start)
+    step = reference.localized_filter_step if selected else sandwich.localized_filter_step
+    return step(x, state, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start)
 
 
 def localized_filter_forward(
@@ -132,9 +133,9 @@ def localized_filter_forward(
     document_start: Tensor | None = None,
     before: FilterState | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y [B, S, H], taps [B, S, 2n]): `localized_filter` for a caller that runs its backward in parts.
+    """Return (y [B, S, H], taps [B, S, 2n]): `localized_filter` for a caller that splits the backward.
 
-    Autograd sees nothing of it. Arguments and errors as there.
+    The call is not recorded by autograd. Arguments and errors as in `localized_filter`.
     """
     _check_filter(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start)
     if before is not None:
@@ -150,8 +151,8 @@ def localized_filter_data_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dx [B, S, H], dz [B, S, 2n], dc_before [B, n]) of the gradient dy [B, S, H].
 
-    dz is for `localized_filter_weight_gradient`; dc_before is the gradient of before[1], for a part of a
-    longer sequence. (That of before[0] is dz[:, 0, n:] conv1_weight[:, :, 0], or 0 at a document's start.)
+    dz is for `localized_filter_weight_gradient`; dc_before is the gradient of before[1], if the forward had
+    one. (That of before[0] is dz[:, 0, n:] conv1_weight[:, :, 0], or 0 at a document's start.)
     """
     with torch.no_grad():
         return sandwich.data_gradient(dy, conv1_weight, conv2_weight, document_start)
@@ -162,8 +163,8 @@ def localized_filter_weight_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of conv1_weight, conv1_bias, conv2_weight and conv2_bias.
 
-    From x and taps [B, S, 2n] of the forward, dz [B, S, 2n] of the data gradient, and dy [B, S, H]. What a
-    state before the first token adds to conv1_weight's is not in it.
+    From x and taps [B, S, 2n] of the forward, dz [B, S, 2n] of the data gradient, and dy [B, S, H]. The
+    contribution of `before` to conv1_weight's gradient is not included.
     """
     with torch.no_grad():
         return sandwich.weight_gradient(x, taps, dz, dy)
@@ -173,13 +174,20 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + epsilon) * weight over the last dim of x [..., H].
 
     Statistics and products in fp32 (fp64 for fp64), rounded once to x's dtype (Zhang and Sennrich 2019).
+
+    Raises:
+        ValueError: weight is not [H].
     """
     _check_shape("weight", weight, x.shape[-1:])
     return norms.rms_norm(x, weight, epsilon=epsilon)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(s), s) of s = x + residual, all [..., H]; s is rounded to x's dtype first."""
+    """Return (rms_norm(s), s) of s = x + residual, all [..., H]; s is rounded to x's dtype first.
+
+    Raises:
+        ValueError: residual's shape is not x's, or weight is not [H].
+    """
     _check_shape("residual", residual, x.shape)
     _check_shape("weight", weight, x.shape[-1:])
     return norms.add_rms_norm(x, residual, weight, epsilon=epsilon)
@@ -188,8 +196,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the rotary embedding of x [B, S, N, D] in the half-split layout (Su et al. 2021).
 
-    The pair (x[i], x[i + D/2]) turns by the angle whose cosine and sine are cos[b, s, i] and sin[b, s, i];
-    both are [B or 1, S, D/2], fp32 (fp64 for fp64), which is also the precision of the products.
+    The pair (x[i], x[i + D/2]) is rotated by the angle whose cosine and sine are cos[b, s, i] and
+    sin[b, s, i]; both are [B or 1, S, D/2], in fp32 (fp64 for fp64), which is also the precision of the
+    products.
     """
     return reference.rotary(x, cos, sin)
 
@@ -211,31 +220,33 @@ def linear_cross_entropy(
     gradient_scale: float | None = None,
     vocabulary: tuple[int, Exchange] | None = None,
 ) -> Tensor:
-    """Return the cross-entropy of the logits hidden weight^T without ever holding all logits.
+    """Return the cross-entropy of the logits hidden weight^T without storing all logits at once.
 
     Args:
         hidden: [T, H], T may be 0.
         weight: [V, H], in hidden's dtype.
         targets: int64 [T]; tokens whose target is `ignore_index` have loss 0 and no gradient.
-        reduction: `sum` over the tokens (gradients are made in the forward), or `none` for the loss of each
-            token (the backward computes the logits again).
-        chunk_size: tokens whose logits exist at once; None chooses for the device and dtype.
-        main_gradient: [V, H], fp32 (fp64 for fp64): the weight's gradient is added to it in the
-            forward, and `weight` gets none from autograd. Only with `sum`; untouched where gradients are off,
-            and by the definition, whose gradient autograd brings as ever.
-        gradient_scale: with `main_gradient`, the gradient of this op's result that the backward will bring
-            (1 / trained tokens of the step): it must be known in the forward. Another one is refused.
-        vocabulary: (first_row, exchange) where `weight` holds only the words [first_row, first_row + V) of
-            a vocabulary cut over ranks. `exchange(local_logsumexp [t], local_target [t])` starts to gather
-            both over the ranks and returns a function that waits and gives both, [ranks, t] each; it is
-            called once per block of t tokens, so `chunk_size` must agree. The loss is then the
-            same on all ranks; hidden's gradient is this rank's part, which the caller sums over them.
+        reduction: `sum` over the tokens (gradients are computed in the forward), or `none` for the loss of
+            each token (the backward computes the logits again).
+        chunk_size: tokens whose logits exist at once; None chooses by device and dtype.
+        main_gradient: [V, H], fp32 (fp64 for fp64). The forward adds the weight's gradient to it, and
+            autograd gives `weight` none. Only with `sum`. Unchanged if gradients are disabled, and with
+            `YUAN_KERNELS=reference`, where autograd computes the weight's gradient as usual.
+        gradient_scale: with `main_gradient`, the gradient of this op's result that the backward will receive
+            (1 / trained tokens of the step), as the forward needs it. The backward refuses another one.
+        vocabulary: (first_row, exchange) if `weight` holds only the words [first_row, first_row + V) of a
+            vocabulary sharded over ranks. `exchange(local_logsumexp [t], local_target_logit [t])` starts an
+            all-gather of both over the ranks and returns a function that waits and returns both, [ranks, t]
+            each. It is called once per block of t tokens, so `chunk_size` must be equal on all ranks. The
+            loss is then the same on all ranks; hidden's gradient is partial, and the caller sums it over
+            the ranks.
 
     Returns:
         fp32 (fp64 for fp64): a scalar for `sum`, [T] for `none`.
 
     Raises:
-        ValueError: a shape, a dtype or a word is wrong; in the backward, another gradient than promised.
+        ValueError: a shape, a dtype or the reduction is wrong; in the backward, the gradient of the loss is
+            not `gradient_scale` (on CUDA: a device-side assertion).
     """
     _check_shape("targets", targets, hidden.shape[:1])
     _check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]))
@@ -262,56 +273,21 @@ def linear_cross_entropy(
     )
 
 
-def adamw_step(
-    master: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    rounded: Tensor | None,
-    step: AdamWStep,
-    clip_factor: Tensor,
-) -> None:
-    """Move flat weights by one step of AdamW (Loshchilov and Hutter 2019), in place and in one pass.
-
-    Args:
-        master: [n], fp32 (or fp64).
-        gradient: [n] in master's dtype; left in an undefined state.
-        exp_avg: [n] in master's dtype, average of the gradient.
-        exp_avg_sq: [n] in master's dtype, average of its square.
-        rounded: [n] in 16 bits, set to the new weights; None for none.
-        step: its numbers.
-        clip_factor: scalar fp32 tensor > 0 on master's device, by which the gradient is multiplied.
-
-    Raises:
-        ValueError: the buffers are not flat, or of different lengths; the step's number is below 1.
-    """
-    size = (master.numel(),)
-    named = {"master": master, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    for name, buffer in (named | ({} if rounded is None else {"rounded": rounded})).items():
-        _check_shape(name, buffer, size)
-    if step.number < 1:
-        raise ValueError(f"step {step.number} is below 1; the first step is 1")
-    adamw.adamw_step(master, gradient, exp_avg, exp_avg_sq, rounded, step, clip_factor)
-
-
 def choices(device: torch.device, dtype: torch.dtype, *, hidden: int) -> list[Choice]:
-    """Return what serves each op on a device, for rows of `hidden` numbers, and why nothing faster does."""
+    """Return the implementation of each op on a device, for rows of `hidden` elements, with the reasons."""
     if dispatch.reference_selected():
-        reason = "YUAN_KERNELS=reference asks for the definitions"
+        reason = "YUAN_KERNELS=reference selects the definitions"
         return [Choice(op, str(device), dtype, "any", "reference", reason) for op in dispatch.OPS]
     shape = dispatch.shape_class(hidden)
-    return [
-        dispatch.choose(op, device, torch.float32 if op == "adamw" else dtype, shape, dispatch.asked_for(op))
-        for op in dispatch.OPS
-    ]
+    return [dispatch.choose(op, device, dtype, shape, dispatch.requested_package(op)) for op in dispatch.OPS]
 
 
 def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dict[str, str | float]:
-    """Return what is wrong with each package's norm on a device, or its seconds over ours (CUDA alone)."""
+    """Return by package why its norm cannot be used on a device, or its seconds over ours (CUDA only)."""
     found: dict[str, str | float] = {}
     for name in packages.PACKAGES:
         fault = dispatch.package_fault(name, device, dtype)
-        found[name] = fault or packages.times(name, _our_norm, device, dtype, hidden=hidden)
+        found[name] = fault or packages.relative_time(name, _our_norm, device, dtype, hidden=hidden)
     return found
 
 
@@ -320,18 +296,18 @@ def _our_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def fp32_products() -> str:
-    """Return `oneDNN` or `torch`: what multiplies large fp32 matrices in our ops on this CPU, by a test."""
+    """Return `oneDNN` or `torch`: the library for large fp32 products of our ops on this CPU."""
     return "oneDNN" if products.onednn_is_faster() else "torch"
 
 
 def _check_main_gradient(main_gradient: Tensor, weight: Tensor, reduction: Reduction) -> None:
     _check_shape("main_gradient", main_gradient, tuple(weight.shape))
-    wide = reference.accumulation_dtype(weight.dtype)
-    if main_gradient.dtype != wide:
-        raise ValueError(f"main_gradient is {main_gradient.dtype}; for {weight.dtype} it must be {wide}")
+    expected = reference.accumulation_dtype(weight.dtype)
+    if main_gradient.dtype != expected:
+        raise ValueError(f"main_gradient is {main_gradient.dtype}; for {weight.dtype} it must be {expected}")
     if reduction != "sum":
         raise ValueError(
-            "main_gradient goes with reduction 'sum': 'none' makes its gradients in the backward"
+            "main_gradient goes with reduction 'sum': with 'none' gradients are computed in the backward"
         )
 
 
@@ -349,7 +325,7 @@ def _check_filter(
     document_start: Tensor | None,
 ) -> None:
     if x.dim() != 3:
-        raise ValueError(f"x has shape {list(x.shape)}; the filter wants [batch, tokens, hidden]")
+        raise ValueError(f"x has shape {list(x.shape)}; the filter expects [batch, tokens, hidden]")
     batch, tokens, hidden = x.shape
     channels = conv1_weight.shape[0]
     _check_shape("conv1_weight", conv1_weight, (channels, hidden, 2))
@@ -363,6 +339,6 @@ def _check_filter(
             raise ValueError(f"document_start is {document_start.dtype}; it must be bool")
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != tuple(wanted):
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; the other arguments want {list(wanted)}")
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != tuple(expected):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; the other arguments need {list(expected)}")

@@ -1,14 +1,14 @@
-"""RMS norms of other packages, where one of them is installed and asked for: Liger's and NVIDIA apex's.
+"""RMS norms of other packages, used only if installed and requested: Liger's and NVIDIA apex's.
 
-`YUAN_KERNELS=rms_norm=liger` asks for one. It is used on CUDA devices, once it has given the definition's
-numbers on a small case. A stopwatch never chooses: ranks that hold the same weights must round alike, and a
-run that is resumed as it did before. `times` measures; `yuan-train doctor` prints that, and what to set.
+`YUAN_KERNELS=rms_norm=liger` requests one. It is used on CUDA devices, after it has matched the definition on
+a small case. A timing never decides: ranks that hold the same weights must round alike, and a resumed run
+must round like the run before. `relative_time` measures; `yuan-train doctor` prints its result, and the
+setting that selects the package.
 
-A package is known by the function that we call and not by its name: PyPI's `apex` is another project.
+A package is identified by the function that we call, not by its name: PyPI's `apex` is another project.
 
-What is not here: TransformerEngine's norm is a module that keeps its weight and lets go of its input's memory
-in the backward, which others still read; AdamW of apex wants gradients in the precision of the rounded
-weights, where ours are fp32.
+Not used: TransformerEngine's norm, a module that holds its own weight and in the backward frees the memory of
+its input, which other ops still read.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
-"""(x [..., H], weight [H], epsilon) to the norm like x; autograd knows it."""
+"""Maps (x [..., H], weight [H], epsilon) to the norm, shaped like x; differentiable by autograd."""
 
 EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
 class Package:
-    """Where a package has its norm, and how that is called."""
+    """Where a package has its norm, and how to call it."""
 
     module: str
     attribute: str
@@ -40,7 +40,7 @@ class Package:
 
 
 PACKAGES = {
-    # Liger's mode `gemma` is the one that computes all in fp32; in place, it would overwrite the gradient.
+    # Liger's `gemma` mode computes everything in fp32; in place, it would overwrite the upstream gradient.
     "liger": Package(
         "liger_kernel.transformers.functional",
         "liger_rms_norm",
@@ -54,21 +54,24 @@ PACKAGES = {
 }
 
 
-def norm_of(name: str) -> Norm | None:
-    """The norm of a package; None where it is not installed, or is another package of that name."""
+def find_norm(name: str) -> Norm | None:
+    """Return the norm of a package; None if it is not installed, or is another package of that name."""
     package = PACKAGES[name]
     try:
         function = getattr(importlib.import_module(package.module), package.attribute, None)
-    except Exception:  # One that was built for another CUDA, or another torch, may raise anything.
+    except Exception:  # A package built for another CUDA, or another torch, may raise anything.
         return None
     return None if function is None else functools.partial(package.call, function)
 
 
-def times(name: str, ours: Norm, device: torch.device, dtype: torch.dtype, *, hidden: int) -> float:
-    """Return a package's seconds over ours, forward and backward of 4,096 rows, taken in turns; medians."""
-    theirs = norm_of(name)
+def relative_time(name: str, ours: Norm, device: torch.device, dtype: torch.dtype, *, hidden: int) -> float:
+    """Return a package's seconds over ours, for forward and backward of 4,096 rows of `hidden` elements.
+
+    Both run in turns; the result is the ratio of their medians.
+    """
+    theirs = find_norm(name)
     assert theirs is not None
-    x, weight, dy = case(4096, hidden, device, dtype)
+    x, weight, dy = random_inputs(4096, hidden, device, dtype)
     taken: dict[Norm, list[float]] = {theirs: [], ours: []}
     for turn in range(12):
         for norm, seconds in taken.items():
@@ -81,8 +84,10 @@ def times(name: str, ours: Norm, device: torch.device, dtype: torch.dtype, *, hi
     return statistics.median(taken[theirs]) / statistics.median(taken[ours])
 
 
-def case(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, weight and dy; the former two want gradients."""
+def random_inputs(
+    tokens: int, hidden: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x [T, H], weight [H] and dy [T, H]; x and weight require gradients."""
     generator = torch.Generator().manual_seed(0)
     x, weight, dy = (
         torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)

@@ -1,6 +1,6 @@
-"""The definition of each op in plain PyTorch: what tests, model and benchmarks compare against.
+"""The definition of each op in plain PyTorch: the reference for tests, self-tests and benchmarks.
 
-Nothing here is fast. Autograd differentiates all of it.
+Nothing here is optimised. Autograd differentiates all of it.
 
 B = sequences, S = tokens of a sequence, T = B * S, H = hidden size, N = heads, D = size of a head,
 F = feed-forward width, V = vocabulary.
@@ -8,7 +8,6 @@ F = feed-forward width, V = vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,35 +17,7 @@ from torch import Tensor
 Reduction = Literal["sum", "none"]
 
 FilterState = tuple[Tensor, Tensor]
-"""(u_last [B, H], c_last [B, H/2]): input and first convolution's output of the token before."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWStep:
-    """The numbers of one step of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
-
-    number: int
-    """Counted from 1."""
-    lr: float
-    """Learning rate of this step."""
-    beta1: float
-    """Decay of the gradient's average."""
-    beta2: float
-    """Decay of the average of its square."""
-    epsilon: float
-    """Added to the root of that average."""
-    weight_decay: float
-    """Times the learning rate, the share of the weights that is taken away."""
-
-    @property
-    def correction1(self) -> float:
-        """By which the gradient's average falls short, having begun at 0."""
-        return 1.0 - self.beta1**self.number
-
-    @property
-    def correction2(self) -> float:
-        """The same for the average of its square."""
-        return 1.0 - self.beta2**self.number
+"""(u_last [B, H], c_last [B, H/2]): the last token's input and first convolution's output."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -63,7 +34,7 @@ def localized_filter(
     *,
     document_start: Tensor | None = None,
 ) -> Tensor:
-    """Two causal two-tap convolutions, H -> H/2 -> H (Yuan 2.0 paper, section 2.1); see `ops`."""
+    """Return two causal two-tap convolutions of x, H -> H/2 -> H (Yuan 2.0 paper, section 2.1); see `ops`."""
     state = empty_filter_state(x, conv1_weight)
     return localized_filter_step(
         x, state, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start
@@ -80,7 +51,7 @@ def localized_filter_step(
     *,
     document_start: Tensor | None = None,
 ) -> tuple[Tensor, FilterState]:
-    """The filter over the next tokens of a sequence whose prefix left `state`; see `ops`.
+    """Return the filter of a sequence's next tokens and the new state; `state` is the prefix's. See `ops`.
 
     c[t] = A0 u[t-1] + A1 u[t] + a and d[t] = B0 c[t-1] + B1 c[t] + b, where the terms of t-1 are
     absent at the start of a document.
@@ -92,20 +63,20 @@ def localized_filter_step(
 
 
 def empty_filter_state(x: Tensor, conv1_weight: Tensor) -> FilterState:
-    """Return the state before any token: both parts zero, so that c[-1] = 0 and not the bias."""
+    """Return the state before any token: both tensors zero, so that c[-1] = 0 and not the bias."""
     batch, _, hidden = x.shape
     return x.new_zeros(batch, hidden), x.new_zeros(batch, conv1_weight.shape[0])
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim, in fp32 (fp64 for fp64)."""
+    """Return x / sqrt(mean(x^2) + epsilon) * weight over the last dim, in fp32 (fp64 for fp64)."""
     wide = x.to(accumulation_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
     return (wide * scale * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(s), s) of s = x + residual, rounded to x's dtype."""
+    """Return (rms_norm(s), s) of s = x + residual, rounded to x's dtype."""
     total = x + residual
     return rms_norm(total, weight, epsilon=epsilon), total
 
@@ -118,7 +89,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(z0) * z1, where (z0, z1) are the halves of the last dim."""
+    """Return silu(z0) * z1, where (z0, z1) are the halves of the last dim."""
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
 
@@ -131,14 +102,14 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "sum",
 ) -> Tensor:
-    """logsumexp(z) - z[target] with z = hidden weight^T, all logits at once; see `ops`."""
-    wide = accumulation_dtype(hidden.dtype)
-    logits = hidden.to(wide) @ weight.to(wide).T
+    """Return logsumexp(z) - z[target] with z = hidden weight^T, all logits at once; see `ops`."""
+    acc_dtype = accumulation_dtype(hidden.dtype)
+    logits = hidden.to(acc_dtype) @ weight.to(acc_dtype).T
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction=reduction)
 
 
 def _older(x: Tensor, before: Tensor, document_start: Tensor | None) -> Tensor:
-    """Return x[t-1] in the place of x[t]; selected, not multiplied: 0 * inf would be NaN."""
+    """Return x[t-1] at index t. Document starts are masked by selection: a product 0 * inf would be NaN."""
     older = torch.cat((before.unsqueeze(1), x[:, :-1]), dim=1)[:, : x.shape[1]]
     if document_start is None:
         return older
@@ -151,22 +122,3 @@ def _two_taps(older: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 def _last(x: Tensor, before: Tensor) -> Tensor:
     return x[:, -1] if x.shape[1] else before
-
-
-def adamw_step(
-    master: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    rounded: Tensor | None,
-    step: AdamWStep,
-    clip_factor: Tensor,
-) -> None:
-    """AdamW in place, on the clipped gradient; see `ops`."""
-    clipped = gradient * clip_factor
-    exp_avg.mul_(step.beta1).add_(clipped, alpha=1 - step.beta1)
-    exp_avg_sq.mul_(step.beta2).addcmul_(clipped, clipped, value=1 - step.beta2)
-    root = (exp_avg_sq / step.correction2).sqrt_().add_(step.epsilon)
-    master.mul_(1 - step.lr * step.weight_decay).addcdiv_(exp_avg, root, value=-step.lr / step.correction1)
-    if rounded is not None:
-        rounded.copy_(master)

@@ -1,12 +1,12 @@
-"""RMS norm, alone and with the residual sum before it, forward and backward.
+"""RMS norm, alone or fused with the residual sum before it: forward and backward.
 
     s = x + residual        r = 1 / sqrt(mean(s^2) + epsilon)        y = s r w
     dw = sum over tokens of dy s r
-    ds = r w dy - s r^3 / H sum(dy w s) + the gradient that reaches s past the norm
+    ds = r w dy - s r^3 / H sum(dy w s) + the gradient of s that bypasses the norm
 
-(Zhang and Sennrich 2019.) s is rounded to x's dtype, as it is kept and as the next layer reads it; all else
-is fp32 (fp64 for fp64). On a CPU a block of rows goes through all passes while it stays in the cache: it is
-widened once, and the sums over rows and columns are products of a matrix with a vector.
+(Zhang and Sennrich 2019.) s is rounded to x's dtype, as the next layer reads it; all other arithmetic is
+fp32 (fp64 for fp64). On a CPU, a block of rows goes through all passes while it stays in the cache: it is
+converted to fp32 once, and the sums over rows and columns are matrix-vector products.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from yuan_kernels import dispatch, packages, reference
 from yuan_kernels.reference import accumulation_dtype
 
 _BLOCK = 1 << 16
-"""Numbers of a block: the three fp32 buffers of the backward then fit a second-level cache of 1 MB."""
+"""Elements of a block: the three fp32 buffers of the backward then fit a second-level cache of 1 MB."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
-    """The norm alone; arguments and result as in `ops.rms_norm`."""
+    """Return the norm alone; arguments and result as in `ops.rms_norm`."""
     if dispatch.reference_selected():
         return reference.rms_norm(x, weight, epsilon=epsilon)
-    norm = _other_norm(x)
+    norm = _requested_norm(x)
     if norm is not None:
         return norm(x, weight, epsilon)
     return torch.ops.yuan.rms_norm(x, weight, epsilon)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Sum and norm; arguments and result as in `ops.add_rms_norm`."""
+    """Return norm and sum; arguments and result as in `ops.add_rms_norm`."""
     if dispatch.reference_selected():
         return reference.add_rms_norm(x, residual, weight, epsilon=epsilon)
-    norm = _other_norm(x)
+    norm = _requested_norm(x)
     if norm is not None:
         total = x + residual
         return norm(total, weight, epsilon), total
     return torch.ops.yuan.add_rms_norm(x, residual, weight, epsilon)[:2]
 
 
-def _other_norm(x: Tensor) -> packages.Norm | None:
-    """The norm of another package, where one is asked for and serves x."""
-    package = dispatch.asked_for("rms_norm")
+def _requested_norm(x: Tensor) -> packages.Norm | None:
+    """The norm of another package, if one is requested and can be used for x."""
+    package = dispatch.requested_package("rms_norm")
     if not package or not x.numel() or dispatch.implementation("rms_norm", x) != package:
         return None
-    return packages.norm_of(package)
+    return packages.find_norm(package)
 
 
 @torch.library.custom_op("yuan::rms_norm", mutates_args=())
@@ -69,32 +69,32 @@ def _add_rms_norm(
 
 @torch.library.custom_op("yuan::rms_norm_backward", mutates_args=())
 def _rms_norm_backward(
-    dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor
+    dy: Tensor, bypass: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (ds like s, dw [H]); `past` is the gradient of s that does not come through the norm."""
+    """Return (ds like s, dw [H]); `bypass` is the gradient of s that bypasses the norm, added to ds."""
     hidden = s.shape[-1]
     ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    flat_past = None if past is None else past.reshape(-1, hidden)
+    flat_bypass = None if bypass is None else bypass.reshape(-1, hidden)
     flat_dy, flat_s, flat_ds = dy.reshape(-1, hidden), s.reshape(-1, hidden), ds.view(-1, hidden)
     if dispatch.implementation("rms_norm", s) == "triton":
         from yuan_kernels import triton_forms
 
-        dw = triton_forms.rms_norm_backward(flat_dy, flat_past, flat_s, weight, scale, flat_ds)
+        dw = triton_forms.rms_norm_backward(flat_dy, flat_bypass, flat_s, weight, scale, flat_ds)
     else:
         dw = torch.zeros(hidden, dtype=scale.dtype, device=s.device)
-        _backward_blocks(flat_dy, flat_past, flat_s, weight.to(scale.dtype), scale, flat_ds, dw)
+        _backward_blocks(flat_dy, flat_bypass, flat_s, weight.to(scale.dtype), scale, flat_ds, dw)
     return ds, dw.to(weight.dtype)
 
 
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, s, r); s is x itself where there is no residual."""
+    """Return (y, s, r); s is x itself if there is no residual."""
     hidden = x.shape[-1]
-    wide = accumulation_dtype(x.dtype)
+    acc_dtype = accumulation_dtype(x.dtype)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     s = x if residual is None else torch.empty_like(y)
-    scale = torch.empty(y.numel() // max(1, hidden), dtype=wide, device=x.device)
+    scale = torch.empty(y.numel() // max(1, hidden), dtype=acc_dtype, device=x.device)
     flat_x, flat_y = x.reshape(-1, hidden), y.view(-1, hidden)
     flat_residual = None if residual is None else residual.reshape(-1, hidden)
     flat_s = flat_x if residual is None else s.view(-1, hidden)
@@ -103,7 +103,7 @@ def _forward(
 
         triton_forms.rms_norm_forward(flat_x, flat_residual, weight, epsilon, flat_y, flat_s, scale)
     else:
-        _forward_blocks(flat_x, flat_residual, weight.to(wide), epsilon, flat_y, flat_s, scale)
+        _forward_blocks(flat_x, flat_residual, weight.to(acc_dtype), epsilon, flat_y, flat_s, scale)
     return y, s, scale
 
 
@@ -112,10 +112,10 @@ def _forward_blocks(
 ) -> None:
     buffers = _buffers(x, 2, weight.dtype)
     for rows in _blocks(x):
-        wide, other = (buffer[: rows.stop - rows.start] for buffer in buffers)
+        wide, added = (buffer[: rows.stop - rows.start] for buffer in buffers)
         wide.copy_(x[rows])
         if residual is not None:
-            s[rows] = wide.add_(other.copy_(residual[rows]))
+            s[rows] = wide.add_(added.copy_(residual[rows]))
             wide.copy_(s[rows])
         mean = torch.linalg.vector_norm(wide, dim=-1).square_().div_(x.shape[-1])
         scale[rows] = mean.add_(epsilon).rsqrt_()
@@ -123,19 +123,19 @@ def _forward_blocks(
 
 
 def _backward_blocks(
-    dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor, ds: Tensor, dw: Tensor
+    dy: Tensor, bypass: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor, ds: Tensor, dw: Tensor
 ) -> None:
     """Fill ds [T, H] and add to dw [H]."""
     buffers = _buffers(s, 3, weight.dtype)
     for rows in _blocks(s):
-        gradient, wide, both = (buffer[: rows.stop - rows.start] for buffer in buffers)
+        gradient, wide, product = (buffer[: rows.stop - rows.start] for buffer in buffers)
         r = scale[rows]
-        torch.mul(gradient.copy_(dy[rows]), wide.copy_(s[rows]), out=both)
-        dw.addmv_(both.T, r)
-        pull = torch.mv(both, weight).mul_(r * r * r).div_(-s.shape[-1])
-        gradient.mul_(weight).mul_(r.unsqueeze(1)).addcmul_(wide, pull.unsqueeze(1))
-        if past is not None:
-            gradient.add_(wide.copy_(past[rows]))
+        torch.mul(gradient.copy_(dy[rows]), wide.copy_(s[rows]), out=product)
+        dw.addmv_(product.T, r)
+        correction = torch.mv(product, weight).mul_(r * r * r).div_(-s.shape[-1])
+        gradient.mul_(weight).mul_(r.unsqueeze(1)).addcmul_(wide, correction.unsqueeze(1))
+        if bypass is not None:
+            gradient.add_(wide.copy_(bypass[rows]))
         ds[rows] = gradient
 
 
@@ -145,7 +145,7 @@ def _blocks(x: Tensor) -> Iterator[slice]:
 
 
 def _block_rows(x: Tensor) -> int:
-    """A GPU wants few large operations; there, and for small inputs, one block is all."""
+    """One block off the CPU, because a GPU is faster with few large operations, and for small inputs."""
     if x.device.type != "cpu":
         return max(1, x.shape[0])
     return max(1, min(x.shape[0], _BLOCK // max(1, x.shape[1])))
@@ -167,7 +167,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tens
 
 
 @_rms_norm_backward.register_fake
-def _(dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, bypass: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return _fake(s)[0], torch.empty_like(weight)
 
 
@@ -176,13 +176,13 @@ def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
     return y, x.new_empty(x.shape[:-1].numel(), dtype=accumulation_dtype(x.dtype))
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, s, scale = output
     ctx.save_for_backward(s, inputs[2], scale)
     ctx.mark_non_differentiable(scale)
@@ -194,12 +194,14 @@ def _norm_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return ds, dw, None
 
 
-def _add_norm_backward(ctx: Any, dy: Tensor | None, past: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _add_norm_backward(
+    ctx: Any, dy: Tensor | None, bypass: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return past, past, None, None
-    ds, dw = torch.ops.yuan.rms_norm_backward(dy, past, *ctx.saved_tensors)
+        return bypass, bypass, None, None
+    ds, dw = torch.ops.yuan.rms_norm_backward(dy, bypass, *ctx.saved_tensors)
     return ds, ds, dw, None
 
 
-_rms_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
-_add_rms_norm.register_autograd(_add_norm_backward, setup_context=_keep_add_norm)
+_rms_norm.register_autograd(_norm_backward, setup_context=_save_norm)
+_add_rms_norm.register_autograd(_add_norm_backward, setup_context=_save_add_norm)

@@ -1,10 +1,10 @@
-"""Triton kernels: the memory-bound passes between torch's matrix products, for CUDA devices.
+"""Triton kernels for CUDA devices: the memory-bound passes between torch's matrix products.
 
-Imported only where they are used, as Triton need not be installed. No kernel multiplies matrices: on the
-oldest cards that we serve (sm_70, sm_75) Triton does that without tensor cores, and nowhere better than
-torch. All arithmetic is fp32; results are rounded once, where the torch forms round them.
+This module is imported only when a kernel is used, because Triton may not be installed. No kernel multiplies
+matrices: on the oldest GPUs that we support (sm_70, sm_75) Triton does that without tensor cores, and nowhere
+better than torch. All arithmetic is fp32; results are rounded once, where the torch implementations round.
 
-Offsets of rows are 64-bit: T x V logits have more than 2^31 elements.
+Row offsets are 64-bit: T x V logits have more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from yuan_kernels.reference import AdamWStep
 
 FILTER_BLOCK = {"TOKENS": 16, "CHANNELS": 128, "num_warps": 4}
 SOFTMAX_BLOCK = {"BLOCK": 4096, "num_warps": 8}
-ADAMW_BLOCK = {"BLOCK": 1024, "num_warps": 4}
 _BACKWARD_PROGRAMS = 512
-"""Programs of the norm's backward, each with a row of partial sums for dw: a few for every multiprocessor."""
+"""Programs of the norm's backward, each with a row of partial sums for dw: a few per multiprocessor."""
 
 
 # --- the filter's passes -----------------------------------------------------------------------------------
@@ -42,7 +40,10 @@ def filter_forward_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """taps[t] = (k[t] c[t-1], c[t]) of z [B, tokens, 2 channels]; c[t-1] is computed again, not awaited."""
+    """taps[t] = (k[t] c[t-1], c[t]) of z [B, tokens, 2 channels].
+
+    c[t-1] is recomputed, so that no program waits for another.
+    """
     blocks = tl.cdiv(tokens, TOKENS)
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     t = ((tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS))[:, None]
@@ -56,23 +57,23 @@ def filter_forward_kernel(
     newer1 = tl.load(z + row - channels, mask=live & (t > 0), other=0.0).to(tl.float32)
     older2 = tl.load(z + row - 4 * channels, mask=live & (t > 1), other=0.0).to(tl.float32)
     if HAS_BEFORE:
-        place = sequence * channels + channel
-        first_older = tl.load(older_before + place, mask=within, other=0.0).to(tl.float32)
+        position = sequence * channels + channel
+        first_older = tl.load(older_before + position, mask=within, other=0.0).to(tl.float32)
         older1 = tl.where(t == 0, first_older, older1)
         older2 = tl.where(t == 1, first_older, older2)
     if HAS_STARTS:
-        cut = tl.load(starts + sequence * tokens + t, mask=t < tokens, other=0) != 0
-        cut1 = tl.load(starts + sequence * tokens + t - 1, mask=(t > 0) & (t < tokens), other=0) != 0
-        older1 = tl.where(cut, 0.0, older1)
-        older2 = tl.where(cut1, 0.0, older2)
+        is_start = tl.load(starts + sequence * tokens + t, mask=t < tokens, other=0) != 0
+        is_start1 = tl.load(starts + sequence * tokens + t - 1, mask=(t > 0) & (t < tokens), other=0) != 0
+        older1 = tl.where(is_start, 0.0, older1)
+        older2 = tl.where(is_start1, 0.0, older2)
     c = newer + older1
     c1 = newer1 + older2
     if HAS_BEFORE:
-        c1 = tl.where(t == 0, tl.load(c_before + place, mask=within, other=0.0).to(tl.float32), c1)
+        c1 = tl.where(t == 0, tl.load(c_before + position, mask=within, other=0.0).to(tl.float32), c1)
     else:
         c1 = tl.where(t == 0, 0.0, c1)
     if HAS_STARTS:
-        c1 = tl.where(cut, 0.0, c1)
+        c1 = tl.where(is_start, 0.0, c1)
     tl.store(taps + row, c1.to(taps.dtype.element_ty), mask=live)
     tl.store(taps + row + channels, c.to(taps.dtype.element_ty), mask=live)
 
@@ -104,13 +105,13 @@ def filter_backward_kernel(
     p2 = tl.load(dtaps + row + 4 * channels, mask=live2, other=0.0).to(tl.float32)
     if HAS_STARTS:
         start = starts + sequence * tokens + t
-        cut1 = tl.load(start + 1, mask=t + 1 < tokens, other=0) != 0
-        cut2 = tl.load(start + 2, mask=t + 2 < tokens, other=0) != 0
-        p1 = tl.where(cut1, 0.0, p1)
-        p2 = tl.where(cut2, 0.0, p2)
+        is_start1 = tl.load(start + 1, mask=t + 1 < tokens, other=0) != 0
+        is_start2 = tl.load(start + 2, mask=t + 2 < tokens, other=0) != 0
+        p1 = tl.where(is_start1, 0.0, p1)
+        p2 = tl.where(is_start2, 0.0, p2)
     dc1 = q1 + p2
     if HAS_STARTS:
-        dc1 = tl.where(cut1, 0.0, dc1)
+        dc1 = tl.where(is_start1, 0.0, dc1)
     tl.store(dz + row, dc1.to(dz.dtype.element_ty), mask=live)
     tl.store(dz + row + channels, (q + p1).to(dz.dtype.element_ty), mask=live)
 
@@ -182,27 +183,27 @@ def norm_forward_kernel(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of s = x + residual, y = s r w, r."""
+    """One row of s = x + residual, y = s r w and r."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < hidden
-    place = token * hidden + column
-    total = tl.load(x + place, mask=live, other=0.0)
+    position = token * hidden + column
+    total = tl.load(x + position, mask=live, other=0.0)
     if HAS_RESIDUAL:
-        total = total.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+        total = total.to(tl.float32) + tl.load(residual + position, mask=live, other=0.0).to(tl.float32)
         total = total.to(s.dtype.element_ty)
-        tl.store(s + place, total, mask=live)
+        tl.store(s + position, total, mask=live)
     total = total.to(tl.float32)
     r = 1.0 / tl.sqrt(tl.sum(total * total, axis=0) / hidden + epsilon)
     w = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     tl.store(scale + token, r)
-    tl.store(y + place, (total * r * w).to(y.dtype.element_ty), mask=live)
+    tl.store(y + position, (total * r * w).to(y.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def norm_backward_kernel(
     dy,
-    past,
+    bypass,
     s,
     weight,
     scale,
@@ -210,33 +211,33 @@ def norm_backward_kernel(
     partial,
     tokens,
     hidden,
-    HAS_PAST: tl.constexpr,
+    HAS_BYPASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows i, i + programs, ... of ds, and their part of dw."""
+    """Rows i, i + programs, ... of ds, and their partial sum of dw, for program i."""
     column = tl.arange(0, BLOCK)
     live = column < hidden
     w = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK,), dtype=tl.float32)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        place = token * hidden.to(tl.int64) + column
-        gradient = tl.load(dy + place, mask=live, other=0.0).to(tl.float32)
-        total = tl.load(s + place, mask=live, other=0.0).to(tl.float32)
+        position = token * hidden.to(tl.int64) + column
+        gradient = tl.load(dy + position, mask=live, other=0.0).to(tl.float32)
+        total = tl.load(s + position, mask=live, other=0.0).to(tl.float32)
         r = tl.load(scale + token)
         dw += gradient * total * r
         gradient *= w
-        pull = tl.sum(gradient * total, axis=0) * r * r * r / hidden
-        gradient = gradient * r - total * pull
-        if HAS_PAST:
-            gradient += tl.load(past + place, mask=live, other=0.0).to(tl.float32)
-        tl.store(ds + place, gradient.to(ds.dtype.element_ty), mask=live)
+        correction = tl.sum(gradient * total, axis=0) * r * r * r / hidden
+        gradient = gradient * r - total * correction
+        if HAS_BYPASS:
+            gradient += tl.load(bypass + position, mask=live, other=0.0).to(tl.float32)
+        tl.store(ds + position, gradient.to(ds.dtype.element_ty), mask=live)
     tl.store(partial + tl.program_id(0).to(tl.int64) * hidden + column, dw, mask=live)
 
 
 def rms_norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, y: Tensor, s: Tensor, scale: Tensor
 ) -> None:
-    """Fill y [T, H], r [T] and, with a residual, s [T, H]."""
+    """Fill y [T, H], `scale` (r) [T] and, with a residual, s [T, H] of x [T, H]."""
     tokens, hidden = x.shape
     if not x.numel():
         return
@@ -258,9 +259,9 @@ def rms_norm_forward(
 
 
 def rms_norm_backward(
-    dy: Tensor, past: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor, ds: Tensor
+    dy: Tensor, bypass: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor, ds: Tensor
 ) -> Tensor:
-    """Fill ds [T, H]; return dw [H], fp32."""
+    """Fill ds [T, H] of dy [T, H]; return dw [H] in fp32. `bypass` [T, H], if given, is added to ds."""
     tokens, hidden = s.shape
     programs = min(tokens, _BACKWARD_PROGRAMS)
     if not programs:
@@ -271,7 +272,7 @@ def rms_norm_backward(
         norm_backward_kernel,
         (programs,),
         dy,
-        dy if past is None else past.contiguous(),
+        dy if bypass is None else bypass.contiguous(),
         s.contiguous(),
         weight.contiguous(),
         scale,
@@ -279,14 +280,14 @@ def rms_norm_backward(
         partial,
         tokens,
         hidden,
-        HAS_PAST=past is not None,
+        HAS_BYPASS=bypass is not None,
         **norm_block(hidden),
     )
     return partial.sum(dim=0)
 
 
 def norm_block(hidden: int) -> dict[str, int]:
-    """The block that holds a row, and the warps that hold it in their registers."""
+    """Return the block size that holds a row of `hidden` elements, and the number of warps for it."""
     block = max(16, 1 << (hidden - 1).bit_length())
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
@@ -300,11 +301,11 @@ def softmax_kernel(
     probabilities,
     normalizer,
     words,
-    lift,
+    factor,
     WRITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """logsumexp of one row; then lift * softmax, read again from the cache that the first reading filled."""
+    """logsumexp of one row; then factor * softmax, from a second read of the row, now in the cache."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     row = logits + token * words
@@ -313,27 +314,28 @@ def softmax_kernel(
     for first in range(0, words, BLOCK):
         value = tl.load(row + first + column, mask=first + column < words, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, value)
-        # Lanes past the end have seen -inf alone, whose difference with itself is no number.
+        # Lanes past the end have read only -inf, and -inf - -inf would be NaN.
         base = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp(largest - base) + tl.exp(value - base)
         largest = larger
-    top = tl.max(largest, axis=0)
-    together = tl.sum(total * tl.exp(largest - top), axis=0)
-    sum_of_exponentials = top + tl.log(together)
-    tl.store(normalizer + token, sum_of_exponentials)
+    row_maximum = tl.max(largest, axis=0)
+    row_total = tl.sum(total * tl.exp(largest - row_maximum), axis=0)
+    logsumexp = row_maximum + tl.log(row_total)
+    tl.store(normalizer + token, logsumexp)
     if WRITE:
         for first in range(0, words, BLOCK):
             live = first + column < words
             value = tl.load(row + first + column, mask=live, other=float("-inf")).to(tl.float32)
-            value = tl.exp(value - sum_of_exponentials) * lift
-            place = probabilities + token * words + first + column
-            tl.store(place, value.to(probabilities.dtype.element_ty), mask=live)
+            value = tl.exp(value - logsumexp) * factor
+            pointer = probabilities + token * words + first + column
+            tl.store(pointer, value.to(probabilities.dtype.element_ty), mask=live)
 
 
-def softmax(logits: Tensor, dtype: torch.dtype | None, lift: float) -> tuple[Tensor, Tensor]:
-    """Return (lift * softmax [t, V] in `dtype`, logsumexp [t] in fp32) of logits [t, V].
+def softmax(logits: Tensor, dtype: torch.dtype | None, factor: float) -> tuple[Tensor, Tensor]:
+    """Return (factor * softmax [t, V] in `dtype`, logsumexp [t] in fp32) of logits [t, V].
 
-    In place where `dtype` is that of the logits; with None no probabilities are made.
+    In place if `dtype` is the logits' dtype. With None no probabilities are computed, and the first result is
+    `logits`, unchanged.
     """
     tokens, words = logits.shape
     normalizer = torch.empty(tokens, dtype=torch.float32, device=logits.device)
@@ -347,91 +349,22 @@ def softmax(logits: Tensor, dtype: torch.dtype | None, lift: float) -> tuple[Ten
             probabilities,
             normalizer,
             words,
-            lift,
+            factor,
             WRITE=dtype is not None,
             **SOFTMAX_BLOCK,
         )
     return probabilities, normalizer
 
 
-# --- AdamW -------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def adamw_kernel(
-    master,
-    gradient,
-    exp_avg,
-    exp_avg_sq,
-    rounded,
-    clip_factor,
-    size,
-    keep,
-    rate,
-    beta1,
-    beta2,
-    root_correction,
-    epsilon,
-    HAS_ROUNDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """keep = 1 - lr * decay, rate = lr / (1 - beta1^step), root_correction = sqrt(1 - beta2^step)."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = place < size
-    g = tl.load(gradient + place, mask=live, other=0.0).to(tl.float32) * tl.load(clip_factor).to(tl.float32)
-    m = tl.load(exp_avg + place, mask=live, other=0.0)
-    v = tl.load(exp_avg_sq + place, mask=live, other=0.0)
-    w = tl.load(master + place, mask=live, other=0.0)
-    m = beta1 * m + (1.0 - beta1) * g
-    v = beta2 * v + (1.0 - beta2) * g * g
-    w = w * keep - rate * m / (tl.sqrt(v) / root_correction + epsilon)
-    tl.store(exp_avg + place, m, mask=live)
-    tl.store(exp_avg_sq + place, v, mask=live)
-    tl.store(master + place, w, mask=live)
-    if HAS_ROUNDED:
-        tl.store(rounded + place, w.to(rounded.dtype.element_ty), mask=live)
-
-
-def adamw_step(
-    master: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    rounded: Tensor | None,
-    step: AdamWStep,
-    clip_factor: Tensor,
-) -> None:
-    """One step of AdamW in place on fp32 buffers [n]."""
-    size = master.numel()
-    if not size:
-        return
-    _launch(
-        adamw_kernel,
-        (_ceil_div(size, ADAMW_BLOCK["BLOCK"]),),
-        master,
-        gradient,
-        exp_avg,
-        exp_avg_sq,
-        master if rounded is None else rounded,
-        clip_factor,
-        size,
-        1.0 - step.lr * step.weight_decay,
-        step.lr / step.correction1,
-        step.beta1,
-        step.beta2,
-        step.correction2**0.5,
-        step.epsilon,
-        HAS_ROUNDED=rounded is not None,
-        **ADAMW_BLOCK,
-    )
-
-
 def _ceil_div(size: int, block: int) -> int:
-    """How many blocks cover a size."""
+    """Return how many blocks cover a size."""
     return -(-size // block)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
-    """Triton launches on the current device, whatever the tensors' is. (The interpreter runs on the CPU.)"""
+    """Launch a kernel on the device of its tensors; Triton itself would use the current device.
+
+    (Under Triton's interpreter the tensors are on the CPU.)
+    """
     with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
         kernel[grid](first, *arguments, **options)

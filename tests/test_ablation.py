@@ -1,4 +1,4 @@
-"""The ablation tool: the paper's parameter counts, forms that see no later token, a run from end to end."""
+"""The ablation tool: the paper's parameter counts, causality of every form, and a run from end to end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def tool() -> Any:
     spec = importlib.util.spec_from_file_location("ablation_lfa", TOOL)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["ablation_lfa"] = module  # where dataclasses look for their names
+    sys.modules["ablation_lfa"] = module  # dataclasses look up annotations here
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_papers_counts_come_out_exactly(tool: Any) -> None:
+def test_counts_equal_the_papers(tool: Any) -> None:
     counts = {form: tool.count_parameters(form, tool.PAPER_SHAPE) for form in tool.PAPER}
     assert counts == {form: row[0] for form, row in tool.PAPER.items()}
 
@@ -61,12 +61,12 @@ def test_the_moving_average_is_the_recurrence(tool: Any) -> None:
     u = torch.randn(1, 9, 3)
     state = torch.zeros(3, tool.EMA_DIMS)
     alpha, delta = average.alpha.sigmoid(), average.delta.sigmoid()
-    wanted = []
+    expected = []
     for t in range(9):
         state = alpha * average.beta * u[0, t, :, None] + (1 - alpha * delta) * state
         summed = (average.eta * state).sum(1) / tool.EMA_DIMS**0.5
-        wanted.append(torch.nn.functional.silu(summed + average.omega * u[0, t]))
-    torch.testing.assert_close(average(u)[0], torch.stack(wanted), rtol=1e-4, atol=1e-5)
+        expected.append(torch.nn.functional.silu(summed + average.omega * u[0, t]))
+    torch.testing.assert_close(average(u)[0], torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_shared_weights_are_equal(tool: Any) -> None:
@@ -77,14 +77,14 @@ def test_shared_weights_are_equal(tool: Any) -> None:
 
 def test_from_end_to_end(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_project(tmp_path)
-    words = [
+    arguments = [
         *("--out", tmp_path / "out", "--data", tmp_path / "corpus", "--forms", "basic", "lfa"),
         *("--seeds", 1, 2, "--steps", 3, "--layers", 1, "--hidden", 32, "--vocab-size", 512),
         *("--sequence-length", 16, "--batch-size", 2),
     ]
     threads = torch.get_num_threads()
     try:
-        assert tool.main(list(map(str, words))) == 0
+        assert tool.main(list(map(str, arguments))) == 0
         lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
         assert [(r["form"], r["seed"]) for r in map(json.loads, lines)] == [
             ("basic", 1),
@@ -92,10 +92,10 @@ def test_from_end_to_end(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
             ("basic", 2),
             ("lfa", 2),
         ]
-        assert tool.main(list(map(str, words))) == 0  # nothing is run again
+        assert tool.main(list(map(str, arguments))) == 0  # runs nothing again
         assert (tmp_path / "out" / "results.jsonl").read_text().splitlines() == lines
         text = capsys.readouterr().out
         assert "| lfa |" in text and "167,433,216" in text and "| conv2 |" not in text
-        assert tool.main(list(map(str, [*words, "--data", tmp_path / "nowhere", "--seeds", 9]))) == 2
+        assert tool.main(list(map(str, [*arguments, "--data", tmp_path / "nowhere", "--seeds", 9]))) == 2
     finally:
         torch.set_num_threads(threads)

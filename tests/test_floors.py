@@ -47,6 +47,15 @@ NEVER = {
 }
 """Modules that a folder never imports, wherever in a file."""
 
+PLANNER_FLOORS = ("costs", "evaluate", "solver", "search", "report")
+"""Folders of the planner; each may import those before it."""
+
+OF_THE_SOLVER = {"yuan_train.schedule", "yuan_train.planner.evaluate.simulator"}
+"""What the solver may import of ours, besides itself: it knows numbers and schedules."""
+
+UNKNOWN_TO_THE_SOLVER = {"config.plan", "config.cluster", "config.run", "config.model"}
+"""Modules that must not be reachable from the solver by any chain of imports."""
+
 PYDANTIC = {"config/load.py", "config/units.py"}
 PLANNER = {"cli/plan.py", "cli/simulate.py"}
 CHECKPOINT_OF_PARALLEL = {"yuan_train.parallel.shard"}
@@ -144,6 +153,40 @@ def test_a_folder_never_imports(folder: str) -> None:
     refused([i for i in IMPORTS if i.folder == folder and within(i.module, NEVER[folder])])
 
 
+@pytest.mark.parametrize("floor", range(len(PLANNER_FLOORS)))
+def test_a_folder_of_the_planner_imports_only_floors_below_it(floor: int) -> None:
+    folder, below = PLANNER_FLOORS[floor], PLANNER_FLOORS[: floor + 1]
+    own = [i for i in IMPORTS if i.file.startswith(f"planner/{folder}/") and i.target == "planner"]
+    assert own or folder == "costs", "there is something to look at"
+    refused([i for i in own if i.module.split(".")[2] not in below])
+
+
+def test_the_planner_has_no_rooms_but_its_floors() -> None:
+    planner = ROOT / "yuan_train/planner"
+    rooms = {path.name for path in planner.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(PLANNER_FLOORS)
+    assert [path.name for path in planner.glob("*.py")] == ["__init__.py"]
+
+
+def test_the_solver_knows_numbers_and_schedules_alone() -> None:
+    ours = [i for i in IMPORTS if i.file.startswith("planner/solver/") and i.target is not None]
+    outside = [i for i in ours if not within(i.module, {"yuan_train.planner.solver"})]
+    assert outside
+    refused([i for i in outside if not within(i.module, OF_THE_SOLVER)])
+
+
+def test_no_plan_or_cluster_is_within_reach_of_the_solver() -> None:
+    known = module_arrows()
+    reached = {module for module in known if module.startswith("yuan_train.planner.solver.")}
+    waiting = list(reached)
+    while waiting:
+        for module in known[waiting.pop()] - reached:
+            reached.add(module)
+            waiting.append(module)
+    assert "yuan_train.planner.evaluate.simulator" in reached
+    assert not reached & {f"yuan_train.{name}" for name in UNKNOWN_TO_THE_SOLVER}
+
+
 def test_kernels_are_entered_by_their_ops_alone() -> None:
     outside = [i for i in IMPORTS if i.target == "yuan_kernels" and i.folder != "kernels"]
     refused([i for i in outside if not within(i.module, {"yuan_kernels.ops"})])
@@ -192,7 +235,8 @@ def test_no_circles_between_folders() -> None:
         waiting -= free
 
 
-def test_no_circles_between_files() -> None:
+def module_arrows() -> dict[str, set[str]]:
+    """For each module of ours the modules of ours that it imports, type checkers' imports left out."""
     files = {
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         for path in ROOT.glob("yuan_train/**/*.py")
@@ -205,6 +249,12 @@ def test_no_circles_between_files() -> None:
         module = item.module if item.module in files else item.module.rpartition(".")[0]
         if module in files and module != source:
             arrows[source].add(module)
+    return arrows
+
+
+def test_no_circles_between_files() -> None:
+    arrows = module_arrows()
+    files = set(arrows)
     done: set[str] = set()
     while waiting := files - done:
         free = {file for file in waiting if arrows[file] <= done}

@@ -1,4 +1,4 @@
-"""The scorer behind the lm-evaluation-harness adapter; the harness itself: tools/check_lm_eval.sh."""
+"""The scorer of the lm-evaluation-harness adapter; tools/check_lm_eval.sh runs the harness itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.support.project import MODEL, make_project
+from yuan_train.config.document import Document
 from yuan_train.config.errors import YuanError
-from yuan_train.config.load import Document, build
+from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.model.documents import find_resets
@@ -43,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedModel:
 
 
 def logprobs(trained: TrainedModel, ids: list[int]) -> torch.Tensor:
-    """Of ids[1:], by one plain forward."""
+    """Log-probabilities of ids[1:], from one forward."""
     tokens = torch.tensor([ids])
     with torch.no_grad():
         hidden = trained.model(tokens, **vars(find_resets(tokens, eod_id=trained.eod_id, **trained.resets)))
@@ -57,13 +58,13 @@ def test_a_continuation(tool: Any, trained: TrainedModel) -> None:
     context, text = "the quick brown", " fox jumps over"
     first, whole = trained.tokenizer.encode(context), trained.tokenizer.encode(context + text)
     assert whole[: len(first)] == first
-    wanted = logprobs(trained, [trained.eod_id, *whole])[len(first) :].sum()
+    expected = logprobs(trained, [trained.eod_id, *whole])[len(first) :].sum()
     found, greedy = scorer.continuation(context, text)
-    assert found == pytest.approx(float(wanted), rel=1e-5) and not greedy
+    assert found == pytest.approx(float(expected), rel=1e-5) and not greedy
     assert scorer.continuation("", context)[0] == pytest.approx(scorer.rolling(context), rel=1e-6)
 
 
-def test_what_greedy_decoding_gives_is_greedy(tool: Any, trained: TrainedModel) -> None:
+def test_generated_text_is_greedy(tool: Any, trained: TrainedModel) -> None:
     scorer = tool.Scorer(trained)
     text = scorer.generate("the quick", [], 6)
     ids = trained.tokenizer.encode("the quick") if trained.tokenizer else []
@@ -75,15 +76,15 @@ def test_what_greedy_decoding_gives_is_greedy(tool: Any, trained: TrainedModel) 
     assert scorer.generate("the quick", [stop, ""], 6) == text[: text.index(stop)]
 
 
-def test_long_texts_are_read_in_windows(tool: Any, trained: TrainedModel) -> None:
-    """Each token once; a window begins with the last token of the one before."""
+def test_long_texts_are_scored_in_windows(tool: Any, trained: TrainedModel) -> None:
+    """Each token once; a window begins with the last token of the window before."""
     scorer = tool.Scorer(trained)
     assert trained.tokenizer is not None and trained.eod_id is not None
     text = "seven wizards box quietly " * 60
     ids = [trained.eod_id, *trained.tokenizer.encode(text)]
     assert len(ids) > 2 * scorer.max_length
-    wanted = sum(float(logprobs(trained, ids[i : i + 65]).sum()) for i in range(0, len(ids) - 1, 64))
-    assert scorer.max_length == 64 and scorer.rolling(text) == pytest.approx(wanted, rel=1e-5)
+    expected = sum(float(logprobs(trained, ids[i : i + 65]).sum()) for i in range(0, len(ids) - 1, 64))
+    assert scorer.max_length == 64 and scorer.rolling(text) == pytest.approx(expected, rel=1e-5)
     context = text * 2
     loss, _ = scorer.continuation(context, " fox")
     last = [trained.eod_id, *trained.tokenizer.encode(context + " fox")][-65:]

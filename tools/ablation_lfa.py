@@ -1,14 +1,15 @@
 """python tools/ablation_lfa.py --out runs/ablation: the Yuan 2.0 paper's Table 1, at a size for a CPU.
 
-Trains the same small model with eight forms of attention on the same batches, several seeds each, and sets
-test loss (mean and spread), parameters and time per step beside the paper's columns. What is done is kept in
-OUT/results.jsonl, and a second call goes on from there; the table is OUT/table.md.
+Trains the same small model with eight forms of attention on the same batches, several seeds each, and
+tabulates test loss (mean and standard deviation), parameters and time per step next to the paper's columns.
+Results are stored in OUT/results.jsonl, and a second call runs only what is missing there. The table is
+OUT/table.md.
 
-    basic      queries and keys from the norm's output u (as LLaMA)
+    basic      queries and keys from the norm's output u (as in LLaMA)
     ema        from a multi-dimensional damped moving average of u, 16 dims (MEGA, Ma et al. 2022)
     conv1..7   from u + one causal convolution of k taps, H to H
     two        from u + two convolutions of two taps, H to H/2 to H
-    lfa        the same, and a norm over the sum: what Yuan 2.0 has
+    lfa        as `two`, with a norm over the sum: Yuan 2.0's form
 """
 
 import argparse
@@ -34,7 +35,7 @@ from yuan_train.train.optimizer import learning_rate
 
 EMA_DIMS = 16
 PAPER = {
-    # form: (parameters, ms per iteration, test loss), the paper's Table 1; exact counts of its shape
+    # form: (parameters, ms per iteration, test loss), the paper's Table 1; parameters are exact for its shape
     "basic": (160_343_808, 577, 1.2510),
     "ema": (160_643_328, 745, 1.2309),
     "conv1": (163_887_360, 596, 1.2444),
@@ -71,7 +72,7 @@ class OneConvolution(nn.Module):
 
 
 class TwoConvolutions(nn.Module):
-    """f = u + conv2(conv1(u)), two taps each, H to H/2 to H; what comes before the first token is zero."""
+    """f = u + conv2(conv1(u)), two taps each, H to H/2 to H; inputs before the first token are zero."""
 
     def __init__(self, hidden: int, *, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class MovingAverage(nn.Module):
 
 
 def build(form: str, shape: ModelConfig, *, seed: int, device: str = "cpu") -> Transformer:
-    """The model with one form of attention; weights that all forms share are equal for equal seeds."""
+    """Return the model with one form of attention; equal seeds give equal weights where forms share them."""
     kind = "localized_filter" if form == "lfa" else "plain"
     model = Transformer(replace(shape, attention=kind), device=device)
     if device != "meta":
@@ -142,7 +143,7 @@ def _filter(form: str, hidden: int, device: str) -> nn.Module | None:
 
 
 def count_parameters(form: str, shape: ModelConfig) -> int:
-    """Parameters of the model with this form, nothing allocated."""
+    """Return the number of parameters of the model with this form, without allocating them."""
     return sum(parameter.numel() for parameter in build(form, shape, seed=0, device="meta").parameters())
 
 
@@ -151,7 +152,7 @@ def count_parameters(form: str, shape: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """One size of the comparison: the same for all forms."""
+    """Sizes and training settings of the comparison: equal for all forms."""
 
     shape: ModelConfig
     optimizer: OptimizerConfig
@@ -163,7 +164,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """One run. `seconds` is the median of a step's."""
+    """One run; losses in nats per token. `seconds` is the median time of a step."""
 
     form: str
     seed: int
@@ -191,7 +192,7 @@ def run(form: str, seed: int, settings: Settings, train: Blend, test: Blend) -> 
     )
     losses, seconds = [], []
     for step in range(settings.steps):
-        began = time.perf_counter()
+        start = time.perf_counter()
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step, config, decay_steps=settings.steps)
         loss = mean_loss(model, train, step * settings.batch_size, settings.batch_size)
@@ -200,7 +201,7 @@ def run(form: str, seed: int, settings: Settings, train: Blend, test: Blend) -> 
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
         adamw.step()
         losses.append(float(loss.detach()))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     with torch.no_grad():
         count = min(settings.test_sequences, test.corpora[0].samples_per_epoch)
         batches = range(0, count, settings.batch_size)
@@ -214,19 +215,19 @@ def run(form: str, seed: int, settings: Settings, train: Blend, test: Blend) -> 
         test_loss=test_loss,
         train_loss=statistics.fmean(losses[-20:]),
         seconds=statistics.median(seconds),
-        settings=as_words(settings),
+        settings=as_json(settings),
     )
 
 
 def mean_loss(model: Transformer, blend: Blend, first: int, count: int) -> Tensor:
-    """Mean loss per token of samples [first, first + count), in nats."""
+    """Return the mean loss per token of samples [first, first + count), in nats."""
     batch = blend.batch(first, count)
     hidden = model(torch.from_numpy(batch.inputs))
     return model.loss(hidden, torch.from_numpy(batch.targets)) / batch.targets.size
 
 
-def as_words(settings: Settings) -> dict[str, Any]:
-    """Settings as plain values, to tell results of unlike ones apart."""
+def as_json(settings: Settings) -> dict[str, Any]:
+    """Return the settings as JSON values: results of different settings must not be mixed."""
     return json.loads(json.dumps(asdict(settings)))
 
 
@@ -234,7 +235,7 @@ def as_words(settings: Settings) -> dict[str, Any]:
 
 
 def table(results: Iterable[Result]) -> str:
-    """The comparison as Markdown, the paper's columns beside ours; forms without results are left out."""
+    """Return the comparison as Markdown, with the paper's columns. Forms without results are omitted."""
     by_form = {form: [r for r in results if r.form == form] for form in PAPER}
     base = by_form.get("basic", [])
     base_loss = statistics.fmean(r.test_loss for r in base) if base else None
@@ -261,7 +262,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is missing, then print and write the table."""
+    """Run the missing results, then print and write the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -312,13 +313,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run_missing(options: argparse.Namespace, settings: Settings) -> list[Result]:
     options.out.mkdir(parents=True, exist_ok=True)
-    kept = options.out / "results.jsonl"
-    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+    stored = options.out / "results.jsonl"
+    lines = stored.read_text(encoding="utf-8").splitlines() if stored.exists() else []
     results = [Result(**json.loads(line)) for line in lines]
-    results = [result for result in results if result.settings == as_words(settings)]
+    results = [result for result in results if result.settings == as_json(settings)]
     done = {(result.form, result.seed) for result in results}
     for seed in options.seeds:
-        # The seed is of the weights and of the data's order; the split is the corpus's own.
+        # The seed determines the weights and the order of the data; the split depends only on the corpus.
         train, test = (
             open_corpora(
                 [(options.data, 1.0)],
@@ -335,7 +336,7 @@ def _run_missing(options: argparse.Namespace, settings: Settings) -> list[Result
                 continue
             result = run(form, seed, settings, train, test)
             results.append(result)
-            with kept.open("a", encoding="utf-8") as file:
+            with stored.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
             print(f"{form} seed {seed}: test loss {result.test_loss:.4f}", file=sys.stderr, flush=True)
     return results

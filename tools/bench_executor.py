@@ -1,10 +1,10 @@
-"""python tools/bench_executor.py: what the executor adds to a pipeline's work.
+"""python tools/bench_executor.py: the overhead of the executor over the simulator.
 
-Stages whose work on a micro-batch takes 20 ms, a third of it forward, run 1F1B over gloo in one process each.
-The simulator runs the same table with the same work, as it was measured. What the step takes beyond is given
-twice: with messages that take no time in the simulator, so that they count as overhead, and with messages as
-they were measured between idle stages. The work is once a sleep, which leaves the cores to the rest, and once
-products of matrices, for as many stages as there are cores.
+Each stage runs in a process of its own, under 1F1B over gloo; its work takes 20 ms per micro-batch, a third
+of it forward. The simulator runs the same schedule with the measured work. The overhead, how much longer the
+real step takes, is given twice: with messages that take no time in the simulator, so that they count as
+overhead, and with messages as measured between idle stages. The work is first a sleep, which leaves the cores
+free, then matrix products, with at most one stage per core.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch.multiprocessing as mp
 
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
-from yuan_train.parallel.apply import pipeline_table
+from yuan_train.parallel.apply import pipeline_schedule
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.groups import join, leave, make_groups
-from yuan_train.planner.simulator import StageTimes, simulate
+from yuan_train.parallel.groups import init_distributed, make_groups, shutdown
+from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.train.measure import machine_name, measure_links
 
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 FORWARD_SHARE = 1 / 3
 SEQUENCE_LENGTH, HIDDEN_SIZE = 256, 512
 MATRIX = 128
-"""Side of the matrices that are multiplied; a product takes about 0.1 ms of a core."""
+"""Rows and columns of the matrices; a product takes about 0.1 ms of a core."""
 WARM_UP_STEPS = 2
 
 Kind = Literal["sleep", "products"]
@@ -50,18 +50,18 @@ Kind = Literal["sleep", "products"]
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline to run."""
+    """One pipeline to measure."""
 
     kind: Kind
     num_stages: int
     num_micro_batches: int
     work_seconds: float
-    """Of a stage on a micro-batch, forward and backward."""
+    """Seconds of a stage per micro-batch, forward and backward."""
     steps: int
 
     @property
     def plan(self) -> Plan:
-        """A layer per stage; the model only gives the messages their size."""
+        """One layer per stage; the model only determines the size of the messages."""
         count = self.num_stages
         model = ModelConfig(
             name="work",
@@ -89,7 +89,7 @@ class Case:
 
 
 class Work:
-    """A stage's work on a micro-batch, of known length; the numbers it passes on mean nothing."""
+    """A stage's work on a micro-batch, of known duration; its outputs have no meaning."""
 
     def __init__(self, case: Case, *, last: bool) -> None:
         self._kind = case.kind
@@ -98,22 +98,22 @@ class Work:
         self._products = 1
         self._seconds = case.work_seconds
         self.forward_seconds = 0.0
-        """Spent in forwards so far."""
+        """Seconds spent in forwards so far."""
         if case.kind == "products":
             self._products = _calibrate(self._matrix, case.work_seconds)
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
-        """Work for a third of the time; the backward takes the rest."""
-        began = time.perf_counter()
+        """Work for FORWARD_SHARE of the time; the backward takes the rest."""
+        start = time.perf_counter()
         if hidden_BSH is None:
             hidden_BSH = torch.ones(1, SEQUENCE_LENGTH, HIDDEN_SIZE, requires_grad=True)
-        output: Any = _Worked.apply(hidden_BSH, self)
+        output: Any = _TimedWork.apply(hidden_BSH, self)
         self.work(FORWARD_SHARE)
-        self.forward_seconds += time.perf_counter() - began
+        self.forward_seconds += time.perf_counter() - start
         return output.sum() if self._last else output
 
     def work(self, share: float) -> None:
-        """Take so much of the time of a micro-batch."""
+        """Work for a fraction of the time of a micro-batch."""
         if self._kind == "sleep":
             time.sleep(share * self._seconds)
             return
@@ -121,16 +121,16 @@ class Work:
             torch.mm(self._matrix, self._matrix)
 
     def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
-        """1F1B splits nothing."""
+        """1F1B does not split backwards."""
         assert not split
         return nullcontext()
 
     def backward_weight(self, micro_batch: int) -> None:
-        """1F1B splits nothing."""
+        """1F1B does not split backwards."""
         raise AssertionError
 
 
-class _Worked(torch.autograd.Function):
+class _TimedWork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_BSH: torch.Tensor, work: Work) -> torch.Tensor:
         ctx.work = work
@@ -143,19 +143,19 @@ class _Worked(torch.autograd.Function):
 
 
 def _calibrate(matrix: torch.Tensor, seconds: float) -> int:
-    """How many products take so long, when all stages work at the same time."""
+    """The number of products that take `seconds` when all stages work at the same time."""
     times: list[float] = []
     for _ in range(50):
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(20):
             torch.mm(matrix, matrix)
-        times.append((time.perf_counter() - began) / 20)
+        times.append((time.perf_counter() - start) / 20)
     return max(1, round(seconds / statistics.median(times)))
 
 
 def run_rank(rank: int, case: Case, port: int, out: str) -> None:
-    """One stage; rank 0 writes the seconds of messages, and of every step."""
+    """Run one stage; rank 0 writes the seconds of messages and of every step to the file `out`."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -163,56 +163,56 @@ def run_rank(rank: int, case: Case, port: int, out: str) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    join(device=CPU, timeout_seconds=60)
+    init_distributed(device=CPU, timeout_seconds=60)
     try:
         sends = _measure_sends(case)
         rows = _run_steps(case, rank)
         if rank == 0:
             torch.save((sends, rows), out)
     finally:
-        leave()
+        shutdown()
 
 
 def _measure_sends(case: Case) -> tuple[list[float], list[float]]:
-    """Seconds of a message over each cut, onward and back."""
+    """Seconds of a message over each cut: activations, then gradients."""
     names = [str(rank) for rank in range(case.num_stages)]
     sizes = (1 << 16, SEQUENCE_LENGTH * HIDDEN_SIZE * 4)
-    known = {
+    seconds = {
         (link.from_, link.to): link.seconds[-1] for link in measure_links(names, device=CPU, sizes=sizes)
     }
     pairs = list(zip(names, names[1:], strict=False))
-    return [known[a, b] for a, b in pairs], [known[b, a] for a, b in pairs]
+    return [seconds[a, b] for a, b in pairs], [seconds[b, a] for a, b in pairs]
 
 
 def _run_steps(case: Case, rank: int) -> torch.Tensor:
-    """[steps, stages, 3]: of each stage step, forward and backward seconds."""
+    """[steps, stages, 3]: step, forward and backward seconds of each stage."""
     plan = case.plan
     grid = Grid(plan)
-    place = grid.places[rank]
-    table = pipeline_table(plan, 0)
+    coord = grid.coords[rank]
+    schedule = pipeline_schedule(plan, 0)
     groups = make_groups(grid, device=CPU, timeout_seconds=60)
     boundary = Boundary((1, SEQUENCE_LENGTH, HIDDEN_SIZE), torch.float32, CPU)
-    window = 1 + max(peak_in_flight(lane) for lane in table)
-    bridge = Bridge(grid, place, groups, boundary, window=window)
+    window = 1 + max(peak_in_flight(program) for program in schedule)
+    bridge = Bridge(grid, coord, groups, boundary, window=window)
     work, stopwatch = Work(case, last=rank == case.num_stages - 1), Stopwatch(CPU)
     executor = Executor({rank: work}, bridge, stopwatch)
     rows: list[torch.Tensor] = []
     for _ in range(WARM_UP_STEPS + case.steps):
         work.forward_seconds = 0.0
         dist.barrier()
-        began = time.perf_counter()
-        executor.run(table[place.worker])
-        seconds = time.perf_counter() - began
+        start = time.perf_counter()
+        executor.run(schedule[coord.worker])
+        seconds = time.perf_counter() - start
         forward, busy = work.forward_seconds, stopwatch.read()
-        mine = torch.tensor([seconds, forward, busy - forward], dtype=torch.float64)
-        every = [torch.empty_like(mine) for _ in range(case.num_stages)]
-        dist.all_gather(every, mine)
-        rows.append(torch.stack(every))
+        own = torch.tensor([seconds, forward, busy - forward], dtype=torch.float64)
+        gathered = [torch.empty_like(own) for _ in range(case.num_stages)]
+        dist.all_gather(gathered, own)
+        rows.append(torch.stack(gathered))
     return torch.stack(rows[WARM_UP_STEPS:])
 
 
 def measure(case: Case) -> str:
-    """Run a case; a row of the table."""
+    """Run a case, and return its row of the table."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -230,8 +230,8 @@ def measure(case: Case) -> str:
 
 
 def _overhead(case: Case, rows: torch.Tensor, sends: tuple[list[float], list[float]]) -> str:
-    """What steps [steps, stages, 3] take beyond the simulator's: median, least and most."""
-    table = pipeline_table(case.plan, 0)
+    """How much longer steps [steps, stages, 3] take than simulated: median, minimum, maximum in percent."""
+    schedule = pipeline_schedule(case.plan, 0)
     overheads: list[float] = []
     for step in rows:
         forward, backward = (step[:, i] / case.num_micro_batches for i in (1, 2))
@@ -241,11 +241,11 @@ def _overhead(case: Case, rows: torch.Tensor, sends: tuple[list[float], list[flo
             send_activation_seconds=tuple(sends[0]),
             send_gradient_seconds=tuple(sends[1]),
         )
-        overheads.append(float(step[:, 0].max()) / simulate(table, times).step_seconds - 1)
+        overheads.append(float(step[:, 0].max()) / simulate(schedule, times).step_seconds - 1)
     return f"{statistics.median(overheads):.1%} ({min(overheads):.1%} to {max(overheads):.1%})"
 
 
-_SPIN = """
+_SPIN_LOOP = """
 import os, sys, time
 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 os.sched_setaffinity(0, {int(sys.argv[1])})
@@ -256,10 +256,10 @@ while time.monotonic() < end:
 
 
 @contextmanager
-def keeping_awake(wanted: bool) -> Iterator[None]:
-    """While inside, a loop that gives way to everything keeps each core from falling asleep."""
+def keep_awake(wanted: bool) -> Iterator[None]:
+    """Inside, if `wanted`, an idle-priority loop on each core keeps the core from entering a sleep state."""
     cores = sorted(os.sched_getaffinity(0)) if wanted else []
-    loops = [subprocess.Popen([sys.executable, "-c", _SPIN, str(core)]) for core in cores]
+    loops = [subprocess.Popen([sys.executable, "-c", _SPIN_LOOP, str(core)]) for core in cores]
     try:
         yield
     finally:
@@ -273,26 +273,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stages", type=int, default=4, help="for the work that sleeps")
-    parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--work-ms", type=float, default=20.0, help="per stage and micro-batch")
-    parser.add_argument("--steps", type=int, default=10, help="steps per row, besides two of warm-up")
     parser.add_argument(
-        "--awake", action="store_true", help="keep the cores awake: waking up is not the executor's time"
+        "--stages", type=int, default=4, help="stages (matrix products: at most one per core)"
+    )
+    parser.add_argument("--micro-batches", type=int, default=16)
+    parser.add_argument("--work-ms", type=float, default=20.0, help="work per stage and micro-batch")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps per row, after two of warm-up")
+    parser.add_argument(
+        "--awake",
+        action="store_true",
+        help="keep the cores awake: their wake-up is not overhead of the executor",
     )
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     message = SEQUENCE_LENGTH * HIDDEN_SIZE * 4 // 1024
     print(f"Machine: {machine_name()}; messages of {message} KiB\n")
     print(
-        "| work | stages | micro-batches | work, ms each | step s | overhead, messages in it (min to max) "
-        "| without them |"
+        "| work | stages | micro-batches | work, ms each | step s | overhead with messages (min to max) "
+        "| without messages |"
     )
     print("|---|--:|--:|--:|--:|--:|--:|")
     kinds: list[tuple[Kind, int]] = [("sleep", options.stages), ("products", min(options.stages, cores))]
     for kind, stages in kinds:
         case = Case(kind, stages, options.micro_batches, options.work_ms / 1e3, options.steps)
-        with keeping_awake(options.awake):
+        with keep_awake(options.awake):
             print(measure(case), flush=True)
     return 0
 

@@ -1,12 +1,12 @@
-"""Times the kernels beside what one would write without them; prints Markdown.
+"""Times the kernels against straightforward torch code, and prints Markdown.
 
     OMP_NUM_THREADS=1 python tools/bench_kernels.py [--only filter norm] [--repeats 7]
 
-Ratios are what counts: all variants of a row run in one process, in turns, and each figure is the median of
-its turns. On a CPU it is the time of one thread (not of the clock, which other processes share); on a card
-the clock's, from an idle device to an idle device. The floor of an op is the bare matrix products that it
-cannot do without, of the same shapes and orders; that of a norm is a copy of as many bytes.
-Memory is what the process grew by at its peak (Linux), or the allocator's peak on a card.
+Compare ratios rather than times: all variants of a row run in one process, in turns, and each figure is the
+median of its turns. On a CPU it is the CPU time of one thread, which other processes do not affect; on a GPU
+it is wall time, from an idle device to an idle device. The floor of an op is the time of the matrix products
+that it needs, of the same shapes and operand orders; the floor of a norm is a copy of as many bytes.
+Memory is the growth of the process at its peak (Linux), or the allocator's peak on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from yuan_kernels import ops, products, reference
+from yuan_kernels import ops, products
 
 from yuan_train.config.model import load_model
 from yuan_train.model.layers import rotary_tables
@@ -44,14 +44,14 @@ Rows = Iterator[list[str]]
 
 
 class Bench:
-    """Takes times and memory on one device."""
+    """Measures time and memory on one device."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device = device
         self._repeats = repeats
 
     def seconds(self, variants: dict[str, Call], *, repeats: int | None = None) -> dict[str, float]:
-        """Median seconds of each variant; they take turns, after one turn to warm up."""
+        """Return the median seconds of each variant. They run in turns, after one warm-up turn."""
         taken: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range((repeats or self._repeats) + 1):
             for name, call in variants.items():
@@ -61,7 +61,7 @@ class Bench:
         return {name: statistics.median(values) for name, values in taken.items()}
 
     def extra_bytes(self, call: Call) -> int | None:
-        """Bytes that the call needs at its peak, above what is there before it; None if nothing tells."""
+        """Return the bytes by which memory grows at the call's peak; None if it cannot be measured."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
@@ -86,8 +86,8 @@ class Bench:
         torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
-    def draw(self, *shape: int, dtype: torch.dtype, scale: float = 1.0, grad: bool = True) -> Tensor:
-        """Random numbers: zeros would make products look faster than they are."""
+    def random(self, *shape: int, dtype: torch.dtype, scale: float = 1.0, grad: bool = True) -> Tensor:
+        """Return random numbers [*shape]. (Products of zeros would run faster.)"""
         generator = torch.Generator().manual_seed(len(shape))
         values = torch.randn(*shape, generator=generator).mul_(scale).to(self.device, dtype)
         return values.requires_grad_(grad)
@@ -101,33 +101,33 @@ def _resident(field: str) -> int:
 
 
 def forward_backward(form: Callable[..., Any], inputs: list[Tensor], upstream: list[Tensor]) -> Call:
-    """The call that runs a form and takes the gradients of all inputs."""
+    """Return a call that runs `form` and computes the gradients of all inputs."""
 
     def call() -> object:
-        made = form(*inputs)
-        return torch.autograd.grad(made if isinstance(made, tuple) else (made,), inputs, upstream)
+        result = form(*inputs)
+        return torch.autograd.grad(result if isinstance(result, tuple) else (result,), inputs, upstream)
 
     return call
 
 
-# --- one function per op: its rows -------------------------------------------------------------------------
+# --- one table per op --------------------------------------------------------------------------------------
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def filter_rows(bench: Bench) -> Rows:
-    """The localized filter beside the published form and the products alone."""
+    """Yield the rows of the localized filter: ours, the published form, and the products alone."""
     yield ["H", "B x S", "dtype", "pass", "products ms", "two Conv2d ms", "ours ms", "gain", "share of floor"]
     shapes = [(h, b, s) for h in (1024, 2048) for b, s in ((1, 1024), (2, 1024), (1, 4096))]
     cases = [(*shape, torch.bfloat16) for shape in shapes]
     cases += [(1024, 2, 1024, torch.float32), (2048, 1, 1024, torch.float32)]
     for hidden, batch, tokens, dtype in cases:
         n = hidden // 2
-        x = bench.draw(batch, tokens, hidden, dtype=dtype)
+        x = bench.random(batch, tokens, hidden, dtype=dtype)
         sizes = (n, hidden, 2), (n,), (hidden, n, 2), (hidden,)
-        inputs = [x, *(bench.draw(*size, dtype=dtype, scale=hidden**-0.5) for size in sizes)]
-        dy = bench.draw(batch, tokens, hidden, dtype=dtype, grad=False)
-        flat, square = x.detach().view(-1, hidden), bench.draw(hidden, hidden, dtype=dtype, grad=False)
+        inputs = [x, *(bench.random(*size, dtype=dtype, scale=hidden**-0.5) for size in sizes)]
+        dy = bench.random(batch, tokens, hidden, dtype=dtype, grad=False)
+        flat, square = x.detach().view(-1, hidden), bench.random(hidden, hidden, dtype=dtype, grad=False)
 
         def bare(flat: Tensor = flat, square: Tensor = square, *, backward: bool) -> None:
             for _ in range(2):
@@ -153,35 +153,35 @@ def filter_rows(bench: Bench) -> Rows:
 
 
 def two_convolutions(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, **_: object) -> Tensor:
-    """The published form: two Conv2d, each padded with one zero on the left."""
+    """Return the published form: two Conv2d, each padded with one zero on the left."""
     columns = x.transpose(1, 2).unsqueeze(-1)
     c = F.conv2d(F.pad(columns, (0, 0, 1, 0)), w1.unsqueeze(-1), b1)
     return F.conv2d(F.pad(c, (0, 0, 1, 0)), w2.unsqueeze(-1), b2).squeeze(-1).transpose(1, 2)
 
 
 def norm_rows(bench: Bench) -> Rows:
-    """Norm, and residual + norm, beside torch's."""
+    """Yield the rows of the norm, alone and with the residual sum: ours and torch's."""
     yield ["op", "T x H", "dtype", "copy ms", "torch ms", "ours ms", "gain", "share of floor"]
     for hidden, dtype in ((1024, torch.bfloat16), (2048, torch.bfloat16), (2048, torch.float32)):
         tokens = 4096
-        x, residual, past, dy = (bench.draw(tokens, hidden, dtype=dtype) for _ in range(4))
-        weight = bench.draw(hidden, dtype=dtype)
-        place = torch.empty_like(x)
-        # Bytes that must move: forward x, (residual, s,) y; backward dy, s, (past,) ds; a copy moves two.
+        x, residual, bypass, dy = (bench.random(tokens, hidden, dtype=dtype) for _ in range(4))
+        weight = bench.random(hidden, dtype=dtype)
+        copy = torch.empty_like(x)
+        # Tensors that must move: forward x, (residual, s,) y; backward dy, s, (bypass,) ds. A copy moves two.
         cases = {
             "rms_norm": (ops.rms_norm, plain_norm, [x, weight], [dy.detach()], 5),
             "add_rms_norm": (
                 ops.add_rms_norm,
                 plain_add_norm,
                 [x, residual, weight],
-                [dy.detach(), past.detach()],
+                [dy.detach(), bypass.detach()],
                 8,
             ),
         }
         for name, (ours, plain, inputs, upstream, moved) in cases.items():
             taken = bench.seconds(
                 {
-                    "floor": lambda x=x, place=place: place.detach().copy_(x.detach()),
+                    "floor": lambda x=x, copy=copy: copy.detach().copy_(x.detach()),
                     "plain": forward_backward(plain, inputs, upstream),
                     "ours": forward_backward(
                         lambda *a, ours=ours: ours(*a, epsilon=EPSILON), inputs, upstream
@@ -194,24 +194,24 @@ def norm_rows(bench: Bench) -> Rows:
 
 
 def plain_norm(x: Tensor, weight: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """torch's norm."""
+    """Return torch's norm."""
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def plain_add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = EPSILON
 ) -> tuple[Tensor, Tensor]:
-    """A sum, then torch's norm."""
+    """Return torch's norm of x + residual, and the sum."""
     total = x + residual
     return plain_norm(total, weight, epsilon), total
 
 
 def cross_entropy_rows(bench: Bench, tokens: int = 2048, hidden: int = 1024) -> Rows:
-    """The head beside all logits at once, with time and memory."""
+    """Yield the rows of head and cross-entropy: ours and all logits at once, with time and memory."""
     yield ["form", "seconds", "of plain", "6THV floor / time", "extra MB", "of plain"]
     dtype = torch.bfloat16
-    h = bench.draw(tokens, hidden, dtype=dtype)
-    weight = bench.draw(VOCABULARY, hidden, dtype=dtype, scale=0.02)
+    h = bench.random(tokens, hidden, dtype=dtype)
+    weight = bench.random(VOCABULARY, hidden, dtype=dtype, scale=0.02)
     targets = torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(0)).to(
         bench.device
     )
@@ -248,7 +248,7 @@ def cross_entropy_rows(bench: Bench, tokens: int = 2048, hidden: int = 1024) -> 
     memory = {name: bench.extra_bytes(form) for name, form in forms.items()}
     first = next(iter(forms))
     for name in forms:
-        # An allocator that keeps its memory (see the page of figures) grows by nothing.
+        # With an allocator that keeps its memory (see docs/benchmarks-kernels.md) the process does not grow.
         extra, plain_extra = memory[name], memory[first] or None
         yield [
             name,
@@ -260,39 +260,8 @@ def cross_entropy_rows(bench: Bench, tokens: int = 2048, hidden: int = 1024) -> 
         ]
 
 
-def adamw_rows(bench: Bench) -> Rows:
-    """AdamW with a bf16 copy, beside the same as torch operations and as torch's fused one."""
-    yield ["parameters", "definition ms", "torch fused, then clip and copy ms", "ours ms", "gain over fused"]
-    size = 1 << 24
-    master, gradient, exp_avg, exp_avg_sq = (
-        bench.draw(size, dtype=torch.float32, grad=False).abs_() for _ in range(4)
-    )
-    rounded = master.bfloat16()
-    clip = torch.tensor(0.999, device=bench.device)
-    step = ops.AdamWStep(number=5, lr=1e-5, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
-    buffers = master, gradient, exp_avg, exp_avg_sq, rounded
-    parameter = torch.nn.Parameter(master.clone())
-    optimizer = torch.optim.AdamW([parameter], lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    parameter.grad = gradient
-
-    def fused() -> None:
-        gradient.mul_(clip)
-        optimizer.step()
-        rounded.copy_(parameter.detach())
-
-    taken = bench.seconds(
-        {
-            "definition": lambda: reference.adamw_step(*buffers, step, clip),
-            "fused": fused,
-            "ours": lambda: ops.adamw_step(*buffers, step, clip),
-        }
-    )
-    ratio = f"{taken['fused'] / taken['ours']:.2f}"
-    yield [f"{size:,}", *(f"{taken[name] * 1e3:.1f}" for name in taken), ratio]
-
-
 def layer_rows(bench: Bench) -> Rows:
-    """A layer of Yuan2-2B, beside the same with Conv2d and torch's norms."""
+    """Yield the rows of a layer of Yuan2-2B: ours, and the same layer with Conv2d and torch's norms."""
     yield ["layer", "B x S", "dtype", "Conv2d and torch's norms ms", "ours ms", "gain"]
     config = load_model(ROOT / "configs/model/yuan2-2b.yaml")
     dtype = torch.bfloat16
@@ -300,8 +269,8 @@ def layer_rows(bench: Bench) -> Rows:
     init_weights(model, seed=0)
     block = next(iter(model.blocks.values()))
     for tokens in (1024, 2048):
-        x = bench.draw(1, tokens, config.hidden_size, dtype=dtype)
-        dy = bench.draw(1, tokens, config.hidden_size, dtype=dtype, grad=False)
+        x = bench.random(1, tokens, config.hidden_size, dtype=dtype)
+        dy = bench.random(1, tokens, config.hidden_size, dtype=dtype, grad=False)
         positions = torch.arange(tokens, device=bench.device).unsqueeze(0)
         tables = rotary_tables(positions, head_dim=config.head_dim, base=config.rope_base, dtype=dtype)
         inputs = [x, *block.parameters()]
@@ -319,13 +288,13 @@ def layer_rows(bench: Bench) -> Rows:
 
 @contextlib.contextmanager
 def torchs_norms() -> Iterator[None]:
-    """The model with torch's norms."""
+    """Context in which the model uses torch's norms."""
     with mock.patch.multiple(ops, rms_norm=plain_norm, add_rms_norm=plain_add_norm):
         yield
 
 
 def _times(taken: dict[str, float]) -> list[str]:
-    """Milliseconds of each, and the gain of ours over plain."""
+    """Milliseconds of each variant, then the plain form's time over ours."""
     return [*(f"{s * 1e3:.1f}" for s in taken.values()), f"{taken['plain'] / taken['ours']:.2f}"]
 
 
@@ -335,13 +304,12 @@ TABLES: dict[str, tuple[str, Callable[[Bench], Rows]]] = {
     "filter": ("Localized filter", filter_rows),
     "norm": ("RMS norm, forward + backward", norm_rows),
     "cross_entropy": ("Head and cross-entropy, 2048 tokens, H 1024, V 135,040, bf16", cross_entropy_rows),
-    "adamw": ("AdamW, fp32 with a bf16 copy", adamw_rows),
     "layer": ("One layer, forward + backward", layer_rows),
 }
 
 
 def main() -> None:
-    """Run the tables asked for; print each as soon as it is there."""
+    """Run the selected tables, and print each row once measured."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES), metavar="TABLE")
     parser.add_argument("--repeats", type=int, default=7)

@@ -1,7 +1,7 @@
 """python tools/bench_memory.py: peak memory of each rank with 8 and with 64 micro-batches.
 
-Under 1F1B a stage keeps as many micro-batches as there are stages from it to the end, so memory must not grow
-with their number. Three ranks over gloo, one pipeline.
+Under 1F1B a stage keeps as many micro-batches in flight as there are stages from it to the end, so its memory
+must not grow with the number of micro-batches. One pipeline of three ranks over gloo.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import cast
 
 import torch
 
-from yuan_train.config.load import Document, build
+from yuan_train.config.document import Document
+from yuan_train.config.load import build
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.run import RunConfig
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer, initial_weight
 from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.groups import join, leave
+from yuan_train.parallel.groups import init_distributed, shutdown
 from yuan_train.train.measure import machine_name
 
 NUM_STAGES = 3
@@ -55,7 +56,7 @@ def main() -> int:
 
 
 def measure(hidden_size: int, sequence_length: int, num_micro_batches: int) -> list[float]:
-    """MiB by which each rank's peak memory grows in one step."""
+    """The growth of each rank's peak memory in one step, in MiB."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -74,7 +75,7 @@ def measure(hidden_size: int, sequence_length: int, num_micro_batches: int) -> l
 
 
 def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None:  # pyright: ignore
-    """One stage: a warm-up step with few micro-batches, then the measured one."""
+    """Run one step of one stage, and put (rank, growth of peak memory in MiB) into `results`."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -83,7 +84,7 @@ def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None
         "MASTER_PORT": str(port),
     }
     device = torch.device("cpu")
-    join(device=device, timeout_seconds=300)
+    init_distributed(device=device, timeout_seconds=300)
     plan = make_plan(*shape)
     parts = ModelParts(
         build=lambda stage: Transformer(
@@ -93,17 +94,17 @@ def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None
         sharding=SHARDING,
         row_blocks=ROW_BLOCKS,
     )
-    worker = parallelize(plan, rank, parts, device=device, dtype=torch.float32)
-    works = {s: Stage(cast(Transformer, part), shape[1]) for s, part in worker.parts.items()}
-    executor = Executor(works, worker.bridge, Stopwatch(device))
+    runtime = parallelize(plan, rank, parts, device=device, dtype=torch.float32)
+    works = {s: Stage(cast(Transformer, part), shape[1]) for s, part in runtime.parts.items()}
+    executor = Executor(works, runtime.bridge, Stopwatch(device))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    executor.run(worker.lane)
+    executor.run(runtime.program)
     results.put((rank, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
-    leave()
+    shutdown()
 
 
 class Stage:
-    """Runs a part of the model on random tokens."""
+    """Runs one stage's part of the model on random tokens."""
 
     def __init__(self, model: Transformer, sequence_length: int) -> None:
         self.model = model
@@ -114,7 +115,7 @@ class Stage:
         return self.model.loss(output, self.tokens_BS) if self.model.has_head else output
 
     def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
-        assert not split, "1F1B takes its backwards whole"
+        assert not split, "1F1B does not split backwards"
         return nullcontext()
 
     def backward_weight(self, micro_batch: int) -> None:
@@ -122,7 +123,7 @@ class Stage:
 
 
 def make_plan(hidden_size: int, sequence_length: int, num_micro_batches: int) -> Plan:
-    """Three stages of two layers."""
+    """A 1F1B plan of NUM_STAGES stages of two layers, a rank each."""
     values = {
         "model": {
             "name": "bench",

@@ -1,7 +1,7 @@
 """python tools/bench_plan.py: the planned uneven cut against the even split, forecast and measured.
 
-Profiles this machine, plans for the simulated cards of a cluster, trains a few steps under both cuts in turn,
-and prints forecast and measured step times. Needs the quick start's data.
+Profiles this machine, plans for the simulated cards of a cluster, trains a few steps under the two cuts in
+turn, and prints forecast and measured step times. Needs the quick start's data.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from yuan_train.config.cluster import load_cluster
-from yuan_train.config.plan import Plan, save_plan
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_files import save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import load_run
-from yuan_train.planner.search import Candidate, search_plan
-from yuan_train.planner.setting import Setting
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.search.search import Candidate, search_plan
 from yuan_train.train.measure import machine_name
 
 WARM_UP_STEPS = 3
@@ -28,7 +29,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One cut: what was forecast, and the step times of every round."""
+    """One cut: the planned candidate with its forecast, and the step times of all rounds."""
 
     name: str
     candidate: Candidate
@@ -71,7 +72,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         profile,
     )
     run = load_run(options.config)
-    setting = Setting(
+    problem = PlanProblem(
         cluster=load_cluster(options.cluster),
         model=run.model,
         sequence_length=run.data.sequence_length,
@@ -79,7 +80,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         precision=run.train.precision,
         profile=load_profile(profile),
     )
-    found = search_plan(setting, run.search, micro_batch_size=run.train.micro_batch_size)
+    found = search_plan(problem, run.search, micro_batch_size=run.train.micro_batch_size)
     if found.even_split is None:
         sys.exit("error: there is no even split of this model over these cards")
     rows = [Row("planned", found.best, []), Row("even", found.even_split, [])]
@@ -90,7 +91,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def train(plan: Plan, options: argparse.Namespace, folder: Path) -> list[float]:
-    """Step times under a plan, after the warm-up."""
+    """Seconds of each step under a plan, after the warm-up."""
     save_plan(folder / "plan.yaml", plan)
     log = folder / "log"
     (log / "metrics.jsonl").unlink(missing_ok=True)
@@ -106,7 +107,7 @@ def train(plan: Plan, options: argparse.Namespace, folder: Path) -> list[float]:
 
 
 def yuan_train(*arguments: str | Path) -> None:
-    """Run a command; its words are shown only if it fails."""
+    """Run a `yuan-train` command; its output is shown only if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "yuan_train", *map(str, arguments)], capture_output=True, text=True
     )

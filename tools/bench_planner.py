@@ -1,7 +1,7 @@
 """python tools/bench_planner.py [CARDS ...]: time and gap of the planner on large clusters.
 
-Each size runs in a process of its own, on one thread; CPU seconds, so that other work on the machine does not
-count. The gap is to a lower bound that no plan can beat, not to the optimum.
+Each size runs in its own process, on one thread. Times are CPU seconds, which other work on the machine does
+not change. The gap is to a lower bound that no plan can beat, not to the optimum.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import time
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.search import search_plan
-from yuan_train.planner.setting import Setting
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.search.search import search_plan
 
 TYPES = ("A100-80G", "A100-40G", "RTX-4090", "H100-80G")
 CASES = {64: (3, 48, 256), 256: (4, 84, 1024), 1024: (4, 126, 1024)}
-"""Cards: types, layers, sequences of a step."""
+"""By number of cards: types of card, layers, sequences per step."""
 CARDS_PER_NODE = 8
 
 
-def make_setting(num_cards: int) -> Setting:
-    """Nodes of eight equal cards, InfiniBand between them, a model of Yuan 2.0's shape."""
+def make_problem(num_cards: int) -> PlanProblem:
+    """Nodes of eight equal cards, connected by InfiniBand, and a model of Yuan 2.0's shape."""
     num_types, num_layers, batch = CASES[num_cards]
     nodes = num_cards // CARDS_PER_NODE
     each = nodes // num_types
@@ -49,7 +49,7 @@ def make_setting(num_cards: int) -> Setting:
         ffn_hidden_size=32768,
         vocab_size=135_040,
     )
-    return Setting(
+    return PlanProblem(
         cluster=Cluster(name="bench", nodes=groups),
         model=model,
         sequence_length=4096,
@@ -59,9 +59,9 @@ def make_setting(num_cards: int) -> Setting:
 
 
 def measure(num_cards: int) -> dict[str, float | int]:
-    """One search in this process."""
+    """Run one search in this process; a row of the table."""
     started = time.process_time()
-    found = search_plan(make_setting(num_cards), SearchConfig(time_limit=600.0), micro_batch_size=1)
+    found = search_plan(make_problem(num_cards), SearchConfig(time_limit=600.0), micro_batch_size=1)
     return {
         "cards": num_cards,
         "types": CASES[num_cards][0],

@@ -1,8 +1,8 @@
 """python tools/check_export.py EXPORT EXPECTED.safetensors: an exported model in the real transformers.
 
-Loads the folder as a stranger would (`AutoModelForCausalLM`, `trust_remote_code`), and compares logits,
-greedy tokens with and without cache, beams, and a left-padded batch with what EXPECTED holds (`input_ids`,
-`logits`, `prompt`, `greedy`) and with itself. Needs transformers; tools/check_transformers.sh has it.
+Loads the folder as any user would (`AutoModelForCausalLM`, `trust_remote_code`). Compares logits and greedy
+tokens with EXPECTED (`input_ids`, `logits`, `prompt`, `greedy`), beam search with and without cache, and a
+left-padded batch with its prompts alone. Needs transformers; tools/check_transformers.sh installs it.
 """
 
 import argparse
@@ -19,13 +19,13 @@ TOLERANCE = 2e-5
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints one JSON object; 1 with the reason where something differs."""
+    """Check and print one JSON object; return 1 and print the reason if something differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("export", type=Path, metavar="EXPORT")
     parser.add_argument("expected", type=Path, metavar="EXPECTED")
-    parser.add_argument("--ids", type=Path, metavar="FILE", help="samples of text and ids for the tokenizer")
+    parser.add_argument("--ids", type=Path, metavar="FILE", help="texts and their token ids (JSON)")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     import transformers
@@ -48,14 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 @torch.no_grad()
 def check(model: Any, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Differences from EXPECTED; AssertionError where one is too large."""
+    """Compare with EXPECTED; return the differences. Raises AssertionError if one is too large."""
     logits = model(expected["input_ids"]).logits
     difference = float((logits - expected["logits"]).abs().max())
     assert difference <= TOLERANCE, f"logits differ by {difference}"
     prompt, greedy = expected["prompt"], expected["greedy"].tolist()
     length = prompt.shape[1]
     for use_cache in (True, False):
-        # No token ends the text: the stored ones go on to the last.
+        # Without an end token: the stored tokens do not stop either.
         options = {"do_sample": False, "use_cache": use_cache, "eos_token_id": None, "pad_token_id": 0}
         ids = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=len(greedy), **options
@@ -65,7 +65,7 @@ def check(model: Any, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def check_batches(model: Any, prompt: torch.Tensor, count: int) -> dict[str, Any]:
-    """Beams with and without cache agree; a left-padded batch gives what its prompts give alone."""
+    """Check that beams agree with and without cache, and a left-padded batch with its prompts alone."""
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": count}
     mask = torch.ones_like(prompt)
     beams = [
@@ -85,17 +85,17 @@ def check_batches(model: Any, prompt: torch.Tensor, count: int) -> dict[str, Any
 
 
 def check_tokenizer(export: Path, samples: Path) -> dict[str, Any]:
-    """Ids that the exported tokenizer gives to texts, and the texts that come back."""
+    """Check the ids that the exported tokenizer gives to texts, and that they decode to the texts."""
     import transformers
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
-    wanted = json.loads(samples.read_text(encoding="utf-8"))["samples"]
-    for sample in wanted:
+    expected = json.loads(samples.read_text(encoding="utf-8"))["samples"]
+    for sample in expected:
         ids = tokenizer(sample["text"])["input_ids"]
-        assert ids == sample["ids"], f"{sample['text']!r} gives {ids}, wanted {sample['ids']}"
+        assert ids == sample["ids"], f"{sample['text']!r} gives {ids}, expected {sample['ids']}"
         text = tokenizer.decode(ids)
-        assert text == sample["text"], f"{sample['text']!r} comes back as {text!r}"
-    return {"tokenizer_samples": len(wanted)}
+        assert text == sample["text"], f"{sample['text']!r} decodes to {text!r}"
+    return {"tokenizer_samples": len(expected)}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# bash tools/check_transformers.sh [version ...]: an exported model in the real transformers, old and current.
+# bash tools/check_transformers.sh [version ...]: checks an exported model in releases of transformers.
 #
-# Exports the small golden checkpoint and, for each release, makes an environment of its own over the one of
-# the tests (which lends it PyTorch), and runs tools/check_export.py there: logits, greedy tokens with and
-# without cache, beams, a padded batch. YUAN_TOKENIZER=FILE (Yuan's tokenizer.model, with expected_ids.json
-# beside it) checks the exported tokenizer too. Needs a network for the first call of each release.
+# Exports the small golden checkpoint. For each release it creates an environment on top of the tests'
+# environment (which provides PyTorch) and runs tools/check_export.py there: logits, greedy tokens with and
+# without cache, beams, a padded batch. YUAN_TOKENIZER=FILE (Yuan's tokenizer.model, with expected_ids.json in
+# the same folder) checks the exported tokenizer too. The first call of each release needs a network.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -24,20 +24,20 @@ fi
 yuan-train import-hf "$golden" --out "$work/checkpoint"
 yuan-train export-hf "$work/checkpoint" --out "$work/export" ${YUAN_TOKENIZER:+--tokenizer "$YUAN_TOKENIZER"}
 
-lent=$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+base_packages=$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 failed=()
 for version in "${versions[@]}"; do
-    place=${YUAN_CHECKS:-build/checks}/transformers-$version
-    if ! grep -qsx "$lent" "$place/done"; then
-        echo "installing transformers $version into $place"
-        rm -rf "$place"
-        python -m venv "$place"
-        own=$("$place/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-        echo "$lent" >"$own/zz_lent.pth" # after its own packages in the order of search
-        "$place/bin/python" -m pip install --quiet --disable-pip-version-check "transformers==$version"
-        echo "$lent" >"$place/done"
+    venv=${YUAN_CHECKS:-build/checks}/transformers-$version
+    if ! grep -qsx "$base_packages" "$venv/done"; then
+        echo "installing transformers $version into $venv"
+        rm -rf "$venv"
+        python -m venv "$venv"
+        own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+        echo "$base_packages" >"$own/zz_base.pth" # searched after the environment's own packages
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "transformers==$version"
+        echo "$base_packages" >"$venv/done"
     fi
-    "$place/bin/python" tools/check_export.py "$work/export" $golden/expected.safetensors \
+    "$venv/bin/python" tools/check_export.py "$work/export" $golden/expected.safetensors \
         ${options[@]+"${options[@]}"} || failed+=("$version")
 done
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -2,7 +2,7 @@
 #
 #   prepare_environment core|test
 #
-# makes or reuses a virtual environment (.venv, or $YUAN_VENV), installs what constraints.txt pins, and enters
+# makes or reuses a virtual environment (.venv, or $YUAN_VENV), installs what constraints.txt pins, and activates
 # it. A stamp in the environment keeps the second call from installing again.
 
 prepare_environment() {
@@ -23,7 +23,7 @@ print(hashlib.sha256(b"\0".join([*files, sys.argv[1].encode(), sys.version.encod
 PYTHON
     )
     if [ "$wanted" = test ]; then extras="[test]"; fi
-    # What is there for the tests is enough for the rest.
+    # An environment for the tests is enough for `core`.
     if ! grep -qsx "$stamp" "$venv/yuan-$wanted" && ! grep -qsx "$stamp" "$venv/yuan-test"; then
         echo "installing yuan-train$extras into $venv (some minutes the first time, for PyTorch)"
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
@@ -40,7 +40,7 @@ PYTHON
     unset PYTHONHOME
 }
 
-# Print the first Python of 3.11 or later; $YUAN_PYTHON names one outright.
+# Print the first Python of 3.11 or later; $YUAN_PYTHON selects one instead.
 find_python() {
     local name
     for name in ${YUAN_PYTHON:-python3.11 python3.12 python3.13 python3 python}; do
@@ -50,7 +50,7 @@ find_python() {
         fi
     done
     if [ -n "${YUAN_PYTHON:-}" ]; then
-        echo "error: YUAN_PYTHON=$YUAN_PYTHON is no Python of 3.11 or later" >&2
+        echo "error: YUAN_PYTHON=$YUAN_PYTHON is not Python 3.11 or later" >&2
     else
         echo "error: wanted Python 3.11 or later; found" \
             "$(python3 --version 2>&1 || echo none). Install one, or name it: YUAN_PYTHON=/path/to/python" >&2

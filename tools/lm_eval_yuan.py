@@ -1,8 +1,8 @@
-"""python tools/lm_eval_yuan.py --checkpoint CKPT --tasks NAME [--include DIR]: lm-evaluation-harness on ours.
+"""python tools/lm_eval_yuan.py --checkpoint CKPT --tasks NAME [--include DIR]: lm-evaluation-harness.
 
-The harness asks for log-likelihoods and for greedy text; this answers from a checkpoint, with its own
-tokenizer and caches. `lm_eval` is an extra of its own (it is large): tools/check_lm_eval.sh makes an
-environment with it and runs a local task without network.
+The harness requests log-likelihoods and greedy text; this script computes them from a checkpoint of ours with
+its tokenizer. `lm_eval` is large and not among this package's extras: tools/check_lm_eval.sh creates an
+environment with it and runs local tasks without network access.
 """
 
 import argparse
@@ -23,10 +23,11 @@ from yuan_train.train.evaluate import TrainedModel, hidden_states, load_trained
 
 
 class Scorer:
-    """Log-likelihoods and continuations of a trained model; knows nothing of the harness.
+    """Log-likelihoods and continuations of a trained model, independent of the harness.
 
-    A text's first token is predicted from the end of a document, as in training. Longer texts are read in
-    windows, each token once, each window beginning with the last token of the one before.
+    A text's first token is predicted from the end-of-document token, as in training. Texts longer than the
+    model's sequence are scored in windows: each token once, and each window begins with the last token of
+    the window before. Raises YuanError if there is no tokenizer.
     """
 
     def __init__(self, trained: TrainedModel, *, special: bool = False) -> None:
@@ -38,13 +39,13 @@ class Scorer:
         self.max_length = trained.model.config.max_sequence_length
 
     def encode(self, text: str) -> list[int]:
-        """Token ids."""
+        """Return the token ids of a text."""
         return self.tokenizer.encode(text, special=self.special)
 
     def continuation(self, context: str, text: str) -> tuple[float, bool]:
-        """(log-likelihood of `text` after `context` in nats, whether it is what greedy decoding gives)."""
+        """Return (log-likelihood of `text` after `context` in nats, whether greedy decoding gives `text`)."""
         whole = self.encode(context + text)
-        # The border is where the context alone ends; a token across it counts to the text.
+        # `text` begins where the tokens of `context` alone end; a token across the border belongs to `text`.
         first = len(self.encode(context)) if context else 0
         while first and self.encode(context)[:first] != whole[:first]:
             first -= 1
@@ -54,7 +55,7 @@ class Scorer:
         return float(logprobs[len(logprobs) - count :].sum()), bool(greedy[len(greedy) - count :].all())
 
     def rolling(self, text: str) -> float:
-        """Log-likelihood of a whole text, in nats."""
+        """Return the log-likelihood of a whole text, in nats."""
         ids = [self.tokenizer.eod_id, *self.encode(text)]
         total = 0.0
         for first in range(0, len(ids) - 1, self.max_length):
@@ -63,7 +64,7 @@ class Scorer:
         return total
 
     def generate(self, context: str, until: Sequence[str], max_new_tokens: int) -> str:
-        """Greedy text up to the first of `until`, the end of a document, or `max_new_tokens`."""
+        """Return greedy text up to the first of `until`, the end of a document, or `max_new_tokens`."""
         room = self.max_length - max_new_tokens
         prompt = [self.tokenizer.eod_id, *self.encode(context)][-max(room, 1) :]
         ids: list[int] = []
@@ -88,7 +89,7 @@ class Scorer:
 
     @torch.no_grad()
     def _scores(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of ids[1:]: log-probability in nats, and whether each is the most probable; both [len - 1]."""
+        """Log-probability in nats of each of ids[1:], and whether it is the most probable; both [len - 1]."""
         tokens = torch.tensor([ids])
         hidden_BSH = hidden_states(self.trained, tokens[:, :-1])
         logits_SV = self.trained.model.logits(hidden_BSH)[0].double()
@@ -98,7 +99,7 @@ class Scorer:
 
 
 def harness_model(scorer: Scorer) -> Any:
-    """The scorer as the harness wants it."""
+    """Return the scorer as the harness's model class."""
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
     class YuanLM(LM):
@@ -109,28 +110,28 @@ def harness_model(scorer: Scorer) -> Any:
             return [scorer.rolling(request.args[0]) for request in requests]
 
         def generate_until(self, requests: Any, **_: Any) -> Any:
-            answers = []
+            texts = []
             for request in requests:
-                context, wishes = request.args
-                until = wishes.get("until") or []
+                context, options = request.args
+                until = options.get("until") or []
                 until = [until] if isinstance(until, str) else until
-                answers.append(scorer.generate(context, until, int(wishes.get("max_gen_toks", 256))))
-            return answers
+                texts.append(scorer.generate(context, until, int(options.get("max_gen_toks", 256))))
+            return texts
 
     return YuanLM()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Evaluate and print one JSON object with the harness's results."""
+    """Evaluate, and print one JSON object with the harness's results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", required=True, metavar="CKPT")
     parser.add_argument("--tasks", nargs="+", required=True, metavar="NAME")
-    parser.add_argument("--include", metavar="DIR", help="folder with task files of your own")
-    parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
-    parser.add_argument("--limit", type=int, metavar="N", help="documents per task at most")
-    parser.add_argument("--special", action="store_true", help="heed strings such as <sep> in texts")
+    parser.add_argument("--include", metavar="DIR", help="folder with your own task files")
+    parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer to use instead of the checkpoint's")
+    parser.add_argument("--limit", type=int, metavar="N", help="maximum number of documents per task")
+    parser.add_argument("--special", action="store_true", help="parse special tokens such as <sep>")
     options = parser.parse_args(arguments)
     try:
         trained = load_trained(find_checkpoint(options.checkpoint), tokenizer=options.tokenizer)
@@ -143,20 +144,23 @@ def main(arguments: list[str] | None = None) -> int:
     import lm_eval  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    found = lm_eval.simple_evaluate(
+    evaluated = lm_eval.simple_evaluate(
         model=harness_model(scorer),
         tasks=options.tasks,
         task_manager=TaskManager(include_path=options.include),
         limit=options.limit,
         bootstrap_iters=0,
     )
-    assert found is not None, "only a helper rank gets nothing"
-    print(json.dumps({"lm_eval": lm_eval.__version__, "results": found["results"]}, default=str))
+    assert evaluated is not None, "only ranks other than 0 get None"
+    print(json.dumps({"lm_eval": lm_eval.__version__, "results": evaluated["results"]}, default=str))
     return 0
 
 
 def write_local_task(folder: Path, texts: Sequence[str]) -> list[str]:
-    """Write two tasks over `texts` for the harness, rolling likelihood and completion; return their names."""
+    """Write three tasks over `texts` for the harness and return their names.
+
+    Rolling likelihood, likelihood of a continuation, and generation.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "texts.jsonl"
     with data.open("w", encoding="utf-8") as file:
@@ -183,7 +187,7 @@ def write_local_task(folder: Path, texts: Sequence[str]) -> list[str]:
 
 
 def bits_per_byte(nats: float, text: str) -> float:
-    """What the harness makes of a log-likelihood."""
+    """Return a text's log-likelihood as the harness reports it: bits per UTF-8 byte."""
     return -nats / math.log(2) / len(text.encode())
 
 

@@ -1,8 +1,7 @@
-"""python tools/make_corpus.py --out data/corpus.jsonl: real text that every machine has, as JSONL `{"text":
-...}`.
+"""python tools/make_corpus.py --out data/corpus.jsonl: text that every machine has, as JSONL `{"text": ...}`.
 
 The text is the source of Python's own standard library (PSF licence), without tests and installed packages.
-Sizes differ between Python versions, so no expected number may rest on it. Needs nothing but Python.
+Sizes differ between Python versions, so no test may expect exact numbers. Needs only Python.
 """
 
 import argparse
@@ -28,7 +27,7 @@ EXCLUDED_FOLDERS = {
 
 @dataclass
 class Counts:
-    """What was taken and what was left out; bytes are of UTF-8 text."""
+    """Files taken and files left out, by reason; bytes are of UTF-8 text."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -39,7 +38,7 @@ class Counts:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the corpus; 2 if there is nothing to write, or no place to write it."""
+    """Writes the corpus. Returns the exit code: 2 if there is no text, or if FILE cannot be written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write_corpus(out: Path, source: Path, max_bytes: int | None = None) -> Counts:
-    """Writes aside and renames, so that FILE is whole or absent; an older FILE stays if nothing was found."""
+    """Writes under a temporary name and renames when complete; keeps an older FILE if nothing was found."""
     counts = Counts()
     temporary = out.with_name(out.name + ".tmp")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def write_corpus(out: Path, source: Path, max_bytes: int | None = None) -> Count
 
 
 def texts(source: Path, counts: Counts, max_bytes: int | None) -> Iterator[str]:
-    """Distinct sources in the order of their names; `counts` is kept up to date."""
+    """Texts of distinct sources in the order of their names; updates `counts`."""
     seen: set[bytes] = set()
     for path in sources(source):
         content = path.read_bytes()

@@ -1,8 +1,8 @@
 """python tools/paper_tables.py: the step times of the Yuan 2.0 paper (Tables 5 and 6), printed beside ours.
 
-Eq. (1), (2) and (4) of section 3.4, as they reproduce the printed numbers: with the terms that the tables
-need where they differ from the text (1/(6H) in Eq. (1); A in T0 of Eq. (4)). Settings that the paper does not
-give are marked [derived]. Beside it: FLOP as they are, filter, head and recompute counted.
+Eq. (1), (2) and (4) of section 3.4 as they reproduce the printed numbers: where tables and text differ, with
+the terms that the tables need (1/(6H) in Eq. (1); A in T0 of Eq. (4)). Values that the paper does not give
+are marked [derived]. Also prints the corrected FLOP of a step, which count filter, head and recompute.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ PRINTED_6 = {
 
 
 def yuan_1_terms(case: Case) -> tuple[float, ...]:
-    """T0 to T4 of Eq. (1): compute, bubble, pipeline, tensor, data parallel."""
+    """T0 to T4 of Eq. (1) in seconds: compute, bubble, pipeline, tensor, data parallel."""
     c = case
     work = c.accumulation * c.micro_batch * c.layers * c.sequence
     parameters = (
@@ -97,7 +97,7 @@ def yuan_1_terms(case: Case) -> tuple[float, ...]:
 
 
 def method_1_terms(case: Case) -> tuple[float, ...]:
-    """T0 to T4 of Eq. (2): tensor, pipeline and data parallel."""
+    """T0 to T4 of Eq. (2) in seconds: tensor, pipeline and data parallel."""
     c = case
     compute = _compute_seconds(c) / c.tensor
     work = c.accumulation * c.micro_batch * c.layers * c.sequence
@@ -112,7 +112,7 @@ def method_1_terms(case: Case) -> tuple[float, ...]:
 
 
 def method_2_terms(case: Case) -> tuple[float, ...]:
-    """T0 to T4 of Eq. (4): non-uniform pipeline, data and optimizer parallel."""
+    """T0 to T4 of Eq. (4) in seconds: non-uniform pipeline, data and optimizer parallel."""
     c = case
     compute = _compute_seconds(c)
     return (
@@ -125,7 +125,7 @@ def method_2_terms(case: Case) -> tuple[float, ...]:
 
 
 def table_6_case(chips: int, method: int, peer_gbs: float) -> Case:
-    """The settings of a cell of Table 6; those of Method 1 are [derived]."""
+    """The case of a cell of Table 6; the values of Method 1 are [derived]."""
     data, accumulation = {96: (3, 384), 256: (8, 144)}[chips]
     case = replace(YUAN_2, data=data, accumulation=accumulation)
     if method == 1:
@@ -134,14 +134,14 @@ def table_6_case(chips: int, method: int, peer_gbs: float) -> Case:
 
 
 def table_6_seconds(chips: int, method: int, peer_gbs: float) -> float:
-    """Our value of a cell of Table 6."""
+    """Our value for a cell of Table 6, in seconds."""
     terms = method_1_terms if method == 1 else method_2_terms
     return sum(terms(table_6_case(chips, method, peer_gbs)))
 
 
 def corrected_flops(case: Case) -> float:
-    """FLOP of a step as the model has them, layers recomputed: 4(36H^2 + 2SH) a token and layer (one forward
-    of 36H^2 + 2SH, run twice, and a backward of twice that), and 6VH a token for the head."""
+    """FLOP of a step as the model runs them with recomputed layers: 4(36H^2 + 2SH) a token and layer (one
+    forward of 36H^2 + 2SH, run twice, and a backward of twice that), and 6VH a token for the head."""
     c = case
     layer = 4 * (36 * c.hidden**2 + 2 * c.sequence * c.hidden)
     tokens = c.accumulation * c.micro_batch * c.sequence * c.data

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # bash tools/quickstart.sh: from nothing to generated text in under five minutes on two CPU cores.
 #
-# Installs into .venv (or $YUAN_VENV); takes Python's own standard library as text; measures this machine; cuts
-# a small model unevenly over three unlike cards, which processes of this machine play; trains it; writes text;
-# and sets the forecast beside the measurement. Files: data/ and runs/tiny/. Data that is there is kept; a
-# runs/tiny of an earlier call is moved aside, so that training starts from the first step.
+# Installs into .venv (or $YUAN_VENV); takes Python's own standard library as text; measures this machine;
+# partitions a small model unevenly over three different cards, simulated by processes of this machine; trains it;
+# writes text; and compares the forecast with the measurement. Files: data/ and runs/tiny/. Existing data is kept;
+# a runs/tiny of an earlier call is renamed, so that training starts from the first step.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -28,7 +28,7 @@ cluster=configs/cluster/laptop.yaml
 run=runs/tiny
 
 if [ -e data/corpus.idx ] && [ -e data/tokenizer/tokenizer.model ]; then
-    echo "data/corpus and data/tokenizer are there and are kept"
+    echo "data/corpus and data/tokenizer exist and are kept"
 else
     step "text: the source of Python's standard library" \
         python tools/make_corpus.py --out data/corpus.jsonl --max-bytes 8000000
@@ -38,23 +38,23 @@ else
         yuan-train preprocess --input data/corpus.jsonl --tokenizer data/tokenizer --out data/corpus --workers 2
 fi
 if [ -e "$run" ]; then
-    # Else training would go on from its last checkpoint, which is the end.
-    aside=$run.$(date +%Y%m%d-%H%M%S)
-    mv "$run" "$aside"
-    echo "an earlier run was in $run; it is now in $aside"
+    # Otherwise training would resume from its last checkpoint, at the last step.
+    renamed=$run.$(date +%Y%m%d-%H%M%S)
+    mv "$run" "$renamed"
+    echo "an earlier run was in $run; it is now in $renamed"
 fi
 mkdir -p "$run"
 
 step "measure this machine" \
     yuan-train profile --model $model --config $config --cluster $cluster --out $run/profile.json
-step "cut the model over three unlike cards" \
+step "partition the model over three different cards" \
     yuan-train plan --cluster $cluster --model $model --config $config --profile $run/profile.json \
     --out $run/plan.yaml --report $run/plan.html
 step "train: one process per card" \
     yuan-train launch --config $config --plan $run/plan.yaml
 step "write text" \
     yuan-train generate --checkpoint $run/checkpoints --prompt "def " --max-new-tokens 40 --temperature 0.8 --seed 1
-step "what came of it" \
+step "results" \
     python tools/show_run.py $run
 echo
 echo "done in $SECONDS s; open $run/plan.html for the plan"

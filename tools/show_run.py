@@ -1,4 +1,4 @@
-"""python tools/show_run.py runs/tiny: first and last loss, and the forecast beside the measured step time."""
+"""python tools/show_run.py runs/tiny: first and last loss, and the forecast and measured step time."""
 
 import argparse
 import json
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP_STEPS = 3
-"""The first steps also fill caches and buffers, so that the median leaves them out."""
+"""The median leaves these out, because the first steps also fill caches and buffers."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a few lines about a run; 2 if its directory holds no finished step."""
+    """Print a summary of a run. Returns the exit code: 2 if its directory has no finished step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="log directory of a run")
     directory: Path = parser.parse_args(arguments).directory
@@ -35,7 +35,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def describe(steps: list[dict[str, Any]]) -> list[str]:
-    """Loss, speed, and how far the forecast was off."""
+    """Loss, speed, and the deviation of the forecast."""
     first, last = steps[0], steps[-1]
     measured = statistics.median(step["step_seconds"] for step in steps[WARM_UP_STEPS:] or steps)
     lines = [
@@ -45,9 +45,9 @@ def describe(steps: list[dict[str, Any]]) -> list[str]:
     ]
     forecast = last.get("forecast_step_seconds")
     if forecast:
-        off = forecast / measured - 1
+        error = forecast / measured - 1
         lines.append(
-            f"             {forecast:.3f} s forecast, {abs(off):.0%} {'above' if off > 0 else 'below'}"
+            f"             {forecast:.3f} s forecast, {abs(error):.0%} {'above' if error > 0 else 'below'}"
         )
     if last.get("tokens_per_second"):
         lines.append(f"speed        {last['tokens_per_second']:,.0f} tokens/s in the last step")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# bash tools/test.sh [pytest arguments]: format, lint, types and tests, in an environment of its own.
+# bash tools/test.sh [pytest arguments]: format, lint, types and tests, in a virtual environment.
 #
-# Needs Python 3.11 or later and a network for the first call. Every check runs, whatever the ones before it
-# said; the exit code is 1 if any of them failed. YUAN_VENV names another folder than .venv.
+# Needs Python 3.11 or later, and a network for the first call. Every check runs, even if an earlier one failed;
+# the exit code is 1 if any of them failed. YUAN_VENV names another folder than .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -23,7 +23,7 @@ check_types() {
         check types pyright
         return
     fi
-    echo "== types: NOT CHECKED: pyright cannot start; it wants npm's registry once, to fetch itself:" >&2
+    echo "== types: NOT CHECKED: pyright cannot start; it needs npm's registry once, to fetch itself:" >&2
     pyright --version 2>&1 | tail -n 3 >&2 || true
     if [ "${CI:-}" = true ]; then
         failed+=("types")

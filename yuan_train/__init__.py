@@ -1,3 +1,3 @@
-"""Pretraining of large language models on clusters of unlike cards."""
+"""Training of large language models on clusters of heterogeneous GPUs."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m yuan_train` is `yuan-train`."""
+"""Entry point of `python -m yuan_train`, the same as `yuan-train`."""
 
 import sys
 

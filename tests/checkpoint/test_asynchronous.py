@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: the same files, and the same end when one cannot be written."""
+"""Checkpoints written in the background: the same files as synchronous ones, and the same errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from yuan_train.checkpoint import save as save_module
 from yuan_train.checkpoint.load import find_checkpoint, find_latest, load_tensors
 from yuan_train.checkpoint.names import LATEST, step_name
 from yuan_train.cli.main import main
-from yuan_train.config.plan import save_plan
-from yuan_train.train import loop
+from yuan_train.config.plan_files import save_plan
+from yuan_train.train import saver as saver_module
 from yuan_train.train.saver import Saver
 
-BEFORE, LAST = 2, 4
-"""Steps with a save; steps."""
+FIRST_SAVE, LAST = 2, 4
+"""Step of the first save; last step, which is saved too."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def overrides(folder: Path, *more: str) -> tuple[str, ...]:
     return (
         f"train.steps={LAST}",
         "validation.every=0",
-        f"checkpoint.every={BEFORE}",
+        f"checkpoint.every={FIRST_SAVE}",
         f"checkpoint.directory={folder / 'ck'}",
         *more,
     )
@@ -58,33 +58,33 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def wait_until(what: Any) -> None:
+def wait_until(condition: Any) -> None:
     for _ in range(1200):
-        if what():
+        if condition():
             return
         time.sleep(0.1)
-    raise AssertionError("waited in vain")
+    raise AssertionError("the condition did not come true")
 
 
 def has_step(folder: Path, step: int) -> bool:
-    """Whether the run has reported a step. The last line may be in the writing."""
+    """Whether the run has logged a step. The last line of its log may be incomplete."""
     log = folder / "metrics.jsonl"
     return log.exists() and log.read_text().count("\n") >= step
 
 
 def write_late(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Begin to write no checkpoint before the run has reported the last step."""
-    at_once = loop.save_checkpoint
+    """Delay every save until the run has logged its last step."""
+    save_now = saver_module.save_checkpoint
 
     def late(*arguments: Any, **options: Any) -> Path:
         wait_until(lambda: has_step(folder, LAST))
-        return at_once(*arguments, **options)
+        return save_now(*arguments, **options)
 
-    patch.setattr(loop, "save_checkpoint", late)
+    patch.setattr(saver_module, "save_checkpoint", late)
 
 
 def run_in_turn(rank: int, cases: list[Case]) -> None:
-    """As `run_cases`; asynchronous ones write late."""
+    """As `run_cases`, with asynchronous saves delayed by `write_late`."""
     for case in cases:
         with pytest.MonkeyPatch.context() as patch:
             if "checkpoint.asynchronous=true" in case.overrides:
@@ -92,107 +92,107 @@ def run_in_turn(rank: int, cases: list[Case]) -> None:
             _run_cases(rank, [case])
 
 
-def test_the_files_are_those_of_the_synchronous_save(run_file: Path, tmp_path: Path) -> None:
-    """Two pipelines of unlike cuts, one with a wide stage, optimizer state shared out; and resumed from."""
+def test_an_asynchronous_save_writes_the_files_of_a_synchronous_one(run_file: Path, tmp_path: Path) -> None:
+    """Two different pipelines, one with a tensor-parallel stage, sharded optimizer; and resumed from."""
     plan = parse_plan(run_config(run_file), "1x4: 2@0,1 | 4@2 / 1x4: 6@3", optimizer_sharding=True)
-    here, there, again = (tmp_path / name for name in ("here", "there", "again"))
-    case = Case(run_file, here, plan, overrides(here))
-    late = Case(run_file, there, plan, overrides(there, "checkpoint.asynchronous=true"))
-    resume = f"checkpoint.resume={there / 'ck' / step_name(BEFORE)}"
-    resumed = Case(run_file, again, plan, overrides(again, resume))
-    spawn(run_in_turn, plan.world_size, [case, late, resumed])
-    for step in (BEFORE, LAST):
-        ours, theirs = (folder / "ck" / step_name(step) for folder in (there, here))
+    sync, background, resumed = (tmp_path / name for name in ("sync", "background", "resumed"))
+    sync_case = Case(run_file, sync, plan, overrides(sync))
+    background_case = Case(run_file, background, plan, overrides(background, "checkpoint.asynchronous=true"))
+    resume = f"checkpoint.resume={background / 'ck' / step_name(FIRST_SAVE)}"
+    resumed_case = Case(run_file, resumed, plan, overrides(resumed, resume))
+    spawn(run_in_turn, plan.world_size, [sync_case, background_case, resumed_case])
+    for step in (FIRST_SAVE, LAST):
+        ours, theirs = (folder / "ck" / step_name(step) for folder in (background, sync))
         names = sorted(path.name for path in theirs.glob("*.distcp"))
         assert len(names) == plan.world_size
         assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names)
-        assert same(tensors_of(there, step), tensors_of(here, step))
-    assert not same(tensors_of(here, BEFORE), tensors_of(here, LAST))
+        assert same(tensors_of(background, step), tensors_of(sync, step))
+    assert not same(tensors_of(sync, FIRST_SAVE), tensors_of(sync, LAST))
 
-    assert same(tensors_of(again, LAST), tensors_of(here, LAST))
-    assert [line["loss"] for line in read_metrics(again)] == [
-        line["loss"] for line in read_metrics(here)[BEFORE:]
+    assert same(tensors_of(resumed, LAST), tensors_of(sync, LAST))
+    assert [line["loss"] for line in read_metrics(resumed)] == [
+        line["loss"] for line in read_metrics(sync)[FIRST_SAVE:]
     ]
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_what_is_written_is_the_copy(
+def test_a_background_save_writes_a_snapshot(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
-    """Without it the checkpoint would be that of a later step."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    run_alone(Case(run_file, here, None, overrides(here)))
+    """Negative control: without the copy, the checkpoint has the tensors of a later step."""
+    sync, background = tmp_path / "sync", tmp_path / "background"
+    run_alone(Case(run_file, sync, None, overrides(sync)))
     if not copied:
-        monkeypatch.setattr(loop, "snapshot", lambda tensors: tensors)
-    write_late(there, monkeypatch)
-    run_alone(Case(run_file, there, None, overrides(there, "checkpoint.asynchronous=true")))
-    assert same(tensors_of(there, BEFORE), tensors_of(here, BEFORE)) == copied
-    assert same(tensors_of(there, LAST), tensors_of(here, LAST))
+        monkeypatch.setattr(saver_module, "snapshot", lambda tensors: tensors)
+    write_late(background, monkeypatch)
+    run_alone(Case(run_file, background, None, overrides(background, "checkpoint.asynchronous=true")))
+    assert same(tensors_of(background, FIRST_SAVE), tensors_of(sync, FIRST_SAVE)) == copied
+    assert same(tensors_of(background, LAST), tensors_of(sync, LAST))
 
 
-def train_in_little_space(rank: int, line: list[str], folder: Path, port: int) -> None:
-    """Rank 1 cannot write a file of more than 16 KiB, and knows at once when a save is over."""
+def train_with_a_full_disk(rank: int, line: list[str], folder: Path, port: int) -> None:
+    """Train; rank 1 cannot write files of more than 16 KiB, and notices at once when a save is over."""
     as_rank(rank, 2, port)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
-        look = Saver.failed
+        failed = Saver.failed
 
-        def look_when_over(self: Saver) -> bool:
-            if self._under_way is not None:  # pyright: ignore[reportPrivateUsage]
-                futures.wait([self._under_way], timeout=120)  # pyright: ignore[reportPrivateUsage]
-            return look(self)
+        def failed_when_over(self: Saver) -> bool:
+            if self._pending is not None:  # pyright: ignore[reportPrivateUsage]
+                futures.wait([self._pending], timeout=120)  # pyright: ignore[reportPrivateUsage]
+            return failed(self)
 
-        Saver.failed = look_when_over
+        Saver.failed = failed_when_over
     errors = os.open(folder / f"errors-{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(errors, 2)
     code = main(line)
     (folder / f"code-{rank}").write_text(str(code))
 
 
-def test_a_failure_in_the_background_ends_all_ranks_with_2(run_file: Path, tmp_path: Path) -> None:
-    """One rank's disk is full. The run does not go on to the next save, but ends in the next step."""
+def test_a_failed_background_save_ends_all_ranks_with_exit_code_2(run_file: Path, tmp_path: Path) -> None:
+    """One rank's disk is full. The run ends in the next step, and not only at the next save."""
     save_plan(tmp_path / "plan.yaml", make_plan(run_config(run_file), [[2, 4]]))
     line = ["train", "--config", str(run_file), "--plan", str(tmp_path / "plan.yaml")]
-    late = ("train.steps=100000", "checkpoint.every=5", "checkpoint.asynchronous=true")
+    more = ("train.steps=100000", "checkpoint.every=5", "checkpoint.asynchronous=true")
     line.append(f"log.directory={tmp_path / 'log'}")
-    spawn(train_in_little_space, 2, [*line, *overrides(tmp_path), *late], tmp_path, free_port())
+    spawn(train_with_a_full_disk, 2, [*line, *overrides(tmp_path), *more], tmp_path, free_port())
     for rank in range(2):
-        said = (tmp_path / f"errors-{rank}").read_text()
-        assert (tmp_path / f"code-{rank}").read_text() == "2", said
-        assert "step-00000005: cannot be written" in said and "(rank 1)" in said, said
-        assert "Traceback" not in said and "SIGTERM" not in said, said
+        stderr = (tmp_path / f"errors-{rank}").read_text()
+        assert (tmp_path / f"code-{rank}").read_text() == "2", stderr
+        assert "step-00000005: cannot be written" in stderr and "(rank 1)" in stderr, stderr
+        assert "Traceback" not in stderr and "SIGTERM" not in stderr, stderr
     assert len(read_metrics(tmp_path / "log")) == 6
     assert find_latest(tmp_path / "ck") is None
 
 
-def train_and_stick(case: Case, stuck: Path) -> None:
-    """The second save stops with all tensors written, and the rest not."""
-    whole = save_module.finish
+def train_and_hang(case: Case, hanging: Path) -> None:
+    """Train; the second save hangs when its tensors are written, and touches the file `hanging`."""
+    real_finish = save_module.finish
 
-    def finish(aside: Path, final: Path, *rest: Any) -> None:
-        if final.name != step_name(BEFORE):
-            stuck.touch()
+    def finish(temporary: Path, final: Path, *rest: Any) -> None:
+        if final.name != step_name(FIRST_SAVE):
+            hanging.touch()
             time.sleep(10_000)
-        whole(aside, final, *rest)
+        real_finish(temporary, final, *rest)
 
     save_module.finish = finish
     run_alone(case)
 
 
-def test_a_kill_while_one_is_written_leaves_the_one_before(run_file: Path, tmp_path: Path) -> None:
+def test_a_kill_during_a_save_leaves_the_previous_checkpoint(run_file: Path, tmp_path: Path) -> None:
     case = Case(run_file, tmp_path, None, overrides(tmp_path, "checkpoint.asynchronous=true"))
     longer = replace(case, overrides=(*case.overrides, f"train.steps={LAST + 1}"))
-    stuck = tmp_path / "stuck"
-    process = multiprocessing.get_context("spawn").Process(target=train_and_stick, args=(longer, stuck))
+    hanging = tmp_path / "hanging"
+    process = multiprocessing.get_context("spawn").Process(target=train_and_hang, args=(longer, hanging))
     process.start()
     try:
-        wait_until(lambda: stuck.exists() and has_step(tmp_path, LAST + 1))
+        wait_until(lambda: hanging.exists() and has_step(tmp_path, LAST + 1))
     finally:
         process.kill()
         process.join()
-    assert (tmp_path / "ck" / LATEST).read_text().strip() == step_name(BEFORE)
+    assert (tmp_path / "ck" / LATEST).read_text().strip() == step_name(FIRST_SAVE)
     found = find_latest(tmp_path / "ck")
-    assert found is not None and found.step == BEFORE and not found.notes
+    assert found is not None and found.step == FIRST_SAVE and not found.notes
     assert list((tmp_path / "ck").glob(".step-*.tmp"))
     run_alone(case)
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, LAST + 1))

@@ -1,4 +1,4 @@
-"""Per-rank checkpoints of the original code: any cut in and out, and what is refused."""
+"""Per-rank checkpoints of the original code: import and export of any partition, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from tests.support.yuan_hf import GOLDEN
-from yuan_train.checkpoint.hf import import_hf
+from yuan_train.checkpoint.hf_import import import_hf
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
-from yuan_train.checkpoint.megatron import FILE, cut_piece, export_megatron, import_megatron, join_pieces
+from yuan_train.checkpoint.megatron_export import export_megatron
+from yuan_train.checkpoint.megatron_import import import_megatron
+from yuan_train.checkpoint.megatron_layout import FILE, join_shards, take_shard
 from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError
 from yuan_train.model.transformer import Transformer
@@ -37,35 +39,38 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def rewrite(path: Path, change: Any) -> None:
-    """Change the content of a rank's file, which is our own and so may be read in full."""
+    """Change the content of a rank's file, which this test wrote and so may unpickle in full."""
     content = torch.load(path, weights_only=False)
     change(content)
     torch.save(content, path)
 
 
-CUTS = [(1, [3]), (2, [3]), (1, [1, 2]), (2, [2, 0, 1]), (4, [1, 1, 1])]
+PARTITIONS = [(1, [3]), (2, [3]), (1, [1, 2]), (2, [2, 0, 1]), (4, [1, 1, 1])]
+"""Tensor-parallel width, layers of each stage."""
 
 
-@pytest.mark.parametrize(("tensor", "stages"), CUTS)
-def test_any_cut_and_back(tiny: Checkpoint, tmp_path: Path, tensor: int, stages: list[int]) -> None:
+@pytest.mark.parametrize(("tensor", "stages"), PARTITIONS)
+def test_a_round_trip_through_any_partition(
+    tiny: Checkpoint, tmp_path: Path, tensor: int, stages: list[int]
+) -> None:
     out = export_megatron(tiny, tmp_path / "ranks", tensor=tensor, stages=stages)
     ranks = {path.name for path in (out / "release").iterdir()}
     assert len(ranks) == tensor * len(stages)
     assert ("mp_rank_00_001" in ranks) == (len(stages) > 1)
-    done = import_megatron(out, tmp_path / "back")
-    assert done.parameters == tiny.model.parameters
+    imported = import_megatron(out, tmp_path / "back")
+    assert imported.parameters == tiny.model.parameters
     again = find_checkpoint(tmp_path / "back")
     assert again.model.num_layers == 3 and again.model.max_sequence_length == 256
     wanted, found = weights_of(tiny), weights_of(again)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
-def test_what_a_rank_holds(tiny: Checkpoint, tmp_path: Path) -> None:
-    """Whole heads of queries and keys, and both halves of the feed-forward: by the published layout."""
+def test_the_shards_of_a_rank(tiny: Checkpoint, tmp_path: Path) -> None:
+    """Complete heads of queries and keys, and both halves of the feed-forward, as in the published layout."""
     weights = weights_of(tiny)
     out = export_megatron(tiny, tmp_path / "ranks", tensor=2, stages=[1, 2])
-    place = out / "release" / "mp_rank_01_001" / FILE
-    encoder = torch.load(place, weights_only=False)["model"]["language_model"]["encoder"]
+    path = out / "release" / "mp_rank_01_001" / FILE
+    encoder = torch.load(path, weights_only=False)["model"]["language_model"]["encoder"]
     head_dim, width = 16, 128
     query_key = encoder["layers.1.self_attention.get_query_key.weight"]
     assert torch.equal(query_key, weights["layers.2.attention.query_key.weight"][2 * 2 * head_dim :])
@@ -75,19 +80,19 @@ def test_what_a_rank_holds(tiny: Checkpoint, tmp_path: Path) -> None:
     assert encoder["layers.1.self_attention.lf_gate.conv1.weight"].shape == (32, 64, 2, 1)
 
 
-@pytest.mark.parametrize("cut", ["rows", "columns", "halves", "whole"])
+@pytest.mark.parametrize("sharding", ["rows", "columns", "halves", "whole"])
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_cutting_and_joining(cut: str, width: int) -> None:
-    whole = torch.arange(12.0 * 6).view(12, 6)
-    pieces = [cut_piece(whole, cut, rank, width) for rank in range(width)]
-    assert torch.equal(join_pieces(pieces, cut), whole)
+def test_sharding_and_joining(sharding: str, width: int) -> None:
+    full = torch.arange(12.0 * 6).view(12, 6)
+    shards = [take_shard(full, sharding, rank, width) for rank in range(width)]
+    assert torch.equal(join_shards(shards, sharding), full)
 
 
-def test_what_else_such_files_hold(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enumerations of a package that is not there, states of generators, an optimizer: left alone."""
+def test_other_content_is_ignored(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enumerations of a package that is not installed, generator states, an optimizer."""
     module = types.ModuleType("megatron.core.enums")
-    kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
-    module.ModelType = kind  # type: ignore[attr-defined]
+    model_type = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
+    module.ModelType = model_type  # type: ignore[attr-defined]
     for name, value in (
         ("megatron", types.ModuleType("megatron")),
         ("megatron.core", types.ModuleType("megatron.core")),
@@ -96,7 +101,7 @@ def test_what_else_such_files_hold(tiny: Checkpoint, tmp_path: Path, monkeypatch
         monkeypatch.setitem(sys.modules, name, value)
 
     def change(content: dict[str, Any]) -> None:
-        content["args"].model_type = kind.encoder_or_decoder
+        content["args"].model_type = model_type.encoder_or_decoder
         content["args"].params_dtype = torch.bfloat16
         content["rng_state"] = [{"np_rng_state": np.random.get_state(), "torch": torch.get_rng_state()}]
         content["optimizer"] = {"step": 5, "exp_avg": torch.ones(3)}
@@ -114,6 +119,8 @@ def test_what_else_such_files_hold(tiny: Checkpoint, tmp_path: Path, monkeypatch
 
 
 class Evil:
+    """Creates a file when it is unpickled."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -132,19 +139,19 @@ NORM, DENSE = "layers.0.input_layernorm.weight", "layers.0.self_attention.dense.
     ("change", "message"),
     [
         (lambda c: encoder_of(c).pop(NORM), "input_layernorm.weight is missing"),
-        (lambda c: encoder_of(c).update(extra=torch.ones(1)), "extra has no use"),
-        (lambda c: encoder_of(c).update({DENSE: torch.ones(3, 3)}), "pieces of shapes"),
+        (lambda c: encoder_of(c).update(extra=torch.ones(1)), "extra is not used"),
+        (lambda c: encoder_of(c).update({DENSE: torch.ones(3, 3)}), "shards of shapes"),
         (lambda c: encoder_of(c).update({NORM: torch.ones(64)}), "differs between tensor ranks"),
         (lambda c: encoder_of(c)[DENSE].fill_(float("nan")), "not finite"),
         (
             lambda c: c["args"].__dict__.pop("hidden_size"),
-            "do not tell hidden_size; give the sizes with --model",
+            "have no hidden_size; give the sizes with --model",
         ),
         (lambda c: c.pop("model"), "holds no `model`"),
         (lambda c: c["model"].pop("language_model"), "interleaved stages"),
     ],
 )
-def test_what_does_not_fit(tiny: Checkpoint, tmp_path: Path, change: Any, message: str) -> None:
+def test_files_that_do_not_fit_the_model(tiny: Checkpoint, tmp_path: Path, change: Any, message: str) -> None:
     out = export_megatron(tiny, tmp_path / "ranks", tensor=2, stages=[1, 2])
     rewrite(out / "release" / "mp_rank_00_000" / FILE, change)
     with pytest.raises(CheckpointError, match=message):
@@ -160,14 +167,14 @@ def test_an_output_matrix_that_is_not_the_embedding(tiny: Checkpoint, tmp_path: 
         import_megatron(out, tmp_path / "back")
 
 
-@pytest.mark.parametrize("place", ["args", "model", "beside"])
-def test_code_is_not_run(tiny: Checkpoint, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("where", ["args", "model", "top level"])
+def test_code_is_not_run(tiny: Checkpoint, tmp_path: Path, where: str) -> None:
     def change(content: dict[str, Any]) -> None:
         evil = Evil(tmp_path / "ran")
-        if place == "args":
+        if where == "args":
             content["args"] = argparse.Namespace(x=evil)
         else:
-            (encoder_of(content) if place == "model" else content)["x"] = evil
+            (encoder_of(content) if where == "model" else content)["x"] = evil
 
     out = export_megatron(tiny, tmp_path / "ranks")
     path = out / "release" / "mp_rank_00" / FILE
@@ -178,12 +185,12 @@ def test_code_is_not_run(tiny: Checkpoint, tmp_path: Path, place: str) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_missing_and_torn_files(tiny: Checkpoint, tmp_path: Path) -> None:
+def test_missing_and_truncated_files(tiny: Checkpoint, tmp_path: Path) -> None:
     out = export_megatron(tiny, tmp_path / "ranks", tensor=2, stages=[1, 2])
     path = out / "release" / "mp_rank_01_000" / FILE
     content = path.read_bytes()
-    for torn in (b"", content[:1000], b"\x80\x04."):
-        path.write_bytes(torn)
+    for damaged in (b"", content[:1000], b"\x80\x04."):
+        path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="torn, or holds more than it should"):
             import_megatron(out, tmp_path / "back")
     path.unlink()
@@ -198,7 +205,7 @@ def test_missing_and_torn_files(tiny: Checkpoint, tmp_path: Path) -> None:
         import_megatron(tmp_path, tmp_path / "back")
 
 
-def test_cuts_that_do_not_fit(tiny: Checkpoint, tmp_path: Path) -> None:
+def test_partitions_that_do_not_fit(tiny: Checkpoint, tmp_path: Path) -> None:
     for options, message in (
         ({"stages": [1, 1]}, "the model has 3"),
         ({"tensor": 3}, "4 heads over 3 ranks"),
@@ -208,4 +215,4 @@ def test_cuts_that_do_not_fit(tiny: Checkpoint, tmp_path: Path) -> None:
     words = ["export-megatron", str(tiny.path), "--out", str(tmp_path / "ranks")]
     assert main([*words, "--stages", "1,x"]) == 2
     assert main([*words, "--tensor", "2", "--stages", "1,2", "--dtype", "bfloat16", "--json"]) == 0
-    assert main([*words]) == 2  # there already
+    assert main([*words]) == 2  # already exists

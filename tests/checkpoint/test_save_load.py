@@ -1,4 +1,4 @@
-"""Writing and finding checkpoints of one process; across plans: tests/end_to_end/test_resume.py."""
+"""Writing and finding checkpoints in one process; under other plans: tests/end_to_end/test_resume.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.project import MODEL
+from yuan_train.checkpoint import save as saving
 from yuan_train.checkpoint.load import describe, find_checkpoint, find_latest, load_tensors
 from yuan_train.checkpoint.names import LATEST, MANIFEST, STATE, step_name, steps_in
 from yuan_train.checkpoint.save import save_checkpoint
@@ -26,9 +27,9 @@ def save(folder: Path, step: int, **changes: Any) -> Path:
     return save_checkpoint(folder, **{"step": step, "tensors": tensors(), "state": state, **changes})
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    place = save(tmp_path, 100)
-    assert place.name == "step-00000100" and (tmp_path / LATEST).read_text().strip() == place.name
+def test_saved_tensors_are_loaded(tmp_path: Path) -> None:
+    path = save(tmp_path, 100)
+    assert path.name == "step-00000100" and (tmp_path / LATEST).read_text().strip() == path.name
     found = find_checkpoint(tmp_path)
     assert found.step == 100 and found.model.num_layers == 6 and not found.notes
     loaded = {name: torch.zeros(2, 3) for name in tensors()}
@@ -45,48 +46,74 @@ def test_loading_into_part_of_a_buffer(tmp_path: Path) -> None:
     assert flat.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0, 0]
 
 
-def test_keep_counts_whole_ones_and_spares_the_newest(tmp_path: Path) -> None:
+def test_keep_counts_complete_checkpoints_and_keeps_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    (tmp_path / step_name(9)).mkdir()  # torn: newer by number, and no reason to drop a whole one
+    (tmp_path / step_name(9)).mkdir()  # incomplete: a higher step, but it does not count
     (tmp_path / ".step-00000004.tmp").mkdir()
     save(tmp_path, 4, keep=2)
     assert steps_in(tmp_path) == [9, 4, 3]
     assert not list(tmp_path.glob(".step-*"))
 
 
+@pytest.mark.parametrize("change", ["removed", "shortened"])
+def test_a_file_that_a_writer_says_is_there_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """As on two nodes with a directory each: the writer reports success, and rank 0 does not see its file."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    write_tensors = saving._write_tensors  # pyright: ignore[reportPrivateUsage]
+
+    def write_elsewhere(temporary: Path, *arguments: Any) -> None:
+        write_tensors(temporary, *arguments)
+        (file,) = temporary.glob("*.distcp")
+        if change == "removed":
+            file.unlink()
+        else:
+            os.truncate(file, file.stat().st_size // 2)
+
+    monkeypatch.setattr(saving, "_write_tensors", write_elsewhere)
+    with pytest.raises(CheckpointError, match=r"step-00000003: cannot be written: __0_0\.distcp"):
+        save(tmp_path, 3, keep=1)
+    assert steps_in(tmp_path) == [2, 1] and find_checkpoint(tmp_path).step == 2
+    assert not list(tmp_path.glob(".step-*"))
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    place = save(tmp_path, 1, tensors={"weights.a": torch.ones(2, 3)})
+    path = save(tmp_path, 1, tensors={"weights.a": torch.ones(2, 3)})
     loaded = {"weights.a": torch.zeros(2, 3)}
-    load_tensors(find_checkpoint(place), loaded)
+    load_tensors(find_checkpoint(path), loaded)
     assert torch.equal(loaded["weights.a"], torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata", STATE, MANIFEST])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_torn_checkpoint_gives_way_with_a_note(tmp_path: Path, victim: str, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_an_incomplete_checkpoint_is_passed_over_with_a_note(
+    tmp_path: Path, victim: str, damage: str
+) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2) / victim
-    path.write_bytes(path.read_bytes()[:20]) if damage == "cut" else path.unlink()
+    path.write_bytes(path.read_bytes()[:20]) if damage == "truncated" else path.unlink()
     found = find_latest(tmp_path)
     assert found is not None and found.step == 1 and "torn" in found.notes[0] and victim in found.notes[0]
     with pytest.raises(CheckpointError, match="torn"):
         find_checkpoint(tmp_path / step_name(2))
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_no_checkpoint(tmp_path: Path) -> None:
     assert find_latest(tmp_path / "nowhere") is None
     with pytest.raises(CheckpointError, match="no such directory"):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         find_checkpoint(tmp_path)
     (tmp_path / step_name(1)).mkdir()
-    with pytest.raises(CheckpointError, match="no checkpoint here is whole"):
+    with pytest.raises(CheckpointError, match="no checkpoint here is complete"):
         find_latest(tmp_path)
 
 
-def test_names_and_shapes_must_be_those_asked_for(tmp_path: Path) -> None:
+def test_names_and_shapes_must_match(tmp_path: Path) -> None:
     save(tmp_path, 1)
     wanted = {"weights.a": torch.zeros(3, 2), "weights.b": torch.zeros(1)}
     with pytest.raises(
@@ -96,14 +123,14 @@ def test_names_and_shapes_must_be_those_asked_for(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """A pickle that would run code."""
+    """A pickle that would call a function."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (os.mkdir, ("exploded",))
 
 
 class Attribute:
-    """A pickle that would take any attribute of anything."""
+    """A pickle that would get an arbitrary attribute."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (getattr, (torch.Size, "__init__"))
@@ -114,12 +141,12 @@ def test_code_in_metadata_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: object
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = save(tmp_path / "ck", 1)
-    metadata = place / ".metadata"
+    path = save(tmp_path / "ck", 1)
+    metadata = path / ".metadata"
     size = metadata.stat().st_size
     metadata.write_bytes(pickle.dumps(content).ljust(size, b"\0"))
-    with pytest.raises(CheckpointError, match="does not belong into a checkpoint"):
-        load_tensors(find_checkpoint(place), tensors())
+    with pytest.raises(CheckpointError, match="does not belong in a checkpoint"):
+        load_tensors(find_checkpoint(path), tensors())
     assert not (tmp_path / "exploded").exists()
 
 

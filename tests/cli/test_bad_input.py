@@ -15,7 +15,7 @@ import yaml
 from tests.support.project import make_plan, make_project, run_config
 from yuan_train.checkpoint.names import step_name
 from yuan_train.cli.main import main
-from yuan_train.config.load import as_plain
+from yuan_train.config.dump import as_plain
 from yuan_train.data.indexed import IndexedWriter
 
 STEPS = "train.steps=2"
@@ -39,7 +39,7 @@ def trained(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
-    """Run a command line that must be refused; give what it said."""
+    """Run a command line that must be refused; return its error lines."""
 
     def run(*arguments: str | Path) -> str:
         before = sorted(tmp_path.rglob("*"))
@@ -95,11 +95,11 @@ def test_plans(name: str, run_file: Path, tmp_path: Path, refuse: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("precision", "device", "way_out"),
+    ("precision", "device", "usable"),
     [("bf16", "V100-32G", "fp16"), ("fp16", "Old", "fp32"), ("bf16", "Old", "fp32")],
 )
 def test_a_card_without_the_precision(
-    precision: str, device: str, way_out: str, run_file: Path, tmp_path: Path, refuse: Callable[..., str]
+    precision: str, device: str, usable: str, run_file: Path, tmp_path: Path, refuse: Callable[..., str]
 ) -> None:
     def change(plan: dict) -> None:
         plan["ranks"][1]["type"] = device
@@ -111,8 +111,8 @@ def test_a_card_without_the_precision(
     config.write_text(run_file.read_text().replace("precision: fp32", f"precision: {precision}"))
     plan = edit_plan(run_file, tmp_path / "plan.yaml", change)
     message = refuse("train", "--config", config, "--plan", plan)
-    assert f"train.precision: {precision}, but the plan works on card/1 ({device}) without" in message
-    assert f"set train.precision: {way_out}" in message
+    assert f"train.precision: {precision}, but the plan uses card/1 ({device}) without" in message
+    assert f"set train.precision: {usable}" in message
 
 
 def test_world_size(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
@@ -128,7 +128,7 @@ def test_world_size(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) 
         ("train.stepz=4", "did you mean 'steps'"),
         ("data.tokenizer=/nowhere", "nowhere"),
         ("model.vocab_size=100", "has 400 pieces"),
-        ("train.loss_scale={initial: 1000}", "train.loss_scale.initial: wanted a power of two, as 512"),
+        ("train.loss_scale={initial: 1000}", "train.loss_scale.initial: wanted a power of two, such as 512"),
         ("train.loss_scale={initial: 2, minimum: 4}", "minimum: greater than initial"),
         ("train.device=cuda", "no card"),
         ("checkpoint.resume=/nowhere", "no such directory"),
@@ -140,7 +140,7 @@ def test_overrides(override: str, expected: str, run_file: Path, refuse: Callabl
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1.5", "nan", "inf"])
-def test_a_profile_of_no_or_endless_time(
+def test_profile_seconds_must_be_positive_and_finite(
     seconds: str, run_file: Path, tmp_path: Path, refuse: Callable[..., str]
 ) -> None:
     command = ("profile", "--config", run_file, "--out", tmp_path / "profile.json")
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_another_shape(run_file: Path, trained: Path, refuse: Ca
     assert "num_layers 6 there, 4 here" in refuse(*options, "model.num_layers=4")
 
 
-def test_a_torn_checkpoint_gives_way_to_the_one_before(
+def test_a_torn_checkpoint_falls_back_to_the_one_before(
     run_file: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "ck"
@@ -186,9 +186,9 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(
     torn.write_bytes(torn.read_bytes()[:1000])
     options = ["train", "--config", str(run_file), STEPS, f"checkpoint.directory={copy}"]
     assert main(options) == 0
-    said = capsys.readouterr().err
-    assert "is torn" in said and "after step 1" in said
-    # Asked for by name, a torn one is refused rather than replaced.
+    stderr = capsys.readouterr().err
+    assert "is torn" in stderr and "after step 1" in stderr
+    # A torn checkpoint that is given explicitly is refused rather than replaced.
     torn.write_bytes(torn.read_bytes()[:1000])
     capsys.readouterr()
     assert main(["generate", "--checkpoint", str(copy / step_name(2)), "--prompt", "the"]) == 2
@@ -196,7 +196,7 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(
     assert main(["inspect", str(copy / step_name(2))]) == 2
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_whole(
+def test_a_full_disk_keeps_the_old_checkpoint(
     run_file: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "ck"
@@ -208,8 +208,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(
         assert main(options) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    said = capsys.readouterr().err
-    assert "cannot be written" in said and "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert "cannot be written" in stderr and "Traceback" not in stderr
     assert sorted(path.name for path in copy.iterdir()) == ["latest", step_name(1), step_name(2)]
     assert main(options) == 0
     assert "after step 2" in capsys.readouterr().err

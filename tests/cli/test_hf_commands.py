@@ -1,4 +1,4 @@
-"""import-hf, export-hf, and what reads an imported checkpoint: exit codes, logits, greedy tokens."""
+"""import-hf, export-hf, and commands on an imported checkpoint: exit codes, logits, greedy tokens."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_greedy_tokens(imported: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out)["new_ids"] == GREEDY
 
 
-def test_uneven_parts_give_the_same(imported: Path) -> None:
-    """Stages of 2, 0 and 1 layers, each filled from the checkpoint by itself."""
+def test_uneven_stages_give_the_same_logits(imported: Path) -> None:
+    """Stages of 2, 0 and 1 layers, each loaded from the checkpoint on its own."""
     checkpoint = find_checkpoint(imported)
     cuts = [((0, 2), True, False), ((2, 2), False, False), ((2, 3), False, True)]
     stages = []
@@ -74,17 +74,19 @@ def test_uneven_parts_give_the_same(imported: Path) -> None:
     assert ids[0, EXPECTED["prompt"].shape[1] :].tolist() == GREEDY
 
 
-def test_there_and_back(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_after_import_is_identical(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--out", tmp_path / "hf", "--shard-size", 1e-4, "--json"]
     assert command("export-hf", imported, *words) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["parameters"], told["tensors"], told["dtype"]) == (154_528, 48, "float32")
+    report = json.loads(capsys.readouterr().out)
+    assert (report["parameters"], report["tensors"], report["dtype"]) == (154_528, 48, "float32")
     assert same_bits(read_published(tmp_path / "hf"), read_published(GOLDEN))
-    assert sum(name.endswith(".safetensors") for name in told["files"]) > 1
+    assert sum(name.endswith(".safetensors") for name in report["files"]) > 1
     assert command("inspect", imported) == 0
 
 
-def test_a_tokenizer_travels_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tokenizer_is_imported_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(json.__file__).parent / "decoder.py"
     folder = copy_of(tmp_path / "hf")
     train_tokenizer([text], 380, folder)
@@ -99,9 +101,9 @@ def test_a_tokenizer_travels_along(tmp_path: Path, capsys: pytest.CaptureFixture
     prompts = ["if", "def f<sep>", "return value"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
     assert command("generate", *words, "--special", "--prompts", tmp_path / "prompts.txt") == 0
-    together = capsys.readouterr().out.splitlines()
-    assert len(together) == 3
-    for prompt, line in zip(prompts, together, strict=True):
+    batched = capsys.readouterr().out.splitlines()
+    assert len(batched) == 3
+    for prompt, line in zip(prompts, batched, strict=True):
         assert command("generate", *words, "--special", "--prompt", prompt, "--json") == 0
         assert json.loads(capsys.readouterr().out) == json.loads(line)
     assert command("generate", *words, "--prompts", tmp_path / "nowhere") == 2
@@ -121,7 +123,7 @@ class Evil:
         return os.system, (f"touch {self.path}",)
 
 
-def test_hostile_folders_are_the_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_folders_are_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torn = copy_of(tmp_path / "torn")
     path = torn / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -137,8 +139,8 @@ def test_hostile_folders_are_the_users_error(tmp_path: Path, capsys: pytest.Capt
         (tmp_path / "nowhere", "no such directory"),
     ]:
         assert command("import-hf", folder, "--out", tmp_path / "out") == 2
-        said = capsys.readouterr()
-        assert message in said.err and "Traceback" not in said.err and said.out == ""
+        printed = capsys.readouterr()
+        assert message in printed.err and "Traceback" not in printed.err and printed.out == ""
     assert not (tmp_path / "ran").exists()
     assert command("export-hf", tmp_path / "nowhere", "--out", tmp_path / "x") == 2
     assert command("export-hf", tmp_path, "--out", tmp_path / "x", "--shard-size", 0) == 2

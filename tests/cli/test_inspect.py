@@ -1,4 +1,4 @@
-"""`inspect`: every kind of thing it is shown, whole and torn."""
+"""`inspect` of every kind of file, complete and incomplete."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ TOKENS = Path("tests/golden/indexed/uint16")
 
 @pytest.fixture
 def inspect(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `inspect PATH --json`: exit code, the object, what was said on stderr."""
+    """Runs `inspect PATH --json`; returns exit code, the object and stderr."""
 
     def run(path: Path | str) -> tuple[int, dict[str, Any], str]:
         code = main(["inspect", str(path), "--json"])
@@ -33,8 +33,8 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def test_a_model(inspect: Any) -> None:
-    code, facts, said = inspect("configs/model/yuan2-102b.yaml")
-    assert (code, said) == (0, "")
+    code, facts, stderr = inspect("configs/model/yuan2-102b.yaml")
+    assert (code, stderr) == (0, "")
     assert (facts["kind"], facts["whole"], facts["parameters"]) == ("model", True, 102_577_954_816)
     assert facts["parameters_per_layer"] == 1_207_996_416
     assert facts["training_flops_per_token"] == 3 * facts["forward_flops_per_token"]
@@ -59,11 +59,11 @@ def test_a_plan(inspect: Any, tmp_path: Path) -> None:
     assert facts["stages"][1]["cards"] == ["T4"]
 
 
-def test_a_plan_that_breaks_a_law(inspect: Any, tmp_path: Path) -> None:
-    code, facts, said = inspect(write(tmp_path, "p.yaml", PLAN.replace("[16, 24]", "[17, 23]")))
+def test_a_plan_that_violates_a_constraint(inspect: Any, tmp_path: Path) -> None:
+    code, facts, stderr = inspect(write(tmp_path, "p.yaml", PLAN.replace("[16, 24]", "[17, 23]")))
     assert (code, facts["kind"], facts["whole"]) == (2, "plan", False)
     assert len(facts["faults"]) == 2
-    assert said.startswith("error: ") and "layer 16 dropped" in said
+    assert stderr.startswith("error: ") and "layer 16 dropped" in stderr
 
 
 def test_a_profile(inspect: Any, tmp_path: Path) -> None:
@@ -84,28 +84,28 @@ def test_torn_token_files(inspect: Any, tmp_path: Path) -> None:
         (tmp_path / f"torn{end}").write_bytes(Path(f"{TOKENS}{end}").read_bytes())
     with (tmp_path / "torn.bin").open("r+b") as file:
         file.truncate((tmp_path / "torn.bin").stat().st_size - 2)
-    code, facts, said = inspect(tmp_path / "torn")
+    code, facts, stderr = inspect(tmp_path / "torn")
     assert (code, facts["whole"]) == (2, False)
-    assert "truncated" in said
+    assert "truncated" in stderr
 
 
 def test_half_a_pair(inspect: Any, tmp_path: Path) -> None:
     (tmp_path / "half.idx").write_bytes(Path(f"{TOKENS}.idx").read_bytes())
-    code, facts, said = inspect(tmp_path / "half.idx")
+    code, facts, stderr = inspect(tmp_path / "half.idx")
     assert (code, facts["whole"]) == (2, False)
-    assert "half.bin" in said
+    assert "half.bin" in stderr
 
 
 def test_a_folder_that_is_no_checkpoint(inspect: Any, tmp_path: Path) -> None:
-    code, facts, said = inspect(tmp_path)
+    code, facts, stderr = inspect(tmp_path)
     assert (code, facts["kind"], facts["whole"]) == (2, "checkpoint", False)
-    assert said.startswith(f"error: {tmp_path}")
+    assert stderr.startswith(f"error: {tmp_path}")
 
 
 def test_a_file_of_no_known_kind(inspect: Any, tmp_path: Path) -> None:
-    code, _, said = inspect(write(tmp_path, "f.yaml", "colour: red\n"))
+    code, _, stderr = inspect(write(tmp_path, "f.yaml", "colour: red\n"))
     assert code == 2
-    assert "its keys tell no kind of file (a model has num_layers," in said
+    assert "its keys match no kind of file (a model has num_layers," in stderr
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "text\n"])
@@ -114,12 +114,12 @@ def test_a_file_without_keys(inspect: Any, tmp_path: Path, text: str) -> None:
 
 
 def test_a_model_with_a_mistake_is_still_a_model(inspect: Any, tmp_path: Path) -> None:
-    code, facts, said = inspect(write(tmp_path, "m.yaml", "num_layers: 4\nhiden_size: 3\n"))
+    code, facts, stderr = inspect(write(tmp_path, "m.yaml", "num_layers: 4\nhiden_size: 3\n"))
     assert (code, facts["kind"]) == (2, "model")
-    assert "did you mean 'hidden_size'?" in said
+    assert "did you mean 'hidden_size'?" in stderr
 
 
-def test_for_a_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "configs/model/yuan2-2b.yaml"]) == 0
     assert "parameters:               2,088,724,480\n" in capsys.readouterr().out
     assert main(["inspect", str(write(tmp_path, "p.yaml", PLAN))]) == 0

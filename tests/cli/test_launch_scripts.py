@@ -1,4 +1,4 @@
-"""tools/launch: what the scripts would run (dry), and what they do run, with stand-ins for ssh and Slurm."""
+"""tools/launch: the commands that the scripts print (dry run) or run, with stubs for ssh and Slurm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.project import make_plan, make_project
-from yuan_train.config.plan import RankPlan, save_plan
+from yuan_train.config.plan import RankPlan
+from yuan_train.config.plan_files import save_plan
 from yuan_train.config.run import load_run
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +41,7 @@ def plan(project: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stubs(tmp_path: Path) -> Path:
-    """Stand-ins that write down what they are asked; ssh and srun run what they are given, here."""
+    """Stubs that log their calls; ssh and srun also run their command, on this machine."""
     folder = tmp_path / "bin"
     folder.mkdir()
     log = tmp_path / "calls"
@@ -80,21 +81,21 @@ def test_there_is_one_for_each_published_size() -> None:
 @pytest.mark.parametrize("script", [path.stem for path in SCRIPTS])
 def test_plans_first_then_starts(script: str, plan: Path, tmp_path: Path) -> None:
     missing = tmp_path / "new" / "plan.yaml"
-    ran = call(script, "--cluster", "C.yaml", "--plan", missing, "--dry-run", "train.seed=3")
-    assert ran.returncode == 0, ran.stderr
+    result = call(script, "--cluster", "C.yaml", "--plan", missing, "--dry-run", "train.seed=3")
+    assert result.returncode == 0, result.stderr
     config = (
         f"configs/run/{script.removeprefix('finetune_').removeprefix('pretrain_').replace('_', '-')}.yaml"
     )
-    assert f"+ yuan-train plan --cluster C.yaml --config {config} --out {missing} " in ran.stdout
-    assert "train.seed=3" in ran.stdout and not missing.parent.exists()
-    ran = call(script, "--plan", plan, "--dry-run", "train.seed=3")
-    (line,) = ran.stdout.splitlines()
+    assert f"+ yuan-train plan --cluster C.yaml --config {config} --out {missing} " in result.stdout
+    assert "train.seed=3" in result.stdout and not missing.parent.exists()
+    result = call(script, "--plan", plan, "--dry-run", "train.seed=3")
+    (line,) = result.stdout.splitlines()
     words = shlex.split(line.removeprefix("+ "))
     wanted = ["yuan-train", "launch", "--config", config, "--plan", str(plan), "--this-node", "all"]
     assert words[: len(wanted)] == wanted and words[-1] == "train.seed=3"
     assert ("data.loss_after_separator=true" in words) == script.startswith("finetune")
     assert ("data.fim_rate=0.5" in words) == script.startswith("pretrain")
-    # What the script says must be a run that exists.
+    # The overrides of the script must give a valid run.
     keys = tuple(word for word in words[len(wanted) :])
     run = load_run(ROOT / config, keys)
     assert run.train.seed == 3 and run.checkpoint.resume == "auto"
@@ -103,30 +104,30 @@ def test_plans_first_then_starts(script: str, plan: Path, tmp_path: Path) -> Non
 def test_starting_from_an_imported_model(project: Path, plan: Path) -> None:
     corpus = project / "corpus"
     words = ("--plan", plan, "--dry-run", "--data", corpus, "--tokenizer", "data/yuan", "--epochs", 4)
-    ran = call("finetune_yuan2_2b", *words, "--from", "runs/imported", "train.global_batch_size=2")
-    assert ran.returncode == 0, ran.stderr
-    told = shlex.split(ran.stdout.removeprefix("+ "))
-    assert "checkpoint.resume=runs/imported" in told and "data.tokenizer=data/yuan" in told
-    assert f"data.train=[{{prefix: {corpus}}}]" in told
+    result = call("finetune_yuan2_2b", *words, "--from", "runs/imported", "train.global_batch_size=2")
+    assert result.returncode == 0, result.stderr
+    printed = shlex.split(result.stdout.removeprefix("+ "))
+    assert "checkpoint.resume=runs/imported" in printed and "data.tokenizer=data/yuan" in printed
+    assert f"data.train=[{{prefix: {corpus}}}]" in printed
     tokens = 4 * (corpus.with_suffix(".bin").stat().st_size // 2)
-    assert f"train.steps={round(tokens / (2 * 4096))}" in told
+    assert f"train.steps={round(tokens / (2 * 4096))}" in printed
 
 
 def test_over_ssh(plan: Path, stubs: Path, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("# one per node\nalpha\nbeta\ngamma\n")
     words = ("--plan", plan, "--hostfile", hosts)
-    ran = call("pretrain_yuan2_2b", *words, "--dry-run", stubs=stubs, YUAN_PORT="777")
-    assert ran.returncode == 0 and (tmp_path / "calls").read_text() == ""
-    assert [line.split()[2] for line in ran.stdout.splitlines()] == ["alpha", "beta", "gamma"]
-    ran = call("pretrain_yuan2_2b", *words, "data.train=[{prefix: a b}]", stubs=stubs, YUAN_PORT="777")
-    assert ran.returncode == 0, ran.stderr
+    result = call("pretrain_yuan2_2b", *words, "--dry-run", stubs=stubs, YUAN_PORT="777")
+    assert result.returncode == 0 and (tmp_path / "calls").read_text() == ""
+    assert [line.split()[2] for line in result.stdout.splitlines()] == ["alpha", "beta", "gamma"]
+    result = call("pretrain_yuan2_2b", *words, "data.train=[{prefix: a b}]", stubs=stubs, YUAN_PORT="777")
+    assert result.returncode == 0, result.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     assert sorted(line for line in calls if line.startswith("ssh")) == ["ssh alpha", "ssh beta", "ssh gamma"]
     started = [line for line in calls if line.startswith("yuan-train launch")]
     for node in NODES:
         (line,) = [line for line in started if f"--this-node {node} " in line]
-        assert "--meet-at alpha:777" in line and line.endswith("data.train=[{prefix: a b}]")
+        assert "--rendezvous alpha:777" in line and line.endswith("data.train=[{prefix: a b}]")
 
 
 @pytest.mark.parametrize(
@@ -134,26 +135,26 @@ def test_over_ssh(plan: Path, stubs: Path, tmp_path: Path) -> None:
 )
 def test_hostfiles_name_the_plans_nodes(plan: Path, tmp_path: Path, lines: str, good: bool) -> None:
     (tmp_path / "hosts").write_text(lines)
-    ran = call("pretrain_yuan2_2b", "--plan", plan, "--hostfile", tmp_path / "hosts", "--dry-run")
-    assert ran.returncode == (0 if good else 2)
+    result = call("pretrain_yuan2_2b", "--plan", plan, "--hostfile", tmp_path / "hosts", "--dry-run")
+    assert result.returncode == (0 if good else 2)
     if good:
-        assert [line.split()[2] for line in ran.stdout.splitlines()] == ["z", "y", "x"]
+        assert [line.split()[2] for line in result.stdout.splitlines()] == ["z", "y", "x"]
     else:
-        assert "error:" in ran.stderr
+        assert "error:" in result.stderr
 
 
-def test_a_rank_that_fails_over_ssh_is_told(plan: Path, stubs: Path, tmp_path: Path) -> None:
+def test_a_rank_that_fails_over_ssh_is_reported(plan: Path, stubs: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("alpha\nbeta\ngamma\n")
     (stubs / "yuan-train").write_text("#!/usr/bin/env bash\nexit 1\n")
-    ran = call("pretrain_yuan2_2b", "--plan", plan, "--hostfile", tmp_path / "hosts", stubs=stubs)
-    assert ran.returncode == 2 and "the ranks on alpha failed" in ran.stderr
+    result = call("pretrain_yuan2_2b", "--plan", plan, "--hostfile", tmp_path / "hosts", stubs=stubs)
+    assert result.returncode == 2 and "the ranks on alpha failed" in result.stderr
 
 
 def test_a_heterogeneous_job(plan: Path, stubs: Path, tmp_path: Path) -> None:
     words = ("--plan", plan, "--slurm", "--sbatch", "--partition=gpu --time=1:00", "--dry-run")
-    ran = call("pretrain_yuan2_51b", *words, "data.train=[{prefix: a b}]", stubs=stubs)
-    assert ran.returncode == 0, ran.stderr
-    job = ran.stdout.split("\n", 1)[1]
+    result = call("pretrain_yuan2_51b", *words, "data.train=[{prefix: a b}]", stubs=stubs)
+    assert result.returncode == 0, result.stderr
+    job = result.stdout.split("\n", 1)[1]
     assert "#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=2 --partition=gpu --time=1:00" in job
     assert "#SBATCH hetjob\n# T4: small\n#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=1" in job
     script = tmp_path / "job.sh"
@@ -163,31 +164,37 @@ def test_a_heterogeneous_job(plan: Path, stubs: Path, tmp_path: Path) -> None:
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_NODELIST_HET_GROUP_0": "host-[a-b]",
     }
-    ran = subprocess.run(["bash", script], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    result = subprocess.run(["bash", script], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     groups = sorted(line.split()[1] for line in calls if line.startswith("srun"))
     assert groups == ["--het-group=0", "--het-group=1"]
     started = sorted(line for line in calls if line.startswith("yuan-train"))
     assert [line.split("--this-node ")[1].split()[0] for line in started] == ["big-0", "small"]
-    assert all("--meet-at host-a:29500" in line and "data.train=[{prefix: a b}]" in line for line in started)
+    assert all(
+        "--rendezvous host-a:29500" in line and "data.train=[{prefix: a b}]" in line for line in started
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--plan", "/nowhere/plan.yaml"), "is not there: give --cluster FILE"),
+        (("--plan", "/nowhere/plan.yaml"), "does not exist: give --cluster FILE"),
         (("--bogus",), "unknown option --bogus"),
         (("word",), "word: wanted key=value"),
         (("--plan",), "--plan: wanted a value"),
         (("--plan", "/x", "--epochs", "3"), "--epochs: needs --data PREFIX"),
     ],
 )
-def test_wrong_words(words: tuple[str, ...], message: str) -> None:
-    ran = call("pretrain_yuan2_102b", "--dry-run", *words)
-    assert ran.returncode == 2 and message in ran.stderr
+def test_wrong_arguments(words: tuple[str, ...], message: str) -> None:
+    result = call("pretrain_yuan2_102b", "--dry-run", *words)
+    assert result.returncode == 2 and message in result.stderr
 
 
 def test_help() -> None:
-    ran = call("finetune_yuan2_102b", "--help")
-    assert ran.returncode == 0 and "--hostfile FILE" in ran.stdout and "sourced" not in ran.stdout.lower()
+    result = call("finetune_yuan2_102b", "--help")
+    assert (
+        result.returncode == 0
+        and "--hostfile FILE" in result.stdout
+        and "sourced" not in result.stdout.lower()
+    )

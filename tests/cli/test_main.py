@@ -1,4 +1,4 @@
-"""The command line as a whole: help, unknown words, exit codes, overrides between options."""
+"""The command line as a whole: help, unknown arguments, exit codes, overrides between options."""
 
 import argparse
 import importlib.util
@@ -13,50 +13,50 @@ from pathlib import Path
 import pytest
 
 from yuan_train.cli import main as command_line
-from yuan_train.cli.main import COMMANDS, NOT_THERE_YET, main
+from yuan_train.cli.main import COMMANDS, NOT_IMPLEMENTED, main
 from yuan_train.config.errors import CheckpointError, ConfigError, NoPlanFits, TrainingError
 
 CLI = Path(command_line.__file__).parent
-THERE = sorted(set(COMMANDS) - NOT_THERE_YET)
+IMPLEMENTED = sorted(set(COMMANDS) - NOT_IMPLEMENTED)
 
 
 def module_of(name: str) -> Path:
     return CLI / f"{name.replace('-', '_')}.py"
 
 
-# --- the table of commands -------------------------------------------------------------------------------
+# --- the list of commands --------------------------------------------------------------------------------
 
 
-def test_the_table_names_every_command_that_is_there() -> None:
-    assert set(COMMANDS) >= NOT_THERE_YET
+def test_every_implemented_command_is_listed() -> None:
+    assert set(COMMANDS) >= NOT_IMPLEMENTED
     written = {path.stem.replace("_", "-") for path in CLI.glob("*.py")} - {"main", "--init--"}
-    assert written == set(THERE)
+    assert written == set(IMPLEMENTED)
 
 
 def test_help_lists_every_command_without_torch() -> None:
-    ran = subprocess.run([sys.executable, "-m", "yuan_train", "--help"], capture_output=True, text=True)
-    assert ran.returncode == 0
-    assert ran.stderr == ""
+    result = subprocess.run([sys.executable, "-m", "yuan_train", "--help"], capture_output=True, text=True)
+    assert result.returncode == 0
+    assert result.stderr == ""
     for name, line in COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(line)}", ran.stdout, re.MULTILINE), name
-    assert ran.stdout.count("(not there yet)") == len(NOT_THERE_YET)
-    assert max(map(len, ran.stdout.splitlines())) <= 100
+        assert re.search(rf"^  {name} +{re.escape(line)}", result.stdout, re.MULTILINE), name
+    assert result.stdout.count("(not implemented yet)") == len(NOT_IMPLEMENTED)
+    assert max(map(len, result.stdout.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("name", THERE)
-def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", IMPLEMENTED)
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     assert f"yuan-train {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", sorted(NOT_THERE_YET))
-def test_promised_commands_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", sorted(NOT_IMPLEMENTED))
+def test_planned_commands_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--out", "x"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: `yuan-train {name}` is not there yet")
+    assert capsys.readouterr().err.startswith(f"error: `yuan-train {name}` is not implemented yet")
 
 
 def test_no_option_is_the_beginning_of_one_of_torchruns() -> None:
-    # torchrun takes `--run` for its `--run-path`, wherever it stands in the line.
+    # torchrun takes `--run` for its `--run-path`, wherever it is in the command line.
     spec = importlib.util.find_spec("torch")
     assert spec and spec.origin
     text = (Path(spec.origin).parent / "distributed" / "run.py").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_no_option_is_the_beginning_of_one_of_torchruns() -> None:
             assert not [name for name in theirs if name.startswith(option)], (path.name, option)
 
 
-# --- wrong words -----------------------------------------------------------------------------------------
+# --- wrong arguments -------------------------------------------------------------------------------------
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["inspect", "/nowhere/f"], "error: /nowhere/f: no such file"),
     ],
 )
-def test_wrong_words(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.err
@@ -107,7 +107,7 @@ Run = Callable[[argparse.Namespace], int]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
-    """Puts a command `probe` into the table that runs a given function."""
+    """Registers a command `probe` that runs a given function."""
 
     def install(run: Run) -> None:
         def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -136,7 +136,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
         "--plan G a.b=1 --config F -- c=2",
     ],
 )
-def test_overrides_stand_anywhere(line: str, command: Callable[[Run], None]) -> None:
+def test_overrides_may_be_anywhere(line: str, command: Callable[[Run], None]) -> None:
     seen: list[argparse.Namespace] = []
     command(lambda arguments: seen.append(arguments) or 0)
     assert main(["probe", *line.split()]) == 0
@@ -151,7 +151,7 @@ def test_an_option_may_take_what_looks_like_an_override(command: Callable[[Run],
 
 
 @pytest.mark.parametrize("line", ["a=1", "--conf F", "--config F --pla G", "--config F a=1 --bogus"])
-def test_overrides_hide_no_mistake(line: str, command: Callable[[Run], None]) -> None:
+def test_overrides_do_not_hide_mistakes(line: str, command: Callable[[Run], None]) -> None:
     command(lambda arguments: 0)
     assert main(["probe", *line.split()]) == 2
 
@@ -176,14 +176,14 @@ def test_errors_of_the_user(
     assert capsys.readouterr().err == "error: one\nerror: two\n"
 
 
-def test_a_bug_shows_its_place(command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_prints_a_traceback(command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]) -> None:
     def run(arguments: argparse.Namespace) -> int:
         raise ValueError("a bug")
 
     command(run)
     assert main(["probe", "--config", "F"]) == 1
-    said = capsys.readouterr().err
-    assert "Traceback" in said and "ValueError: a bug" in said
+    stderr = capsys.readouterr().err
+    assert "Traceback" in stderr and "ValueError: a bug" in stderr
 
 
 def test_interrupted(command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +200,7 @@ def test_codes_of_commands_pass_through(command: Callable[[Run], None]) -> None:
     assert main(["probe", "--config", "F"]) == 7
 
 
-def test_a_broken_pipe_inside_a_command_is_no_secret(
+def test_a_broken_pipe_inside_a_command_is_reported(
     command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(arguments: argparse.Namespace) -> int:
@@ -212,11 +212,11 @@ def test_a_broken_pipe_inside_a_command_is_no_secret(
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_leaves_is_no_error(unbuffered: str) -> None:
+def test_a_closed_stdout_is_no_error(unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as pipe:
-        ran = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "yuan_train", "inspect", "configs/run/tiny.yaml"],
             stdout=pipe,
             stderr=subprocess.PIPE,
@@ -224,12 +224,12 @@ def test_a_reader_that_leaves_is_no_error(unbuffered: str) -> None:
             cwd=CLI.parents[1],
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
-    assert ran.returncode == 1
-    assert ran.stderr == ""
+    assert result.returncode == 1
+    assert result.stderr == ""
 
 
 def test_the_module_is_the_command() -> None:
     line = [sys.executable, "-m", "yuan_train", "plann"]
-    ran = subprocess.run(line, capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert ran.stderr.startswith("error: there is no command 'plann'")
+    result = subprocess.run(line, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: there is no command 'plann'")

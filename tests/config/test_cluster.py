@@ -1,14 +1,16 @@
-"""Laws of clusters, and the names of their cards."""
+"""Constraints on clusters, and the names of their cards."""
 
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 
-from yuan_train.config.cluster import Cluster, cluster_laws, load_cluster
+from yuan_train.config.cluster import Cluster, load_cluster, validate_cluster
 from yuan_train.config.devices import CATALOGUE
+from yuan_train.config.document import parse_document
+from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import build, dump, parse_document
+from yuan_train.config.load import build
 
 # The documented form.
 CLUSTER = """\
@@ -58,7 +60,7 @@ def test_written_and_read_again(tmp_path: Path) -> None:
     cluster = load(tmp_path, CLUSTER)
     text = dump(cluster)
     assert "from: a100-0" in text and "300 GB/s" in text
-    assert build(parse_document(text, name="f"), Cluster, laws=cluster_laws) == cluster
+    assert build(parse_document(text, name="f"), Cluster, validate=validate_cluster) == cluster
 
 
 def test_own_card_wins_over_the_catalogue(tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_own_card_wins_over_the_catalogue(tmp_path: Path) -> None:
         (
             "name: t4, device",
             "name: a100-1, device",
-            "cluster.yaml:9: nodes[1].name: a node called 'a100-1' is there already",
+            "cluster.yaml:9: nodes[1].name: there is already a node called 'a100-1'",
         ),
         (
             "to: t4,",
@@ -133,9 +135,9 @@ def test_messages(tmp_path: Path, before: str, after: str, message: str) -> None
 
 def test_several_nodes_need_a_network(tmp_path: Path) -> None:
     text = "name: c\nnodes:\n  - {name: a, device: T4}\n  - {name: b, device: T4}\n"
-    said = refusal(tmp_path, text)
-    assert "cluster.yaml:3: nodes[0]: several nodes need 'network' on each" in said
-    assert "cluster.yaml:4: nodes[1]: several nodes need 'network' on each" in said
+    reported = refusal(tmp_path, text)
+    assert "cluster.yaml:3: nodes[0]: several nodes need 'network' on each" in reported
+    assert "cluster.yaml:4: nodes[1]: several nodes need 'network' on each" in reported
 
 
 def test_one_card_needs_no_links(tmp_path: Path) -> None:
@@ -149,13 +151,13 @@ def test_no_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("second", ["{from: a100-0, to: t4, ", "{from: t4, to: a100-0, both_ways: true, "])
 def test_a_link_is_described_once(tmp_path: Path, second: str) -> None:
     text = CLUSTER.replace("device_types:", f"  - {second}bandwidth: 1 GB/s}}\ndevice_types:")
-    assert "cluster.yaml:12: links[1]: a link from 'a100-0' to 't4' is there already" in refusal(
+    assert "cluster.yaml:12: links[1]: there is already a link from 'a100-0' to 't4'" in refusal(
         tmp_path, text
     )
 
 
 @pytest.mark.parametrize("name", sorted(CATALOGUE))
-def test_catalogue_is_sane(name: str) -> None:
+def test_the_catalogue_is_plausible(name: str) -> None:
     card = CATALOGUE[name]
     assert 0 < card.reserved < card.memory
     assert card.fp32 <= (card.fp16 or 0)

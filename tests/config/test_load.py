@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yuan_train.config.cluster import load_cluster
+from yuan_train.config.document import format_keys, parse_document, parse_scalar, read_document
+from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import dump, format_keys, parse_document, parse_scalar, read_document, write_text
 from yuan_train.config.model import ModelConfig, load_model
 
 MODEL = """\
@@ -29,7 +30,7 @@ def write(folder: Path, text: str, name: str = "model.yaml") -> Path:
 
 
 def refusal(folder: Path, text: str, *overrides: str) -> str:
-    """The message of the refused file, its folder cut off."""
+    """The message of the refused file, without its folder."""
     with pytest.raises(ConfigError) as error:
         load_model(write(folder, text), overrides)
     return str(error.value).replace(f"{folder}/", "")
@@ -80,7 +81,7 @@ def test_a_good_file_gives_a_frozen_value(tmp_path: Path) -> None:
         ("name: other", "model.yaml:7: name: given twice (first at model.yaml:1); keep one"),
         ("init_std: !!python/name:os.system", "model.yaml:7: init_std: tags such as "),
         ("init_std: !mine 3", "model.yaml:7: init_std: tags such as '!mine' are not allowed"),
-        ("init_std: &a [*a]", "model.yaml:7: init_std[0]: an alias that holds itself"),
+        ("init_std: &a [*a]", "model.yaml:7: init_std[0]: an alias that contains itself"),
         ("[1, 2]: 5", "model.yaml:7: a key must be a word"),
         ("init_std: [1", "model.yaml:8: not YAML: "),
         ("  init_std: 1", "model.yaml:7: not YAML: "),
@@ -89,15 +90,15 @@ def test_a_good_file_gives_a_frozen_value(tmp_path: Path) -> None:
     ],
 )
 def test_messages(tmp_path: Path, line: str, message: str) -> None:
-    said = refusal(tmp_path, MODEL + line + "\n")
-    assert message in said
-    assert "Traceback" not in said
+    reported = refusal(tmp_path, MODEL + line + "\n")
+    assert message in reported
+    assert "Traceback" not in reported
 
 
 def test_missing_keys_name_themselves(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "name: toy\nnum_layers: 4\n")
+    reported = refusal(tmp_path, "name: toy\nnum_layers: 4\n")
     for key in ("hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size"):
-        assert f"{key}: missing" in said
+        assert f"{key}: missing" in reported
 
 
 def test_an_empty_file_misses_everything(tmp_path: Path) -> None:
@@ -113,22 +114,22 @@ def test_all_errors_in_one_pass(tmp_path: Path) -> None:
         MODEL.replace("num_layers: 4", "num_layers: four").replace("name: toy", "nam: toy")
         + "rope_base: -1\n"
     )
-    said = refusal(tmp_path, text)
-    assert 'model.yaml:2: num_layers: wanted an integer, got "four"' in said
-    assert "model.yaml:1: nam: unknown key 'nam'; did you mean 'name'?" in said
-    assert "name: missing" in said
-    assert "model.yaml:7: rope_base: wanted greater than 0, got -1" in said
-    assert len(said.splitlines()) == 4
+    reported = refusal(tmp_path, text)
+    assert 'model.yaml:2: num_layers: wanted an integer, got "four"' in reported
+    assert "model.yaml:1: nam: unknown key 'nam'; did you mean 'name'?" in reported
+    assert "name: missing" in reported
+    assert "model.yaml:7: rope_base: wanted greater than 0, got -1" in reported
+    assert len(reported.splitlines()) == 4
 
 
-def test_unknown_keys_do_not_hide_broken_laws(tmp_path: Path) -> None:
-    said = refusal(
+def test_unknown_keys_do_not_hide_violations(tmp_path: Path) -> None:
+    reported = refusal(
         tmp_path, MODEL.replace("num_attention_heads: 4", "num_attention_heads: 5") + "colour: red\n"
     )
-    assert "model.yaml:7: colour: unknown key" in said
+    assert "model.yaml:7: colour: unknown key" in reported
     assert (
         "model.yaml:4: num_attention_heads: 5 heads do not divide hidden_size 64; give head_dim, or heads"
-        in said
+        in reported
     )
 
 
@@ -158,6 +159,25 @@ def test_deep_nesting_is_an_error_and_not_a_crash() -> None:
         parse_document("[" * 3000 + "]" * 3000, name="deep.yaml")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "a: " + "{b: " * 50_000,
+        "- " * 50_000 + "1",
+        "\n".join(" " * i + "k:" for i in range(2_000)),
+    ],
+    ids=["lists", "mappings", "list in a line", "indented"],
+)
+def test_nesting_that_would_end_the_process(text: str) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        parse_document(text, name="deep.yaml")
+
+
+def test_brackets_in_a_text_are_not_nesting() -> None:
+    assert parse_document(f"name: '{'[' * 500}'", name="flat.yaml").value == {"name": "[" * 500}
+
+
 # --- overrides -------------------------------------------------------------------------------------------
 
 
@@ -180,9 +200,9 @@ def test_override_wins_over_the_file(tmp_path: Path) -> None:
         ("a..b=3", "command line 'a..b=3': wanted key.path=value"),
         (
             "num_layers.deep=3",
-            "command line 'num_layers.deep=3': there is no place for 'num_layers.deep' in ",
+            "command line 'num_layers.deep=3': 'num_layers.deep' cannot be set in ",
         ),
-        ("num_layers.0=3", "command line 'num_layers.0=3': there is no place for 'num_layers.0' in "),
+        ("num_layers.0=3", "command line 'num_layers.0=3': 'num_layers.0' cannot be set in "),
         ("num_layers=[1", "command line 'num_layers=[1': not YAML: "),
         ("num_layers={a: 1, a: 2}", "a: given twice"),
     ],
@@ -198,7 +218,7 @@ def test_overrides_reach_into_lists(tmp_path: Path) -> None:
     )
     path = write(tmp_path, text, "cluster.yaml")
     assert load_cluster(path, ("nodes.1.device=V100-16G",)).nodes[1].device == "V100-16G"
-    with pytest.raises(ConfigError, match=r"there is no place for 'nodes\.2\.device'"):
+    with pytest.raises(ConfigError, match=r"'nodes\.2\.device' cannot be set in"):
         load_cluster(path, ("nodes.2.device=T4",))
     with pytest.raises(
         ConfigError, match=r"command line 'nodes\.1\.device=T44': nodes\[1\]\.device: unknown card"
@@ -296,7 +316,7 @@ def test_dump_and_load_give_a_model_back(model: ModelConfig) -> None:
     assert build(parse_document(dump(model), name="f"), ModelConfig) == model
 
 
-def test_write_text_is_whole_or_nothing(tmp_path: Path) -> None:
+def test_write_text_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "new" / "plan.yaml"
     write_text(path, "one\n")
     write_text(path, "two\n")

@@ -1,11 +1,11 @@
-"""Sizes of models against the published counts, and their laws."""
+"""Sizes of models against the published counts, and constraints on models."""
 
 from pathlib import Path
 
 import pytest
 
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.model import ModelConfig, load_model, model_laws
+from yuan_train.config.model import ModelConfig, load_model, validate_model
 
 
 def toy(**changes: object) -> ModelConfig:
@@ -46,13 +46,13 @@ def test_published_shapes(name: str, per_layer: int, total: int) -> None:
     )
 
 
-def test_the_plain_twin_differs_by_its_filters_alone() -> None:
+def test_the_plain_model_differs_by_its_filters_only() -> None:
     filtered, plain = (load_model(f"configs/model/yuan2-2b{end}.yaml") for end in ("", "-plain"))
     hidden = filtered.hidden_size
     assert filtered.parameters - plain.parameters == 24 * (2 * hidden**2 + 5 * hidden // 2)
 
 
-def test_a_free_head_counts_its_matrix() -> None:
+def test_an_untied_head_counts_its_matrix() -> None:
     assert toy(tie_embeddings=False).parameters - toy().parameters == 135040 * 768
 
 
@@ -70,16 +70,16 @@ def test_a_free_head_counts_its_matrix() -> None:
         ),
     ],
 )
-def test_laws(changes: dict[str, object], message: str) -> None:
-    assert [problem.message for problem in model_laws(toy(**changes))] == [message]
+def test_constraints(changes: dict[str, object], message: str) -> None:
+    assert [violation.message for violation in validate_model(toy(**changes))] == [message]
 
 
 def test_heads_need_not_divide_when_their_width_is_given() -> None:
-    assert not list(model_laws(toy(num_attention_heads=7, head_dim=64)))
+    assert not list(validate_model(toy(num_attention_heads=7, head_dim=64)))
 
 
 def test_plain_attention_takes_an_odd_width() -> None:
-    assert not list(model_laws(toy(hidden_size=765, head_dim=64, attention="plain")))
+    assert not list(validate_model(toy(hidden_size=765, head_dim=64, attention="plain")))
 
 
 def test_overrides(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every law of a plan, as the person who wrote the file hears of it."""
+"""Every constraint on a plan, with its message."""
 
 from pathlib import Path
 
@@ -6,21 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from yuan_train.config.document import parse_document
+from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.load import build, dump, parse_document
+from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import (
-    PipelinePlan,
-    Plan,
-    RankPlan,
-    StagePlan,
-    check_belongs,
-    load_plan,
-    plan_laws,
-    save_plan,
-    single_card_plan,
-)
-from yuan_train.config.run import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.plan_files import load_plan, save_plan
 
 # The documented form; stage 0 is at line 28, stage 1 at line 29.
 PLAN = """\
@@ -146,7 +139,7 @@ def test_written_and_read_again(tmp_path: Path) -> None:
         (
             "rank: 1,",
             "rank: 0,",
-            "plan.yaml:18: ranks[1].rank: wanted 1, got 0; ranks stand in order, each once, from 0",
+            "plan.yaml:18: ranks[1].rank: wanted 1, got 0; list each rank once, in order, from 0",
         ),
         ("a100-0/1", "a100-0/0", "plan.yaml:16: ranks: card 'a100-0/0' is named 2 times; one rank per card"),
         (
@@ -171,7 +164,7 @@ def test_written_and_read_again(tmp_path: Path) -> None:
         (
             "[[0, 1]]",
             "[[0], [1, 3]]",
-            "stages[0].replicas: replicas of unlike widths [1, 2]; make them equal",
+            "stages[0].replicas: replicas of different widths [1, 2]; make them equal",
         ),
         (
             "num_attention_heads: 4",
@@ -250,34 +243,36 @@ def test_written_and_read_again(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_broken_laws(tmp_path: Path, before: str, after: str, message: str) -> None:
+def test_violated_constraints(tmp_path: Path, before: str, after: str, message: str) -> None:
     assert before in PLAN
     assert message in refusal(tmp_path, PLAN.replace(before, after, 1))
 
 
-def test_all_broken_laws_in_one_pass(tmp_path: Path) -> None:
+def test_all_violations_in_one_pass(tmp_path: Path) -> None:
     text = PLAN.replace("[16, 24]", "[17, 23]").replace("head: true, ", "").replace("size: 40", "size: 41")
-    said = refusal(tmp_path, text)
+    reported = refusal(tmp_path, text)
     for part in ("layer 16 dropped", "up to 23", "must hold the head", "41, but the pipelines take 40"):
-        assert part in said
-    assert len(said.splitlines()) == 4
+        assert part in reported
+    assert len(reported.splitlines()) == 4
 
 
-def test_shares_need_something_to_share(tmp_path: Path) -> None:
+def test_optimizer_shares_need_optimizer_sharding(tmp_path: Path) -> None:
     text = PLAN.replace("optimizer_offload: 0.0", "optimizer_share: 3", 1)
     assert load(tmp_path, text).optimizer_shares == (3, 3, 1, 1)
-    said = refusal(tmp_path, text.replace("optimizer_sharding: true", "optimizer_sharding: false"))
-    assert "plan.yaml:28: pipelines[0].stages[0].optimizer_share: 3, but optimizer_sharding is false" in said
+    reported = refusal(tmp_path, text.replace("optimizer_sharding: true", "optimizer_sharding: false"))
+    assert (
+        "plan.yaml:28: pipelines[0].stages[0].optimizer_share: 3, but optimizer_sharding is false" in reported
+    )
 
 
-def test_a_tensor_parallel_group_shares_a_library(tmp_path: Path) -> None:
+def test_a_tensor_parallel_group_shares_a_backend(tmp_path: Path) -> None:
     mixed = PLAN.replace("a100-0/1, type: A100-80G", "amd-0/0, type: MI300X")
-    said = refusal(tmp_path, mixed)
-    assert "stages[0].replicas[0]: A100-80G and MI300X cards share no library, as a tensor-par" in said
+    reported = refusal(tmp_path, mixed)
+    assert "stages[0].replicas[0]: A100-80G and MI300X cards have no common backend" in reported
     apart = load(tmp_path, PLAN.replace("t4-0/0, type: T4", "amd-0/0, type: MI300X"))
-    assert apart.staged((0, 2)) and apart.staged((2, 3)) and not apart.staged((0, 1, 3))
-    own = "device_types: {T4: {memory: 15 GiB, fp32: 8 TFLOP/s, memory_bandwidth: 320 GB/s, library: none}}"
-    assert load(tmp_path, f"{PLAN}{own}\n").staged((2, 3)), "a card with no library of its own"
+    assert apart.via_host((0, 2)) and apart.via_host((2, 3)) and not apart.via_host((0, 1, 3))
+    own = "device_types: {T4: {memory: 15 GiB, fp32: 8 TFLOP/s, memory_bandwidth: 320 GB/s, backend: gloo}}"
+    assert load(tmp_path, f"{PLAN}{own}\n").via_host((2, 3)), "a card with no backend of its own"
 
 
 def test_all_stages_of_a_rank_have_one_share(tmp_path: Path) -> None:
@@ -286,12 +281,12 @@ def test_all_stages_of_a_rank_have_one_share(tmp_path: Path) -> None:
         .replace("schedule: 1f1b", "schedule: zero_bubble")
         .replace("  - {rank: 2, device: t4-0/0, type: T4}\n  - {rank: 3, device: t4-0/1, type: T4}\n", "")
     )
-    said = refusal(tmp_path, text)
-    assert "stages[1].optimizer_share: 2, but rank 0 has 1 in stage 0; give all stages of a rank" in said
-    assert len(said.splitlines()) == 1
+    reported = refusal(tmp_path, text)
+    assert "stages[1].optimizer_share: 2, but rank 0 has 1 in stage 0; give all stages of a rank" in reported
+    assert len(reported.splitlines()) == 1
 
 
-def test_a_width_that_does_not_divide_names_the_way_out(tmp_path: Path) -> None:
+def test_a_width_that_does_not_divide_names_those_that_do(tmp_path: Path) -> None:
     # 12 heads, 36 columns, 24 rows and 6 channels: 1, 2, 3 and 6 divide them all.
     sizes = {
         "num_attention_heads: 4": "num_attention_heads: 12",
@@ -312,8 +307,10 @@ def test_zero_layer_stages_are_allowed(tmp_path: Path) -> None:
 def test_a_rank_works_in_one_pipeline(tmp_path: Path) -> None:
     again = PLAN[PLAN.index("  - micro_batch_size") : PLAN.index("forecast:")]
     text = PLAN.replace("forecast:", again + "forecast:").replace("size: 40", "size: 80")
-    said = refusal(tmp_path, text)
-    assert "pipelines[1].stages[0].replicas: rank 0 is named twice: it works in pipeline 0 already" in said
+    reported = refusal(tmp_path, text)
+    assert (
+        "pipelines[1].stages[0].replicas: rank 0 is named twice: it works in pipeline 0 already" in reported
+    )
 
 
 def test_virtual_stages_share_ranks(tmp_path: Path) -> None:
@@ -335,7 +332,7 @@ def test_missing_and_torn_files_are_plan_errors(tmp_path: Path) -> None:
     assert "missing" in refusal(tmp_path, PLAN[: PLAN.index("pipelines:")])
 
 
-# --- plans and runs --------------------------------------------------------------------------------------
+# --- any valid plan --------------------------------------------------------------------------------------
 
 
 def model(**changes: object) -> ModelConfig:
@@ -350,64 +347,9 @@ def model(**changes: object) -> ModelConfig:
     return ModelConfig(**(sizes | changes))  # type: ignore[arg-type]
 
 
-def run(
-    *, sequence_length: int = 4096, global_batch_size: int = 40, of: ModelConfig | None = None
-) -> RunConfig:
-    return RunConfig(
-        model=of or model(),
-        data=DataConfig(train=(Source(prefix="c"),), sequence_length=sequence_length, tokenizer="t"),
-        train=TrainConfig(steps=10, global_batch_size=global_batch_size, micro_batch_size=2),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-    )
-
-
-def test_a_plan_belongs_to_its_run(tmp_path: Path) -> None:
-    plan = load(tmp_path)
-    check_belongs(plan, run())
-    check_belongs(plan, run(of=model(name="another name")))
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            run(sequence_length=2048),
-            "sequence_length: the plan was made for 4096, the run has 2048; plan again",
-        ),
-        (run(global_batch_size=20), "global_batch_size: the plan was made for 40, the run has 20"),
-        (run(of=model(num_layers=12)), "model.num_layers: the plan was made for 24, the run has 12"),
-        (
-            run(of=model(attention="plain")),
-            "model.attention: the plan was made for 'localized_filter', the run has 'plain'",
-        ),
-    ],
-)
-def test_a_plan_of_another_run(tmp_path: Path, other: RunConfig, message: str) -> None:
-    with pytest.raises(PlanError) as error:
-        check_belongs(load(tmp_path), other)
-    assert message in str(error.value)
-
-
-def test_all_differences_in_one_pass(tmp_path: Path) -> None:
-    with pytest.raises(PlanError) as error:
-        check_belongs(load(tmp_path), run(sequence_length=8, global_batch_size=2, of=model(rope_base=5.0)))
-    assert len(str(error.value).splitlines()) == 3
-
-
-def test_one_process_alone_has_a_lawful_plan() -> None:
-    plan = single_card_plan(run())
-    assert not list(plan_laws(plan))
-    check_belongs(plan, run())
-    assert plan.pipelines[0].num_micro_batches == 20
-    assert plan.device_type(0) is None
-
-
-# --- any lawful plan -------------------------------------------------------------------------------------
-
-
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Lawful plans: pipelines cut at any layers, each stage with replicas of one width."""
+    """Valid plans: pipelines cut at any layers, each stage with replicas of one width."""
     num_layers = draw(st.integers(1, 12))
     pipelines: list[PipelinePlan] = []
     world_size = 0
@@ -449,32 +391,32 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
-def test_lawful_plans_pass_and_survive_the_file(plan: Plan) -> None:
-    assert not list(plan_laws(plan))
-    assert build(parse_document(dump(plan), name="f"), Plan, laws=plan_laws, error=PlanError) == plan
+def test_valid_plans_pass_and_are_read_back(plan: Plan) -> None:
+    assert not list(validate_plan(plan))
+    assert build(parse_document(dump(plan), name="f"), Plan, validate=validate_plan, error=PlanError) == plan
 
 
 @given(plans(), st.data())
-def test_a_layer_taken_away_is_always_noticed(plan: Plan, data: st.DataObject) -> None:
+def test_a_moved_layer_boundary_is_always_refused(plan: Plan, data: st.DataObject) -> None:
     p = data.draw(st.integers(0, len(plan.pipelines) - 1))
     stages = plan.pipelines[p].stages
     s = data.draw(st.sampled_from([i for i, stage in enumerate(stages) if stage.num_layers]))
     text = dump(plan)
-    held = parse_document(text, name="f").value
-    held["pipelines"][p]["stages"][s]["layers"][data.draw(st.integers(0, 1))] += data.draw(
+    value = parse_document(text, name="f").value
+    value["pipelines"][p]["stages"][s]["layers"][data.draw(st.integers(0, 1))] += data.draw(
         st.sampled_from([-1, 1])
     )
     with pytest.raises(PlanError, match=r"layers|wanted greater"):
-        build(parse_document(dump(held), name="f"), Plan, laws=plan_laws, error=PlanError)
+        build(parse_document(dump(value), name="f"), Plan, validate=validate_plan, error=PlanError)
 
 
-def test_wrong_exit_codes_never_leak() -> None:
+def test_exit_codes() -> None:
     assert (ConfigError.exit_code, PlanError.exit_code) == (2, 2)
 
 
-def test_depth_is_of_1f1b_alone(tmp_path: Path) -> None:
+def test_in_flight_is_for_1f1b_only(tmp_path: Path) -> None:
     text = PLAN.replace("recompute: none", "recompute: none, in_flight: 5")
     plan = load(tmp_path, text)
     assert plan.pipelines[0].depths("1f1b") == (5, 2) and plan.pipelines[0].depths("gpipe") is None
-    said = refusal(tmp_path, text.replace("schedule: 1f1b", "schedule: gpipe"))
-    assert "stages[0].in_flight: 5, but schedule gpipe decides by itself; leave it out" in said
+    reported = refusal(tmp_path, text.replace("schedule: 1f1b", "schedule: gpipe"))
+    assert "stages[0].in_flight: 5, but schedule gpipe sets it; leave it out" in reported

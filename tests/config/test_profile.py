@@ -86,25 +86,25 @@ def test_one_entry_per_layer(tmp_path: Path) -> None:
             1,
             "unknown key 'forward_secs'; did you mean 'forward_seconds'?",
         ),
-        (("links", 0, "seconds"), [1.0], "links[0]: 2 message sizes but 1 times; one each"),
+        (("links", 0, "seconds"), [1.0], "links[0]: 2 message sizes but 1 times; give one per size"),
         (("links", 0, "message_bytes"), [2, 1], "links[0].message_bytes: sizes must increase"),
         (("sequence_length",), None, "sequence_length: wanted an integer, got null"),
     ],
 )
 def test_messages(tmp_path: Path, path: tuple[Any, ...], value: object, message: str) -> None:
     broken = example()
-    place: Any = broken
+    section: Any = broken
     for key in path[:-1]:
-        if isinstance(place[key], dict):
-            place[key] = dict(place[key])
-        place = place[key]
-    place[path[-1]] = value
+        if isinstance(section[key], dict):
+            section[key] = dict(section[key])
+        section = section[key]
+    section[path[-1]] = value
     with pytest.raises(ConfigError) as error:
         load(tmp_path, broken)
     assert message in str(error.value)
 
 
-def test_the_same_thing_measured_twice(tmp_path: Path) -> None:
+def test_an_entry_measured_twice(tmp_path: Path) -> None:
     value = example()
     value["entries"] *= 2
     with pytest.raises(ConfigError, match=r"entries\[1\]: measured twice: A100-80G, 1, 1, none; keep one"):

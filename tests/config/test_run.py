@@ -1,14 +1,16 @@
-"""Laws of runs; the model by path; every shipped file."""
+"""Constraints on runs; the model by path; every shipped file."""
 
 from pathlib import Path
 
 import pytest
 
 from yuan_train.config.cluster import load_cluster
+from yuan_train.config.document import parse_document
+from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import build, dump, parse_document
+from yuan_train.config.load import build
 from yuan_train.config.model import load_model
-from yuan_train.config.run import RunConfig, load_run, run_laws
+from yuan_train.config.run import RunConfig, load_run, validate_run
 
 MODEL = """\
 name: toy
@@ -70,25 +72,27 @@ def test_the_example(folder: Path) -> None:
 
 def test_written_and_read_again(folder: Path) -> None:
     run = load(folder, RUN, "search.time_limit=90 s", "train.timeout=2 min")
-    assert build(parse_document(dump(run), name="f"), RunConfig, laws=run_laws) == run
+    assert build(parse_document(dump(run), name="f"), RunConfig, validate=validate_run) == run
 
 
-def test_the_model_may_stand_in_the_file(folder: Path) -> None:
+def test_the_model_may_be_inside_the_file(folder: Path) -> None:
     inside = "model:\n" + "".join(f"  {line}\n" for line in MODEL.splitlines())
     assert load(folder, RUN.replace("model: ../model/toy.yaml\n", inside)) == load(folder)
 
 
-def test_faults_of_the_model_name_its_own_file(folder: Path) -> None:
+def test_violations_of_the_model_name_its_own_file(folder: Path) -> None:
     (folder / "model" / "toy.yaml").write_text(MODEL.replace("num_layers: 4", "num_layer: 4"))
-    said = refusal(folder, RUN)
-    assert "model/toy.yaml:2: model.num_layer: unknown key 'num_layer'; did you mean 'num_layers'?" in said
-    assert "run/run.yaml:1: model.num_layers: missing" in said or "model.num_layers: missing" in said
+    reported = refusal(folder, RUN)
+    assert (
+        "model/toy.yaml:2: model.num_layer: unknown key 'num_layer'; did you mean 'num_layers'?" in reported
+    )
+    assert "run/run.yaml:1: model.num_layers: missing" in reported or "model.num_layers: missing" in reported
 
 
 def test_overrides_reach_the_model(folder: Path) -> None:
     assert load(folder, RUN, "model.num_layers=2").model.num_layers == 2
-    said = refusal(folder, RUN, "model.num_attention_heads=5", "model.head_dim=0")
-    assert "command line 'model.num_attention_heads=5': model.num_attention_heads: 5 heads do not" in said
+    reported = refusal(folder, RUN, "model.num_attention_heads=5", "model.head_dim=0")
+    assert "command line 'model.num_attention_heads=5': model.num_attention_heads: 5 heads do not" in reported
 
 
 def test_a_model_on_the_command_line_is_relative_to_the_working_directory(folder: Path) -> None:
@@ -132,7 +136,7 @@ def test_a_model_on_the_command_line_is_relative_to_the_working_directory(folder
         (
             "validation: []",
             "split: [0.9, 0.2]",
-            "data.split: wanted two shares above 0, of at most 1 together, got [0.9, 0.2]",
+            "data.split: wanted two shares above 0 that sum to at most 1, got [0.9, 0.2]",
         ),
         ("validation: []", "split: [1.0, 0.0]", "data.split: wanted two shares above 0"),
         ("validation: []", "split: [0.9]", "data.split[1]: missing"),

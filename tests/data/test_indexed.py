@@ -58,7 +58,7 @@ def test_bytes_equal_those_of_an_installed_megatron_core(tmp_path: Path, name: s
     prefix = write(tmp_path / "ours", DOCUMENTS[name], vocab_size=VOCAB_SIZE[name])
     assert bin_path(prefix).read_bytes() == (tmp_path / "peer.bin").read_bytes()
     assert idx_path(prefix).read_bytes() == (tmp_path / "peer.idx").read_bytes()
-    dataset = peer.IndexedDataset(str(prefix))  # kept: its arrays die with it
+    dataset = peer.IndexedDataset(str(prefix))  # kept in a variable: its arrays are freed with it
     assert [dataset[n].tolist() for n in range(5)] == DOCUMENTS[name]
 
 

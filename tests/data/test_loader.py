@@ -15,7 +15,7 @@ EOD = 1
 
 
 def make_corpus(prefix: Path, num_documents: int, *, first: int = 10, seed: int = 0) -> list[list[int]]:
-    """Documents in which every token is another number, each closed by EOD."""
+    """Documents in which all tokens are different, each ended by EOD."""
     generator = np.random.RandomState(seed)
     documents = []
     for length in generator.randint(1, 30, size=num_documents):
@@ -46,7 +46,7 @@ def rows(blend: Blend, first: int, count: int) -> np.ndarray:
     return np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1)
 
 
-def test_targets_are_inputs_one_token_on(folder: Path) -> None:
+def test_targets_are_inputs_shifted_by_one_token(folder: Path) -> None:
     batch = open_small(folder).batch(0, 5)
     assert batch.inputs.shape == batch.targets.shape == (5, 16)
     assert batch.inputs.dtype == batch.targets.dtype == np.int64
@@ -62,11 +62,11 @@ def test_an_epoch_trains_every_token_of_the_stream_once(folder: Path, sequence_l
         targets = blend.batch(epoch * corpus.samples_per_epoch, corpus.samples_per_epoch).targets.ravel()
         texts = targets[targets != EOD]
         assert len(set(texts.tolist())) == len(texts)  # no token twice
-        # Missing: the first token, which is nobody's label, and what is left of one sample.
+        # Missing: the first token, which is no label, and what is left of one sample.
         assert corpus.num_tokens - sequence_length <= targets.size + 1 <= corpus.num_tokens
 
 
-def test_samples_are_documents_whole_and_end_to_end(folder: Path) -> None:
+def test_samples_are_concatenated_documents(folder: Path) -> None:
     blend = open_small(folder)
     dataset = blend.corpora[0].dataset
     followed_by = {}
@@ -91,19 +91,19 @@ def test_orders_differ_by_seed_and_epoch_and_are_not_the_file(folder: Path) -> N
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
-@given(first=st.integers(0, 10**9), cuts=st.lists(st.integers(1, 7), min_size=1, max_size=4))
-def test_a_batch_does_not_depend_on_how_it_is_cut(folder: Path, first: int, cuts: list[int]) -> None:
+@given(first=st.integers(0, 10**9), counts=st.lists(st.integers(1, 7), min_size=1, max_size=4))
+def test_a_batch_does_not_depend_on_how_it_is_split(folder: Path, first: int, counts: list[int]) -> None:
     """Pipelines and micro-batches read sub-ranges, on other machines and after a resume."""
     sources = [(str(folder / "small"), 0.3), (str(folder / "large"), 0.7)]
-    whole = open_corpora(sources, sequence_length=8, seed=1, vocab_size=None).batch(first, sum(cuts))
+    whole = open_corpora(sources, sequence_length=8, seed=1, vocab_size=None).batch(first, sum(counts))
     again = open_corpora(sources, sequence_length=8, seed=1, vocab_size=None)
-    starts = first + np.cumsum([0, *cuts])
-    order = list(range(len(cuts)))[::-1]
-    parts = {number: again.batch(int(starts[number]), cuts[number]).inputs for number in order}
+    starts = first + np.cumsum([0, *counts])
+    order = list(range(len(counts)))[::-1]
+    parts = {number: again.batch(int(starts[number]), counts[number]).inputs for number in order}
     assert np.array_equal(whole.inputs, np.concatenate([parts[number] for number in sorted(order)]))
 
 
-def test_epoch_orders_are_forgotten(folder: Path) -> None:
+def test_epoch_orders_are_evicted(folder: Path) -> None:
     blend = open_small(folder)
     count = blend.corpora[0].samples_per_epoch
     before = rows(blend, 0, count)
@@ -125,7 +125,7 @@ def test_a_blend_reads_each_corpus_by_its_weight(folder: Path) -> None:
     )
 
 
-def test_the_same_corpus_twice_is_not_read_in_step(folder: Path) -> None:
+def test_the_same_corpus_twice_is_not_read_in_the_same_order(folder: Path) -> None:
     twice = open_corpora([(str(folder / "small"), 1.0)] * 2, sequence_length=8, seed=1, vocab_size=None)
     read = rows(twice, 0, 40)
     assert not np.array_equal(read[0::2], read[1::2])

@@ -62,7 +62,7 @@ def test_documents_in_the_order_of_the_inputs(tmp_path: Path, tokenizer: Path) -
 def test_bytes_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 2_000)  # many chunks, of very unlike work
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2_000)  # many chunks, of very different work
     # The first chunk holds the longest text, so that a worker overtakes it.
     records = [{"text": f"text {number} " * (4_000 if number == 0 else number % 7)} for number in range(300)]
     lines = write_lines(tmp_path / "lines.jsonl", list(records))
@@ -158,7 +158,7 @@ def test_a_retrained_tokenizer_is_not_taken_for_the_old_one(tmp_path: Path) -> N
 
 
 def test_few_chunks_are_in_flight(tokenizer: Path) -> None:
-    """Memory stays bounded: the input is read no further than the workers need."""
+    """Memory is bounded: the input is read only as far as the workers need."""
     read = 0
 
     def chunks() -> Iterator[list[module.Item]]:

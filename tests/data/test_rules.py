@@ -1,4 +1,4 @@
-"""Fill-in-the-middle and masks: what they keep, and that nothing but the sample's number decides."""
+"""Fill-in-the-middle and masks: what they preserve, and that they depend only on the sample's number."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def blend_of(project: Path, tokenizer: Tokenizer, *overrides: str, part: str = "
     )
 
 
-def test_the_mark_is_the_models() -> None:
+def test_ignored_is_the_models_ignore_index() -> None:
     assert IGNORED == IGNORE_INDEX
 
 
@@ -124,7 +124,7 @@ def test_rates(project: Path, tokenizer: Tokenizer, rate: float, spm: float) -> 
     prefix, suffix = tokenizer.piece_id("<FIM_PREFIX>"), tokenizer.piece_id("<FIM_SUFFIX>")
     changed = spm_order = total = 0
     for sample in range(300):
-        # First documents only: the others may fall to the cut at the end.
+        # First documents only: the others may be cut off at the end.
         total += plain.corpora[0].sample(sample)[0] != tokenizer.eod_id
         tokens = blend.corpora[0].sample(sample)
         changed += tokens[0] == prefix
@@ -151,7 +151,7 @@ def test_validation_is_not_rearranged(project: Path, tokenizer: Tokenizer) -> No
     assert tokenizer.piece_id("<FIM_PREFIX>") not in blend.batch(0, 8).inputs
 
 
-def test_what_is_left_alone(tokenizer: Tokenizer) -> None:
+def test_what_stays_unchanged(tokenizer: Tokenizer) -> None:
     rules = sample_rules(_fim_data(), tokenizer)
     assert rules is not None
     half = tokenizer.encode("\N{GRINNING FACE}")[:-1]  # its last byte is in the next sample
@@ -174,14 +174,17 @@ def _fim_data():
     ("overrides", "message"),
     [
         (("data.fim_rate=1.5",), "fim_rate"),
-        (("data.fim_rate=0.5", "data.loss_after_separator=true"), "would cut questions from their answers"),
+        (
+            ("data.fim_rate=0.5", "data.loss_after_separator=true"),
+            "would separate questions from their answers",
+        ),
         (
             ("data.loss_after_separator=true", "data.tokenizer=null", "data.reset_position_ids=false"),
             "need the tokenizer's special tokens",
         ),
     ],
 )
-def test_runs_that_make_no_sense(project: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_contradictory_settings(project: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_run(project, overrides)
 

@@ -109,7 +109,7 @@ def test_a_split_is_not_by_position() -> None:
 
 
 @pytest.mark.parametrize("split", [(0.9, 0.2), (1.0, 0.0), (-0.5, 1.5), (0.5, float("nan"))])
-def test_shares_that_are_no_shares_are_refused(split: tuple[float, float]) -> None:
+def test_invalid_shares_are_refused(split: tuple[float, float]) -> None:
     with pytest.raises(DataError, match=r"data\.split: .* wanted two shares above 0 that sum to 1"):
         split_documents(100, split, 0, where="corpus")
 
@@ -135,7 +135,7 @@ def test_a_dominant_corpus_among_many_small_ones_stays_within_one_sample() -> No
     assert np.abs(counts - np.outer(np.arange(1, 101), weights)).max() < 1
 
 
-def test_blends_are_exact_far_on() -> None:
+def test_blends_are_exact_at_large_sample_numbers() -> None:
     order = blend_order((0.7, 0.2, 0.1))
     assert order.units == (7, 2, 1)
     assert [order.count(corpus, 10**12) for corpus in range(3)] == [7 * 10**11, 2 * 10**11, 10**11]

@@ -34,11 +34,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_comes_back(trained: Tokenizer, text: str) -> None:
+def test_decoding_restores_the_text(trained: Tokenizer, text: str) -> None:
     assert trained.decode(trained.encode(text)) == text
 
 
-def test_python_source_comes_back_in_fewer_tokens_than_bytes(trained: Tokenizer) -> None:
+def test_python_source_takes_fewer_tokens_than_bytes(trained: Tokenizer) -> None:
     text = SOURCE.read_text(encoding="utf-8")
     ids = trained.encode(text)
     assert trained.decode(ids) == text

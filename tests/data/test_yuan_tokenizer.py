@@ -1,4 +1,4 @@
-"""Special strings: the published ids where their file is there, a small model of its kind anywhere."""
+"""Special strings: the published tokenizer, where its file exists, and a small model of the same kind."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from yuan_train.data.tokenizer import YUAN_SPECIALS, Tokenizer, train_tokenizer
 
 SOURCE = Path(json.__file__).parent / "decoder.py"
 CASES = Path(__file__).parents[2].parent / "shared" / "cases" / "tokenizer"
-HAS_CASES = pytest.mark.skipif(not CASES.is_dir(), reason="the published tokenizer is not here")
+HAS_CASES = pytest.mark.skipif(not CASES.is_dir(), reason="the published tokenizer is not available")
 
 BY_HAND = {
     "a<sep>b": "263 77187 289",
@@ -55,17 +55,17 @@ def test_published_sizes(published: Tokenizer) -> None:
         80687,
         29881,
         29958,
-    ]  # as text, unless special ones are asked for
+    ]  # as text, without `special`
 
 
 @pytest.fixture(scope="module")
-def alike(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model as the published one: three special strings are ordinary pieces, others are none."""
-    place = tmp_path_factory.mktemp("alike") / "tokenizer.model"
+def similar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model like the published one: three special strings are ordinary pieces, others are missing."""
+    path = tmp_path_factory.mktemp("similar") / "tokenizer.model"
     words = ["<eod>", "<n>", "<sep>", "<pad>"]
     sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
         input=str(SOURCE),
-        model_prefix=str(place.with_suffix("")),
+        model_prefix=str(path.with_suffix("")),
         vocab_size=420,
         model_type="bpe",
         byte_fallback=True,
@@ -75,19 +75,19 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Path:
         control_symbols=words,
         minloglevel=4,
     )
-    content = place.read_bytes()
+    content = path.read_bytes()
     for word in words:
         # In the file a piece is: its text, four bytes of score, its type (3 control, 1 ordinary).
         text = word.encode()
         pattern = re.escape(b"\x0a" + bytes([len(text)]) + text + b"\x15") + rb"(.{4})\x18\x03"
         content, count = re.subn(pattern, lambda m: m[0][:-1] + b"\x01", content, flags=re.DOTALL)
         assert count == 1
-    place.write_bytes(content)
-    return place
+    path.write_bytes(content)
+    return path
 
 
-def test_missing_special_strings_are_appended(alike: Path) -> None:
-    tokenizer = Tokenizer.load(alike)
+def test_missing_special_strings_are_appended(similar: Path) -> None:
+    tokenizer = Tokenizer.load(similar)
     appended = [word for word in YUAN_SPECIALS if word not in ("<eod>", "<sep>", "<pad>")]
     assert [tokenizer.piece_id(word) for word in appended] == list(range(420, 433))
     assert tokenizer.vocab_size == 433
@@ -110,8 +110,8 @@ def test_missing_special_strings_are_appended(alike: Path) -> None:
         "源<pad>",
     ],
 )
-def test_special_strings_split_the_text(alike: Path, text: str) -> None:
-    tokenizer = Tokenizer.load(alike)
+def test_special_strings_split_the_text(similar: Path, text: str) -> None:
+    tokenizer = Tokenizer.load(similar)
     ids = tokenizer.encode(text, special=True)
     wanted: list[int] = []
     for part in re.split("(<sep>|<eod>|<pad>|<FIM_PREFIX>|<s>)", text):
@@ -123,14 +123,14 @@ def test_special_strings_split_the_text(alike: Path, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_only_the_strings_that_are_named(alike: Path) -> None:
-    tokenizer = Tokenizer.load(alike)
+def test_only_the_strings_that_are_named(similar: Path) -> None:
+    tokenizer = Tokenizer.load(similar)
     ids = tokenizer.encode("a<sep><s>", special=frozenset({"<sep>"}))
     assert tokenizer.piece_id("<sep>") in ids and 1 not in ids
     assert tokenizer.decode(ids, special=True) == "a<sep><s>"
 
 
-def test_our_own_models_heed_special_strings_when_asked(tmp_path: Path) -> None:
+def test_our_own_models_recognise_special_strings_on_request(tmp_path: Path) -> None:
     train_tokenizer([SOURCE], 400, tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     ids = tokenizer.encode("if<sep>else", special=True)

@@ -1,4 +1,4 @@
-"""An imported model trained on under an uneven plan; fill-in-the-middle and masked losses under any plan."""
+"""Training an imported model under an uneven plan; fill-in-the-middle and masked losses under any plan."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from safetensors.torch import load_file
 from tests.support.project import make_plan, make_project, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from tests.support.yuan_hf import GOLDEN, read_published, same_bits
-from yuan_train.checkpoint.hf import export_hf, import_hf
+from yuan_train.checkpoint.hf_export import export_hf
+from yuan_train.checkpoint.hf_import import import_hf
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.cli.main import main
 from yuan_train.data.indexed import IndexedWriter
 from yuan_train.data.rules import IGNORED
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.train import loop
+from yuan_train.model.transformer import Transformer
+from yuan_train.train.job import Position, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +36,13 @@ TINY_A = {
 }
 
 
-def close(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
+def assert_close(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
     assert [m["loss"] for m in a] == pytest.approx([m["loss"] for m in b], rel=1e-5)
     assert [m["grad_norm"] for m in a] == pytest.approx([m["grad_norm"] for m in b], rel=1e-4)
 
 
-def test_an_imported_model_goes_through_an_uneven_plan(tmp_path: Path) -> None:
-    """One step at a rate of nearly nothing, saved by stages of 2 and 1 layers: the same model comes out."""
+def test_an_imported_model_is_unchanged_by_an_uneven_plan(tmp_path: Path) -> None:
+    """One step with a learning rate of almost 0, saved by stages of 2 and 1 layers, gives the same model."""
     folder = tmp_path / "project"
     folder.mkdir()
     path = make_project(folder, model=TINY_A)
@@ -72,9 +74,9 @@ def test_an_imported_model_goes_through_an_uneven_plan(tmp_path: Path) -> None:
 RULES = ("data.fim_rate=0.7", "data.mask_loss_after_eod=true", "data.loss_after_separator=true")
 
 
-def test_rules_give_one_curve_under_any_plan(tmp_path: Path) -> None:
+def test_data_rules_give_the_same_losses_under_any_plan(tmp_path: Path) -> None:
     path = make_project(tmp_path)
-    _separate(tmp_path)
+    _write_questions_and_answers(tmp_path)
     keys = ("train.steps=3", "validation.every=2", "checkpoint.resume=never")
     plan = make_plan(run_config(path, *keys), [[1, 5], [1, 5]])
     cases = [Case(path, tmp_path / f"cut{i}", plan, (rule, *keys)) for i, rule in enumerate(RULES)]
@@ -83,11 +85,11 @@ def test_rules_give_one_curve_under_any_plan(tmp_path: Path) -> None:
     for case in cases:
         alone = run_alone(Case(path, case.folder.with_suffix(".alone"), overrides=case.overrides))
         assert [m["loss"] for m in alone] != [m["loss"] for m in plain]
-        close(read_metrics(case.folder), alone)
+        assert_close(read_metrics(case.folder), alone)
 
 
-def _separate(folder: Path) -> None:
-    """Questions and answers in place of the project's corpus; every second document is an answer alone."""
+def _write_questions_and_answers(folder: Path) -> None:
+    """Replace the project's corpus: every second document is question, separator and answer."""
     lines = [json.loads(line)["text"] for line in (folder / "corpus.jsonl").read_text().splitlines()]
     tokenizer = Tokenizer.load(folder / "tokenizer")
     texts = [line.replace(" ", "<sep>", 1) if i % 2 else line for i, line in enumerate(lines)]
@@ -98,13 +100,13 @@ def _separate(folder: Path) -> None:
 
 def test_the_loss_is_the_mean_over_trained_tokens(tmp_path: Path) -> None:
     path = make_project(tmp_path)
-    _separate(tmp_path)
+    _write_questions_and_answers(tmp_path)
     keys = ("data.loss_after_separator=true", "train.steps=1", "validation.every=0")
     (metrics,) = run_alone(Case(path, tmp_path / "log", overrides=keys))
     run = run_config(path, *keys)
-    job = loop.prepare(run, None, loop.Position())
+    job = prepare(run, None, Position())
     batch = job.train.batch(0, run.train.global_batch_size)
-    model = loop.Transformer(run.model)
+    model = Transformer(run.model)
     from yuan_train.model.documents import find_resets
     from yuan_train.model.transformer import init_weights
 

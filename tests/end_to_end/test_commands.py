@@ -1,4 +1,4 @@
-"""The command line as a user meets it: processes, signals, exit codes."""
+"""The command line as a user runs it: processes, signals, exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.project import make_plan, make_project, read_metrics, run_config
 from yuan_train.checkpoint.load import describe
-from yuan_train.config.plan import save_plan
+from yuan_train.config.plan_files import save_plan
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -25,18 +25,19 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def yuan_train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command until it exits."""
     line = [sys.executable, "-m", "yuan_train", *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Start a command."""
     line = [sys.executable, "-m", "yuan_train", *map(str, arguments)]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    """Wait until a run has reported a step."""
+    """Wait until a run has logged a step."""
     log = folder / "metrics.jsonl"
     for _ in range(1200):
         if log.exists() and len(log.read_text().splitlines()) >= step:
@@ -46,7 +47,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_sigterm_saves_and_ends_with_0(run_file: Path, tmp_path: Path, asynchronous: str) -> None:
+def test_sigterm_saves_and_exits_with_0(run_file: Path, tmp_path: Path, asynchronous: str) -> None:
     plan = tmp_path / "plan.yaml"
     save_plan(plan, make_plan(run_config(run_file), [[2, 4]]))
     options = ("--config", run_file, "--plan", plan, f"log.directory={tmp_path / 'log'}")
@@ -74,7 +75,7 @@ def test_torchrun_starts_the_ranks_of_a_plan(run_file: Path, tmp_path: Path) -> 
     (line,) = printed.stdout.splitlines()
     words = line.split()
     assert words[:4] == ["torchrun", "--nnodes=1", "--node-rank=0", "--nproc-per-node=2"]
-    # A port of torchrun's own choice, so that tests do not meet.
+    # torchrun chooses the port, so that parallel tests do not collide.
     words = ["--standalone", "--nproc-per-node=2", *words[words.index("-m") :]]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],
@@ -101,7 +102,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(run_file: Path, tmp_path: Path)
     assert describe(tmp_path / "ck")["whole"]
 
 
-def test_a_rank_that_dies_ends_the_others(run_file: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_others(run_file: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     save_plan(plan, make_plan(run_config(run_file), [[3, 3]]))
     options = ("--config", run_file, "--plan", plan, f"log.directory={tmp_path / 'log'}")
@@ -131,7 +132,7 @@ def test_a_rank_that_hangs_is_named(run_file: Path, tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert process.returncode == 1
-    # The culprit's neighbour speaks; rank 1 itself was stopped, and ended by the launcher.
+    # Its neighbour reports it; rank 1 itself was stopped, and killed by the launcher.
     assert "rank 1 is gone or stuck" in errors, errors
     assert "Traceback" not in errors
 
@@ -139,8 +140,10 @@ def test_a_rank_that_hangs_is_named(run_file: Path, tmp_path: Path) -> None:
 def test_torchrun_restarts_from_the_last_checkpoint(run_file: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     save_plan(plan, make_plan(run_config(run_file), [[3, 3]]))
-    whole = yuan_train("train", "--config", run_file, f"log.directory={tmp_path / 'whole'}", "train.steps=60")
-    assert whole.returncode == 0, whole.stderr
+    uninterrupted = yuan_train(
+        "train", "--config", run_file, f"log.directory={tmp_path / 'uninterrupted'}", "train.steps=60"
+    )
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     log = tmp_path / "log"
     words = [
         *("--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", "yuan_train", "train"),
@@ -164,8 +167,8 @@ def test_torchrun_restarts_from_the_last_checkpoint(run_file: Path, tmp_path: Pa
     assert process.returncode == 0, errors
     lines = read_metrics(log)
     assert [line["step"] for line in lines] == list(range(1, 61)) and "resumed from" in errors
-    for ours, theirs in zip(lines, read_metrics(tmp_path / "whole"), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    for restarted, expected in zip(lines, read_metrics(tmp_path / "uninterrupted"), strict=True):
+        assert restarted["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def test_generate_greedily_and_by_seed(run_file: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""A rank killed, a link cut: the others stop in time and say who waited for whom, and for what.
+"""A rank is killed, or a link fails: the other ranks stop in time and report who waited for whom, in what.
 
-The ranks are started one by one, without a launcher that would end them before they speak. A simulated slow
-card in the middle makes its neighbours wait for it nearly all the time.
+The ranks are started one by one, without a launcher, which would kill them before they report. A simulated
+slow card in the middle makes its neighbours wait for it nearly all the time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import pytest
 from tests.support.project import make_plan, make_project, read_metrics, run_config
 from tests.support.spawn import free_port
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.plan import save_plan
+from yuan_train.config.plan_files import save_plan
 
 TIMEOUT_SECONDS = 15
 SLOW = DeviceType(memory=2**30, fp32=1e9, memory_bandwidth=1e9, slowdown=20.0)
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where a rank runs: words before its command line, and what it must know of the network."""
+class Host:
+    """Where a rank runs: the prefix of its command line, and environment variables for the network."""
 
     prefix: tuple[str, ...]
     environment: dict[str, str]
@@ -50,23 +50,23 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @contextmanager
 def running(
-    options: Sequence[str], log: Path, homes: Sequence[Home]
+    options: Sequence[str], log: Path, hosts: Sequence[Host]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process per home, trained for at least two steps; killed at the end if it still runs."""
+    """One process per host, yielded after at least two training steps; killed at the end if still running."""
     port = str(free_port())
     line = [sys.executable, "-m", "yuan_train", "train", *options, f"log.directory={log}"]
     processes: list[subprocess.Popen[str]] = []
-    for rank, home in enumerate(homes):
-        place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(homes)), "LOCAL_WORLD_SIZE": "1"}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **place, "MASTER_PORT": port, **home.environment}
+    for rank, host in enumerate(hosts):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(hosts)), "LOCAL_WORLD_SIZE": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **ranks, "MASTER_PORT": port, **host.environment}
         processes.append(
-            subprocess.Popen([*home.prefix, *line], stderr=subprocess.PIPE, text=True, env=environment)
+            subprocess.Popen([*host.prefix, *line], stderr=subprocess.PIPE, text=True, env=environment)
         )
     try:
         for _ in range(1200):
             if (log / "metrics.jsonl").exists() and len(read_metrics(log)) >= 2:
                 break
-            assert all(process.poll() is None for process in processes), "a rank ended before its time"
+            assert all(process.poll() is None for process in processes), "a rank exited early"
             time.sleep(0.1)
         yield processes
     finally:
@@ -77,31 +77,31 @@ def running(
             process.stderr.close()
 
 
-def last_words(process: subprocess.Popen[str], *, within_seconds: float) -> str:
-    """What a rank says at its end, which must come in time, as an error and without a traceback."""
-    _, said = process.communicate(timeout=within_seconds)
-    assert process.returncode == 1 and "Traceback" not in said, said
-    return said
+def error_of(process: subprocess.Popen[str], *, within_seconds: float) -> str:
+    """The stderr of a rank, which must exit in time with an error and without a traceback."""
+    _, stderr = process.communicate(timeout=within_seconds)
+    assert process.returncode == 1 and "Traceback" not in stderr, stderr
+    return stderr
 
 
-def blames(rank: int, peer: int) -> re.Pattern[str]:
-    """Who speaks, of what stage, of which operation, and whom it misses."""
+def lost_peer(rank: int, peer: int) -> re.Pattern[str]:
+    """The message of `rank`: its coordinates, the operation that failed, and the missing `peer`."""
     who = rf"rank {rank} \(pipeline 0, stage {rank}\)"
     return re.compile(rf"{who}: the \w+ \w+ of micro-batch \d+ on stage {rank} failed; rank {peer} is gone")
 
 
-def test_a_killed_rank_is_named_by_its_neighbours(options: list[str], tmp_path: Path) -> None:
-    home = Home((), {"MASTER_ADDR": "127.0.0.1"})
-    with running(options, tmp_path, [home] * 3) as ranks:
+def test_neighbours_name_a_killed_rank(options: list[str], tmp_path: Path) -> None:
+    host = Host((), {"MASTER_ADDR": "127.0.0.1"})
+    with running(options, tmp_path, [host] * 3) as ranks:
         os.kill(ranks[1].pid, signal.SIGKILL)
         for rank in (0, 2):
-            said = last_words(ranks[rank], within_seconds=TIMEOUT_SECONDS + 60)
-            assert blames(rank, peer=1).search(said), said
+            error = error_of(ranks[rank], within_seconds=TIMEOUT_SECONDS + 60)
+            assert lost_peer(rank, peer=1).search(error), error
 
 
 @contextmanager
-def three_hosts() -> Iterator[list[Home]]:
-    """Three network namespaces, each with a link `eth0` into a hub; skips where they cannot be made."""
+def three_hosts() -> Iterator[list[Host]]:
+    """Three network namespaces, each with a link `eth0` to a bridge; skips if they cannot be created."""
     names = [f"yt{os.getpid()}-{i}" for i in range(3)]
     hub = f"yt{os.getpid()}-hub"
     try:
@@ -118,21 +118,22 @@ def three_hosts() -> Iterator[list[Home]]:
                 ip("-n", name, "link", "set", "eth0", "up")
                 ip("-n", name, "link", "set", "lo", "up")
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"network namespaces cannot be made here (ip netns, as root): {error}")
+            pytest.skip(f"network namespaces cannot be created here (ip netns, as root): {error}")
         network = {"MASTER_ADDR": "10.99.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
-        yield [Home(("ip", "netns", "exec", name), network) for name in names]
+        yield [Host(("ip", "netns", "exec", name), network) for name in names]
     finally:
         for name in (*names, hub):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 def ip(*words: str) -> None:
+    """Run the `ip` command."""
     subprocess.run(["ip", *words], capture_output=True, check=True)
 
 
-def test_a_cut_link_is_named_at_both_ends(options: list[str], tmp_path: Path) -> None:
-    with three_hosts() as homes, running(options, tmp_path, homes) as ranks:
-        ip("-n", homes[2].prefix[3], "link", "set", "eth0", "down")
+def test_both_ends_of_a_failed_link_name_each_other(options: list[str], tmp_path: Path) -> None:
+    with three_hosts() as hosts, running(options, tmp_path, hosts) as ranks:
+        ip("-n", hosts[2].prefix[3], "link", "set", "eth0", "down")
         for rank, peer in ((1, 2), (2, 1), (0, 1)):
-            said = last_words(ranks[rank], within_seconds=TIMEOUT_SECONDS + 60)
-            assert blames(rank, peer).search(said), said
+            error = error_of(ranks[rank], within_seconds=TIMEOUT_SECONDS + 60)
+            assert lost_peer(rank, peer).search(error), error

@@ -1,4 +1,4 @@
-"""Stop, resume under the same plan or another: the same curve."""
+"""A run that is stopped and resumed, under the same plan or another, gives the same losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def case(run_file: Path, folder: Path, plan: Plan | None, *, steps: int, checkpoints: Path) -> Case:
-    """A run to `steps` of 20; the curve of the learning rate is that of 20 in any case."""
+    """A run of `steps` steps, with the learning-rate schedule of 20 steps."""
     overrides = (
         f"train.steps={steps}",
         "optimizer.decay_steps=20",
@@ -42,65 +42,65 @@ def tensors_of(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_a_resumed_run_is_the_same_run(run_file: Path, tmp_path: Path) -> None:
-    """Under the same plan to the bit, under another to rounding."""
+def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Path) -> None:
+    """Bitwise under the same plan, up to rounding under another."""
     run = run_config(run_file)
     plan = make_plan(run, [[1, 3, 2]])
-    whole = case(run_file, tmp_path / "whole", plan, steps=20, checkpoints=tmp_path / "whole-ck")
-    first = case(run_file, tmp_path / "cut", plan, steps=10, checkpoints=tmp_path / "cut-ck")
-    rest = case(run_file, tmp_path / "cut", plan, steps=20, checkpoints=tmp_path / "cut-ck")
-    # The same first half, continued by two pipelines and by one process.
-    elsewhere = replace(
+    full = case(run_file, tmp_path / "full", plan, steps=20, checkpoints=tmp_path / "full-ck")
+    first = case(run_file, tmp_path / "halves", plan, steps=10, checkpoints=tmp_path / "halves-ck")
+    rest = case(run_file, tmp_path / "halves", plan, steps=20, checkpoints=tmp_path / "halves-ck")
+    # The same first half, continued by two pipelines and by a single process.
+    two_pipelines = replace(
         rest, folder=tmp_path / "two", plan=make_plan(run, [[4, 2], [4, 2]]), port=rest.port + 1
     )
-    elsewhere = replace(
-        elsewhere,
+    two_pipelines = replace(
+        two_pipelines,
         overrides=(
-            *elsewhere.overrides[:2],
+            *two_pipelines.overrides[:2],
             f"checkpoint.directory={tmp_path / 'two-ck'}",
-            f"checkpoint.resume={tmp_path / 'cut-ck' / step_name(10)}",
+            f"checkpoint.resume={tmp_path / 'halves-ck' / step_name(10)}",
             "validation.every=0",
         ),
     )
-    run_cases([whole, first, rest])
-    run_cases([elsewhere])
-    expected = read_metrics(whole.folder)
+    run_cases([full, first, rest])
+    run_cases([two_pipelines])
+    expected = read_metrics(full.folder)
     resumed = read_metrics(rest.folder)
     assert [line["step"] for line in resumed] == list(range(1, 21))
     assert [line["loss"] for line in resumed] == [line["loss"] for line in expected]
-    ours, theirs = tensors_of(tmp_path / "cut-ck", 20), tensors_of(tmp_path / "whole-ck", 20)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    found, wanted = tensors_of(tmp_path / "halves-ck", 20), tensors_of(tmp_path / "full-ck", 20)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in found)
 
-    two = read_metrics(elsewhere.folder)
+    two = read_metrics(two_pipelines.folder)
     assert [line["step"] for line in two] == list(range(11, 21))
     for a, b in zip(two, expected[10:], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
     alone = replace(
-        elsewhere,
+        two_pipelines,
         folder=tmp_path / "alone",
         plan=None,
-        overrides=tuple(o.replace("two-ck", "alone-ck") for o in elsewhere.overrides),
+        overrides=tuple(o.replace("two-ck", "alone-ck") for o in two_pipelines.overrides),
     )
     for a, b in zip(run_alone(alone), expected[10:], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
-def test_a_checkpoint_of_a_plan_holds_the_tensors_of_one_process(run_file: Path, tmp_path: Path) -> None:
+def test_a_plan_saves_the_tensors_of_a_single_process(run_file: Path, tmp_path: Path) -> None:
     run = run_config(run_file)
-    cut = case(
-        run_file, tmp_path / "cut", make_plan(run, [[0, 6, 0]]), steps=2, checkpoints=tmp_path / "cut-ck"
+    planned = case(
+        run_file, tmp_path / "plan", make_plan(run, [[0, 6, 0]]), steps=2, checkpoints=tmp_path / "plan-ck"
     )
     alone = case(run_file, tmp_path / "alone", None, steps=2, checkpoints=tmp_path / "alone-ck")
-    run_cases([cut])
+    run_cases([planned])
     run_alone(alone)
-    ours, theirs = tensors_of(tmp_path / "cut-ck", 2), tensors_of(tmp_path / "alone-ck", 2)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+    found, wanted = tensors_of(tmp_path / "plan-ck", 2), tensors_of(tmp_path / "alone-ck", 2)
+    assert found.keys() == wanted.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-6)
 
 
-def test_metrics_of_steps_that_are_taken_again_are_replaced(run_file: Path, tmp_path: Path) -> None:
+def test_metrics_of_repeated_steps_are_replaced(run_file: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "ck"
     run_alone(case(run_file, tmp_path / "log", None, steps=4, checkpoints=checkpoints))
     # As if the run had died after step 6, two steps past its last checkpoint.

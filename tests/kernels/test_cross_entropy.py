@@ -29,7 +29,7 @@ def with_gradients(form, hidden, weight, targets, *, scale: float | torch.Tensor
 
 
 def plain(hidden, weight, targets, **options):
-    """What one writes without this op."""
+    """The straightforward code, without this op."""
     return F.cross_entropy((hidden @ weight.T).float(), targets, **options)
 
 
@@ -47,24 +47,24 @@ def test_equals_all_logits_at_once(tokens, chunk_size, reduction, seed):
         ops.linear_cross_entropy, *inputs, scale=scale, reduction=reduction, chunk_size=chunk_size
     )
     hidden, weight, targets = inputs
-    wanted = with_gradients(
+    expected = with_gradients(
         lambda h, w, t: F.cross_entropy(h @ w.T, t, reduction=reduction), hidden, weight, targets, scale=scale
     )
-    for a, b in zip(ours, wanted, strict=True):
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_reference_equals_all_logits_at_once():
     hidden, weight, targets = make_inputs(9)
-    wanted = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
-    torch.testing.assert_close(reference.linear_cross_entropy(hidden, weight, targets), wanted)
+    expected = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    torch.testing.assert_close(reference.linear_cross_entropy(hidden, weight, targets), expected)
 
 
 def test_another_ignore_index():
     hidden, weight, targets = make_inputs(9)
     ours = ops.linear_cross_entropy(hidden, weight, targets.clamp(min=0), ignore_index=0)
-    wanted = F.cross_entropy(hidden @ weight.T, targets.clamp(min=0), ignore_index=0, reduction="sum")
-    torch.testing.assert_close(ours, wanted)
+    expected = F.cross_entropy(hidden @ weight.T, targets.clamp(min=0), ignore_index=0, reduction="sum")
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -79,17 +79,17 @@ def test_gradcheck(reduction):
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_non_contiguous(reduction):
     hidden, weight, targets = make_inputs(9)
-    turned = hidden.T.contiguous().T, weight.T.contiguous().T, torch.stack((targets, targets), 1)[:, 0]
-    assert not any(t.is_contiguous() for t in turned)
-    ours = with_gradients(ops.linear_cross_entropy, *turned, reduction=reduction, chunk_size=4)
-    wanted = with_gradients(reference.linear_cross_entropy, hidden, weight, targets, reduction=reduction)
-    for a, b in zip(ours, wanted, strict=True):
+    strided = hidden.T.contiguous().T, weight.T.contiguous().T, torch.stack((targets, targets), 1)[:, 0]
+    assert not any(t.is_contiguous() for t in strided)
+    ours = with_gradients(ops.linear_cross_entropy, *strided, reduction=reduction, chunk_size=4)
+    expected = with_gradients(reference.linear_cross_entropy, hidden, weight, targets, reduction=reduction)
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_no_worse_than_the_plain_form(dtype):
-    # More words than one block of dW, so that the blocks' borders are crossed.
+    # More words than one block of dW.
     inputs = make_inputs(300, 32, 5000, dtype=dtype)
     hidden, weight, targets = inputs
     exact = with_gradients(ops.linear_cross_entropy, hidden.double(), weight.double(), targets)
@@ -99,14 +99,14 @@ def test_rounding_is_no_worse_than_the_plain_form(dtype):
     for a, b, truth in zip(ours[1:], naive[1:], exact[1:], strict=True):
         assert a.dtype == dtype
         assert (a.double() - truth).norm() <= 2 * (b.double() - truth).norm()
-    # A sum of errors of either sign may be zero by luck: the losses are compared token by token.
+    # Errors of both signs may cancel in a sum, so the losses are compared token by token.
     losses = ops.linear_cross_entropy(hidden, weight, targets, reduction="none", chunk_size=128).double()
     truth = ops.linear_cross_entropy(hidden.double(), weight.double(), targets, reduction="none")
     naive_losses = plain(hidden, weight, targets, reduction="none").double()
     assert (losses - truth).norm() <= 2 * (naive_losses - truth).norm()
 
 
-def test_a_sure_model_keeps_its_small_gradients():
+def test_confident_predictions_keep_their_small_gradients():
     """1 - P[y] is 1e-4 here: rounded to bf16 before the subtraction, it would be 0."""
     weight = torch.eye(8, 8).bfloat16()
     hidden = (weight * 11.0).float().bfloat16()
@@ -141,52 +141,52 @@ def test_main_gradient_is_added_to(dtype, wide):
 
 
 def test_one_pass_into_the_main_gradient_equals_the_blocks(monkeypatch):
-    """On CUDA the product is added in its epilogue; here by the definition of that."""
+    """On CUDA the product's epilogue adds it to the main gradient; here a plain product and a sum do."""
     inputs = make_inputs(20, 16, 3000, dtype=torch.bfloat16)
-    wanted = with_gradients(ops.linear_cross_entropy, *inputs, chunk_size=7)
+    expected = with_gradients(ops.linear_cross_entropy, *inputs, chunk_size=7)
     added = []
 
-    def add_wide_(total, left, right, *, alpha):
+    def fp32_addmm_(total, left, right, *, alpha):
         added.append(left.shape)
         total += alpha * (left.float() @ right.float())
 
-    monkeypatch.setattr(products, "adds_wide", lambda *_: True)
-    monkeypatch.setattr(products, "add_wide_", add_wide_)
+    monkeypatch.setattr(products, "supports_fp32_addmm", lambda *_: True)
+    monkeypatch.setattr(products, "fp32_addmm_", fp32_addmm_)
     ours = with_gradients(ops.linear_cross_entropy, *inputs, chunk_size=7)
     assert added == [(3000, 7), (3000, 7), (3000, 6)]
-    assert torch.equal(ours[1], wanted[1])
-    torch.testing.assert_close(ours[2], wanted[2], rtol=2e-2, atol=1e-4)
+    assert torch.equal(ours[1], expected[1])
+    torch.testing.assert_close(ours[2], expected[2], rtol=2e-2, atol=1e-4)
 
 
-def test_another_gradient_than_promised_is_refused():
+def test_the_backward_refuses_another_gradient_than_gradient_scale():
     hidden, weight, targets = make_inputs(5)
     main = torch.zeros_like(weight)
     loss = ops.linear_cross_entropy(
         hidden.requires_grad_(), weight, targets, main_gradient=main, gradient_scale=0.25
     )
-    with pytest.raises(ValueError, match="given the gradient of the loss as 0.25; another one .* 0.5"):
+    with pytest.raises(ValueError, match="gradient_scale was 0.25, but .* another gradient of the loss: 0.5"):
         (loss * 0.5).backward()
 
 
-# --- a vocabulary cut over ranks ---------------------------------------------------------------------------
+# --- a vocabulary sharded over ranks -----------------------------------------------------------------------
 
 
 class Exchanges:
-    """Ranks as threads of one process: everyone leaves its numbers, and takes all."""
+    """All-gather between ranks that are threads of one process."""
 
     def __init__(self, num_ranks: int) -> None:
         self._barrier = threading.Barrier(num_ranks, timeout=20)
-        self._left: list = [None] * num_ranks
+        self._sent: list = [None] * num_ranks
         self.num_calls = 0
 
     def of(self, rank: int):
         def exchange(local_logsumexp, local_target):
-            self._left[rank] = (local_logsumexp.clone(), local_target.clone())
+            self._sent[rank] = (local_logsumexp.clone(), local_target.clone())
             self.num_calls += rank == 0
 
             def wait() -> tuple[Tensor, Tensor]:
                 self._barrier.wait()
-                sums, targets = (torch.stack(parts) for parts in zip(*self._left, strict=True))
+                sums, targets = (torch.stack(parts) for parts in zip(*self._sent, strict=True))
                 self._barrier.wait()
                 return sums, targets
 
@@ -196,7 +196,7 @@ class Exchanges:
 
 
 def on_ranks(bounds, inputs, **options) -> tuple[list[tuple[Tensor, Tensor, Tensor]], int]:
-    """(loss, dh, dW) of each rank; `main` counts dW in a main gradient."""
+    """(loss, dh, dW) of each rank, and the number of exchanges. With `main`, dW is the main gradient."""
     hidden, weight, targets = inputs
     exchanges = Exchanges(len(bounds))
     scale, main = options.pop("scale", 1.0), options.pop("main", False)
@@ -204,13 +204,13 @@ def on_ranks(bounds, inputs, **options) -> tuple[list[tuple[Tensor, Tensor, Tens
     def run(rank):
         first, last = bounds[rank]
         h, w = hidden.clone().requires_grad_(), weight[first:last].clone().requires_grad_()
-        place = torch.zeros_like(w, dtype=reference.accumulation_dtype(w.dtype)) if main else None
-        given = {"main_gradient": place, "gradient_scale": float(scale)} if main else {}
+        main_gradient = torch.zeros_like(w, dtype=reference.accumulation_dtype(w.dtype)) if main else None
+        extra = {"main_gradient": main_gradient, "gradient_scale": float(scale)} if main else {}
         loss = ops.linear_cross_entropy(
-            h, w, targets, vocabulary=(first, exchanges.of(rank)), **given, **options
+            h, w, targets, vocabulary=(first, exchanges.of(rank)), **extra, **options
         )
         (loss * scale).sum().backward()
-        dweight = place if main else w.grad
+        dweight = main_gradient if main else w.grad
         assert h.grad is not None and dweight is not None
         return loss.detach(), h.grad, dweight
 
@@ -220,7 +220,7 @@ def on_ranks(bounds, inputs, **options) -> tuple[list[tuple[Tensor, Tensor, Tens
 
 @pytest.mark.parametrize("bounds", [[(0, 13)], [(0, 6), (6, 13)], [(0, 1), (1, 12), (12, 13)]])
 @pytest.mark.parametrize(("reduction", "main"), [("sum", False), ("sum", True), ("none", False)])
-def test_a_cut_vocabulary_equals_the_whole(bounds, reduction, main):
+def test_a_sharded_vocabulary_equals_the_whole(bounds, reduction, main):
     inputs = make_inputs(10)
     scale = torch.linspace(-1, 2, 10, dtype=torch.float64) if reduction == "none" else 0.37
     loss, dh, dw = with_gradients(ops.linear_cross_entropy, *inputs, scale=scale, reduction=reduction)
@@ -232,7 +232,7 @@ def test_a_cut_vocabulary_equals_the_whole(bounds, reduction, main):
     torch.testing.assert_close(torch.cat([r[2] for r in ranks]), dw, rtol=0, atol=1e-12)
 
 
-def test_a_cut_vocabulary_rounds_no_worse_than_the_plain_form():
+def test_a_sharded_vocabulary_rounds_no_worse_than_the_plain_form():
     inputs = make_inputs(64, 32, 500, dtype=torch.bfloat16)
     hidden, weight, targets = inputs
     exact = with_gradients(ops.linear_cross_entropy, hidden.double(), weight.double(), targets)
@@ -250,37 +250,37 @@ def test_an_unknown_word_fails():
 
 
 def test_half_keeps_small_probabilities():
-    """softmax(z) of many words lies below fp16's normal range; a scaled loss still gives it all its bits."""
+    """softmax(z) over many words lies below fp16's normal range; with a scaled loss no bits are lost."""
     hidden, weight, _ = make_inputs(4, 4, 200_000, dtype=torch.float16)
     hidden = hidden * 0.1
     targets = torch.tensor([0, 1, 2, -100])
     exact = with_gradients(ops.linear_cross_entropy, hidden.double(), weight.double(), targets, scale=4096.0)
     ours = with_gradients(ops.linear_cross_entropy, hidden, weight, targets, scale=4096.0)
-    # The targets' own rows, 200,000 times larger, would hide the others.
+    # The targets' rows, 200,000 times larger, would dominate the norm.
     exact[2], ours[2] = exact[2][3:], ours[2][3:]
     for a, truth in zip(ours, exact, strict=True):
         assert (a.double() - truth).norm() <= 1e-3 * truth.norm()
 
 
 @pytest.mark.parametrize("main", [False, True])
-def test_evaluation_makes_no_gradients(main, monkeypatch):
-    """One product for each block of tokens, and no more."""
+def test_evaluation_computes_no_gradients(main, monkeypatch):
+    """Only one product for each block of tokens."""
     hidden, weight, targets = make_inputs(8)
     options = {"main_gradient": torch.zeros_like(weight), "gradient_scale": 1.0} if main else {}
-    made = []
+    calls = []
     linear = products.linear
-    monkeypatch.setattr(products, "linear", lambda *a, **k: made.append(1) or linear(*a, **k))
+    monkeypatch.setattr(products, "linear", lambda *a, **k: calls.append(1) or linear(*a, **k))
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     with torch.no_grad():
         ops.linear_cross_entropy(hidden, weight, targets, chunk_size=4, **options)
-    assert len(made) == 2
+    assert len(calls) == 2
     if main:
         assert options["main_gradient"].count_nonzero() == 0
     ops.linear_cross_entropy(hidden, weight, targets, chunk_size=4, **options)
-    assert len(made) == 2 + 6
+    assert len(calls) == 2 + 6
 
 
-def test_only_what_is_asked_for_is_made():
+def test_only_needed_gradients_are_computed():
     hidden, weight, targets = make_inputs(5)
     loss = ops.linear_cross_entropy(hidden, weight.requires_grad_(), targets)
     with torch.no_grad():
@@ -290,7 +290,7 @@ def test_only_what_is_asked_for_is_made():
 
 
 def test_no_tensor_of_all_logits_exists():
-    """64 tokens and 1,000 words in blocks of 8: nothing above the 8 x 1,000 logits of a block is made."""
+    """64 tokens and 1,000 words in blocks of 8: no tensor is larger than a block's 8 x 1,000 logits."""
     hidden, weight, targets = make_inputs(64, 4, 1000, dtype=torch.float32)
     largest = 0
 
@@ -302,7 +302,7 @@ def test_no_tensor_of_all_logits_exists():
                 largest = max(largest, out.numel())
             return out
 
-    # Inside a registered op no mode looks; with a main gradient the same code runs outside of one.
+    # A dispatch mode does not see inside a registered op; with a main gradient the code runs unregistered.
     main = torch.zeros_like(weight)
     with Watch():
         ops.linear_cross_entropy(

@@ -1,4 +1,4 @@
-"""Which implementation serves an op, and the test that private fast paths must pass."""
+"""The choice of an op's implementation, and the tests that fast paths must pass before use."""
 
 import logging
 
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fresh_choices():
-    """Choices are kept for the life of a process: each test makes its own."""
+    """Choices are cached for the life of a process; each test starts without."""
     dispatch.choose.cache_clear()
     products.onednn_is_faster.cache_clear()
     yield
@@ -30,25 +30,25 @@ def test_a_choice_is_logged_once(caplog):
 
 
 def test_choices_name_every_op(monkeypatch):
-    made = ops.choices(CPU, torch.bfloat16, hidden=64)
-    assert [c.op for c in made] == list(dispatch.OPS)
-    assert {c.implementation for c in made} == {"blocks", "torch"}
-    assert all(c.reason for c in made)
+    choices = ops.choices(CPU, torch.bfloat16, hidden=64)
+    assert [c.op for c in choices] == list(dispatch.OPS)
+    assert {c.implementation for c in choices} == {"blocks"}
+    assert all(c.reason for c in choices)
     monkeypatch.setenv("YUAN_KERNELS", "reference")
     assert {c.implementation for c in ops.choices(CPU, torch.bfloat16, hidden=64)} == {"reference"}
 
 
-def on_card(monkeypatch, *, capability=(9, 0), triton=True, right=lambda *_: True) -> None:
+def fake_gpu(monkeypatch, *, capability=(9, 0), triton=True, correct=lambda *_: True) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda _: object() if triton else None)
-    monkeypatch.setattr(dispatch, "_triton_is_right", right)
+    monkeypatch.setattr(dispatch, "_triton_is_correct", correct)
 
 
 CUDA = torch.device("cuda", 0)
 
 
-def test_a_card_gets_tested_kernels(monkeypatch):
-    on_card(monkeypatch)
+def test_a_gpu_gets_tested_kernels(monkeypatch):
+    fake_gpu(monkeypatch)
     choice = dispatch.choose("rms_norm", CUDA, torch.bfloat16, "regular")
     assert (choice.implementation, choice.reason) == ("triton", "tested")
 
@@ -58,18 +58,18 @@ def broken(*_):
 
 
 @pytest.mark.parametrize(
-    ("card", "dtype", "shape", "reason"),
+    ("gpu", "dtype", "shape", "reason"),
     [
         ({"triton": False}, torch.float16, "regular", "triton is not installed"),
         ({"capability": (6, 1)}, torch.float16, "regular", "compute capability 6.1 is below 7.0"),
         ({}, torch.float64, "regular", "no Triton kernel for torch.float64"),
-        ({}, torch.float16, "odd", "no multiple of 16"),
-        ({"right": lambda *_: False}, torch.float16, "regular", "it gives other numbers than the definition"),
-        ({"right": broken}, torch.float16, "regular", "failed its test: RuntimeError: no ptxas"),
+        ({}, torch.float16, "odd", "not a multiple of 16"),
+        ({"correct": lambda *_: False}, torch.float16, "regular", "its results differ from the definition's"),
+        ({"correct": broken}, torch.float16, "regular", "failed its test: RuntimeError: no ptxas"),
     ],
 )
-def test_what_a_kernel_does_not_serve_falls_back(card, dtype, shape, reason, monkeypatch):
-    on_card(monkeypatch, **card)
+def test_what_a_kernel_does_not_support_falls_back(gpu, dtype, shape, reason, monkeypatch):
+    fake_gpu(monkeypatch, **gpu)
     choice = dispatch.choose("rms_norm", CUDA, dtype, shape)
     assert choice.implementation == "torch" and reason in choice.reason
 
@@ -96,17 +96,17 @@ def test_products(fast, with_out, with_bias, monkeypatch):
     x, w = (torch.randn(n, 17, generator=generator) for n in (5, 7))
     bias = torch.randn(7, generator=generator) if with_bias else None
     out = torch.empty(5, 7) if with_out else None
-    wanted = torch.nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
+    expected = torch.nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
     for left, right in ((x, w), (x.T.contiguous().T, w.T.contiguous().T)):
-        made = products.linear(left, right, bias, out=out)
-        torch.testing.assert_close(made.double(), wanted, rtol=1e-5, atol=1e-5)
-        assert out is None or made.data_ptr() == out.data_ptr()
+        actual = products.linear(left, right, bias, out=out)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+        assert out is None or actual.data_ptr() == out.data_ptr()
     torch.testing.assert_close(products.product(x, w.T).double(), (x @ w.T).double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 def test_ops_through_onednn_round_no_worse(monkeypatch):
-    """The filter and cross-entropy in fp32, every product of theirs by the fast path."""
+    """The filter and cross-entropy in fp32, with every product through the fast path."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 40, 24), (12, 24, 2), (12,), (24, 12, 2), (24,), (5000, 24)
     inputs = [torch.randn(*shape, generator=generator) for shape in shapes]
@@ -119,18 +119,18 @@ def test_ops_through_onednn_round_no_worse(monkeypatch):
         return torch.autograd.grad(loss, leaves)
 
     truth, plain = gradients(torch.float64), gradients(torch.float32)
-    used = []
+    calls = []
     onednn = products._onednn
     monkeypatch.setattr(products, "_LARGE", 0)
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "_onednn", lambda *a: used.append(1) or onednn(*a))
+    monkeypatch.setattr(products, "_onednn", lambda *a: calls.append(1) or onednn(*a))
     for a, b, exact in zip(gradients(torch.float32), plain, truth, strict=True):
         assert (a.double() - exact).norm() <= 2 * (b.double() - exact).norm()
-    assert len(used) > 6
+    assert len(calls) > 6
 
 
 @pytest.mark.parametrize(
-    ("right", "foreign", "chosen"),
+    ("correct", "untuned", "chosen"),
     [
         (lambda: True, True, True),
         (lambda: True, False, False),
@@ -138,45 +138,45 @@ def test_ops_through_onednn_round_no_worse(monkeypatch):
         (broken, True, False),
     ],
 )
-def test_the_fast_path_must_be_right_and_faster(right, foreign, chosen, monkeypatch):
-    monkeypatch.setattr(products, "_onednn_is_right", right)
-    monkeypatch.setattr(products, "_blas_is_foreign", lambda: foreign)
+def test_the_fast_path_must_be_correct_and_faster(correct, untuned, chosen, monkeypatch):
+    monkeypatch.setattr(products, "_onednn_is_correct", correct)
+    monkeypatch.setattr(products, "_mkl_is_untuned", lambda: untuned)
     assert products.onednn_is_faster() is chosen
     assert ops.fp32_products() == ("oneDNN" if chosen else "torch")
 
 
 def test_the_test_of_the_fast_path_runs_here():
     if torch.backends.mkldnn.is_available():
-        assert products._onednn_is_right()
-    assert products._blas_is_foreign() in (True, False)
+        assert products._onednn_is_correct()
+    assert products._mkl_is_untuned() in (True, False)
 
 
 def test_products_are_added_in_one_pass_on_cuda_once_tested(monkeypatch):
-    products.adds_wide.cache_clear()
-    assert not products.adds_wide(CPU, torch.bfloat16)
-    for right, chosen in ((lambda *_: True, True), (lambda *_: False, False), (broken, False)):
-        products.adds_wide.cache_clear()
-        monkeypatch.setattr(products, "_add_wide_is_right", right)
-        assert products.adds_wide(CUDA, torch.bfloat16) is chosen
-    assert not products.adds_wide(CUDA, torch.float32)
-    products.adds_wide.cache_clear()
+    products.supports_fp32_addmm.cache_clear()
+    assert not products.supports_fp32_addmm(CPU, torch.bfloat16)
+    for correct, chosen in ((lambda *_: True, True), (lambda *_: False, False), (broken, False)):
+        products.supports_fp32_addmm.cache_clear()
+        monkeypatch.setattr(products, "_fp32_addmm_is_correct", correct)
+        assert products.supports_fp32_addmm(CUDA, torch.bfloat16) is chosen
+    assert not products.supports_fp32_addmm(CUDA, torch.float32)
+    products.supports_fp32_addmm.cache_clear()
 
 
-def test_the_test_of_one_pass_tells_right_from_wrong(monkeypatch):
-    def add_wide_(total, left, right, *, alpha, narrow=False):
-        made = left.float() @ right.float() * alpha
-        total += made.bfloat16() if narrow else made
+def test_the_test_of_one_pass_detects_16_bit_sums(monkeypatch):
+    def fp32_addmm_(total, left, right, *, alpha, rounded=False):
+        product = left.float() @ right.float() * alpha
+        total += product.bfloat16() if rounded else product
 
-    monkeypatch.setattr(products, "add_wide_", add_wide_)
-    assert products._add_wide_is_right(CPU, torch.bfloat16)
-    monkeypatch.setattr(products, "add_wide_", lambda *a, **k: add_wide_(*a, **k, narrow=True))
-    assert not products._add_wide_is_right(CPU, torch.bfloat16)
+    monkeypatch.setattr(products, "fp32_addmm_", fp32_addmm_)
+    assert products._fp32_addmm_is_correct(CPU, torch.bfloat16)
+    monkeypatch.setattr(products, "fp32_addmm_", lambda *a, **k: fp32_addmm_(*a, **k, rounded=True))
+    assert not products._fp32_addmm_is_correct(CPU, torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_one_pass_is_right_on_a_card():
-    assert products._add_wide_is_right(torch.device("cuda"), torch.float16)
+def test_one_pass_is_correct_on_a_gpu():
+    assert products._fp32_addmm_is_correct(torch.device("cuda"), torch.float16)
 
 
 def test_small_products_and_other_dtypes_stay_with_torch(monkeypatch):

@@ -18,17 +18,17 @@ Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 def make_inputs(
     tokens: int, hidden: int = 10, *, batch: int = BATCH, seed: int = 0, dtype=torch.float64
 ) -> tuple[Tensor, Weights]:
-    """x and the four weights, of the size of a trained model's."""
+    """x and the four weights, scaled like a trained model's."""
     generator = torch.Generator().manual_seed(seed)
     channels = hidden // 2
 
-    def draw(*shape: int) -> Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    x = draw(batch, tokens, hidden)
+    x = random(batch, tokens, hidden)
     scale = hidden**-0.5
-    w1, b1 = draw(channels, hidden, 2) * scale, draw(channels) * scale
-    w2, b2 = draw(hidden, channels, 2) * scale, draw(hidden) * scale
+    w1, b1 = random(channels, hidden, 2) * scale, random(channels) * scale
+    w2, b2 = random(hidden, channels, 2) * scale, random(hidden) * scale
     return x, (w1, b1, w2, b2)
 
 
@@ -60,11 +60,11 @@ def test_worked_example(form):
     w2 = torch.tensor([[[1.0, -1.0]], [[0.5, 2.0]]], dtype=torch.float64)
     b2 = torch.tensor([0.1, -0.2], dtype=torch.float64)
     d = form(u, w1, b1, w2, b2)
-    wanted = torch.tensor([[[-3.15, 6.3], [-1.4, 10.925], [-0.4, 12.675]]], dtype=torch.float64)
-    torch.testing.assert_close(d, wanted, rtol=0, atol=1e-12)
+    expected = torch.tensor([[[-3.15, 6.3], [-1.4, 10.925], [-0.4, 12.675]]], dtype=torch.float64)
+    torch.testing.assert_close(d, expected, rtol=0, atol=1e-12)
     f = ops.rms_norm(d + u, torch.ones(2, dtype=torch.float64), epsilon=1e-6)
-    wanted = torch.tensor([[[-0.354628, 1.369028], [0.225078, 1.396188], [0.011157, 1.414170]]])
-    torch.testing.assert_close(f, wanted.double(), rtol=0, atol=1e-6)
+    expected = torch.tensor([[[-0.354628, 1.369028], [0.225078, 1.396188], [0.011157, 1.414170]]])
+    torch.testing.assert_close(f, expected.double(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", [reference.localized_filter, sandwich.localized_filter])
@@ -85,16 +85,16 @@ def test_sandwich_equals_reference(tokens, hidden, batch, rate, seed):
     x, weights = make_inputs(tokens, hidden, batch=batch, seed=seed)
     starts = make_starts(tokens, batch=batch, seed=seed, rate=rate)
     ours = with_gradients(sandwich.localized_filter, x, weights, document_start=starts)
-    wanted = with_gradients(reference.localized_filter, x, weights, document_start=starts)
-    for a, b in zip(ours, wanted, strict=True):
+    expected = with_gradients(reference.localized_filter, x, weights, document_start=starts)
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_without_resets_equals_reference():
     x, weights = make_inputs(7)
     ours = with_gradients(sandwich.localized_filter, x, weights)
-    wanted = with_gradients(reference.localized_filter, x, weights)
-    for a, b in zip(ours, wanted, strict=True):
+    expected = with_gradients(reference.localized_filter, x, weights)
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
@@ -109,16 +109,16 @@ def test_without_resets_equals_reference():
 )
 @settings(deadline=None, derandomize=True, max_examples=150)
 def test_every_form_equals_the_reference(tokens, batch, rate, block, form, with_before, seed):
-    """Blocks whose borders fall on, before and behind documents and sequences; a state before or none."""
+    """Block borders on, before and after the borders of documents and sequences; with and without a state."""
     x, weights = make_inputs(tokens, 6, batch=batch, seed=seed)
     starts = None if rate is None else make_starts(tokens, batch=batch, seed=seed, rate=rate)
     before = make_inputs(1, 6, batch=batch, seed=seed + 1)[0][:, 0]
     state = [before, before[:, :3] * 2] if with_before else []
 
-    def of(function):
+    def results_of(function):
         def call(x, w1, b1, w2, b2, *state):
-            given = state or reference.empty_filter_state(x, w1)
-            return function(x, (w1, b1, w2, b2), given if function is stepped else (state or None))
+            first = state or reference.empty_filter_state(x, w1)
+            return function(x, (w1, b1, w2, b2), first if function is stepped else (state or None))
 
         return with_gradients(call, x, [*weights, *state])
 
@@ -131,15 +131,15 @@ def test_every_form_equals_the_reference(tokens, batch, rate, block, form, with_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandwich, "_BLOCK", block)
         patch.setattr(dispatch, "implementation", lambda *_: form)
-        made = of(ours)
-    for a, b in zip(made, of(stepped), strict=True):
+        actual = results_of(ours)
+    for a, b in zip(actual, results_of(stepped), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("cut", [2, 5, 10])
 @pytest.mark.parametrize("with_starts", [False, True])
-def test_a_cut_sequence_equals_the_whole(cut, with_starts):
-    """Two cards hold a part of the sequence each; the first sends a state, and gets its gradient back."""
+def test_a_split_sequence_equals_the_whole(cut, with_starts):
+    """Two devices hold a part of the sequence each; the first sends a state, and receives its gradient."""
     x, weights = make_inputs(11)
     starts = make_starts(11) if with_starts else None
 
@@ -152,12 +152,12 @@ def test_a_cut_sequence_equals_the_whole(cut, with_starts):
         return torch.cat((left, right), dim=1)
 
     ours = with_gradients(in_two, x, weights, document_start=starts)
-    wanted = with_gradients(reference.localized_filter, x, weights, document_start=starts)
-    for a, b in zip(ours, wanted, strict=True):
+    expected = with_gradients(reference.localized_filter, x, weights, document_start=starts)
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_the_state_before_a_document_does_not_touch_it():
+def test_a_state_does_not_affect_a_document_that_begins_after_it():
     x, weights = make_inputs(4)
     starts = torch.zeros(BATCH, 4, dtype=torch.bool)
     starts[:, 0] = True
@@ -184,8 +184,8 @@ def test_gradcheck(with_starts):
 @pytest.mark.parametrize("block", [1, 4, 256])
 @pytest.mark.parametrize("form", ["blocks", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_documents_do_not_touch_each_other(dtype, form, block, monkeypatch):
-    """Whatever stands in other documents, infinities included, a document's bits stay."""
+def test_documents_do_not_affect_each_other(dtype, form, block, monkeypatch):
+    """A document's bits do not depend on the content of other documents, infinities included."""
     monkeypatch.setattr(sandwich, "_BLOCK", block)
     monkeypatch.setattr(dispatch, "implementation", lambda *_: form)
     x, weights = make_inputs(12, dtype=dtype)
@@ -224,8 +224,8 @@ def test_odd_sizes(batch, tokens, with_starts):
     x, weights = make_inputs(tokens, 6, batch=batch)
     starts = make_starts(tokens, batch=batch) if with_starts else None
     ours = with_gradients(ops.localized_filter, x, weights, document_start=starts)
-    wanted = with_gradients(reference.localized_filter, x, weights, document_start=starts)
-    for a, b in zip(ours, wanted, strict=True):
+    expected = with_gradients(reference.localized_filter, x, weights, document_start=starts)
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
@@ -233,9 +233,9 @@ def test_non_contiguous():
     x, weights = make_inputs(8)
     strided = torch.empty(8, BATCH, 20, dtype=x.dtype)[:, :, ::2].transpose(0, 1)
     strided.copy_(x)
-    turned = tuple(w.clone().mT.contiguous().mT if w.dim() == 3 else w for w in weights)
-    assert not strided.is_contiguous() and not turned[0].is_contiguous()
-    ours = with_gradients(ops.localized_filter, strided, turned)
+    transposed = tuple(w.clone().mT.contiguous().mT if w.dim() == 3 else w for w in weights)
+    assert not strided.is_contiguous() and not transposed[0].is_contiguous()
+    ours = with_gradients(ops.localized_filter, strided, transposed)
     for a, b in zip(ours, with_gradients(ops.localized_filter, x, weights), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
@@ -257,22 +257,22 @@ def two_convolutions_of(x, w1, b1, w2, b2):
 @pytest.mark.parametrize("needed", range(5))
 def test_one_gradient_alone(needed):
     x, weights = make_inputs(5)
-    wanted = with_gradients(reference.localized_filter, x, weights)[1 + needed]
+    expected = with_gradients(reference.localized_filter, x, weights)[1 + needed]
     inputs = [x, *weights]
     inputs[needed] = inputs[needed].clone().requires_grad_()
     y = ops.localized_filter(*inputs)
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     ours = torch.autograd.grad(y, inputs[needed], upstream)[0]
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
-def test_channels_cut_over_cards_sum_to_the_whole():
-    """Convolution 1 by rows, convolution 2 by columns, its bias added once: the tensor-parallel form."""
+def test_sharded_channels_sum_to_the_whole():
+    """Tensor parallelism: convolution 1 sharded by rows, convolution 2 by columns, its bias added once."""
     x, (w1, b1, w2, b2) = make_inputs(7, 12)
     starts = make_starts(7)
     parts = [
-        ops.localized_filter(x, w1[cut], b1[cut], w2[:, cut], None, document_start=starts)
-        for cut in (slice(0, 2), slice(2, 6))
+        ops.localized_filter(x, w1[shard], b1[shard], w2[:, shard], None, document_start=starts)
+        for shard in (slice(0, 2), slice(2, 6))
     ]
     whole = ops.localized_filter(x, w1, b1, w2, b2, document_start=starts)
     torch.testing.assert_close(parts[0] + parts[1] + b2, whole, rtol=0, atol=1e-12)
@@ -303,13 +303,13 @@ def test_steps_equal_the_whole(chunks, rate, seed, choice):
     tokens = sum(chunks)
     x, weights = make_inputs(tokens, 6, seed=seed)
     starts = make_starts(tokens, seed=seed, rate=rate)
-    wanted = sandwich.localized_filter(x, *weights, document_start=starts)
+    expected = sandwich.localized_filter(x, *weights, document_start=starts)
     state = x.new_zeros(BATCH, 6), x.new_zeros(BATCH, 3)
     parts = []
     for chunk, start in zip(x.split(chunks, dim=1), starts.split(chunks, dim=1), strict=True):
         part, state = choice(chunk, state, *weights, document_start=start)
         parts.append(part)
-    torch.testing.assert_close(torch.cat(parts, dim=1), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-12)
 
 
 def test_step_state_is_input_and_first_convolution():

@@ -1,4 +1,4 @@
-"""Other packages' norms: known by their function, tested before they are trusted, used where asked for."""
+"""Other packages' norms: identified by their function, tested before use, used only on request."""
 
 import logging
 import sys
@@ -20,7 +20,7 @@ def fresh_choices():
 
 
 def install(monkeypatch, name: str, **attributes: object) -> None:
-    """Put a module, and the packages it lies in, in the place of whatever is installed."""
+    """Install a fake module and its parent packages instead of any real ones."""
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         module = types.ModuleType(".".join(parts[:depth]))
@@ -31,7 +31,7 @@ def install(monkeypatch, name: str, **attributes: object) -> None:
 
 
 def liger(x: Tensor, w: Tensor, eps: float, *, offset: float, casting_mode: str, in_place: bool) -> Tensor:
-    """Liger's signature over the definition, refusing the modes whose numbers are others'."""
+    """Liger's signature over the definition; refuses the modes that compute something else."""
     assert (offset, casting_mode, in_place) == (0.0, "gemma", False)
     return reference.rms_norm(x, w, epsilon=eps)
 
@@ -41,31 +41,33 @@ def apex(x: Tensor, w: Tensor, normalized_shape: tuple[int, ...], *, eps: float)
     return reference.rms_norm(x, w, epsilon=eps)
 
 
-RIGHT = {"liger": liger, "apex": apex}
+CORRECT = {"liger": liger, "apex": apex}
 
 
-def put(monkeypatch, name: str, function: object) -> None:
+def install_norm(monkeypatch, name: str, function: object) -> None:
     package = packages.PACKAGES[name]
     install(monkeypatch, package.module, **{package.attribute: function})
 
 
-def on_card(monkeypatch) -> None:
-    """Serve CPU tensors as if they were a card's."""
+def treat_cpu_as_gpu(monkeypatch) -> None:
+    """Choose implementations for CPU tensors as if they were on a GPU."""
     monkeypatch.setattr(dispatch, "_on_cuda", lambda *_: ("blocks", "ours"))
     package_fault, choose = dispatch.package_fault, dispatch.choose
-    right = dispatch._norm_is_right
-    monkeypatch.setattr(dispatch, "_norm_is_right", lambda norm, _, dtype: right(norm, CPU, dtype))
+    norm_is_correct = dispatch._norm_is_correct
+    monkeypatch.setattr(
+        dispatch, "_norm_is_correct", lambda norm, _, dtype: norm_is_correct(norm, CPU, dtype)
+    )
     monkeypatch.setattr(dispatch, "package_fault", lambda name, _, dtype: package_fault(name, CUDA, dtype))
     monkeypatch.setattr(dispatch, "choose", lambda op, _, *rest: choose(op, CUDA, *rest))
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", CORRECT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_right_norm_serves_where_it_is_asked_for(name, dtype, monkeypatch, caplog):
+def test_a_correct_norm_is_used_on_request(name, dtype, monkeypatch, caplog):
     called = []
-    right = RIGHT[name]
-    put(monkeypatch, name, lambda *a, **k: called.append(1) or right(*a, **k))
-    on_card(monkeypatch)
+    norm = CORRECT[name]
+    install_norm(monkeypatch, name, lambda *a, **k: called.append(1) or norm(*a, **k))
+    treat_cpu_as_gpu(monkeypatch)
     x, residual = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = torch.linspace(0.5, 2, 32).to(dtype)
     ours = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
@@ -75,8 +77,8 @@ def test_a_right_norm_serves_where_it_is_asked_for(name, dtype, monkeypatch, cap
     with caplog.at_level(logging.INFO, logger="yuan_kernels"):
         for _ in range(2):
             theirs = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
-    assert len(called) == 3  # The test of it, then two calls.
-    assert [r.getMessage().rpartition(": ")[2] for r in caplog.records] == [f"{name} (asked for, and tested)"]
+    assert len(called) == 3  # Its test, then two calls.
+    assert [r.getMessage().rpartition(": ")[2] for r in caplog.records] == [f"{name} (requested, and tested)"]
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     torch.testing.assert_close(ops.rms_norm(theirs[1], weight, epsilon=1e-6), theirs[0], rtol=0, atol=0)
@@ -95,15 +97,15 @@ def explode(*_, **__):
 
 
 WRONG = {
-    "the weight counts from 1": (
+    "the weight is an offset from 1": (
         lambda x, w, eps, **_: reference.rms_norm(x, 1 + w, epsilon=eps),
-        "gives other numbers than the definition",
+        "its results differ from the definition's",
     ),
-    "right values, no gradient through the statistics": (
+    "correct values, no gradient through the statistics": (
         lambda x, w, eps, **_: x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + eps) * w,
-        "gives other numbers than the definition",
+        "its results differ from the definition's",
     ),
-    "its input is changed": (overwrites, "gives other numbers than the definition|modified by an inplace"),
+    "its input is changed": (overwrites, "its results differ from the definition's|modified by an inplace"),
     "it cannot run": (explode, "OSError: libcudart.so.11: cannot open shared object file$"),
 }
 
@@ -111,29 +113,29 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_norm_is_not_used(case, monkeypatch):
     function, reason = WRONG[case]
-    put(monkeypatch, "liger", function)
-    on_card(monkeypatch)
+    install_norm(monkeypatch, "liger", function)
+    treat_cpu_as_gpu(monkeypatch)
     monkeypatch.setenv("YUAN_KERNELS", "rms_norm=liger")
-    made = ops.rms_norm(torch.ones(2, 16), torch.ones(16), epsilon=1e-6)
-    torch.testing.assert_close(made, torch.ones(2, 16))
+    y = ops.rms_norm(torch.ones(2, 16), torch.ones(16), epsilon=1e-6)
+    torch.testing.assert_close(y, torch.ones(2, 16))
     choice = dispatch.choose("rms_norm", CUDA, torch.float32, "regular", "liger")
     assert choice.implementation == "blocks" and choice.reason.startswith("ours; not liger: ")
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(choice.reason)
 
 
-def test_an_apex_of_another_project_is_not_nvidias(monkeypatch):
-    """PyPI's has no such module; another might have the module, and not the function."""
+def test_an_apex_of_another_project_is_not_used(monkeypatch):
+    """PyPI's has no such module; another might have the module but not the function."""
     install(monkeypatch, "apex")
-    assert packages.norm_of("apex") is None
+    assert packages.find_norm("apex") is None
     install(monkeypatch, "apex.normalization.fused_layer_norm")
-    assert packages.norm_of("apex") is None
+    assert packages.find_norm("apex") is None
     fault = dispatch.package_fault("apex", CUDA, torch.bfloat16)
     assert fault == "apex.normalization.fused_layer_norm.fused_rms_norm_affine is not installed"
 
 
-def test_on_a_cpu_and_in_fp64_ours_serves(monkeypatch):
-    put(monkeypatch, "liger", explode)
+def test_on_a_cpu_and_in_fp64_ours_is_used(monkeypatch):
+    install_norm(monkeypatch, "liger", explode)
     monkeypatch.setenv("YUAN_KERNELS", "rms_norm=liger")
     assert ops.rms_norm(torch.ones(2, 16), torch.ones(16), epsilon=1e-6).shape == (2, 16)
     choice = next(c for c in ops.choices(CPU, torch.float32, hidden=16) if c.op == "rms_norm")
@@ -141,24 +143,24 @@ def test_on_a_cpu_and_in_fp64_ours_serves(monkeypatch):
     assert dispatch.package_fault("liger", CUDA, torch.float64) == "it is not used for torch.float64"
 
 
-def test_times_are_of_a_forward_and_a_backward(monkeypatch):
-    put(monkeypatch, "liger", liger)
+def test_relative_time_runs_forward_and_backward(monkeypatch):
+    install_norm(monkeypatch, "liger", liger)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
-    count = []
+    calls = []
 
     def ours(x: Tensor, w: Tensor, epsilon: float) -> Tensor:
-        count.append(x.shape)
+        calls.append(x.shape)
         return reference.rms_norm(x, w, epsilon=epsilon)
 
-    assert packages.times("liger", ours, CPU, torch.float32, hidden=16) > 0
-    assert count == [(4096, 16)] * 12
+    assert packages.relative_time("liger", ours, CPU, torch.float32, hidden=16) > 0
+    assert calls == [(4096, 16)] * 12
     assert set(ops.other_norms(CPU, torch.float32, hidden=16).values()) == {"it is for CUDA devices"}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_is_installed_is_right_on_a_card(name):
-    if packages.norm_of(name) is None:
+@pytest.mark.parametrize("name", CORRECT)
+def test_an_installed_norm_is_correct_on_a_gpu(name):
+    if packages.find_norm(name) is None:
         pytest.skip(f"{name} is not installed")
     assert dispatch.package_fault(name, torch.device("cuda"), torch.bfloat16) is None

@@ -1,4 +1,4 @@
-"""The ops under torch.library's own checks, fake tensors and torch.compile."""
+"""The registered ops under opcheck, fake tensors and torch.compile."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from yuan_kernels import ops
 
 
-def draw(*shape: int, grad: bool = True, dtype=torch.float32) -> torch.Tensor:
+def random(*shape: int, grad: bool = True, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_(grad)
 
 
 def filter_inputs(hidden: int = 6) -> list[torch.Tensor]:
     n = hidden // 2
-    return [draw(2, 5, hidden), draw(n, hidden, 2), draw(n), draw(hidden, n, 2), draw(hidden)]
+    return [random(2, 5, hidden), random(n, hidden, 2), random(n), random(hidden, n, 2), random(hidden)]
 
 
 def starts() -> torch.Tensor:
@@ -22,18 +22,18 @@ def starts() -> torch.Tensor:
 TARGETS = torch.tensor([0, 3, -100, 8])
 YUAN = torch.ops.yuan
 CASES = {
-    "rms_norm": lambda: (YUAN.rms_norm, (draw(2, 3, 8), draw(8), 1e-6)),
-    "add_rms_norm": lambda: (YUAN.add_rms_norm, (draw(2, 3, 8), draw(2, 3, 8), draw(8), 1e-6)),
+    "rms_norm": lambda: (YUAN.rms_norm, (random(2, 3, 8), random(8), 1e-6)),
+    "add_rms_norm": lambda: (YUAN.add_rms_norm, (random(2, 3, 8), random(2, 3, 8), random(8), 1e-6)),
     "filter": lambda: (YUAN.localized_filter, (*filter_inputs(), starts(), None, None)),
     "filter_before": lambda: (
         YUAN.localized_filter,
-        (*filter_inputs(), None, draw(2, 6), draw(2, 3)),
+        (*filter_inputs(), None, random(2, 6), random(2, 3)),
     ),
     "sum": lambda: (
         YUAN.linear_cross_entropy,
-        (draw(4, 6), draw(9, 6), TARGETS, -100, 2, True, True),
+        (random(4, 6), random(9, 6), TARGETS, -100, 2, True, True),
     ),
-    "losses": lambda: (YUAN.token_losses, (draw(4, 6), draw(9, 6), TARGETS, -100, 2)),
+    "losses": lambda: (YUAN.token_losses, (random(4, 6), random(9, 6), TARGETS, -100, 2)),
 }
 
 
@@ -56,9 +56,9 @@ def test_fake_tensors_have_the_real_shapes():
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in fake]
 
 
-def test_compiled_without_a_break():
-    """aot_eager traces forward and backward as inductor would, and compiles nothing."""
-    inputs = [*filter_inputs(), draw(6), draw(9, 6)]
+def test_compile_has_no_graph_break():
+    """aot_eager traces forward and backward as inductor would, without compiling."""
+    inputs = [*filter_inputs(), random(6), random(9, 6)]
     targets = torch.tensor([0, 3, -100, 8, 2])
 
     def step(x, w1, b1, w2, b2, scale, head):
@@ -69,8 +69,8 @@ def test_compiled_without_a_break():
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    wanted, made = step(*inputs), compiled(*inputs)
-    torch.testing.assert_close(made, wanted)
-    grads = zip(torch.autograd.grad(made, inputs), torch.autograd.grad(wanted, inputs), strict=True)
+    expected, actual = step(*inputs), compiled(*inputs)
+    torch.testing.assert_close(actual, expected)
+    grads = zip(torch.autograd.grad(actual, inputs), torch.autograd.grad(expected, inputs), strict=True)
     for a, b in grads:
         torch.testing.assert_close(a, b)

@@ -14,20 +14,20 @@ def make_inputs(*shape: int, dtype=torch.float64, seed: int = 0) -> tuple[Tensor
     """x, residual and weight."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*sizes: int) -> Tensor:
+    def random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, dtype=torch.float64).to(dtype)
 
-    return draw(*shape), draw(*shape), draw(shape[-1])
+    return random(*shape), random(*shape), random(shape[-1])
 
 
 def with_gradients(form, *inputs: Tensor) -> list[Tensor]:
     """Results, then the gradients of the inputs under upstream gradients that are not uniform."""
     leaves = [t.detach().requires_grad_() for t in inputs]
-    made = form(*leaves, epsilon=EPSILON)
-    made = made if isinstance(made, tuple) else (made,)
+    results = form(*leaves, epsilon=EPSILON)
+    results = results if isinstance(results, tuple) else (results,)
     generator = torch.Generator().manual_seed(9)
-    upstream = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in made]
-    return [*(y.detach() for y in made), *torch.autograd.grad(made, leaves, upstream)]
+    upstream = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in results]
+    return [*(y.detach() for y in results), *torch.autograd.grad(results, leaves, upstream)]
 
 
 @given(
@@ -47,8 +47,8 @@ def test_equals_the_definition(shape, hidden, block):
                 with_gradients(reference.add_rms_norm, x, residual, weight),
             ),
         ]
-    for ours, wanted in pairs:
-        for a, b in zip(ours, wanted, strict=True):
+    for ours, expected in pairs:
+        for a, b in zip(ours, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
@@ -61,13 +61,13 @@ def test_gradcheck():
 @pytest.mark.parametrize("output", [0, 1])
 def test_one_result_alone(output):
     inputs = make_inputs(4, 6)
-    ours, wanted = (
+    ours, expected = (
         with_gradients(lambda *a, form=form, **k: form(*a, **k)[output], *inputs[:2], inputs[2])
         if output == 0
         else with_gradients(lambda x, r, form=form, **k: form(x, r, inputs[2], **k)[1], *inputs[:2])
         for form in (ops.add_rms_norm, reference.add_rms_norm)
     )
-    for a, b in zip(ours, wanted, strict=True):
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
@@ -82,17 +82,17 @@ def test_rounding_is_no_worse_than_the_plain_form(dtype):
         assert (a.double() - truth).norm() <= 2 * (b.double() - truth).norm()
 
 
-def test_the_sum_is_that_of_torch_to_the_bit():
+def test_the_sum_equals_torchs_bit_for_bit():
     x, residual, weight = make_inputs(5, 16, dtype=torch.bfloat16)
     assert torch.equal(ops.add_rms_norm(x, residual, weight, epsilon=EPSILON)[1], x + residual)
 
 
 def test_non_contiguous():
     x, residual, weight = make_inputs(4, 3, 8)
-    turned = (x.transpose(0, 1), residual.transpose(0, 1), torch.stack((weight, weight), 1)[:, 0])
-    ours = with_gradients(ops.add_rms_norm, *turned)
-    wanted = with_gradients(reference.add_rms_norm, *turned)
-    for a, b in zip(ours, wanted, strict=True):
+    strided = (x.transpose(0, 1), residual.transpose(0, 1), torch.stack((weight, weight), 1)[:, 0])
+    ours = with_gradients(ops.add_rms_norm, *strided)
+    expected = with_gradients(reference.add_rms_norm, *strided)
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Small models with every feature of the large ones."""
+"""Small models with all features of the large ones."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def make_config():
             num_attention_heads=3,
             ffn_hidden_size=40,
             vocab_size=50,
-            init_std=0.3,  # far from 0, so that every term counts
+            init_std=0.3,  # far from 0, so that every term matters
             max_sequence_length=64,
         )
         return ModelConfig(**{**sizes, **changes})

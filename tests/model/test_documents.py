@@ -1,4 +1,4 @@
-"""Where documents begin, and what is reset there."""
+"""Document starts, and what is reset there."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Hashed dropout: its numbers, its gradients, and the same masks under any cut."""
+"""Hashed dropout: its hashes, its gradients, and equal masks under every plan."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from tests.support.project import make_project, parse_plan, read_metrics, run_co
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.config.errors import ConfigError
 from yuan_train.model import dropout
-from yuan_train.model.dropout import Draw, drop_hidden, hashes
+from yuan_train.model.dropout import DropoutSeed, hashes, hidden_dropout
 
 RATES = (0.1, 0.5)
 COUNT = 1 << 18
 
 
-def triple32(place: int, keys: tuple[int, int, int]) -> int:
-    """The definition, in Python's integers."""
+def triple32(index: int, keys: tuple[int, int, int]) -> int:
+    """The definition, in Python integers."""
     for (shift, factor), key in zip(
         ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)), keys, strict=True
     ):
-        place ^= key
-        place = (place ^ place >> shift) * factor & 0xFFFFFFFF
-    return place ^ place >> 14
+        index ^= key
+        index = (index ^ index >> shift) * factor & 0xFFFFFFFF
+    return index ^ index >> 14
 
 
 def sigmas(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Correlation of two 0/1 sequences, in standard deviations of that of independent ones."""
+    """Correlation of two 0/1 sequences, in standard deviations of the correlation of independent ones."""
     a, b = a - a.mean(), b - b.mean()
     return abs(float((a * b).mean() / (a.std() * b.std()))) * math.sqrt(a.numel())
 
 
-def test_the_hash_is_the_one_it_says() -> None:
-    keys = Draw(7, 3).keys(0, 2, "attention")
+def test_the_hash_is_triple32() -> None:
+    keys = DropoutSeed(7, 3).keys(0, 2, "attention")
     assert all(0 <= key < 1 << 32 for key in keys)
-    assert hashes(2000, keys).tolist() == [triple32(place, keys) for place in range(2000)]
+    assert hashes(2000, keys).tolist() == [triple32(index, keys) for index in range(2000)]
 
 
 @pytest.mark.parametrize("rate", RATES)
 def test_masks_look_independent(rate: float) -> None:
-    """Means, neighbours, and pairs of masks of unlike seeds, samples, layers and sites, within 5 sigma."""
-    draws = [(seed, sample, layer, site) for seed in (1, 2) for sample in (0, 1, 8) for layer in (0, 1)
+    """Means, neighbours, and masks of different seeds, samples, layers or sites, within 5 sigma."""
+    cases = [(seed, sample, layer, site) for seed in (1, 2) for sample in (0, 1, 8) for layer in (0, 1)
              for site in ("attention", "feed_forward")]  # fmt: skip
     masks = [
-        (hashes(COUNT, Draw(seed, sample).keys(0, layer, site)) >= round(rate * 2**32)).double()
-        for seed, sample, layer, site in draws
+        (hashes(COUNT, DropoutSeed(seed, sample).keys(0, layer, site)) >= round(rate * 2**32)).double()
+        for seed, sample, layer, site in cases
     ]
     spread = math.sqrt(rate * (1 - rate) / COUNT)
     for mask in masks:
@@ -61,9 +61,11 @@ def test_masks_look_independent(rate: float) -> None:
 
 def test_a_sample_has_its_mask_in_any_micro_batch() -> None:
     x = torch.ones(4, 8, 16, dtype=torch.float64)
-    together = drop_hidden(x, "attention", rate=0.3, draw=Draw(5, 10), layer=1)
+    together = hidden_dropout(x, "attention", rate=0.3, dropout_seed=DropoutSeed(5, 10), layer=1)
     for sample in range(4):
-        alone = drop_hidden(x[:1], "attention", rate=0.3, draw=Draw(5, 10 + sample), layer=1)
+        alone = hidden_dropout(
+            x[:1], "attention", rate=0.3, dropout_seed=DropoutSeed(5, 10 + sample), layer=1
+        )
         assert torch.equal(alone[0], together[sample])
     assert set(together.unique().tolist()) == {0.0, 1 / (1 - 0.3)}
 
@@ -72,10 +74,10 @@ def test_the_gradient_has_the_mask_of_the_forward() -> None:
     x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def drop(x: torch.Tensor) -> torch.Tensor:
-        return drop_hidden(x, "feed_forward", rate=0.5, draw=Draw(1, 0), layer=0)
+        return hidden_dropout(x, "feed_forward", rate=0.5, dropout_seed=DropoutSeed(1, 0), layer=0)
 
     assert torch.autograd.gradcheck(drop, (x.requires_grad_(),))
-    # Gradients may come with their dims in another order.
+    # The upstream gradient may be permuted in memory.
     out = drop(x)
     out.backward(torch.ones(4, 3, 2, dtype=torch.float64).permute(2, 1, 0))
     assert x.grad is not None and torch.equal(x.grad != 0, out != 0)
@@ -87,11 +89,11 @@ def test_attention_dropout_is_refused(tmp_path: Path) -> None:
 
 
 PLANS: dict[str, dict] = {
-    "unlike pipelines, micro-batches and widths": {"text": "1x4: 2@0,1 | 4@2 / 2x2: 6@3"},
-    "recomputed": {"text": "1x8: 2@0 | 4@1", "recompute": "full"},
-    "recomputed selectively": {"text": "2x4: 6@0", "recompute": "selective"},
+    "mixed pipelines, micro-batches and widths": {"text": "1x4: 2@0,1 | 4@2 / 2x2: 6@3"},
+    "full recompute": {"text": "1x8: 2@0 | 4@1", "recompute": "full"},
+    "selective recompute": {"text": "2x4: 6@0", "recompute": "selective"},
 }
-GIVEN = ("train.precision=fp64", "train.steps=2", "validation.every=2", "model.hidden_dropout=0.2")
+OVERRIDES = ("train.precision=fp64", "train.steps=2", "validation.every=2", "model.hidden_dropout=0.2")
 
 
 def difference(curve: list[dict], reference: list[dict], key: str) -> float:
@@ -99,33 +101,34 @@ def difference(curve: list[dict], reference: list[dict], key: str) -> float:
     return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
 
 
-def test_no_cut_changes_a_mask(
+def test_no_plan_changes_a_mask(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_file = make_project(tmp_path_factory.mktemp("project"))
-    run = run_config(run_file, *GIVEN)
-    curve = run_alone(Case(run_file, tmp_path / "alone", None, GIVEN))
-    without = run_alone(Case(run_file, tmp_path / "none", None, (*GIVEN, "model.hidden_dropout=0")))
+    run = run_config(run_file, *OVERRIDES)
+    curve = run_alone(Case(run_file, tmp_path / "alone", None, OVERRIDES))
+    without = run_alone(Case(run_file, tmp_path / "none", None, (*OVERRIDES, "model.hidden_dropout=0")))
     assert difference(curve, without, "loss") > 1e-5
     cases = {
-        name: Case(run_file, tmp_path / name, parse_plan(run, **plan), GIVEN) for name, plan in PLANS.items()
+        name: Case(run_file, tmp_path / name, parse_plan(run, **plan), OVERRIDES)
+        for name, plan in PLANS.items()
     }
     run_cases(list(cases.values()))
     for name, case in cases.items():
         ours = read_metrics(case.folder)
         assert difference(ours, curve, "loss") < 1e-12, name
         assert difference(ours, curve, "grad_norm") < 1e-11, name
-        # Nothing is dropped in validation: a mask there would be another one for other positions.
+        # Validation has no dropout: its masks would depend on the position in the data.
         assert ours[-1]["validation_loss"] == pytest.approx(curve[-1]["validation_loss"], rel=1e-12), name
-    # The control: masks that follow the place in the micro-batch instead of the place in the data.
-    keys = Draw.keys
+    # Control: masks that depend on the position in the micro-batch instead of the position in the data.
+    keys = DropoutSeed.keys
 
-    def by_place(draw: Draw, sample: int, layer: int, site: str) -> dropout.Keys:
-        return keys(Draw(draw.seed, 0), sample, layer, site)
+    def by_micro_batch(dropout_seed: DropoutSeed, sample: int, layer: int, site: str) -> dropout.Keys:
+        return keys(DropoutSeed(dropout_seed.seed, 0), sample, layer, site)
 
-    monkeypatch.setattr(Draw, "keys", by_place)
+    monkeypatch.setattr(DropoutSeed, "keys", by_micro_batch)
     sizes = [
-        run_alone(Case(run_file, tmp_path / f"size {n}", None, (*GIVEN, f"train.micro_batch_size={n}")))
+        run_alone(Case(run_file, tmp_path / f"size {n}", None, (*OVERRIDES, f"train.micro_batch_size={n}")))
         for n in (1, 2)
     ]
     assert difference(sizes[0], sizes[1], "loss") > 1e-5

@@ -1,4 +1,4 @@
-"""Generation against full forwards; the filters of sampling; refusals."""
+"""Generation against full forwards, the sampling filters, and errors."""
 
 from typing import Any
 
@@ -38,18 +38,18 @@ def test_greedy_equals_full_forwards(make_model, monkeypatch, prompt, switches):
     monkeypatch.setattr(generate_module, "PREFILL_CHUNK", 4)
     model = make_model()
     ours = list(generate(model, prompt, max_new_tokens=8, temperature=0, eod_id=EOD, **switches))
-    wanted = greedy_by_full_forwards(model, prompt, 8, **switches)
-    if EOD in wanted:
-        wanted = wanted[: wanted.index(EOD) + 1]
-    assert ours == wanted
+    expected = greedy_by_full_forwards(model, prompt, 8, **switches)
+    if EOD in expected:
+        expected = expected[: expected.index(EOD) + 1]
+    assert ours == expected
 
 
 def test_stops_after_the_end_of_a_document(make_model):
     model = make_model()
-    free = list(generate(model, [1, 2, 3], max_new_tokens=8, temperature=0))
-    assert len(free) == 8
-    stop = free[2]
-    until = free[: free.index(stop) + 1]
+    unlimited = list(generate(model, [1, 2, 3], max_new_tokens=8, temperature=0))
+    assert len(unlimited) == 8
+    stop = unlimited[2]
+    until = unlimited[: unlimited.index(stop) + 1]
     assert list(generate(model, [1, 2, 3], max_new_tokens=8, temperature=0, eod_id=stop)) == until
 
 
@@ -67,7 +67,7 @@ def test_streams(make_model):
     assert calls == ["step"] * 2
 
 
-def test_seed_decides_and_the_global_generator_is_left_alone(make_model):
+def test_the_seed_determines_the_tokens_and_the_global_generator_is_unused(make_model):
     model = make_model(init_std=0.1)
     before = torch.get_rng_state()
     runs = [list(generate(model, [1, 2], max_new_tokens=20, seed=seed)) for seed in (5, 5, 6)]
@@ -120,7 +120,7 @@ def test_prompts_of_unequal_length(make_model, monkeypatch, switches, attention,
     assert together == [list(generate(model, prompt, **options)) for prompt in PROMPTS]
 
 
-def test_draws_of_a_batch_are_those_of_its_prompts_alone(make_model):
+def test_a_batch_samples_the_same_tokens_as_its_prompts_alone(make_model):
     model = make_model(init_std=0.1)
     together = columns(generate_batch(model, PROMPTS, max_new_tokens=9, seed=5))
     alone = [list(generate(model, p, max_new_tokens=9, seed=5 + i)) for i, p in enumerate(PROMPTS)]
@@ -130,12 +130,12 @@ def test_draws_of_a_batch_are_those_of_its_prompts_alone(make_model):
 def test_a_batch_ends_with_its_last_prompt(make_model):
     model = make_model()
     options: dict[str, Any] = dict(max_new_tokens=8, temperature=0, reset_position_ids=False)
-    free = columns(generate_batch(model, PROMPTS[:2], **options))
-    stop = next(token for token in free[0] if token not in free[1])
+    unlimited = columns(generate_batch(model, PROMPTS[:2], **options))
+    stop = next(token for token in unlimited[0] if token not in unlimited[1])
     batch = columns(generate_batch(model, PROMPTS[:2], eod_id=stop, **options))
-    assert batch[1] == free[1] and len(batch[0]) == free[0].index(stop) + 1
+    assert batch[1] == unlimited[1] and len(batch[0]) == unlimited[0].index(stop) + 1
     same = list(generate_batch(model, [PROMPTS[0]] * 2, eod_id=stop, **options))
-    assert len(same) == free[0].index(stop) + 1
+    assert len(same) == unlimited[0].index(stop) + 1
 
 
 def test_no_prompt(make_model):
@@ -143,46 +143,46 @@ def test_no_prompt(make_model):
         generate_batch(make_model(), [], max_new_tokens=1)
 
 
-# The draw
+# Sampling
 
 LOGITS = torch.tensor([0.5, 0.1, 0.05, 0.3, 0.05]).log()
 
 
-def drawn(count=400, **options):
+def samples(count=400, **options):
     generator = torch.Generator().manual_seed(0)
     return [sample(LOGITS, Sampling(**options), generator) for _ in range(count)]
 
 
 def test_temperature_one_follows_the_probabilities():
-    counts = torch.bincount(torch.tensor(drawn(4000)), minlength=5) / 4000
+    counts = torch.bincount(torch.tensor(samples(4000)), minlength=5) / 4000
     torch.testing.assert_close(counts, LOGITS.exp(), rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 1e-40])
-def test_low_temperatures_take_the_most_probable(temperature):
-    assert set(drawn(20, temperature=temperature)) == {0}
+def test_low_temperatures_sample_the_most_probable_token(temperature):
+    assert set(samples(20, temperature=temperature)) == {0}
 
 
 def test_high_temperature_flattens():
-    assert drawn(temperature=50.0).count(4) > 40
+    assert samples(temperature=50.0).count(4) > 40
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(1, {0}), (2, {0, 3}), (3, {0, 1, 3}), (99, {0, 1, 2, 3, 4})])
 def test_top_k(top_k, kept):
-    assert set(drawn(top_k=top_k)) == kept
+    assert set(samples(top_k=top_k)) == kept
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(1e-9, {0}), (0.49, {0}), (0.6, {0, 3}), (0.85, {0, 1, 3})])
 def test_top_p_keeps_the_token_that_crosses_p(top_p, kept):
-    assert set(drawn(top_p=top_p)) == kept
+    assert set(samples(top_p=top_p)) == kept
 
 
-def test_top_p_counts_what_top_k_left():
-    """Of the two most probable, 0.5 / 0.8 = 0.625 reaches 0.6 alone."""
-    assert set(drawn(top_k=2, top_p=0.6)) == {0}
+def test_top_p_applies_after_top_k():
+    """Of the two most probable tokens, the first has 0.5 / 0.8 = 0.625, which reaches 0.6."""
+    assert set(samples(top_k=2, top_p=0.6)) == {0}
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -200,12 +200,12 @@ def test_top_p_counts_what_top_k_left():
         (dict(top_p=1.5), "top_p 1.5"),
     ],
 )
-def test_refusals_come_with_the_call(make_model, changes, message):
+def test_errors_are_raised_by_the_call(make_model, changes, message):
     arguments = {"prompt_ids": [1, 2], "max_new_tokens": 4, **changes}
     with pytest.raises(YuanError, match=message):
         generate(make_model(), **arguments)
 
 
-def test_a_part_does_not_generate(make_model):
+def test_a_stage_alone_does_not_generate(make_model):
     with pytest.raises(YuanError, match="only a whole model generates"):
         generate(make_model(layers=(0, 2)), [1], max_new_tokens=1)

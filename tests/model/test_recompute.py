@@ -1,4 +1,4 @@
-"""What a part keeps for its backward under each recompute, to the byte, beside the planner's count."""
+"""Bytes that a part of the model saves for its backward under each recompute: exactly the planner's count."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 from tests.support.memory import kept_bytes
 from yuan_train.config.model import ModelConfig
 from yuan_train.model.transformer import Transformer, init_weights
-from yuan_train.planner.workload import dear_layer_bytes, layer_activation_bytes, model_work
+from yuan_train.planner.costs.workload import layer_activation_bytes, model_work, selective_layer_bytes
 
 MODEL = ModelConfig(
     name="toy",
@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def kept_by(model: ModelConfig, dtype: torch.dtype, recompute: str, recompute_layers: int | None) -> int:
-    """Of a part without ends and two sequences of 48 tokens: its input is kept, its result not counted."""
+    """Bytes kept by a part without embedding and head, for two sequences of 48 tokens."""
     part = Transformer(
         model,
         embedding=False,
@@ -34,7 +34,7 @@ def kept_by(model: ModelConfig, dtype: torch.dtype, recompute: str, recompute_la
     )
     init_weights(part, seed=0)
     hidden_BSH = torch.randn(2, 48, 64).to(dtype).requires_grad_()
-    # The result is as large as the input, which stood before.
+    # The count includes the output, which is as large as the input, and not the input.
     return kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
 
 
@@ -44,20 +44,20 @@ def kept_by(model: ModelConfig, dtype: torch.dtype, recompute: str, recompute_la
     ("recompute", "layers"),
     [("none", None), ("selective", None), ("full", None), ("selective", 3), ("full", 1)],
 )
-def test_kept_bytes_are_those_of_the_planner(attention, precision, recompute, layers):
+def test_kept_bytes_equal_the_planners(attention, precision, recompute, layers):
     model = replace(MODEL, attention=attention)
     work = model_work(
         model, sequence_length=48, micro_batch_size=2, precision=precision, logit_rows=48, tensor_parallel=1
     )
     count = MODEL.num_layers if layers is None else layers
-    wanted = count * work.layer.kept_bytes(recompute) + (4 - count) * work.layer.kept_bytes("none")
-    # The rotary tables, cosine and sine, are made once for all layers.
+    expected = count * work.layer.kept_bytes(recompute) + (4 - count) * work.layer.kept_bytes("none")
+    # The rotary tables, cosine and sine, are computed once for all layers.
     tables = 48 * MODEL.head_dim * (8 if precision == "fp64" else 4)
-    assert kept_by(model, DTYPES[precision], recompute, layers) == wanted + tables
+    assert kept_by(model, DTYPES[precision], recompute, layers) == expected + tables
 
 
-def test_selective_recompute_lets_two_fifths_go():
-    """H = P, F = 4H: of 27 hidden states 16 are kept, in any width of number."""
+def test_selective_recompute_frees_two_fifths():
+    """H = P, F = 4H: of 27 hidden states 16 are kept, in any precision."""
     for precision in ("bf16", "fp32"):
-        whole, dear = layer_activation_bytes(MODEL, precision), dear_layer_bytes(MODEL, precision)
-        assert 0.58 < dear / whole < 0.61
+        saved_by_all = layer_activation_bytes(MODEL, precision)
+        assert 0.58 < selective_layer_bytes(MODEL, precision) / saved_by_all < 0.61

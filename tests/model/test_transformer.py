@@ -21,11 +21,11 @@ PUBLISHED = {
     "51B": ((42, 8192, 64), 51_842_105_344),
     "102B": ((84, 8192, 64), 102_577_954_816),
 }
-EVERYTHING = dict(reset_position_ids=True, reset_attention=True, reset_filter=True)
+ALL_RESETS = dict(reset_position_ids=True, reset_attention=True, reset_filter=True)
 
 
 def resets_of(tokens_BS, **switches):
-    return vars(find_resets(tokens_BS, eod_id=EOD, **{**EVERYTHING, **switches}))
+    return vars(find_resets(tokens_BS, eod_id=EOD, **{**ALL_RESETS, **switches}))
 
 
 def close(a, b):
@@ -57,7 +57,7 @@ def test_parameter_names_and_shapes(make_model):
 
 @pytest.mark.parametrize("attention", ["localized_filter", "plain"])
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_every_part_has_its_share_of_the_names(make_model, attention, tie_embeddings):
+def test_every_part_has_its_subset_of_the_names(make_model, attention, tie_embeddings):
     options = dict(attention=attention, tie_embeddings=tie_embeddings)
     whole = dict(make_model(**options).named_parameters())
     first = dict(make_model(layers=(0, 1), head=False, **options).named_parameters())
@@ -97,12 +97,12 @@ def test_published_sizes(size):
 @pytest.mark.parametrize("attention", ["localized_filter", "plain"])
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 @pytest.mark.parametrize("head_dim", [0, 6])
-def test_config_counts_what_is_built(make_model, attention, tie_embeddings, head_dim):
+def test_config_counts_the_parameters_of_the_model(make_model, attention, tie_embeddings, head_dim):
     model = make_model(attention=attention, tie_embeddings=tie_embeddings, head_dim=head_dim)
     assert sum(p.numel() for p in model.parameters()) == model.config.parameters
 
 
-def test_sharding_says_one_word_for_every_module(make_model):
+def test_sharding_matches_every_module_once(make_model):
     modules = {name.rpartition(".")[0] for name, _ in make_model(tie_embeddings=False).named_parameters()}
     for module in modules:
         assert sum(fnmatch(module, pattern) for pattern in SHARDING) == 1, module
@@ -110,7 +110,7 @@ def test_sharding_says_one_word_for_every_module(make_model):
     assert set(ROW_BLOCKS) <= set(SHARDING)
 
 
-def test_refusals(make_config):
+def test_errors(make_config):
     with pytest.raises(ValueError, match=r"layers \[2, 4\) do not lie within \[0, 3\)"):
         Transformer(make_config(), layers=(2, 4))
     with pytest.raises(ValueError, match="recompute 'some' is unknown"):
@@ -154,22 +154,22 @@ def test_initial_values_depend_on_seed_and_name_only(make_model):
     assert not torch.equal(wide, initial_weight(model.config, name, (24, 24), seed=6))
 
 
-# Numbers
+# Results
 
 
 def test_parts_compose(make_model, tokens_BS):
     options = resets_of(tokens_BS)
     whole = make_model()
-    wanted = whole(tokens_BS, **options)
+    expected = whole(tokens_BS, **options)
     hidden = make_model(layers=(0, 0), head=False)(tokens_BS)
     hidden = make_model(layers=(0, 2), embedding=False, head=False)(hidden, **options)
     last = make_model(layers=(2, 3), embedding=False)
-    assert torch.equal(last(hidden, **options), wanted)
-    assert torch.equal(last.loss(wanted, tokens_BS), whole.loss(wanted, tokens_BS))
+    assert torch.equal(last(hidden, **options), expected)
+    assert torch.equal(last.loss(expected, tokens_BS), whole.loss(expected, tokens_BS))
 
 
 def test_plain_attention_by_hand(make_model):
-    """One layer written out: which rows are queries and which keys, the scale, the gate."""
+    """One layer written out: the rows of queries and keys, the scale, the gate."""
     model = make_model(num_layers=1, attention="plain", head_dim=6)
     block = model.blocks[0]
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
@@ -185,13 +185,13 @@ def test_plain_attention_by_hand(make_model):
         -torch.arange(0, 6, 2).double() / 6
     )
 
-    def turn(x):
+    def rotate(x):
         a, b = x[..., :3], x[..., 3:]
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
     heads = []
     for j in range(3):
-        scores = turn(query[j]) @ turn(key[j]).mT / math.sqrt(6)
+        scores = rotate(query[j]) @ rotate(key[j]).mT / math.sqrt(6)
         scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
         heads.append(scores.softmax(-1) @ value[:, :, j])
     x = x + torch.cat(heads, -1) @ block.attention.out.weight.T
@@ -204,7 +204,7 @@ def test_plain_attention_by_hand(make_model):
 def test_packed_documents_equal_separate_ones(make_model, tokens_BS, attention):
     model = make_model(attention=attention)
     packed = model(tokens_BS, **resets_of(tokens_BS)).flatten(0, 1)
-    ranges = find_resets(tokens_BS, eod_id=EOD, **EVERYTHING).document_ranges
+    ranges = find_resets(tokens_BS, eod_id=EOD, **ALL_RESETS).document_ranges
     assert ranges is not None and len(ranges) == 6
     for first, last in ranges:
         close(packed[first:last], model(tokens_BS.flatten()[first:last][None])[0])
@@ -212,11 +212,11 @@ def test_packed_documents_equal_separate_ones(make_model, tokens_BS, attention):
 
 def test_each_switch_resets_its_own_part(make_model, tokens_BS):
     model = make_model()
-    off = dict(reset_position_ids=False, reset_attention=False, reset_filter=False)
+    all_off = dict(reset_position_ids=False, reset_attention=False, reset_filter=False)
     plain = model(tokens_BS)
-    close(model(tokens_BS, **resets_of(tokens_BS, **off)), plain)
-    for switch in off:
-        differs = (model(tokens_BS, **resets_of(tokens_BS, **{**off, switch: True})) - plain).abs() > 1e-9
+    close(model(tokens_BS, **resets_of(tokens_BS, **all_off)), plain)
+    for switch in all_off:
+        differs = (model(tokens_BS, **resets_of(tokens_BS, **{**all_off, switch: True})) - plain).abs() > 1e-9
         # Sequence 0 ends its first document at token 4, sequence 1 at token 0.
         assert not differs[0, :5].any() and differs[0, 5:].any(dim=-1).all(), switch
 
@@ -227,7 +227,7 @@ def test_gradients_of_packed_documents_equal_separate_ones(make_model, tokens_BS
     model.loss(model(tokens_BS, **resets_of(tokens_BS)), targets).backward()
     packed = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    for first, last in find_resets(tokens_BS, eod_id=EOD, **EVERYTHING).document_ranges or ():
+    for first, last in find_resets(tokens_BS, eod_id=EOD, **ALL_RESETS).document_ranges or ():
         model.loss(
             model(tokens_BS.flatten()[first:last][None]), targets.flatten()[None, first:last]
         ).backward()
@@ -240,12 +240,12 @@ def test_loss_equals_logits_and_cross_entropy(make_model, tokens_BS):
     targets = tokens_BS.roll(-1, 1)
     targets[0, 3] = IGNORE_INDEX
     hidden = model(tokens_BS)
-    wanted = F.cross_entropy(model.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
-    close(model.loss(hidden, targets), wanted.sum())
-    close(model.loss(hidden, targets, reduction="none"), wanted.view(2, 12))
+    expected = F.cross_entropy(model.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
+    close(model.loss(hidden, targets), expected.sum())
+    close(model.loss(hidden, targets, reduction="none"), expected.view(2, 12))
 
 
-def test_a_future_token_changes_nothing(make_model, tokens_BS):
+def test_future_tokens_have_no_influence(make_model, tokens_BS):
     model = make_model()
     other = tokens_BS.clone()
     other[:, 7:] = 30
@@ -265,10 +265,10 @@ def test_recompute_changes_no_bit(make_model, tokens_BS, dtype):
         assert torch.isfinite(a).all() and all(torch.equal(a, b) for b in others)
 
 
-def test_recompute_keeps_less(make_model, tokens_BS):
+def test_full_recompute_saves_less(make_model, tokens_BS):
     kept = {}
     for recompute, layers in (("none", None), ("full", None), ("full", 1)):
-        # What selective recompute keeps is counted in test_recompute.py: its hooks stand before these.
+        # Selective recompute has its own hooks, which run before these; test_recompute.py counts its bytes.
         model = make_model(recompute=recompute, recompute_layers=layers)
         sizes = []
 
@@ -280,14 +280,14 @@ def test_recompute_keeps_less(make_model, tokens_BS):
             model(tokens_BS)
         kept[recompute, layers] = sum(sizes)
     assert kept["full", None] < kept["none", None] / 3
-    # The first layer gives up what a layer gives up, and the others nothing.
+    # With recompute_layers=1, the saved elements fall by one layer's share.
     num_layers = model.config.num_layers
     saved = (kept["none", None] - kept["full", None]) / num_layers
     assert kept["none", None] - kept["full", 1] == saved and num_layers > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_narrow_dtypes_follow_the_wide_model(make_model, tokens_BS, dtype):
+def test_narrow_dtypes_agree_with_fp64(make_model, tokens_BS, dtype):
     wide, narrow = make_model(init_std=0.1), make_model(init_std=0.1, dtype=dtype)
     a, b = wide(tokens_BS), narrow(tokens_BS)
     assert b.dtype == dtype
@@ -295,7 +295,7 @@ def test_narrow_dtypes_follow_the_wide_model(make_model, tokens_BS, dtype):
 
 
 def test_rotary_tables_are_never_narrow():
-    """bf16 cannot tell position 8191 from 8192; the tables can."""
+    """bf16 cannot represent the difference between positions 8191 and 8192; the tables must."""
     positions = torch.tensor([[8191, 8192]])
     cos, _ = rotary_tables(positions, head_dim=8, base=10000.0, dtype=torch.bfloat16)
     assert cos.dtype == torch.float32
@@ -318,7 +318,7 @@ def test_cached_forward_equals_the_whole(make_model, tokens_BS, chunks, attentio
 @pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 4, 2]])
 def test_cached_forward_resets_documents(make_model, tokens_BS, chunks):
     model = make_model()
-    resets = find_resets(tokens_BS, eod_id=EOD, **EVERYTHING)
+    resets = find_resets(tokens_BS, eod_id=EOD, **ALL_RESETS)
     assert resets.positions is not None and resets.document_start is not None
     visible_from = torch.arange(12) - resets.positions
     cache = model.new_cache(batch_size=2, max_length=20)
@@ -341,7 +341,7 @@ def test_cached_parts_compose(make_model, tokens_BS):
     close(torch.cat(out, dim=1), make_model()(tokens_BS))
 
 
-def test_a_full_cache_refuses(make_model, tokens_BS):
+def test_a_full_cache_is_an_error(make_model, tokens_BS):
     model = make_model()
     cache = model.new_cache(batch_size=2, max_length=6)
     model.forward_cached(tokens_BS[:, :4], cache)

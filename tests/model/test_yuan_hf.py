@@ -1,4 +1,4 @@
-"""A small model written by the published Hugging Face class, with its logits and greedy tokens."""
+"""A small model written by the published Hugging Face class: our logits and greedy tokens equal its own."""
 
 import json
 from pathlib import Path
@@ -30,10 +30,10 @@ def read_config() -> ModelConfig:
 
 
 def read_weights(num_layers: int) -> dict[str, torch.Tensor]:
-    """The published names to ours.
+    """The published weights under our names.
 
     q_proj and k_proj are the halves of one query-key matrix whose rows are interleaved per head, not
-    queries and keys; up_proj, not gate_proj, takes the silu.
+    queries and keys; silu is applied to up_proj, not gate_proj.
     """
     hf = load_file(GOLDEN / "model.safetensors")
     weights = {

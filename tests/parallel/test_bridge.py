@@ -1,4 +1,4 @@
-"""Messages by way of host memory, where a card is at hand."""
+"""Messages via host memory; needs a CUDA device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def test_a_message_leaves_a_card_through_pinned_memory() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     sent = torch.randn(3, 5, 7, dtype=torch.bfloat16, device="cuda")
-    waiting = _host_copy(sent)
-    assert waiting.device.type == "cpu" and waiting.is_pinned()
-    assert torch.equal(waiting.to("cuda", copy=True), sent)
+    copied = _host_copy(sent)
+    assert copied.device.type == "cpu" and copied.is_pinned()
+    assert torch.equal(copied.to("cuda", copy=True), sent)

@@ -1,4 +1,4 @@
-"""The loss curve does not depend on the plan: any cut of the model against one process."""
+"""The loss curve does not depend on the plan: partitions of the model against one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUTS = {
     "1-4-1": [[1, 4, 1]],
     "embedding alone": [[0, 3, 3]],
     "head alone": [[3, 3, 0]],
-    "a stage of nothing": [[3, 0, 3]],
+    "an empty stage": [[3, 0, 3]],
     "two pipelines": [[2, 4], [2, 4]],
     "four pipelines": [[6], [6], [6], [6]],
 }
@@ -31,7 +31,9 @@ def largest_difference(curve: list[dict], reference: list[dict], key: str = "los
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_every_cut_gives_the_curve_of_one_process(run_file: Path, tmp_path: Path, precision: str) -> None:
+def test_every_partition_gives_the_curve_of_one_process(
+    run_file: Path, tmp_path: Path, precision: str
+) -> None:
     overrides = (f"train.precision={precision}",)
     run = run_config(run_file, *overrides)
     cases = [Case(run_file, tmp_path / name, make_plan(run, cuts), overrides) for name, cuts in CUTS.items()]
@@ -47,7 +49,9 @@ def test_every_cut_gives_the_curve_of_one_process(run_file: Path, tmp_path: Path
         )
 
 
-def test_schedules_recompute_and_micro_batches_do_not_matter(run_file: Path, tmp_path: Path) -> None:
+def test_schedule_recompute_and_micro_batch_size_do_not_change_the_curve(
+    run_file: Path, tmp_path: Path
+) -> None:
     run = run_config(run_file)
     plans = {
         "gpipe": make_plan(run, [[1, 2, 3]], schedule="gpipe"),
@@ -74,8 +78,8 @@ def test_an_untied_head_with_plain_attention_and_all_resets(tmp_path: Path) -> N
     assert largest_difference(read_metrics(case.folder), reference) < TOLERANCE["fp32"]
 
 
-def test_bf16_keeps_fp32_masters_under_any_cut(run_file: Path, tmp_path: Path) -> None:
-    # Rounding in bf16 is the same whatever the cut, for each micro-batch is computed the same way.
+def test_bf16_keeps_fp32_masters_under_any_partition(run_file: Path, tmp_path: Path) -> None:
+    # The partition does not change bf16 rounding, because each micro-batch is computed the same way.
     overrides = ("train.precision=bf16",)
     run = run_config(run_file, *overrides)
     case = Case(run_file, tmp_path / "cut", make_plan(run, [[2, 3, 1]]), overrides)
@@ -87,10 +91,10 @@ def test_bf16_keeps_fp32_masters_under_any_cut(run_file: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("cut", ["1-4-1", "two pipelines"])
-def test_without_the_gradient_sum_the_curve_is_another(run_file: Path, tmp_path: Path, cut: str) -> None:
-    # The control of the tests above: a tied embedding, or two pipelines, need the sum over owners.
+def test_without_the_gradient_all_reduce_the_curve_differs(run_file: Path, tmp_path: Path, cut: str) -> None:
+    # The negative control of the tests above: a tied embedding, or two pipelines, need the all-reduce.
     run = run_config(run_file)
-    case = Case(run_file, tmp_path / "off", make_plan(run, CUTS[cut]), without="gradient_sum")
+    case = Case(run_file, tmp_path / "off", make_plan(run, CUTS[cut]), without="grad_all_reduce")
     reference = run_alone(Case(run_file, tmp_path / "alone"))
     run_cases([case])
     assert largest_difference(read_metrics(case.folder), reference) > 1e-3

@@ -1,4 +1,4 @@
-"""The executor on one process with messages handed over by hand: gradients, and memory that stays flat."""
+"""The executor in one process, with an in-memory bridge: gradients, and memory by in-flight depth."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.schedule.check import peak_in_flight
+from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import Step
-from yuan_train.schedule.tables import forward_only, make_table
 
 
-class Post:
-    """Messages between stages that run one after the other in one process."""
+class Mailbox:
+    """Messages between stages that take turns in one process."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, int, int], torch.Tensor] = {}
@@ -25,28 +25,28 @@ class Post:
         self.most_held = max(self.most_held, len(self.held))
 
 
-class HandBridge:
-    """Stands in for a bridge: what is sent is there at once."""
+class MemoryBridge:
+    """A bridge whose messages arrive at once, through a mailbox."""
 
-    def __init__(self, post: Post) -> None:
-        self.post_office = post
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
 
     def post(self, step: Step) -> None:
         pass
 
     def take(self, step: Step) -> torch.Tensor:
-        return self.post_office.held.pop((step.kind.removeprefix("receive_"), step.stage, step.micro_batch))
+        return self.mailbox.held.pop((step.kind.removeprefix("receive_"), step.stage, step.micro_batch))
 
     def send(self, step: Step, tensor: torch.Tensor) -> None:
         peer = step.stage + (1 if step.kind == "send_activation" else -1)
-        self.post_office.put(step.kind.removeprefix("send_"), peer, step.micro_batch, tensor.detach().clone())
+        self.mailbox.put(step.kind.removeprefix("send_"), peer, step.micro_batch, tensor.detach().clone())
 
     def drain(self) -> None:
         pass
 
 
 class Scale:
-    """A stage that multiplies by a weight; the last one also sums up to a loss."""
+    """A stage that multiplies by a weight; the last stage also sums its output to a loss."""
 
     def __init__(self, weight: float, *, first: bool, last: bool) -> None:
         self.weight = torch.tensor(weight, dtype=torch.float64, requires_grad=True)
@@ -70,7 +70,7 @@ class Scale:
 
 
 class Stepper:
-    """Runs the lanes of all stages by turns, a step whenever its message is there."""
+    """Runs the rank programs of all stages in turns, each step when its message has arrived."""
 
     def __init__(
         self,
@@ -80,45 +80,48 @@ class Stepper:
         in_flight: tuple[int, ...] | None = None,
     ) -> None:
         num_stages = len(weights)
-        self.table = (
+        self.schedule = (
             forward_only(num_stages=num_stages, num_micro_batches=num_micro_batches)
             if schedule == "forward_only"
-            else make_table(
+            else make_schedule(
                 schedule, num_stages=num_stages, num_micro_batches=num_micro_batches, in_flight=in_flight
             )
         )
         self.works = [Scale(w, first=s == 0, last=s == num_stages - 1) for s, w in enumerate(weights)]
-        self.post = Post()
+        self.mailbox = Mailbox()
         self.executors = [
-            Executor({s: work}, HandBridge(self.post), Stopwatch(torch.device("cpu")))  # pyright: ignore
+            Executor({s: work}, MemoryBridge(self.mailbox), Stopwatch(torch.device("cpu")))  # pyright: ignore
             for s, work in enumerate(self.works)
         ]
         self.most_kept = [0] * num_stages
 
     def run(self) -> None:
-        lanes = [self.executors[s].steps(lane) for s, lane in enumerate(self.table)]
-        pending = [next(lane, None) for lane in lanes]
+        programs = [self.executors[s].steps(program) for s, program in enumerate(self.schedule)]
+        pending = [next(program, None) for program in programs]
         while any(step is not None for step in pending):
             moved = False
             for s, step in enumerate(pending):
                 if step is not None and self._ready(step):
-                    pending[s] = next(lanes[s], None)
-                    self.most_kept[s] = max(self.most_kept[s], self.executors[s].num_kept)
+                    pending[s] = next(programs[s], None)
+                    self.most_kept[s] = max(
+                        self.most_kept[s],
+                        len(self.executors[s]._kept),  # pyright: ignore[reportPrivateUsage]
+                    )
                     moved = True
             assert moved, "deadlock"
 
     def _ready(self, step: Step) -> bool:
-        last = len(self.table) - 1
+        last = len(self.schedule) - 1
         if step.kind == "forward" and step.stage > 0:
-            return ("activation", step.stage, step.micro_batch) in self.post.held
+            return ("activation", step.stage, step.micro_batch) in self.mailbox.held
         if step.kind == "backward" and step.stage < last:
-            return ("gradient", step.stage, step.micro_batch) in self.post.held
+            return ("gradient", step.stage, step.micro_batch) in self.mailbox.held
         return True
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 7])
-def test_gradients_are_those_of_the_whole(schedule: str, num_micro_batches: int) -> None:
+def test_gradients_equal_those_of_the_whole_model(schedule: str, num_micro_batches: int) -> None:
     stepper = Stepper(schedule, num_micro_batches, [2.0, 3.0, 5.0])
     stepper.run()
     # loss = sum over m of 2 (m + 1) w0 w1 w2
@@ -127,20 +130,20 @@ def test_gradients_are_those_of_the_whole(schedule: str, num_micro_batches: int)
     assert gradients == [total * 15.0, total * 10.0, total * 6.0]
 
 
-def test_what_is_kept_follows_the_table_and_not_the_number_of_micro_batches() -> None:
+def test_kept_outputs_follow_the_schedule_and_not_the_number_of_micro_batches() -> None:
     for num_micro_batches in (8, 64):
         stepper = Stepper("1f1b", num_micro_batches, [1.0, 1.0, 1.0])
         stepper.run()
-        assert stepper.most_kept == [peak_in_flight(lane) for lane in stepper.table] == [3, 2, 1]
-        assert not stepper.post.held and stepper.post.most_held <= 3
+        assert stepper.most_kept == [peak_in_flight(program) for program in stepper.schedule] == [3, 2, 1]
+        assert not stepper.mailbox.held and stepper.mailbox.most_held <= 3
 
 
 @pytest.mark.parametrize("in_flight", [(3, 2, 1), (5, 4, 1), (7, 3, 3), (2, 1, 1)])
-def test_memory_follows_the_depth_of_the_plan(in_flight: tuple[int, ...]) -> None:
+def test_memory_follows_the_in_flight_depth_of_the_plan(in_flight: tuple[int, ...]) -> None:
     stepper = Stepper("1f1b", 16, [1.0, 1.0, 1.0], in_flight)
     stepper.run()
     assert tuple(stepper.most_kept) == in_flight
-    assert not stepper.post.held
+    assert not stepper.mailbox.held
 
 
 def test_evaluation_keeps_nothing() -> None:
@@ -151,7 +154,7 @@ def test_evaluation_keeps_nothing() -> None:
 
 
 class Clock:
-    """Time that passes only when a test says so."""
+    """Stands in for the `time` module; time passes only in `work` and `sleep`."""
 
     def __init__(self) -> None:
         self.now = self.worked = 0.0
@@ -170,14 +173,14 @@ class Clock:
         self.now += processor + waiting
 
 
-def test_a_simulated_slow_card_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
     watch = Stopwatch(torch.device("cpu"), slowdown=4.0)
     with watch.running():
         clock.work(processor=1.0, waiting=0.5)
     assert watch.read() == 4.0
-    # Where other processes took the processor away for longer than that, nothing is added.
+    # If other processes have delayed the work for longer than that, no sleep is added.
     with watch.running():
         clock.work(processor=1.0, waiting=9.0)
     assert watch.read() == 10.0 and watch.read() == 0.0

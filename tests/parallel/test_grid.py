@@ -1,4 +1,4 @@
-"""Coordinates: every rank has one place, buckets cover the model once. No process is started."""
+"""Rank coordinates, edges, buckets: every rank and every unit occurs once. No process is started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.project import MODEL, make_plan, parse_plan
-from yuan_train.config.load import Document, build
+from yuan_train.config.document import Document
+from yuan_train.config.load import build
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel.grid import Bucket, Grid, unit_of
@@ -31,27 +32,29 @@ def plan_of(cuts: list[list[int]], *, tied: bool = True) -> Plan:
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any), st.integers(1, 4), st.booleans())
-def test_every_rank_and_every_unit_has_its_place(cut: list[int], num_pipelines: int, tied: bool) -> None:
+def test_every_rank_has_coordinates_and_every_unit_a_bucket(
+    cut: list[int], num_pipelines: int, tied: bool
+) -> None:
     plan = plan_of([cut] * num_pipelines, tied=tied)
     grid = Grid(plan)
-    assert [place.rank for place in grid.places] == list(range(plan.world_size))
+    assert [coord.rank for coord in grid.coords] == list(range(plan.world_size))
     units = [unit for bucket in grid.buckets for unit in bucket.units]
     assert units == ["embedding", *(f"layers.{i}" for i in range(sum(cut))), "head"]
     for bucket in grid.buckets:
         per_pipeline = 2 if tied and bucket.units == ("embedding",) and len(cut) > 1 else 1
         assert len(bucket.owners) == per_pipeline * num_pipelines
     assert len(set(grid.edges)) == len(grid.edges) == 2 * num_pipelines * (len(cut) - 1)
-    shares = sorted((grid.first_sequence(place), grid.pipeline(place).num_sequences) for place in grid.places)
+    shares = sorted((grid.first_sequence(coord), grid.pipeline(coord).num_sequences) for coord in grid.coords)
     assert {first for first, _ in shares} == set(range(0, num_pipelines))
 
 
 def test_peers_stay_within_their_pipeline() -> None:
     grid = Grid(plan_of([[1, 2], [1, 2]]))
-    assert [grid.peer(place, 1 - place.stages[0], 0) for place in grid.places] == [1, 0, 3, 2]
+    assert [grid.peer(coord, 1 - coord.stages[0], 0) for coord in grid.coords] == [1, 0, 3, 2]
 
 
-def test_wide_owners_meet_in_slices() -> None:
-    # Widths 2 and 3 meet in six slices; a rank of the first holds three of them, one of the second two.
+def test_owners_of_different_widths_share_slices() -> None:
+    # Widths 2 and 3 need six slices; a rank of the first owner holds three of them, one of the second two.
     bucket = Bucket(("layers.0",), ((0, 1), (2, 3, 4)))
     assert bucket.num_slices == 6
     assert [list(bucket.slices_of(rank)) for rank in range(6)] == [
@@ -69,18 +72,18 @@ def test_replicas_and_virtual_stages() -> None:
     run = run_of(6, 8)
     replicated = Grid(parse_plan(run, "1x8: 3@0;1 | 3@2,3"))
     assert replicated.workers(0) == ((0, 1), (2,)) and replicated.replicas(0) == ((0,), (1,), (2, 3))
-    assert [replicated.peer(replicated.places[2], 0, m) for m in range(4)] == [0, 1, 0, 1]
+    assert [replicated.peer(replicated.coords[2], 0, m) for m in range(4)] == [0, 1, 0, 1]
     looped = Grid(parse_plan(run, "1x8: 1@0|2@1|2@0|1@1", schedule="interleaved_1f1b"))
-    assert looped.places[0].stages == (0, 2) and looped.workers(0) == ((0,), (1,), (0,), (1,))
-    # Rank 1 sends activations to rank 0 and gradients too: two edges.
+    assert looped.coords[0].stages == (0, 2) and looped.workers(0) == ((0,), (1,), (0,), (1,))
+    # Rank 1 sends both activations and gradients to rank 0: two edges.
     assert len(set(looped.edges)) == len(looped.edges) == 6
 
 
 def test_ten_thousand_ranks() -> None:
     plan = plan_of([[1] * 10] * 1000)
     grid = Grid(plan)
-    assert len(grid.places) == 10_000 and grid.places[9_999].stages == (9,)
-    # The embedding is tied to the head, so it stands alone; the head goes with the last layer.
+    assert len(grid.coords) == 10_000 and grid.coords[9_999].stages == (9,)
+    # The tied embedding has owners of its own, hence its own bucket; the head shares the last layer's.
     assert len(grid.buckets) == 11
 
 

@@ -1,4 +1,4 @@
-"""fp16 with a loss scale under any plan against one process: curve, scales, skipped steps, resume."""
+"""fp16 with a loss scale under several plans against one process: curve, scales, skipped steps, resume."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.checkpoint.names import MANIFEST, STATE, step_name
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
-from yuan_train.train.state import Scaler
+from yuan_train.train.state import LossScaler
 
 PLANS: dict[str, dict] = {
-    "unlike pipelines": {"text": "1x5: 4@0 | 2@1 / 1x3: 6@2"},
-    "shared state of unlike widths": {"text": "1x5: 4@0,1 | 2@2 / 1x3: 6@3", "optimizer_sharding": True},
+    "mixed pipelines": {"text": "1x5: 4@0 | 2@1 / 1x3: 6@2"},
+    "sharded state of different widths": {"text": "1x5: 4@0,1 | 2@2 / 1x3: 6@3", "optimizer_sharding": True},
     "recomputed, zero bubble": {
         "text": "1x8: 1@0 | 2@1 | 2@1 | 1@0",
         "schedule": "zero_bubble",
@@ -27,8 +27,8 @@ PLANS: dict[str, dict] = {
     },
 }
 STEPS = 6
-# The first steps overflow, then the scale stands, then it grows.
-HIGH = "train.loss_scale={initial: 2097152, growth_steps: 2}"
+# The first steps overflow and halve the scale, then it stays, then it grows.
+HIGH = "train.loss_scale={initial: 2097152, growth_interval: 2}"
 
 
 def overrides(precision: str, *more: str, folder: Path | None = None) -> tuple[str, ...]:
@@ -44,8 +44,8 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose table and head are apart: their gradients, added in fp16 where one card has both, overflow
-    before either does, so that a tied model's scale may fall by a step more under one cut than another."""
+    """A run with an untied head. A card with both uses of a tied embedding adds their gradients in fp16; the
+    sum overflows before either does, so the scale of a tied model may halve once more under some plans."""
     return make_project(tmp_path_factory.mktemp("untied"), model={"tie_embeddings": False})
 
 
@@ -76,18 +76,18 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_the_scale_falls_stands_and_grows() -> None:
-    config = run_config_of(initial=1024.0, growth_steps=2, minimum=256.0)
-    scaler = Scaler(1024.0)
+def test_the_scale_halves_stays_and_grows() -> None:
+    config = run_config_of(initial=1024.0, growth_interval=2, minimum=256.0)
+    scaler = LossScaler(1024.0)
     seen = []
     for skipped in (True, False, True, True, False, False, False, False):
         scaler = scaler.after(config, skipped=skipped)
         seen.append(scaler.scale)
     assert seen == [512, 512, 256, 256, 256, 512, 512, 1024]
-    still = run_config_of(initial=8.0, growth_steps=0, minimum=1.0)
-    scaler = Scaler(8.0)
+    constant = run_config_of(initial=8.0, growth_interval=0, minimum=1.0)
+    scaler = LossScaler(8.0)
     for _ in range(5):
-        scaler = scaler.after(still, skipped=False)
+        scaler = scaler.after(constant, skipped=False)
     assert scaler.scale == 8.0
 
 
@@ -97,7 +97,7 @@ def run_config_of(**keys: float):
     return LossScaleConfig(**keys)  # pyright: ignore[reportArgumentType]
 
 
-def test_fp16_under_any_plan(untied: Path, tmp_path: Path) -> None:
+def test_fp16_under_several_plans(untied: Path, tmp_path: Path) -> None:
     """The same steps are skipped at the same scales, and the losses differ by fp16's rounding alone."""
     run_file = untied
     given = overrides("fp16", HIGH)
@@ -126,18 +126,21 @@ def test_fp16_follows_fp32(run_file: Path, tmp_path: Path) -> None:
     assert "loss_scale" not in full[0]
     assert 1e-6 < difference(half, full) < 5e-3
     assert difference(half, full, "grad_norm") < 2e-2
-    # Micro-batches of another size, and a tied table on two cards.
+    # Micro-batches of another size, and a tied embedding on two cards.
     plan = parse_plan(run_config(run_file, *overrides("fp16")), "1x4: 4@0 | 2@1 / 2x2: 6@2")
     cut = Case(run_file, tmp_path / "cut", plan, overrides("fp16"))
     run_cases([cut])
     assert difference(read_metrics(cut.folder), half) < 2e-3
 
 
-def test_a_scale_changes_no_digit(run_file: Path, tmp_path: Path) -> None:
-    """Powers of two are exact: fp64 with a scale is fp64 without one, to the bit, moments included."""
+def test_a_scale_changes_no_bit(run_file: Path, tmp_path: Path) -> None:
+    """Powers of two are exact: fp64 with a scale equals fp64 without one, bit for bit, moments included."""
     plain, scaled = (
         {"folder": tmp_path / name, "more": more}
-        for name, more in (("plain", ()), ("scaled", ("train.loss_scale={initial: 1024, growth_steps: 3}",)))
+        for name, more in (
+            ("plain", ()),
+            ("scaled", ("train.loss_scale={initial: 1024, growth_interval: 3}",)),
+        )
     )
     run = run_config(run_file, *overrides("fp64"))
     steps = ("train.steps=5",)
@@ -165,10 +168,10 @@ def test_a_scale_changes_no_digit(run_file: Path, tmp_path: Path) -> None:
         assert same(*(tensors_in(kind["folder"] / f"{name} ck") for kind in (plain, scaled))), name
 
 
-def test_a_skipped_step_leaves_every_rank_as_it_was(run_file: Path, tmp_path: Path) -> None:
-    """Three steps that all overflow: the weights of the beginning, and no moments."""
+def test_a_skipped_step_changes_no_rank(run_file: Path, tmp_path: Path) -> None:
+    """After three steps that all overflow, the weights are the initial ones and the moments are zero."""
     few = ("train.steps=3", "train.loss_scale={initial: 1099511627776}")
-    plan = PLANS["shared state of unlike widths"]
+    plan = PLANS["sharded state of different widths"]
     run = run_config(run_file, *overrides("fp16", *few))
     case = Case(
         run_file, tmp_path / "cut", parse_plan(run, **plan), overrides("fp16", *few, folder=tmp_path / "ck")
@@ -189,42 +192,44 @@ def test_a_skipped_step_leaves_every_rank_as_it_was(run_file: Path, tmp_path: Pa
     assert state["skipped"] == 3 and state["scaler"] == {"scale": 2.0**37, "good_steps": 0}
 
 
-def test_without_the_common_norm_ranks_would_part(run_file: Path, tmp_path: Path) -> None:
+def test_without_the_norm_all_reduce_ranks_diverge(run_file: Path, tmp_path: Path) -> None:
     given = overrides("fp16", HIGH)
-    plan = parse_plan(run_config(run_file, *given), **PLANS["unlike pipelines"])
-    case = Case(run_file, tmp_path / "off", plan, given, without="norm_sum")
+    plan = parse_plan(run_config(run_file, *given), **PLANS["mixed pipelines"])
+    case = Case(run_file, tmp_path / "off", plan, given, without="norm_all_reduce")
     with pytest.raises(Exception, match="the first output that is not finite"):
         run_cases([case])
 
 
-def test_a_resumed_run_has_the_scale_it_had(run_file: Path, tmp_path: Path) -> None:
-    """To the bit; with the scaler taken out of the checkpoint it is another run."""
-    falling = "train.loss_scale={initial: 2097152, growth_steps: 5}"
-    plan = parse_plan(run_config(run_file, *overrides("fp16", falling)), **PLANS["unlike pipelines"])
+def test_a_resumed_run_has_the_scale_it_was_saved_with(run_file: Path, tmp_path: Path) -> None:
+    """Bit for bit; without the scaler's state in the checkpoint, the scales differ."""
+    falling = "train.loss_scale={initial: 2097152, growth_interval: 5}"
+    plan = parse_plan(run_config(run_file, *overrides("fp16", falling)), **PLANS["mixed pipelines"])
 
     def case(name: str, steps: int, *more: str) -> Case:
         given = overrides("fp16", falling, *more, f"train.steps={steps}", folder=tmp_path / f"{name} ck")
         return Case(run_file, tmp_path / name, plan, given)
 
-    first = case("cut", 4)
-    run_cases([case("whole", STEPS), first, case("cut", STEPS)])
-    whole, cut = (read_metrics(tmp_path / name) for name in ("whole", "cut"))
-    assert 0 < whole[3]["skipped_steps"] < 4
+    first = case("resumed", 4)
+    run_cases([case("uninterrupted", STEPS), first, case("resumed", STEPS)])
+    uninterrupted, resumed = (read_metrics(tmp_path / name) for name in ("uninterrupted", "resumed"))
+    assert 0 < uninterrupted[3]["skipped_steps"] < 4
     for key in ("loss", "grad_norm", "loss_scale", "skipped_steps"):
-        assert column(cut, key) == column(whole, key), key
-    assert same(tensors_in(tmp_path / "cut ck"), tensors_in(tmp_path / "whole ck"))
+        assert column(resumed, key) == column(uninterrupted, key), key
+    assert same(tensors_in(tmp_path / "resumed ck"), tensors_in(tmp_path / "uninterrupted ck"))
 
-    place = tmp_path / "cut ck" / step_name(4)
-    state = json.loads((place / STATE).read_text())
+    checkpoint = tmp_path / "resumed ck" / step_name(4)
+    state = json.loads((checkpoint / STATE).read_text())
     assert state["scaler"]["scale"] < 2097152
     state["scaler"] = None
-    (place / STATE).write_text(json.dumps(state))
-    manifest = json.loads((place / MANIFEST).read_text())
-    manifest["files"][STATE] = (place / STATE).stat().st_size
-    (place / MANIFEST).write_text(json.dumps(manifest))
-    forgot = case("forgot", STEPS, f"checkpoint.resume={place}")
-    run_cases([forgot])
-    assert column(read_metrics(forgot.folder), "loss_scale") != column(whole, "loss_scale")[4:]
+    (checkpoint / STATE).write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["files"][STATE] = (checkpoint / STATE).stat().st_size
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    without_scaler = case("without scaler", STEPS, f"checkpoint.resume={checkpoint}")
+    run_cases([without_scaler])
+    assert (
+        column(read_metrics(without_scaler.folder), "loss_scale") != column(uninterrupted, "loss_scale")[4:]
+    )
 
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run(run_file: Path, tmp_path: Path) -> None:

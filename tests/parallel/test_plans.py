@@ -14,11 +14,11 @@ from tests.support.project import make_project, parse_plan, read_metrics, run_co
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.plan import plan_laws
+from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel.grid import Grid
 
-# pipelines apart by `/`, stages by `|`, replicas by `;`, the ranks of a replica by `,`
+# In the short form of `parse_plan`.
 PLANS: dict[str, dict] = {
     "one wide stage": {"text": "1x8: 6@0,1"},
     "wide to narrow": {"text": "1x8: 3@0,1 | 3@2"},
@@ -27,10 +27,10 @@ PLANS: dict[str, dict] = {
     "one, then two replicas": {"text": "1x8: 3@0 | 3@1;2"},
     "two replicas, then one": {"text": "1x8: 3@0;1 | 3@2"},
     "two wide replicas": {"text": "1x8: 3@0,1;2,3 | 3@4"},
-    "unlike pipelines": {"text": "1x5: 4@0 | 2@1 / 1x3: 1@2 | 4@3 | 1@4"},
+    "mixed pipelines": {"text": "1x5: 4@0 | 2@1 / 1x3: 1@2 | 4@3 | 1@4"},
     "a pipeline beside a single card": {"text": "1x4: 4@0 | 2@1 / 2x2: 6@2"},
-    "unlike widths side by side": {"text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5"},
-    "nothing on the ends": {"text": "1x8: 0@0 | 6@1,2 | 0@3"},
+    "pipelines of different widths": {"text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5"},
+    "empty first and last stages": {"text": "1x8: 0@0 | 6@1,2 | 0@3"},
     "gpipe": {"text": "2x4: 2@0,1 | 4@2", "schedule": "gpipe"},
     "interleaved": {"text": "1x8: 1@0 | 1@1 | 2@0 | 2@1", "schedule": "interleaved_1f1b"},
     "interleaved, uneven": {
@@ -44,12 +44,12 @@ PLANS: dict[str, dict] = {
     "zero bubble": {"text": "1x8: 3@0 | 2@1 | 1@2", "schedule": "zero_bubble"},
     "zero bubble in a V": {"text": "1x8: 1@0 | 2@1 | 2@1 | 1@0", "schedule": "zero_bubble"},
     "zero bubble in a wide V": {"text": "1x8: 1@0,1 | 2@2 | 2@2 | 1@0,1", "schedule": "zero_bubble"},
-    "zero bubble in Vs side by side": {
+    "two zero-bubble pipelines in Vs": {
         "text": "1x5: 1@0 | 2@1 | 2@1 | 1@0 / 1x3: 2@2 | 1@3 | 1@3 | 2@2",
         "schedule": "zero_bubble",
     },
-    "shared state": {"text": "1x4: 4@0 | 2@1 / 2x2: 6@2", "optimizer_sharding": True},
-    "shared state of unlike widths": {
+    "sharded state": {"text": "1x4: 4@0 | 2@1 / 2x2: 6@2", "optimizer_sharding": True},
+    "sharded state of different widths": {
         "text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
         "optimizer_sharding": True,
     },
@@ -63,12 +63,12 @@ PLANS: dict[str, dict] = {
         "optimizer_sharding": True,
         "optimizer_share": [1, 4],
     },
-    "unequal shares of unlike pipelines": {
+    "unequal shares of mixed pipelines": {
         "text": "1x4: 4@0 | 2@1 / 2x2: 6@2",
         "optimizer_sharding": True,
         "optimizer_share": [1, 0.001, 5],
     },
-    "unequal shares of unlike widths": {
+    "unequal shares of different widths": {
         "text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
         "optimizer_sharding": True,
         "optimizer_share": [1, 3, 7, 1],
@@ -99,9 +99,9 @@ PLANS: dict[str, dict] = {
 FP32_TOO = (
     "wide, narrow, wide",
     "two wide replicas",
-    "unlike pipelines",
+    "mixed pipelines",
     "interleaved, uneven",
-    "shared state of unlike widths",
+    "sharded state of different widths",
 )
 STEPS = 5
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
@@ -145,16 +145,16 @@ def difference(curve: list[dict], reference: list[dict], key: str) -> float:
     return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
 
 
-def test_every_plan_is_the_computation_of_one_process(
+def test_every_plan_computes_what_one_process_computes(
     run_file: Path, tmp_path: Path, reference: tuple[str, list[dict], dict[str, torch.Tensor]]
 ) -> None:
     precision, curve, weights = reference
     run = run_config(run_file, *overrides(precision))
-    # fp64 shows that the computation is the same one; fp32 that it is so in the numbers people use.
+    # fp64 shows that the computation is the same; fp32 that it also is in the precision used in practice.
     names = PLANS if precision == "fp64" else FP32_TOO
     plans = {name: parse_plan(run, **PLANS[name]) for name in names}
     for name, plan in plans.items():
-        assert not list(plan_laws(plan)), name
+        assert not list(validate_plan(plan)), name
     cases = {
         name: Case(run_file, tmp_path / name, plan, overrides(precision, tmp_path / f"{name} ck"))
         for name, plan in plans.items()
@@ -172,29 +172,29 @@ def test_every_plan_is_the_computation_of_one_process(
         assert saved.keys() == weights.keys(), name
         for key, tensor in weights.items():
             scale = float(tensor.abs().max())
-            # AdamW divides by the root of a square, so that a rounding of the gradient weighs more there.
+            # AdamW divides by the root of the second moment, which amplifies rounding errors of the gradient.
             worst = float((saved[key] - tensor).abs().max()) / scale
             assert worst < TOLERANCE[precision] * 1e3, (name, key)
 
 
 CONTROLS = {
-    "wide to narrow": "tensor_sum",
-    "narrow to wide": "hand_on",
-    "one, then two replicas": "gradient_sum",
-    "unlike pipelines": "gradient_sum",
-    "a pipeline beside a single card": "gradient_sum",
-    "unlike widths side by side": "gradient_sum",
-    "interleaved": "gradient_sum",
-    "zero bubble": "gradient_sum",
-    "recompute of all kinds": "remaking",
-    "recompute of all kinds, zero bubble": "remaking",
-    "shared state of unlike widths": "shared_gradient_sum",
-    "unequal shares": "shared_gradient_sum",
-    "unequal shares of replicas": "stepped_weights",
+    "wide to narrow": "tensor_all_reduce",
+    "narrow to wide": "tensor_broadcast",
+    "one, then two replicas": "grad_all_reduce",
+    "mixed pipelines": "grad_all_reduce",
+    "a pipeline beside a single card": "grad_all_reduce",
+    "pipelines of different widths": "grad_all_reduce",
+    "interleaved": "grad_all_reduce",
+    "zero bubble": "grad_all_reduce",
+    "recompute of all kinds": "recompute",
+    "recompute of all kinds, zero bubble": "recompute",
+    "sharded state of different widths": "sharded_grad_reduce",
+    "unequal shares": "sharded_grad_reduce",
+    "unequal shares of replicas": "sharded_weight_sync",
 }
 
 
-def test_without_a_synchronisation_it_is_another_computation(run_file: Path, tmp_path: Path) -> None:
+def test_without_a_synchronisation_the_result_differs(run_file: Path, tmp_path: Path) -> None:
     run = run_config(run_file, *overrides("fp64"))
     cases = {
         name: Case(
@@ -208,33 +208,37 @@ def test_without_a_synchronisation_it_is_another_computation(run_file: Path, tmp
         assert difference(read_metrics(case.folder), curve, "loss") > 1e-4, name
 
 
-SUMMED_EARLY = ("zero bubble in Vs side by side", "unlike widths side by side", "unequal shares of replicas")
+OVERLAPPED = (
+    "two zero-bubble pipelines in Vs",
+    "pipelines of different widths",
+    "unequal shares of replicas",
+)
 
 
-def test_sums_that_begin_early_change_no_bit(run_file: Path, tmp_path: Path) -> None:
+def test_overlapped_gradient_reductions_change_no_bit(run_file: Path, tmp_path: Path) -> None:
     run = run_config(run_file, *overrides("fp32"))
     cases = {
-        (name, when): Case(
+        (name, disabled): Case(
             run_file,
-            tmp_path / f"{name}, {when or 'as ever'}",
+            tmp_path / f"{name}, {disabled or 'all enabled'}",
             parse_plan(run, **PLANS[name]),
             overrides("fp32"),
-            without=when,
+            without=disabled,
         )
-        for name in SUMMED_EARLY
-        for when in ("", "early_sums")
+        for name in OVERLAPPED
+        for disabled in ("", "grad_reduce_overlap")
     }
     run_cases(list(cases.values()))
-    for name in SUMMED_EARLY:
-        early, late = (read_metrics(cases[name, when].folder) for when in ("", "early_sums"))
+    for name in OVERLAPPED:
+        early, late = (read_metrics(cases[name, disabled].folder) for disabled in ("", "grad_reduce_overlap"))
         for key in ("loss", "grad_norm"):
             assert [line[key] for line in early] == [line[key] for line in late], name
 
 
 OFFLOADED = {
-    "whole, alone": ("1x8: 6@0", {}),
-    "whole": ("1x4: 2@0,1 | 4@2 / 1x4: 6@3", {}),
-    "shared": ("1x4: 2@0,1 | 4@2 / 1x4: 6@3", {"optimizer_sharding": True, "optimizer_share": [1, 3, 2]}),
+    "replicated, one rank": ("1x8: 6@0", {}),
+    "replicated": ("1x4: 2@0,1 | 4@2 / 1x4: 6@3", {}),
+    "sharded": ("1x4: 2@0,1 | 4@2 / 1x4: 6@3", {"optimizer_sharding": True, "optimizer_share": [1, 3, 2]}),
 }
 
 
@@ -247,8 +251,8 @@ def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precis
             plan = parse_plan(run, text, optimizer_offload=[x] * text.count("@"), **keys)
             folder = tmp_path / f"{name} {x}"
             cases[name, x] = Case(run_file, folder, plan, overrides(precision, folder / "ck"))
-    kept_back = parse_plan(run, "1x8: 3@0 | 3@1", optimizer_offload=[0.3, 0])
-    control = Case(run_file, tmp_path / "off", kept_back, overrides(precision), without="host_weights")
+    offloaded = parse_plan(run, "1x8: 3@0 | 3@1", optimizer_offload=[0.3, 0])
+    control = Case(run_file, tmp_path / "off", offloaded, overrides(precision), without="host_weight_sync")
     run_cases([*cases.values(), control])
     for (name, x), case in cases.items():
         plain = cases[name, 0.0].folder
@@ -260,34 +264,36 @@ def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precis
             x,
         )
     assert (
-        difference(read_metrics(control.folder), read_metrics(cases["whole, alone", 0.0].folder), "loss")
+        difference(
+            read_metrics(control.folder), read_metrics(cases["replicated, one rank", 0.0].folder), "loss"
+        )
         > 1e-3
     )
 
 
-def test_messages_through_host_memory_change_no_bit(run_file: Path, tmp_path: Path) -> None:
+def test_messages_via_host_change_no_bit(run_file: Path, tmp_path: Path) -> None:
     run = run_config(run_file, *overrides("fp32"))
     plan = parse_plan(run, "1x4: 1@0,1 | 3@2 | 2@3,4 / 1x4: 6@5")
     red = DeviceType(memory=2**30, fp32=1e12, memory_bandwidth=1e12)
-    kinds = {"red": red, "blue": replace(red, library="rccl")}
+    kinds = {"red": red, "blue": replace(red, backend="rccl")}
     ranks = tuple(replace(r, type="blue" if r.rank in (2, 5) else "red") for r in plan.ranks)
-    unlike = replace(plan, ranks=ranks, device_types=kinds)
-    assert not list(plan_laws(unlike)) and all(Grid(unlike).staged.values())
-    assert not any(Grid(plan).staged.values())
+    mixed = replace(plan, ranks=ranks, device_types=kinds)
+    assert not list(validate_plan(mixed)) and all(Grid(mixed).via_host.values())
+    assert not any(Grid(plan).via_host.values())
     cases = {
         "direct": Case(run_file, tmp_path / "direct", plan, overrides("fp32")),
-        "staged": Case(run_file, tmp_path / "staged", unlike, overrides("fp32")),
-        "empty": Case(run_file, tmp_path / "empty", unlike, overrides("fp32"), without="host_copy"),
+        "via host": Case(run_file, tmp_path / "via host", mixed, overrides("fp32")),
+        "empty": Case(run_file, tmp_path / "empty", mixed, overrides("fp32"), without="host_copy"),
     }
     run_cases(list(cases.values()))
-    direct, staged, empty = (read_metrics(case.folder) for case in cases.values())
+    direct, via_host, empty = (read_metrics(case.folder) for case in cases.values())
     for key in ("loss", "grad_norm"):
-        assert [line[key] for line in staged] == [line[key] for line in direct]
+        assert [line[key] for line in via_host] == [line[key] for line in direct]
     assert difference(empty, direct, "loss") > 1e-4
 
 
-def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: Path) -> None:
-    # Four uneven stages, the first two ranks wide, state shared out; then other cuts, widths and schedules.
+def test_a_checkpoint_of_one_plan_loads_under_others(run_file: Path, tmp_path: Path) -> None:
+    # Saved with uneven stages, the first two ranks wide, and sharded state; loaded under other plans.
     steps = ("train.precision=fp64", "optimizer.decay_steps=20", "validation.every=0")
     run = run_config(run_file, *steps)
     first = parse_plan(
@@ -313,8 +319,8 @@ def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: P
         "a V": parse_plan(run, "1x8: 1@0 | 2@1 | 2@1 | 1@0", schedule="zero_bubble"),
     }
     resumed = (*steps, f"checkpoint.resume={tmp_path / 'ck'}")
-    still = [
-        # Loaded and saved again without a step: not a bit may change.
+    unstepped = [
+        # Loaded and saved again without a step, no bit may change.
         Case(
             run_file,
             tmp_path / f"{name} still",
@@ -323,12 +329,12 @@ def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: P
         )
         for name, plan in others.items()
     ]
-    going_on = [
+    continued = [
         Case(run_file, tmp_path / name, plan, (*resumed, "train.steps=6")) for name, plan in others.items()
     ]
-    run_cases([*still, *going_on])
+    run_cases([*unstepped, *continued])
     before = weights_in(tmp_path / "ck")
-    for name, case in zip(others, going_on, strict=True):
+    for name, case in zip(others, continued, strict=True):
         lines = read_metrics(case.folder)
         assert [line["step"] for line in lines] == [4, 5, 6], name
         for ours, theirs in zip(lines, curve[3:], strict=True):
@@ -338,8 +344,8 @@ def test_saved_under_any_plan_loaded_under_any_other(run_file: Path, tmp_path: P
 
 
 @st.composite
-def lawful_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
-    """A random plan over a few ranks, in short form."""
+def valid_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
+    """A random valid plan over at most `max_ranks` ranks, as the arguments of `parse_plan`."""
     budget = max_ranks
     texts: list[str] = []
     shares = draw(st.sampled_from([[(1, 8)], [(2, 4)], [(1, 5), (1, 3)], [(1, 4), (2, 2)], [(4, 1), (1, 4)]]))
@@ -373,13 +379,13 @@ def lawful_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
     }
 
 
-def test_random_lawful_plans(run_file: Path, tmp_path: Path) -> None:
+def test_random_valid_plans(run_file: Path, tmp_path: Path) -> None:
     settings_ = (*overrides("fp64"), "train.steps=5")
     run = run_config(run_file, *settings_)
     found: list[dict] = []
 
     @settings(derandomize=True, deadline=None, max_examples=12)
-    @given(lawful_plans(run))
+    @given(valid_plans(run))
     def collect(plan: dict) -> None:
         found.append(plan)
 
@@ -388,7 +394,7 @@ def test_random_lawful_plans(run_file: Path, tmp_path: Path) -> None:
         Case(run_file, tmp_path / str(i), parse_plan(run, **plan), settings_) for i, plan in enumerate(found)
     ]
     for case, plan in zip(cases, found, strict=True):
-        assert case.plan is not None and not list(plan_laws(case.plan)), plan
+        assert case.plan is not None and not list(validate_plan(case.plan)), plan
     curve = run_alone(Case(run_file, tmp_path / "alone", None, settings_))
     run_cases(cases)
     for case, plan in zip(cases, found, strict=True):

@@ -1,4 +1,4 @@
-"""Who holds how much of the optimizer state. Every rank is built here in turn; none meets another."""
+"""How much optimizer state each rank holds. All ranks are built in one process, without communication."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import RunConfig
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer, initial_weight
-from yuan_train.parallel.apply import ModelParts, Worker, parallelize
-from yuan_train.parallel.zero import SharedState
+from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.zero import ShardedState
 
 
-def workers_of(plan: Plan) -> list[Worker]:
+def runtimes_of(plan: Plan) -> list[RankRuntime]:
     def build(stage: StagePlan) -> Transformer:
         return Transformer(
             plan.model,
@@ -42,42 +42,42 @@ def run() -> RunConfig:
     return run_of(6, 8)
 
 
-def held(worker: Worker) -> int:
-    """Elements of optimizer state on a rank."""
-    return sum(shard.exp_avg.numel() for state in worker.states for shard in state.shards)
+def held(runtime: RankRuntime) -> int:
+    """Elements of optimizer state that a rank holds."""
+    return sum(shard.exp_avg.numel() for state in runtime.states for shard in state.shards)
 
 
-def test_unequal_owners_hold_in_proportion(run: RunConfig) -> None:
+def test_owners_hold_state_in_proportion_to_their_shares(run: RunConfig) -> None:
     plan = parse_plan(run, "1x4: 6@0 / 1x4: 6@1", optimizer_sharding=True, optimizer_share=[3, 1])
-    most, least = map(held, workers_of(plan))
+    most, least = map(held, runtimes_of(plan))
     assert most + least == plan.model.parameters
     assert most == pytest.approx(3 * least, abs=4)
 
 
-def beside(worker: Worker) -> int:
-    """Elements that the optimizer holds beside the model's weights and gradients."""
-    mine = {
+def extra(runtime: RankRuntime) -> int:
+    """Elements that the optimizer holds in memory of its own, outside the model's weights and gradients."""
+    storages = {
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() // buffer.itemsize
-        for state in worker.states
+        for state in runtime.states
         for shard in state.shards
         for buffer in (shard.master, shard.gradient, shard.exp_avg, shard.exp_avg_sq)
     }
-    for bucket in worker.buckets:
+    for bucket in runtime.buckets:
         for buffer in (bucket.weights, bucket.gradient):
-            mine.pop(buffer.untyped_storage().data_ptr(), None)
-    return sum(mine.values())
+            storages.pop(buffer.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
 
 
-def test_a_shard_lies_in_the_bucket_where_it_can(run: RunConfig) -> None:
+def test_a_shard_is_a_view_of_the_bucket_where_possible(run: RunConfig) -> None:
     whole = parse_plan(run, "1x4: 6@0 / 1x4: 6@1", optimizer_sharding=True)
-    assert [beside(worker) for worker in workers_of(whole)] == [2 * held(w) for w in workers_of(whole)]
-    # The slice of a wider owner lies scattered over the bucket.
+    assert [extra(runtime) for runtime in runtimes_of(whole)] == [2 * held(r) for r in runtimes_of(whole)]
+    # A slice is not contiguous in the bucket of a narrower owner.
     slices = parse_plan(run, "1x4: 6@0 / 1x4: 6@1,2", optimizer_sharding=True)
-    each = [held(worker) for worker in workers_of(slices)]
-    assert [beside(w) for w in workers_of(slices)] == [4 * each[0], 2 * each[1], 2 * each[2]]
+    each = [held(runtime) for runtime in runtimes_of(slices)]
+    assert [extra(r) for r in runtimes_of(slices)] == [4 * each[0], 2 * each[1], 2 * each[2]]
 
 
-def test_ranges_of_unlike_widths_cover_every_slice_once(run: RunConfig) -> None:
+def test_ranges_of_different_widths_cover_every_slice_once(run: RunConfig) -> None:
     plan = parse_plan(
         run,
         "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
@@ -86,11 +86,11 @@ def test_ranges_of_unlike_widths_cover_every_slice_once(run: RunConfig) -> None:
     )
     seen: dict[tuple[str, int], set[tuple[tuple[int, int], ...]]] = {}
     shares = plan.optimizer_shares
-    for worker in workers_of(plan):
-        for state, bucket in zip(worker.states, worker.buckets, strict=True):
-            assert isinstance(state, SharedState)
+    for runtime in runtimes_of(plan):
+        for state, bucket in zip(runtime.states, runtime.buckets, strict=True):
+            assert isinstance(state, ShardedState)
             for part, ranges in zip(bucket.slices, state._ranges, strict=True):
-                assert ranges.keys() == set(part.group) and worker.place.rank in ranges
+                assert ranges.keys() == set(part.group) and runtime.coord.rank in ranges
                 ends = tuple(ranges.values())
                 assert ends[0][0] == 0 and ends[-1][1] == part.num_elements
                 assert all(a[1] == b[0] for a, b in zip(ends[:-1], ends[1:], strict=True))
@@ -111,13 +111,13 @@ def test_the_fraction_on_the_host(run: RunConfig, sharded: bool) -> None:
         optimizer_offload=[0.25, 1, 0],
         **shares,
     )
-    for worker, fraction in zip(workers_of(plan), (0.25, 1, 0, 0), strict=True):
-        shards = [shard for state in worker.states for shard in state.shards]
-        away = sum(shard.exp_avg.numel() for shard in shards if shard.on_host)
-        # Cut where a vector begins, so up to 64 elements more of each bucket.
-        assert away == pytest.approx(fraction * held(worker), abs=65 * len(shards))
+    for runtime, fraction in zip(runtimes_of(plan), (0.25, 1, 0, 0), strict=True):
+        shards = [shard for state in runtime.states for shard in state.shards]
+        on_host = sum(shard.exp_avg.numel() for shard in shards if shard.on_host)
+        # The split is rounded down to a full vector, so up to 64 elements more of each bucket.
+        assert on_host == pytest.approx(fraction * held(runtime), abs=65 * len(shards))
         if fraction in (0, 1):
-            assert away == fraction * held(worker)
+            assert on_host == fraction * held(runtime)
         for shard in shards:
             kept = {shard.master.numel(), shard.gradient.numel(), shard.exp_avg.numel()}
             assert kept == {shard.end - shard.start}

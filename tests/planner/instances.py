@@ -1,4 +1,4 @@
-"""Cutting problems for the tests, and a brute force that shares no code with the planner."""
+"""Solver instances for the tests, and a brute force that shares no code with the planner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from yuan_train.planner.partition import Instance
+from yuan_train.planner.solver.instance import Instance
 
 CASES: dict[str, Any] = {
     entry["case"]["name"]: entry
@@ -21,7 +21,7 @@ CASES: dict[str, Any] = {
 
 
 def case_instance(case: dict[str, Any]) -> Instance:
-    """A case of planner_cases.json as the planner's inner problem."""
+    """A case of planner_cases.json as an `Instance`."""
     layers, devices = case["layers"], case["devices"]
     types = [device["type"] for device in devices]
     num_devices, num_layers = len(devices), len(layers)
@@ -51,49 +51,49 @@ def case_instance(case: dict[str, Any]) -> Instance:
         boundary_bytes=np.zeros(num_devices),
         message_seconds=np.stack([latency + layer["out_bytes"] / bandwidth for layer in layers]),
         message_of=np.arange(num_layers),
-        sync_seconds=np.zeros((num_devices, num_layers)),
-        sync_start_seconds=np.zeros(num_devices),
+        grad_reduce_seconds=np.zeros((num_devices, num_layers)),
+        grad_reduce_start_seconds=np.zeros(num_devices),
         update_seconds=np.zeros((num_devices, num_layers)),
         ends_seconds=np.zeros((num_devices, num_devices)),
         order=tuple(case["order"]) if case.get("order") else None,
         use_all=case.get("use_all_devices", True),
         replicas=np.ones(num_devices, dtype=np.int64),
-        counts=np.ones(num_layers, dtype=bool),
+        has_work=np.ones(num_layers, dtype=bool),
     )
 
 
 def random_case(seed: int, *, size: tuple[int, int] | None = None) -> dict[str, Any]:
-    """A small case in the schema of planner_cases.json, or one of so many devices and layers; links from free
-    to slower than the compute."""
-    chance = np.random.default_rng(seed)
-    num_devices, num_layers = int(chance.integers(1, 5)), int(chance.integers(4, 9))
+    """A random case in the schema of planner_cases.json, small or of `size` (devices, layers); its links
+    range from free to slower than the compute."""
+    rng = np.random.default_rng(seed)
+    num_devices, num_layers = int(rng.integers(1, 5)), int(rng.integers(4, 9))
     num_devices, num_layers = size or (num_devices, num_layers)
-    kinds = ["X", "Y", "Z"][: int(chance.integers(1, 4))]
-    speed = {kind: float(chance.uniform(0.3, 3.0)) for kind in kinds}
+    kinds = ["X", "Y", "Z"][: int(rng.integers(1, 4))]
+    speed = {kind: float(rng.uniform(0.3, 3.0)) for kind in kinds}
     layers = []
     for _ in range(num_layers):
-        seconds = float(chance.uniform(0.5, 2.0))
-        ratio = float(chance.uniform(1.0, 3.0))
+        seconds = float(rng.uniform(0.5, 2.0))
+        ratio = float(rng.uniform(1.0, 3.0))
         layers.append(
             {
                 "fwd": {kind: seconds / speed[kind] for kind in kinds},
                 "bwd": {kind: seconds * ratio / speed[kind] for kind in kinds},
-                "weight_bytes": int(chance.integers(1, 40)),
-                "act_bytes": int(chance.integers(1, 10)),
-                "out_bytes": int(chance.integers(1, 10)),
+                "weight_bytes": int(rng.integers(1, 40)),
+                "act_bytes": int(rng.integers(1, 10)),
+                "out_bytes": int(rng.integers(1, 10)),
             }
         )
-    slowness = float(chance.choice([0.0, 0.05, 0.5]))
-    links = chance.uniform(0.0, 1.0, size=(2, num_devices, num_devices))
-    tight = float(chance.choice([0.6, 1.2, 10.0]))
-    whole = sum(layer["weight_bytes"] + 3 * layer["act_bytes"] for layer in layers)
+    slowness = float(rng.choice([0.0, 0.05, 0.5]))
+    links = rng.uniform(0.0, 1.0, size=(2, num_devices, num_devices))
+    tight = float(rng.choice([0.6, 1.2, 10.0]))
+    total = sum(layer["weight_bytes"] + 3 * layer["act_bytes"] for layer in layers)
     return {
-        "num_microbatches": int(chance.integers(1, 9)),
+        "num_microbatches": int(rng.integers(1, 9)),
         "layers": layers,
         "devices": [
             {
-                "type": str(chance.choice(kinds)),
-                "mem_bytes": int(tight * whole / num_devices * chance.uniform(0.7, 1.5)) + 5,
+                "type": str(rng.choice(kinds)),
+                "mem_bytes": int(tight * total / num_devices * rng.uniform(0.7, 1.5)) + 5,
                 "reserved_bytes": 5,
             }
             for _ in range(num_devices)
@@ -102,14 +102,14 @@ def random_case(seed: int, *, size: tuple[int, int] | None = None) -> dict[str, 
             "latency": (slowness * links[0]).tolist(),
             "bandwidth": (5.0 / (slowness + 1e-6) * (0.1 + links[1])).tolist(),
         },
-        "order": chance.permutation(num_devices).tolist() if chance.random() < 0.2 else None,
-        "use_all_devices": bool(chance.random() < 0.5) or num_devices > num_layers,
-        "overlap": bool(chance.random() < 0.7),
+        "order": rng.permutation(num_devices).tolist() if rng.random() < 0.2 else None,
+        "use_all_devices": bool(rng.random() < 0.5) or num_devices > num_layers,
+        "overlap": bool(rng.random() < 0.7),
     }
 
 
 def brute_force(case: dict[str, Any]) -> float | None:
-    """Seconds of the fastest plan that fits, by trying every one; None if none fits."""
+    """Step seconds of the fastest plan that fits, by trying all of them; None if none fits."""
     steps = [
         event_simulation(case, order, counts)
         for order, counts in _all_plans(case)
@@ -120,10 +120,12 @@ def brute_force(case: dict[str, Any]) -> float | None:
 
 def _all_plans(case: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     num_devices, num_layers = len(case["devices"]), len(case["layers"])
-    line = case["order"] or range(num_devices)
+    devices = case["order"] or range(num_devices)
     for length in [num_devices] if case["use_all_devices"] else range(1, num_devices + 1):
         orders = (
-            itertools.combinations(line, length) if case["order"] else itertools.permutations(line, length)
+            itertools.combinations(devices, length)
+            if case["order"]
+            else itertools.permutations(devices, length)
         )
         for order in orders:
             for cuts in itertools.combinations(range(1, num_layers), length - 1):
@@ -136,23 +138,24 @@ def _fits(case: dict[str, Any], order: tuple[int, ...], counts: tuple[int, ...])
     for stage, (device, count) in enumerate(zip(order, counts, strict=True)):
         layers = case["layers"][first : first + count]
         first += count
-        alive = min(len(order) - stage, case["num_microbatches"])
+        in_flight = min(len(order) - stage, case["num_microbatches"])
         card = case["devices"][device]
-        needed = card["reserved_bytes"] + sum(x["weight_bytes"] + alive * x["act_bytes"] for x in layers)
+        needed = card["reserved_bytes"] + sum(x["weight_bytes"] + in_flight * x["act_bytes"] for x in layers)
         if needed > card["mem_bytes"]:
             return False
     return True
 
 
 def event_simulation(case: dict[str, Any], order: tuple[int, ...], counts: tuple[int, ...]) -> float:
-    """1F1B written out once more: each stage a list of operations, advanced until all are done."""
+    """Step seconds of 1F1B, simulated independently: each stage is a list of operations, run until all are
+    done."""
     m, stages = case["num_microbatches"], len(order)
     ends = list(itertools.accumulate(counts, initial=0))
-    kind = [case["devices"][device]["type"] for device in order]
+    types = [case["devices"][device]["type"] for device in order]
     parts = [case["layers"][a:b] for a, b in itertools.pairwise(ends)]
     seconds = {
-        way: [sum(layer[way][k] for layer in part) for part, k in zip(parts, kind, strict=True)]
-        for way in ("fwd", "bwd")
+        kind: [sum(layer[kind][t] for layer in part) for part, t in zip(parts, types, strict=True)]
+        for kind in ("fwd", "bwd")
     }
 
     def link(a: int, b: int) -> float:
@@ -172,12 +175,12 @@ def event_simulation(case: dict[str, Any], order: tuple[int, ...], counts: tuple
     while any(todo):
         for s in range(stages):
             while todo[s] and (todo[s][0][0], s, todo[s][0][1]) in arrived:
-                way, k = todo[s].pop(0)
-                clock[s] = last[s] = max(clock[s], arrived[way, s, k]) + seconds[way][s]
-                target = s + 1 if way == "fwd" else s - 1
+                kind, k = todo[s].pop(0)
+                clock[s] = last[s] = max(clock[s], arrived[kind, s, k]) + seconds[kind][s]
+                target = s + 1 if kind == "fwd" else s - 1
                 if 0 <= target < stages:
-                    there = max(clock[s], wire.get((s, target), 0.0)) + link(s, target)
-                    wire[s, target] = arrived[way, target, k] = there
+                    arrival = max(clock[s], wire.get((s, target), 0.0)) + link(s, target)
+                    wire[s, target] = arrived[kind, target, k] = arrival
                     if not case["overlap"]:
-                        clock[s] = there
+                        clock[s] = arrival
     return max(last)

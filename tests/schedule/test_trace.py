@@ -1,4 +1,4 @@
-"""Trace files: the format's own rules, and arrows that lead from each message to its use."""
+"""Trace files: the rules of the format, and an arrow from each message to the step that uses it."""
 
 import json
 from collections import Counter
@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from yuan_train.planner.simulator import StageTimes, simulate_schedule
+from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
 from yuan_train.schedule.step import Step
-from yuan_train.schedule.trace import TimedStep, TraceLane, trace_events, write_trace
+from yuan_train.schedule.trace import TimedStep, TraceTrack, trace_events, write_trace
 
 
-def lanes():
+def tracks():
     times = StageTimes(
         forward_seconds=(1.0, 2.0),
         backward_seconds=(2.0, 4.0),
@@ -20,14 +20,14 @@ def lanes():
     )
     simulation = simulate_schedule("1f1b", times, num_micro_batches=3)
     return [
-        TraceLane(process=f"card {s}", pipeline=0, stage=s, steps=steps, label=f"layers {s}")
-        for s, steps in enumerate(simulation.lanes)
+        TraceTrack(process=f"card {s}", pipeline=0, stage=s, steps=steps, label=f"layers {s}")
+        for s, steps in enumerate(simulation.timed_steps)
     ]
 
 
-def test_file_is_what_perfetto_opens(tmp_path):
+def test_a_trace_file_has_the_events_that_perfetto_reads(tmp_path):
     path = tmp_path / "deep" / "trace.json"
-    write_trace(path, lanes())
+    write_trace(path, tracks())
     document = json.loads(path.read_text())
     assert {event["ph"] for event in document["traceEvents"]} == {"M", "X", "s", "f"}
     names = {e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}
@@ -35,8 +35,8 @@ def test_file_is_what_perfetto_opens(tmp_path):
     assert list(tmp_path.rglob("*.tmp")) == []
 
 
-def test_every_step_stands_once_and_none_overlap_on_a_thread():
-    boxes = [event for event in trace_events(lanes()) if event["ph"] == "X"]
+def test_every_step_appears_once_and_none_overlap_on_a_thread():
+    boxes = [event for event in trace_events(tracks()) if event["ph"] == "X"]
     # 2 stages * 3 micro-batches * (forward, backward), and 3 messages each way.
     assert Counter(box["cat"] for box in boxes) == {
         "forward": 6,
@@ -50,7 +50,7 @@ def test_every_step_stands_once_and_none_overlap_on_a_thread():
 
 
 def test_arrows_lead_to_the_step_that_uses_the_message():
-    events = trace_events(lanes())
+    events = trace_events(tracks())
     starts = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     assert starts.keys() == ends.keys()
@@ -60,18 +60,20 @@ def test_arrows_lead_to_the_step_that_uses_the_message():
 
 
 def test_times_are_microseconds():
-    lane = TraceLane(process="p", pipeline=1, stage=0, steps=[TimedStep(Step("forward", 0, 0), 0.25, 0.5)])
-    (box,) = [event for event in trace_events([lane]) if event["ph"] == "X"]
+    track = TraceTrack(process="p", pipeline=1, stage=0, steps=[TimedStep(Step("forward", 0, 0), 0.25, 0.5)])
+    (box,) = [event for event in trace_events([track]) if event["ph"] == "X"]
     assert (box["ts"], box["dur"]) == (250_000, 250_000)
     assert box["args"] == {"pipeline": 1, "stage": 0, "micro_batch": 0}
 
 
 def test_a_message_without_a_receiver_has_no_arrow():
-    lane = TraceLane(process="p", pipeline=0, stage=0, steps=[TimedStep(Step("send_activation", 0, 0), 0, 1)])
-    assert not [event for event in trace_events([lane]) if event["ph"] in "sf"]
+    track = TraceTrack(
+        process="p", pipeline=0, stage=0, steps=[TimedStep(Step("send_activation", 0, 0), 0, 1)]
+    )
+    assert not [event for event in trace_events([track]) if event["ph"] in "sf"]
 
 
-def test_unwritable_place(tmp_path):
+def test_an_unwritable_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        write_trace(tmp_path / "file" / "trace.json", lanes())
+        write_trace(tmp_path / "file" / "trace.json", tracks())

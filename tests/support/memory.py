@@ -1,4 +1,4 @@
-"""Bytes that a forward leaves behind for its backward, whoever keeps them."""
+"""Measures the bytes that a forward keeps for its backward, wherever they are referenced."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Witness(TorchDispatchMode):
-    """Sees the storage of every op's result."""
+class _StorageRecorder(TorchDispatchMode):
+    """Records the storage of every op's result, by weak reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,12 +28,14 @@ class _Witness(TorchDispatchMode):
 
 
 def kept_bytes(forward: Callable[[], torch.Tensor], *, beside: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes that `forward` made and that still stand when it is done, its result among them; `beside` (such
-    as weights, of which an op may have made a view) does not count."""
-    with _Witness() as witness:
+    """Bytes that `forward` allocated and that are alive when it returns, its result included.
+
+    The storage of the tensors in `beside` (such as weights, of which an op may return a view) does not count.
+    """
+    with _StorageRecorder() as recorder:
         result = forward()
     for tensor in beside:
-        witness.seen.pop(tensor.untyped_storage()._cdata, None)
-    kept = sum(size for storage, size in witness.seen.values() if not storage.expired())
+        recorder.seen.pop(tensor.untyped_storage()._cdata, None)
+    kept = sum(size for storage, size in recorder.seen.values() if not storage.expired())
     del result
     return kept

@@ -1,4 +1,4 @@
-"""A whole small project in a folder: text, tokenizer, token files, a run."""
+"""A small project in a folder: text, tokenizer, token files and a run file. And plans in short form."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box quiet
 
 
 def make_project(folder: Path, *, model: dict[str, Any] | None = None) -> Path:
-    """Write everything that a run of 20 fp32 steps needs, and return the run file."""
-    chance = random.Random(0)
-    texts = [" ".join(chance.choices(WORDS, k=chance.randint(5, 60))) + "\n" for _ in range(300)]
+    """Write everything that a run of 20 fp32 steps on the CPU needs, and return the path of the run file."""
+    generator = random.Random(0)
+    texts = [" ".join(generator.choices(WORDS, k=generator.randint(5, 60))) + "\n" for _ in range(300)]
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     train_tokenizer([corpus], 400, folder / "tokenizer")
@@ -61,7 +61,7 @@ def make_plan(
     recompute: str = "none",
     micro_batch_size: int = 1,
 ) -> Plan:
-    """Equal shares of the batch for pipelines of the given layer counts; ranks stage by stage."""
+    """A plan with a pipeline for each list of layers per stage, equal shares of the batch, a rank a stage."""
     ranks = iter(range(sum(len(cut) for cut in cuts)))
     pipelines = [
         PipelinePlan(
@@ -96,7 +96,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def run_config(path: Path, *overrides: str) -> RunConfig:
-    """The run with overrides."""
+    """The run of a run file, with overrides such as `train.steps=3`."""
     return load_run(path, overrides)
 
 
@@ -109,12 +109,13 @@ def parse_plan(
     recompute: str = "none",
     **stage_keys: Sequence[Any],
 ) -> Plan:
-    """A plan in short: pipelines apart by `/`, each `sequences x micro-batches : stages`.
+    """A plan in short form: pipelines separated by `/`, each `sequences x micro-batches : stages`.
 
-    Stages are apart by `|`, each `layers @ replicas`; replicas are apart by `;`, their ranks by `,`. So
-    `1x4: 2@0,1 | 4@2 / 2x2: 6@3` has a pipeline of two stages, the first two ranks wide, beside a card. A
-    stage may end with its own recompute: `4@2 full` or, of its first three layers, `4@2 full:3`.
-    `stage_keys` are further keys of the stages, a value for each in the order of the text.
+    `sequences` is the micro-batch size. Stages are separated by `|`, each `layers @ replicas`; replicas by
+    `;`, their ranks by `,`. So `1x4: 2@0,1 | 4@2 / 2x2: 6@3` has a pipeline of two stages, the first two
+    ranks wide, and a pipeline on a single card. A stage may end with its own recompute: `4@2 full` or, for
+    its first three layers only, `4@2 full:3`. `stage_keys` are further keys of `StagePlan`, with a value for
+    each stage in the order of the text.
     """
     pipelines: list[PipelinePlan] = []
     further = zip(*stage_keys.values(), strict=True) if stage_keys else itertools.repeat(())

@@ -1,4 +1,4 @@
-"""Bodies for `spawn`: what the ranks of a test do."""
+"""Training runs of tests, in several processes or in this one, and their negative controls."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ import torch
 from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
-from yuan_train.model.recompute import _Recipe  # pyright: ignore[reportPrivateUsage]
+from yuan_train.model.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import bridge, collectives
-from yuan_train.parallel.apply import Worker
-from yuan_train.parallel.zero import SharedState, WholeState
+from yuan_train.parallel.apply import RankRuntime
+from yuan_train.parallel.zero import ReplicatedState, ShardedState
 from yuan_train.schedule.step import Step
-from yuan_train.train.loop import Position, prepare, train
+from yuan_train.train.job import Position, prepare
+from yuan_train.train.run import train
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training run under one plan, its log and perhaps its checkpoints in `folder`."""
+    """One training run under one plan (None: a single rank), with its log in `folder`."""
 
     run_file: Path
     folder: Path
     plan: Plan | None = None
     overrides: tuple[str, ...] = ()
     without: str = ""
-    """Negative control: what to leave out; see `_leaving_out`."""
+    """Negative control: the key of what to disable; see `_disabled`."""
     port: int = field(default_factory=free_port)
 
     @property
@@ -40,12 +41,12 @@ class Case:
 
 
 def run_cases(cases: list[Case]) -> None:
-    """Run the cases one after the other, all in one set of processes: starting these is what takes time."""
+    """Run the cases one after another in one set of processes, because starting processes is slow."""
     spawn(_run_cases, max(case.num_ranks for case in cases), cases)
 
 
 def run_alone(case: Case) -> list[dict]:
-    """Run a case in this very process, and return its metrics."""
+    """Run a case in this process, and return its metrics."""
     torch.set_num_threads(1)
     train(prepare(_config(case), case.plan, Position()))
     return read_metrics(case.folder)
@@ -61,62 +62,64 @@ def _run_cases(rank: int, cases: list[Case]) -> None:
 
 def _run_case(rank: int, case: Case) -> None:
     position = Position(rank, case.num_ranks, rank, case.num_ranks)
-    with _leaving_out(case.without):
+    with _disabled(case.without):
         train(prepare(_config(case), case.plan, position))
 
 
 @contextmanager
-def _leaving_out(what: str) -> Iterator[None]:
-    """Switch a synchronisation, or what else makes the computation right, off for a negative control; or put
-    it off to the end (`early_sums`)."""
-    if not what:
+def _disabled(key: str) -> Iterator[None]:
+    """Disable a synchronisation, or another part that the result depends on, for a negative control.
+
+    `grad_reduce_overlap` only delays all gradient reductions to the end of the rank program.
+    """
+    if not key:
         yield
         return
-    owner, name, stand_in = {
-        "gradient_sum": (WholeState, "begin_sum", lambda self: None),
-        "shared_gradient_sum": (SharedState, "begin_sum", _keep_own_gradient),
-        "stepped_weights": (SharedState, "publish", lambda self: None),
-        "host_weights": (WholeState, "publish", lambda self: None),
+    owner, name, replacement = {
+        "grad_all_reduce": (ReplicatedState, "start_grad_reduce", lambda self: None),
+        "sharded_grad_reduce": (ShardedState, "start_grad_reduce", _keep_own_gradient),
+        "sharded_weight_sync": (ShardedState, "sync_weights", lambda self: None),
+        "host_weight_sync": (ReplicatedState, "sync_weights", lambda self: None),
         "host_copy": (bridge, "_host_copy", torch.zeros_like),
-        "early_sums": (Worker, "begin_sums", _begin_sums_at_the_end),
-        "tensor_sum": (collectives.dist, "all_reduce", _pass_small(collectives.dist.all_reduce)),
-        "remaking": (_Recipe, "make", _zeros_instead(_Recipe.make)),
-        "norm_sum": (collectives.dist, "all_reduce", _keep_own_square(collectives.dist.all_reduce)),
-        "hand_on": (collectives.dist, "broadcast", lambda *a, **k: None),
-    }[what]
-    before = getattr(owner, name)
-    setattr(owner, name, stand_in)
+        "grad_reduce_overlap": (RankRuntime, "start_grad_reduces", _start_all_at_the_end),
+        "tensor_all_reduce": (collectives.dist, "all_reduce", _skip_activations(collectives.dist.all_reduce)),
+        "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),
+        "norm_all_reduce": (collectives.dist, "all_reduce", _skip_norm(collectives.dist.all_reduce)),
+        "tensor_broadcast": (collectives.dist, "broadcast", lambda *a, **k: None),
+    }[key]
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, original)
 
 
-def _keep_own_gradient(self: SharedState) -> None:
+def _keep_own_gradient(self: ShardedState) -> None:
     self._packed += [self._bucket.pack(self._bucket.gradient, part) for part in self._bucket.slices]
 
 
-def _begin_sums_at_the_end(self: Worker, taken: Step) -> None:
-    if taken == self.lane[-1]:
+def _start_all_at_the_end(self: RankRuntime, step: Step) -> None:
+    if step == self.program[-1]:
         for state in reversed(self.states):
-            state.begin_sum()
+            state.start_grad_reduce()
 
 
-def _pass_small(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Sum numbers, as the norm and the loss need; leave activations and their gradients alone."""
-    return lambda tensor, *a, **k: whole(tensor, *a, **k) if tensor.dim() < 3 else None
+def _skip_activations(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """An all-reduce that skips activations and their gradients, but reduces vectors such as norm and loss."""
+    return lambda tensor, *a, **k: all_reduce(tensor, *a, **k) if tensor.dim() < 3 else None
 
 
-def _zeros_instead(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda self: torch.zeros_like(make(self))
+def _zeros_of(recompute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda self: torch.zeros_like(recompute(self))
 
 
-def _keep_own_square(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the totals of a step (squared norm, loss, stop), leave the norm to each rank."""
+def _skip_norm(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """An all-reduce that leaves the squared norm, of a step's totals (norm, loss, stop), to each rank."""
 
     def reduce(tensor: torch.Tensor, *a: Any, **k: Any) -> Any:
         own = tensor[0].clone() if tensor.shape == (3,) else None
-        work = whole(tensor, *a, **k)
+        work = all_reduce(tensor, *a, **k)
         if own is not None:
             tensor[0] = own
         return work

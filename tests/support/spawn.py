@@ -1,4 +1,4 @@
-"""Several ranks on this machine, over gloo and the loopback."""
+"""Starts several ranks on this machine, over gloo and the loopback interface."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ TIMEOUT_SECONDS = 600
 
 
 def free_port() -> int:
-    """A port that the operating system says is free."""
+    """A TCP port of 127.0.0.1 that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
-    """Run `body(rank, *arguments)` in `num_ranks` processes; the failing rank's traceback is raised.
+    """Run `body(rank, *arguments)` in `num_ranks` processes; raise the traceback of a rank that fails.
 
-    `body` must be importable (a function of a module). It joins the others with `as_rank`.
+    `body` must be importable (a function of a module). It calls `as_rank` before it initialises
+    torch.distributed. Fails after TIMEOUT_SECONDS, and kills what still runs.
     """
     context = mp.spawn(body, args=arguments, nprocs=num_ranks, join=False)
     assert context is not None
@@ -40,7 +41,7 @@ def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
 
 
 def as_rank(rank: int, num_ranks: int, port: int) -> None:
-    """Set what a launcher would set."""
+    """Set the environment variables that a launcher would set, and one thread for torch."""
     import torch
 
     torch.set_num_threads(1)

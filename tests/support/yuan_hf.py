@@ -1,4 +1,4 @@
-"""The small published checkpoint, and changed copies of it."""
+"""The small Hugging Face checkpoint `yuan_hf_tiny_a`, and modified copies of it."""
 
 from __future__ import annotations
 
@@ -24,32 +24,36 @@ def copy_of(
     shards: int = 1,
     pickled: bool = False,
 ) -> Path:
-    """Write tiny_a to `folder`, its tensors and config changed, in one file or several, as .bin if asked."""
+    """Write a copy of tiny_a to `folder`, and return the folder.
+
+    `change` edits the tensors in place, `config` overrides keys of config.json, `shards` is the number of
+    weight files, and `pickled` writes .bin instead of .safetensors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = load_file(GOLDEN / "model.safetensors")
     if change is not None:
         change(tensors)
     shutil.copyfile(GOLDEN / "config.json", folder / "config.json")
-    told = json.loads((GOLDEN / "config.json").read_text()) | (config or {})
-    (folder / "config.json").write_text(json.dumps(told))
+    values = json.loads((GOLDEN / "config.json").read_text()) | (config or {})
+    (folder / "config.json").write_text(json.dumps(values))
     stem, suffix = ("pytorch_model", "bin") if pickled else ("model", "safetensors")
     write = (lambda part, path: torch.save(part, path)) if pickled else save_file
     if shards == 1:
         write(tensors, folder / f"{stem}.{suffix}")
         return folder
-    places = {}
+    weight_map = {}
     names = sorted(tensors)
     for number in range(shards):
         part = {name: tensors[name] for name in names[number::shards]}
-        place = f"{stem}-{number + 1:05d}-of-{shards:05d}.{suffix}"
-        write(part, folder / place)
-        places |= dict.fromkeys(part, place)
-    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": places}))
+        file = f"{stem}-{number + 1:05d}-of-{shards:05d}.{suffix}"
+        write(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 
 def read_published(folder: Path) -> Tensors:
-    """Every tensor of a folder of safetensors."""
+    """All tensors of the safetensors files in a folder, by name."""
     tensors: Tensors = {}
     for path in sorted(folder.glob("model*.safetensors")):
         tensors |= load_file(path)
@@ -57,7 +61,7 @@ def read_published(folder: Path) -> Tensors:
 
 
 def same_bits(a: Tensors, b: Tensors) -> bool:
-    """Whether names, types, shapes and bytes are equal."""
+    """Whether names, dtypes, shapes and bytes are equal."""
     return list(sorted(a)) == list(sorted(b)) and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape

@@ -1,4 +1,4 @@
-"""The profile of a card: shapes and sizes, never times."""
+"""Profiles measured on this machine: their entries and bytes, never their seconds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from tests.support.project import make_project, run_config
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.profile import load_profile
-from yuan_train.planner.setting import Setting as CostSetting
-from yuan_train.planner.setting import make_costs
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.train import measure
-from yuan_train.train.footprint import can_follow
+from yuan_train.train.footprint import can_track_memory
 
 CLUSTER = """
 name: two
@@ -45,7 +44,7 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     profile = load_profile(out)
     assert profile.sequence_length == run.data.sequence_length
     entries = {(e.device_type, e.tensor_parallel, e.recompute): e for e in profile.entries}
-    # Only the slow node has two cards to share a tensor.
+    # Only the slow node has two cards for a tensor-parallel group.
     kinds = (("Fast", 1), ("Slow", 1), ("Slow", 2))
     assert set(entries) == {(*kind, r) for kind in kinds for r in ("none", "full")}
     assert {(link.from_, link.to) for link in profile.links} == set(
@@ -57,11 +56,11 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     assert fast.head.state_bytes == 16 * run.model.head_parameters
     assert fast.layers[0].state_bytes / 2 < half.layers[0].state_bytes < 0.6 * fast.layers[0].state_bytes
     assert fast.layers[0].output_bytes == 24 * 32 * 4 and fast.head.output_bytes == 0
-    # What a process holds beside the model: Python and torch are no less.
+    # What a process holds besides the model is at least Python and torch.
     assert fast.reserved_bytes is not None and 50e6 < fast.reserved_bytes < 4e9
     assert not profile.is_whole
-    on_card = make_costs(
-        CostSetting(
+    device_type = make_costs(
+        PlanProblem(
             cluster=load_cluster(tmp_path / "cluster.yaml"),
             model=run.model,
             sequence_length=run.data.sequence_length,
@@ -69,14 +68,14 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
             precision=run.train.precision,
             profile=profile,
         )
-    ).setting.cluster.device_type("Fast")
-    assert on_card.reserved == math.ceil(fast.reserved_bytes)
+    ).problem.cluster.device_type("Fast")
+    assert device_type.reserved == math.ceil(fast.reserved_bytes)
 
 
-def test_what_a_layer_holds(tmp_path: Path) -> None:
-    """The card's memory shows at least what autograd keeps, and a moment's need beside it."""
+def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
+    """Measured memory is at least what autograd saves; a recomputed layer needs transient memory."""
     run = run_config(make_project(tmp_path))
-    setting = measure.Setting(
+    case = measure.ProfileCase(
         model=replace(run.model, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64),
         sequence_length=256,
         micro_batch_size=2,
@@ -86,17 +85,17 @@ def test_what_a_layer_holds(tmp_path: Path) -> None:
         seconds_per_unit=0.01,
     )
     hidden_bytes = 2 * 256 * 256 * 4
-    (whole,) = measure.measure_entry(setting, device_type="here").layers
-    (again,) = measure.measure_entry(replace(setting, recompute="full"), device_type="here").layers
-    assert hidden_bytes <= again.activation_bytes < 0.5 * whole.activation_bytes
-    if can_follow(setting.device):
-        # A recomputed layer holds again, for its own backward, all that it has not kept.
-        assert again.transient_bytes is not None and again.transient_bytes > 8 * hidden_bytes
+    (kept,) = measure.measure_entry(case, device_type="here").layers
+    (recomputed,) = measure.measure_entry(replace(case, recompute="full"), device_type="here").layers
+    assert hidden_bytes <= recomputed.activation_bytes < 0.5 * kept.activation_bytes
+    if can_track_memory(case.device):
+        # For its backward, a recomputed layer holds everything again that it did not keep.
+        assert recomputed.transient_bytes is not None and recomputed.transient_bytes > 8 * hidden_bytes
 
 
-def test_states_under_bf16(tmp_path: Path) -> None:
+def test_state_bytes_under_bf16(tmp_path: Path) -> None:
     run = run_config(make_project(tmp_path))
-    setting = measure.Setting(
+    case = measure.ProfileCase(
         model=run.model,
         sequence_length=8,
         micro_batch_size=2,
@@ -104,18 +103,18 @@ def test_states_under_bf16(tmp_path: Path) -> None:
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    entry = measure.measure_entry(replace(setting, seconds_per_unit=0.01), device_type="here")
+    entry = measure.measure_entry(replace(case, seconds_per_unit=0.01), device_type="here")
     assert entry.layers[0].state_bytes == 18 * run.model.layer_parameters
 
 
-def test_profiles_of_two_machines_become_one(tmp_path: Path) -> None:
+def test_profiles_of_two_machines_are_merged(tmp_path: Path) -> None:
     run_file = make_project(tmp_path)
     parts = []
     for name in ("A", "B"):
         parts.append(str(tmp_path / f"{name}.json"))
         words = ["--config", str(run_file), "--device-type", name, "--seconds", "0.01", "--out", parts[-1]]
         assert main(["profile", *words]) == 0
-    whole = tmp_path / "whole.json"
-    assert main(["profile", "--merge", *parts, "--out", str(whole)]) == 0
-    assert {entry.device_type for entry in load_profile(whole).entries} == {"A", "B"}
-    assert main(["profile", "--out", str(whole)]) == 2
+    merged = tmp_path / "whole.json"
+    assert main(["profile", "--merge", *parts, "--out", str(merged)]) == 0
+    assert {entry.device_type for entry in load_profile(merged).entries} == {"A", "B"}
+    assert main(["profile", "--out", str(merged)]) == 2

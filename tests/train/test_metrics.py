@@ -1,4 +1,4 @@
-"""What a run tells."""
+"""The progress line, metrics.jsonl, and the peak FLOP/s of a plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METRICS = StepMetrics(
 )
 
 
-def test_the_line_tells_loss_speed_mfu_forecast_and_time_left() -> None:
+def test_the_progress_line_has_loss_speed_mfu_forecast_and_eta() -> None:
     line = progress_line(METRICS, total_steps=127)
     for part in (
         "step   7/127",
@@ -43,7 +43,7 @@ def test_the_line_tells_loss_speed_mfu_forecast_and_time_left() -> None:
     assert "MFU -" in bare and "forecast" not in bare
 
 
-def test_the_file_has_a_line_a_step_and_no_infinities(tmp_path: Path) -> None:
+def test_metrics_jsonl_has_a_line_per_step_and_no_infinities(tmp_path: Path) -> None:
     run = run_config(make_project(tmp_path), f"log.directory={tmp_path / 'log'}", "log.every=5")
     stream = io.StringIO()
     log = Log(run, first_step=1, stream=stream)
@@ -55,7 +55,7 @@ def test_the_file_has_a_line_a_step_and_no_infinities(tmp_path: Path) -> None:
     assert len(stream.getvalue().splitlines()) == 1
 
 
-def test_peaks_of_unlike_cards_add_up(tmp_path: Path) -> None:
+def test_peak_flops_of_mixed_cards_add_up(tmp_path: Path) -> None:
     plan = make_plan(run_config(make_project(tmp_path)), [[3, 3]])
     assert peak_flops(plan, "bf16") is None
     ranks = (RankPlan(rank=0, device="a/0", type="A100-80G"), RankPlan(rank=1, device="b/0", type="RTX-4090"))

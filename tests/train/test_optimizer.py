@@ -1,4 +1,4 @@
-"""The learning-rate curve, and AdamW on flat buckets against torch's on the parameters themselves."""
+"""The learning-rate schedule, and AdamW on flat buckets against torch's on the parameters themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.zero import SharedState, WholeState
+from yuan_train.parallel.zero import ReplicatedState, ShardedState
 from yuan_train.train.optimizer import Optimizer, learning_rate
 
 
@@ -23,7 +23,7 @@ def config(**changes) -> OptimizerConfig:
     return OptimizerConfig(**values)
 
 
-def test_the_curve_warms_up_falls_to_the_minimum_and_stays() -> None:
+def test_cosine_warms_up_decays_to_the_minimum_and_stays() -> None:
     curve = [learning_rate(step, config(), decay_steps=10) for step in range(12)]
     assert curve[:4] == [0.25, 0.5, 0.75, 1.0]
     assert curve[6] == pytest.approx(0.55)  # half way from step 4 to step 10
@@ -31,13 +31,13 @@ def test_the_curve_warms_up_falls_to_the_minimum_and_stays() -> None:
     assert all(a >= b for a, b in zip(curve[3:], curve[4:], strict=False))
 
 
-def test_linear_and_constant() -> None:
+def test_linear_and_constant_schedules() -> None:
     linear = [learning_rate(s, config(schedule="linear", warmup_steps=0), decay_steps=3) for s in range(3)]
     assert linear == pytest.approx([0.7, 0.4, 0.1])
     assert learning_rate(50, config(schedule="constant"), decay_steps=10) == 1.0
 
 
-STATES = {"whole": WholeState, "shared": partial(SharedState, shares=(1.0,))}
+STATES = {"replicated": ReplicatedState, "sharded": partial(ShardedState, shares=(1.0,))}
 
 
 def flat_bucket(model: torch.nn.Module) -> FlatBucket:
@@ -53,7 +53,7 @@ def module() -> torch.nn.Module:
 
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_flat_buckets_take_the_steps_of_plain_adamw(dtype: torch.dtype, kind: str) -> None:
+def test_flat_buckets_match_plain_adamw(dtype: torch.dtype, kind: str) -> None:
     flat, plain = module().to(dtype), module().to(dtype)
     bucket = flat_bucket(flat)
     state = STATES[kind](bucket, Groups({}, {}))
@@ -72,8 +72,8 @@ def test_flat_buckets_take_the_steps_of_plain_adamw(dtype: torch.dtype, kind: st
         for model in (flat, plain):
             model(inputs).square().sum().backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
-        state.begin_sum()
-        ours = float(state.end_sum().sqrt())
+        state.start_grad_reduce()
+        ours = float(state.finish_grad_reduce().sqrt())
         assert ours == pytest.approx(float(norm), rel=1e-4)
         optimizer.step(0.1 * (step + 1))
         reference.step()
@@ -84,14 +84,14 @@ def test_flat_buckets_take_the_steps_of_plain_adamw(dtype: torch.dtype, kind: st
 def test_small_steps_are_not_lost_in_bf16() -> None:
     model = module().to(torch.bfloat16)
     bucket = flat_bucket(model)
-    state = WholeState(bucket, Groups({}, {}))
+    state = ReplicatedState(bucket, Groups({}, {}))
     optimizer = Optimizer([state], config(weight_decay=0.0))
     before = state.shards[0].master.clone()
     weight = model[0].weight.detach().clone()  # pyright: ignore
     for _ in range(40):
         bucket.gradient.fill_(1.0)
         optimizer.step(1e-4)
-    # 40 steps of 1e-4, each below half a bf16 unit of most weights, add up in the master.
+    # 40 steps of 1e-4 add up in the master; each is less than half a bf16 ulp of most weights.
     torch.testing.assert_close(state.shards[0].master, before - 40e-4, rtol=0, atol=1e-5)
     assert not torch.equal(model[0].weight, weight)  # pyright: ignore
     assert model[0].weight.dtype == torch.bfloat16  # pyright: ignore
@@ -102,12 +102,12 @@ def test_gradients_of_micro_batches_add_up_in_fp32_under_bf16() -> None:
     bucket = flat_bucket(model)
     for _ in range(1000):
         (model[0].bias.sum() * 1.0).backward()  # pyright: ignore
-    # In bf16 the sum would stop at 256.
+    # In bf16 the sum would not grow beyond 256.
     assert bucket.view(bucket.gradient, "0.bias").tolist() == [1000.0] * 3
 
 
-def test_the_heads_gradient_is_added_in_the_forward_and_never_rounded() -> None:
-    """In bf16, through autograd, it would come back rounded; in an evaluation there is none."""
+def test_the_heads_weight_gradient_is_accumulated_in_the_forward_and_not_rounded() -> None:
+    """Autograd would round it to bf16. Without a `gradient_scale` there is none in the forward."""
     size = ModelConfig(
         name="small",
         num_layers=1,
@@ -124,7 +124,7 @@ def test_the_heads_gradient_is_added_in_the_forward_and_never_rounded() -> None:
         model = Transformer(size, layers=(1, 1), embedding=False, head=True, dtype=dtype)
         init_weights(model, seed=0)
         if dtype == torch.float64:
-            # The same numbers as in bf16.
+            # The same weights as in bf16.
             model.load_state_dict({n: t.bfloat16().double() for n, t in model.state_dict().items()})
         bucket = flat_bucket(model)
         gradient = bucket.view(
@@ -144,10 +144,10 @@ def test_the_heads_gradient_is_added_in_the_forward_and_never_rounded() -> None:
     assert (ours - truth).norm() < 0.9 * (rounded - truth).norm() < 1e-2 * truth.norm()
 
 
-def test_a_bucket_of_vectors_alone_and_no_bucket_at_all() -> None:
+def test_a_bucket_of_vectors_only_and_no_bucket_at_all() -> None:
     norm = torch.nn.LayerNorm(3)
     bucket = flat_bucket(norm)
-    optimizer = Optimizer([WholeState(bucket, Groups({}, {}))], config())
+    optimizer = Optimizer([ReplicatedState(bucket, Groups({}, {}))], config())
     bucket.gradient.fill_(1.0)
     optimizer.step(0.1)
     assert float(norm.weight[0].detach()) == pytest.approx(0.9)

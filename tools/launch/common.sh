@@ -1,9 +1,9 @@
-# Sourced by the scripts beside it. A script sets `name`, `config`, perhaps `overrides`, and calls `main "$@"`.
+# Sourced by the scripts in this folder. A script sets `name`, `config`, perhaps `overrides`, and calls `main "$@"`.
 #
 #   bash tools/launch/pretrain_yuan2_2b.sh --cluster F [--plan F] [where] [--dry-run] [key=value ...]
 #
 # Plans if there is no plan yet (`--plan`, by default runs/NAME/plan.yaml), then starts every rank of it. Called
-# again, it resumes from the newest whole checkpoint (checkpoint.resume: auto). Where:
+# again, it resumes from the newest complete checkpoint (checkpoint.resume: auto). Where:
 #
 #   --local            every node of the plan on this machine (the default)
 #   --hostfile FILE    over ssh: one line per node of the plan, in its order: HOST, or HOST NODE
@@ -12,7 +12,7 @@
 #
 # --from CKPT starts from an imported checkpoint while the run has none of its own; --data PREFIX and
 # --tokenizer DIR name the corpus; --epochs N computes train.steps from its size. --dry-run prints the commands
-# and runs none. Needs yuan-train on the path of every node, at the same place as here.
+# and runs none. Needs yuan-train on the path of every node, at the same path as here.
 
 usage() {
     sed -n '3,/^$/s/^# \{0,1\}//p' "$(dirname "${BASH_SOURCE[0]}")/common.sh" | sed '/^[^ ]* *()/d'
@@ -63,7 +63,7 @@ main() {
     plan=${plan:-runs/$name/plan.yaml}
     gather_keys
     make_plan
-    # What a plan that is not there would say cannot be told.
+    # After a dry run there may be no plan to read the nodes from.
     if [ ! -e "$plan" ]; then
         echo "(no plan yet: the commands for its nodes are known once it is made)"
         return 0
@@ -75,7 +75,7 @@ main() {
     esac
 }
 
-# The run's overrides: the script's own, then what the options stand for, then the user's.
+# The run's overrides: the script's own, then those of the options, then the user's.
 gather_keys() {
     all_keys=("log.directory=runs/$name" "checkpoint.directory=runs/$name/checkpoints")
     all_keys+=(${overrides[@]+"${overrides[@]}"})
@@ -84,7 +84,7 @@ gather_keys() {
     if [ -n "$epochs" ]; then
         [ -n "$data" ] || die "--epochs: needs --data PREFIX to count its tokens"
         local steps
-        steps=$(python tools/launch/places.py steps "$config" "$data" "$epochs" \
+        steps=$(python tools/launch/nodes.py steps "$config" "$data" "$epochs" \
             ${overrides[@]+"${overrides[@]}"} ${keys[@]+"${keys[@]}"}) || exit 2
         all_keys+=("train.steps=$steps" "optimizer.decay_steps=$steps")
     fi
@@ -96,30 +96,30 @@ gather_keys() {
 
 make_plan() {
     if [ -e "$plan" ]; then return 0; fi
-    [ -n "$cluster" ] || die "$plan is not there: give --cluster FILE to make it, or --plan FILE"
+    [ -n "$cluster" ] || die "$plan does not exist: give --cluster FILE to make it, or --plan FILE"
     step mkdir -p "$(dirname "$plan")"
     step yuan-train plan --cluster "$cluster" --config "$config" --out "$plan" "${all_keys[@]}"
 }
 
-# One ssh per node; when one fails the others are ended.
+# One ssh per node; if one fails, the others are killed.
 launch_over_ssh() {
-    local places host node first="" index=0 remote pids=() hosts=()
+    local node_hosts host node first="" index=0 remote pids=() hosts=()
     [ -r "$hostfile" ] || die "$hostfile: cannot be read; wanted one line per node: HOST, or HOST NODE"
-    places=$(python tools/launch/places.py hosts "$plan" "$hostfile") || exit 2
+    node_hosts=$(python tools/launch/nodes.py hosts "$plan" "$hostfile") || exit 2
     while read -r host node; do
         first=${first:-$host}
         remote=$(printf '%q ' cd "$PWD")
         remote+="&& $(printf '%q ' yuan-train launch --config "$config" --plan "$plan" --this-node "$node" \
-            --meet-at "$first:$port" "${all_keys[@]}")"
+            --rendezvous "$first:$port" "${all_keys[@]}")"
         printf '+ ssh %q %q\n' "$host" "$remote"
         hosts[index]=$host
         if [ "$dry_run" = no ]; then
-            # -tt: the ranks end when ssh does. Input from nowhere, or ssh would eat the list of nodes.
+            # -tt: the ranks end when ssh does. /dev/null, or ssh would consume the list of nodes.
             ssh -tt -o BatchMode=yes "$host" "$remote" </dev/null &
             pids[index]=$!
         fi
         index=$((index + 1))
-    done <<<"$places"
+    done <<<"$node_hosts"
     if [ "$dry_run" = yes ]; then return 0; fi
     trap 'kill "${pids[@]}" 2>/dev/null || true' INT TERM EXIT
     for index in "${!pids[@]}"; do
@@ -130,7 +130,7 @@ launch_over_ssh() {
 
 submit() {
     local job=runs/$name/job.sbatch text
-    text=$(python tools/launch/places.py slurm "$plan" --name "$name" --options="$sbatch_options" --port "$port" \
+    text=$(python tools/launch/nodes.py slurm "$plan" --name "$name" --options="$sbatch_options" --port "$port" \
         -- yuan-train launch --config "$config" --plan "$plan" "${all_keys[@]}") || exit 2
     if [ "$dry_run" = yes ]; then
         printf '+ sbatch %q    # which would hold:\n%s\n' "$job" "$text"

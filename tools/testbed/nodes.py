@@ -1,9 +1,10 @@
-"""Unlike nodes on one Linux machine: for each a network namespace, a shaped link and a share of a core.
+"""Unequal nodes on one Linux machine: for each a network namespace, a shaped link and a share of a core.
 
-Each node's `eth0` is one end of a veth pair; the other end is a port of a bridge, which has a namespace of
-its own. `tc tbf` holds both ends to the node's rate, and a cgroup (v1 or v2) holds the node's processes to
-its share, in periods short beside a layer's work. Needs root. Names carry the number of this process, so
-that two testbeds do not meet; everything is removed at the end, whatever the end is.
+Each node's `eth0` is one end of a veth pair; the other end is a port of a bridge, which has its own
+namespace. `tc tbf` limits both ends to the node's rate, and a cgroup (v1 or v2) limits the node's processes
+to its share, in periods that are short compared to a layer's compute. Needs root. Names contain the id of
+this process, so that two testbeds do not clash; everything is removed at the end, also after an error or a
+signal.
 """
 
 from __future__ import annotations
@@ -26,25 +27,27 @@ from typing import IO, Annotated
 from annotated_types import Gt, Le, MinLen
 
 from yuan_train.config.devices import BytesPerSecond
-from yuan_train.config.errors import Problem, TrainingError, YuanError
-from yuan_train.config.load import build, read_document
+from yuan_train.config.document import read_document
+from yuan_train.config.errors import TrainingError, Violation, YuanError
+from yuan_train.config.load import build
 
 PERIOD_US = 10_000
 """Of the CPU quotas."""
 PRIORITY = 100
-"""Weight of a node's processes beside others of the machine, which have 1: those must not slow the nodes."""
+"""Weight of a node's processes; the machine's other processes have 1 and must not slow the nodes."""
 FAST_BYTES_PER_SECOND = 500e6 / 8
-"""From this rate on the kernel's timers need a larger burst to reach it."""
+"""From this rate on, the kernel's timers need a larger burst to reach the rate."""
 BURSTS = ("64kb", "512kb")
+"""Below FAST_BYTES_PER_SECOND, and from it on."""
 QUEUE = "100ms"
-"""Longest time that a packet waits in a shaped end before it is dropped."""
+"""Longest time that a packet waits at a shaped end before it is dropped."""
 MOST_NODES = 200
 SUBNET = "10.77.0"
 MOUNTS = Path("/proc/self/mounts")
 
 
 class NoTestbed(YuanError):
-    """The machine, or the right to change it, lacks something that a testbed needs."""
+    """This machine or user lacks something that a testbed needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,67 +58,69 @@ class NodeSpec:
     cpu: Annotated[float, Gt(0), Le(1)]
     """Share of a core."""
     network: BytesPerSecond
-    """Rate of its network card, each way."""
+    """Rate of its NIC, each way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TestbedSpec:
     """A testbed file."""
 
-    __test__ = False  # not a test, whatever its name begins with
+    __test__ = False  # not a test, though its name begins with Test
     nodes: Annotated[tuple[NodeSpec, ...], MinLen(1)]
 
 
 def load_nodes(path: str | Path) -> tuple[NodeSpec, ...]:
-    """Read a testbed file. Raises ConfigError with all its faults."""
-    return build(read_document(path), TestbedSpec, laws=_laws).nodes
+    """Read a testbed file. Raises ConfigError with all its errors, NoTestbed on another system than Linux."""
+    return build(read_document(path), TestbedSpec, validate=_validate).nodes
 
 
-def _laws(spec: TestbedSpec) -> Iterator[Problem]:
+def _validate(spec: TestbedSpec) -> Iterator[Violation]:
+    """Yield what is wrong between the nodes of a testbed, and with their names."""
     shares = [node.cpu for node in spec.nodes]
     cores = find_cores()
     if place_on_cores(shares, cores) is None:
         words = " + ".join(f"{share:g}" for share in shares)
-        yield Problem(
+        yield Violation(
             ("nodes",), f"shares of {words} do not fit on {len(cores)} cores, each on one; make them smaller"
         )
     if len(spec.nodes) > MOST_NODES:
-        yield Problem(("nodes",), f"{len(spec.nodes)} nodes; at most {MOST_NODES}")
+        yield Violation(("nodes",), f"{len(spec.nodes)} nodes; at most {MOST_NODES}")
     seen: set[str] = set()
     for i, node in enumerate(spec.nodes):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]*", node.name):
-            yield Problem(("nodes", i, "name"), f"wanted letters, digits and '-'; got {node.name!r}")
+            yield Violation(("nodes", i, "name"), f"wanted letters, digits and '-'; got {node.name!r}")
         if node.name in seen:
-            yield Problem(("nodes", i, "name"), f"there is a node {node.name!r} already; use another name")
+            yield Violation(("nodes", i, "name"), f"there is a node {node.name!r} already; use another name")
         seen.add(node.name)
 
 
 def find_cores() -> list[int]:
-    """The cores that this process may use. Raises NoTestbed where the system does not say."""
+    """The cores that this process may use. Raises NoTestbed on another system than Linux."""
     if sys.platform != "linux":
         raise NoTestbed(f"a testbed needs Linux; this is {sys.platform}")
     return sorted(os.sched_getaffinity(0))
 
 
 def place_on_cores(shares: Sequence[float], cores: Sequence[int]) -> list[int] | None:
-    """A core for each share, the largest first, each on the first with room; None if there is none.
+    """A core for each share, in the order of `shares`: the largest share first, each on the first core with
+    room; None if one does not fit.
 
-    Left to the kernel, two nodes would for a while share one core and leave another to other programs.
+    Left to the kernel, two nodes would share one core for a while and leave another to other programs.
     """
     room = dict.fromkeys(cores, 1.0)
-    places: dict[int, int] = {}
+    core_of: dict[int, int] = {}
     for i in sorted(range(len(shares)), key=lambda i: -shares[i]):
         core = next((core for core in cores if room[core] >= shares[i] - 1e-9), None)
         if core is None:
             return None
         room[core] -= shares[i]
-        places[i] = core
-    return [places[i] for i in range(len(shares))]
+        core_of[i] = core
+    return [core_of[i] for i in range(len(shares))]
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node that is there."""
+    """A running node."""
 
     spec: NodeSpec
     namespace: str
@@ -123,22 +128,31 @@ class Node:
     quota: Path
     """Its cgroup."""
     core: int
-    """Where its processes run."""
+    """The core that its processes run on."""
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """To be ended before the quota is removed: a process may be on its way into it."""
+    """To be killed before the cgroup is removed: a process that has just started may not be in it yet."""
 
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """Start a command on the node, under its quota from the first instruction on.
 
-        Ctrl-C does not reach it: it is for the testbed to end.
+        Ctrl-C does not reach it: the testbed kills it.
         """
-        join = 'echo $$ > "$0" && exec "$@"'
-        enter = ["sh", "-c", join, str(self.quota / "cgroup.procs"), "ip", "netns", "exec", self.namespace]
-        with _undisturbed():
+        join_cgroup = 'echo $$ > "$0" && exec "$@"'
+        prefix = [
+            "sh",
+            "-c",
+            join_cgroup,
+            str(self.quota / "cgroup.procs"),
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+        ]
+        with _signals_deferred():
             process = subprocess.Popen(
-                [*enter, *command],
+                [*prefix, *command],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -154,38 +168,38 @@ class Node:
 def make_nodes(specs: Sequence[NodeSpec]) -> Iterator[tuple[Node, ...]]:
     """Make the nodes, and at the end remove them with every process that is left on them.
 
-    Raises NoTestbed if the machine cannot have them; nothing is left then either.
+    Raises NoTestbed if the machine cannot have them; nothing is left behind then either.
     """
     quotas = find_quotas(MOUNTS)
     _check_rights()
     prefix = f"yt{os.getpid()}"
-    with ExitStack() as made:
+    with ExitStack() as cleanup:
         try:
-            with _undisturbed():
-                nodes = _make(specs, prefix, quotas, made)
+            with _signals_deferred():
+                nodes = _make(specs, prefix, quotas, cleanup)
             yield nodes
         finally:
-            with _undisturbed():
-                made.close()
+            with _signals_deferred():
+                cleanup.close()
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Put Ctrl-C and SIGTERM off: neither making nor removing may stop half-way."""
+def _signals_deferred() -> Iterator[None]:
+    """Defer Ctrl-C and SIGTERM to the end of the block: neither making nor removing may stop half-way."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python gives signals to the main thread alone
+        yield  # Python handles signals only in the main thread
         return
-    late: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: late.append(number))
+    deferred: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: deferred.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in late:
+        for number in deferred:
             signal.raise_signal(number)
 
 
@@ -198,44 +212,44 @@ def _check_rights() -> None:
         raise NoTestbed(f"a testbed needs what is missing here: {'; '.join(missing)}")
 
 
-def _make(specs: Sequence[NodeSpec], prefix: str, quotas: Quotas, made: ExitStack) -> tuple[Node, ...]:
-    quotas.open(made)
+def _make(specs: Sequence[NodeSpec], prefix: str, quotas: Quotas, cleanup: ExitStack) -> tuple[Node, ...]:
+    quotas.open(cleanup)
     bridge = f"{prefix}-bridge"
-    _add_namespace(bridge, made)
-    _do("ip", "-n", bridge, "link", "add", "bridge0", "type", "bridge")
-    _do("ip", "-n", bridge, "link", "set", "bridge0", "up")
+    _add_namespace(bridge, cleanup)
+    _run("ip", "-n", bridge, "link", "add", "bridge0", "type", "bridge")
+    _run("ip", "-n", bridge, "link", "set", "bridge0", "up")
     cores = place_on_cores([spec.cpu for spec in specs], find_cores())
-    assert cores is not None, "_laws checks it"
+    assert cores is not None, "_validate checks it"
     nodes: list[Node] = []
     for i, (spec, core) in enumerate(zip(specs, cores, strict=True)):
         name, address = f"{prefix}-{i}-{spec.name}", f"{SUBNET}.{i + 1}"
-        _make_network(i, spec, name, bridge, address, made)
-        node = Node(spec, name, address, quotas.add(name, spec.cpu, made), core)
-        made.callback(_end_all, node.started)
+        _make_network(i, spec, name, bridge, address, cleanup)
+        node = Node(spec, name, address, quotas.add(name, spec.cpu, cleanup), core)
+        cleanup.callback(_kill_all, node.started)
         nodes.append(node)
     return tuple(nodes)
 
 
-def _make_network(i: int, spec: NodeSpec, name: str, bridge: str, address: str, made: ExitStack) -> None:
-    _add_namespace(name, made)
-    _do(*f"ip link add eth0 netns {name} type veth peer name port{i} netns {bridge}".split())
-    _do(*f"ip -n {bridge} link set port{i} master bridge0 up".split())
-    _do(*f"ip -n {name} address add {address}/24 dev eth0".split())
-    _do(*f"ip -n {name} link set eth0 up".split())
-    _do(*f"ip -n {name} link set lo up".split())
+def _make_network(i: int, spec: NodeSpec, name: str, bridge: str, address: str, cleanup: ExitStack) -> None:
+    _add_namespace(name, cleanup)
+    _run(*f"ip link add eth0 netns {name} type veth peer name port{i} netns {bridge}".split())
+    _run(*f"ip -n {bridge} link set port{i} master bridge0 up".split())
+    _run(*f"ip -n {name} address add {address}/24 dev eth0".split())
+    _run(*f"ip -n {name} link set eth0 up".split())
+    _run(*f"ip -n {name} link set lo up".split())
     burst = BURSTS[spec.network >= FAST_BYTES_PER_SECOND]
-    for place, end in ((name, "eth0"), (bridge, f"port{i}")):
+    for namespace, end in ((name, "eth0"), (bridge, f"port{i}")):
         shape = f"root tbf rate {round(8 * spec.network)}bit burst {burst} latency {QUEUE}"
-        _do(*f"tc -n {place} qdisc add dev {end} {shape}".split())
+        _run(*f"tc -n {namespace} qdisc add dev {end} {shape}".split())
 
 
-def _add_namespace(name: str, made: ExitStack) -> None:
-    """Its end of every veth pair goes with it, and with one end the other."""
-    _do("ip", "netns", "add", name)
-    made.callback(_do, "ip", "netns", "delete", name)
+def _add_namespace(name: str, cleanup: ExitStack) -> None:
+    """Add a network namespace. Deleting it deletes its ends of veth pairs, and with them the other ends."""
+    _run("ip", "netns", "add", name)
+    cleanup.callback(_run, "ip", "netns", "delete", name)
 
 
-def _do(*words: str) -> None:
+def _run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise NoTestbed(f"`{' '.join(words)}` failed: {done.stderr.strip()}; does this kernel offer it?")
@@ -251,21 +265,24 @@ class Quotas:
     root: Path
     version: int
 
-    def open(self, made: ExitStack) -> None:
-        """Under version 2, let the root's groups have quotas, until the end."""
+    def open(self, cleanup: ExitStack) -> None:
+        """Under version 2, let the groups of the root have quotas, until `cleanup` closes."""
         switch = self.root / "cgroup.subtree_control"
         if self.version == 2 and "cpu" not in switch.read_text().split():
             _write(switch, "+cpu")
-            made.callback(_write, switch, "-cpu")
+            cleanup.callback(_write, switch, "-cpu")
 
-    def add(self, name: str, share: float, made: ExitStack) -> Path:
-        """A group of processes that get `share` of a core."""
+    def add(self, name: str, share: float, cleanup: ExitStack) -> Path:
+        """A cgroup whose processes get `share` of a core, until `cleanup` closes.
+
+        Raises NoTestbed if it cannot be made.
+        """
         group = self.root / name
         try:
             group.mkdir()
         except OSError as error:
             raise NoTestbed(f"no group {group} for a CPU quota: {error}") from None
-        made.callback(_remove_group, group)
+        cleanup.callback(_remove_group, group)
         quota = round(share * PERIOD_US)
         if self.version == 2:
             _write(group / "cpu.max", f"{quota} {PERIOD_US}")
@@ -280,12 +297,12 @@ class Quotas:
 def find_quotas(mounts: Path) -> Quotas:
     """The mounted tree with the cpu controller. Raises NoTestbed without one."""
     lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
-    for _, place, kind, options, *_ in lines:
+    for _, mount, kind, options, *_ in lines:
         if kind == "cgroup" and "cpu" in options.split(","):
-            return Quotas(Path(place), 1)
-        controllers = Path(place) / "cgroup.controllers"
+            return Quotas(Path(mount), 1)
+        controllers = Path(mount) / "cgroup.controllers"
         if kind == "cgroup2" and controllers.exists() and "cpu" in controllers.read_text().split():
-            return Quotas(Path(place), 2)
+            return Quotas(Path(mount), 2)
     raise NoTestbed(
         "a testbed needs what is missing here: a mounted cgroup tree with the cpu controller (Linux)"
     )
@@ -301,7 +318,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _remove_group(group: Path) -> None:
-    """End the group's processes, each by its id, and remove it."""
+    """Kill the cgroup's processes, each by its id, and remove it."""
     deadline = time.monotonic() + 10
     while pids := (group / "cgroup.procs").read_text().split():
         for pid in pids:
@@ -310,15 +327,15 @@ def _remove_group(group: Path) -> None:
             except ProcessLookupError:
                 continue
         if time.monotonic() > deadline:
-            print(f"warning: {group}: processes {', '.join(pids)} do not end", file=sys.stderr)
+            print(f"warning: {group}: processes {', '.join(pids)} do not exit", file=sys.stderr)
             return
         time.sleep(0.02)
     group.rmdir()
 
 
-def _end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        _end(process)
+        _kill(process)
 
 
 # --- processes -------------------------------------------------------------------------------------------
@@ -334,10 +351,10 @@ class Task:
 
 
 def run_together(tasks: Sequence[Task], folder: Path, *, timeout_seconds: float) -> None:
-    """Run the tasks at the same time, to their ends; what they say goes to `folder`.
+    """Run the tasks at the same time until all exit; their output goes to `folder`, a log per node.
 
-    Raises TrainingError, with the last words of the one at fault, if one fails or is not done in time; the
-    others are ended then.
+    Raises TrainingError, with the end of the failed task's log, if a task fails or is not done in time; the
+    others are killed then.
     """
     with ExitStack() as running:
         logs = [folder / f"{task.node.spec.name}.log" for task in tasks]
@@ -345,7 +362,7 @@ def run_together(tasks: Sequence[Task], folder: Path, *, timeout_seconds: float)
         for task, log in zip(tasks, logs, strict=True):
             output = running.enter_context(log.open("wb"))
             process = task.node.start(task.command, environment=task.environment, output=output)
-            running.callback(_end, process)
+            running.callback(_kill, process)
             processes.append(process)
         deadline = time.monotonic() + timeout_seconds
         while any(process.poll() is None for process in processes):
@@ -362,7 +379,7 @@ def run_together(tasks: Sequence[Task], folder: Path, *, timeout_seconds: float)
         raise TrainingError(f"not done within {timeout_seconds:g} s: {', '.join(late)}; see {folder}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()

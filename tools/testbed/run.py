@@ -1,9 +1,9 @@
-"""python -m tools.testbed.run: profile, plan and train on unlike nodes, forecast beside measurement.
+"""python -m tools.testbed.run: profile, plan and train on unequal nodes, forecast beside measurement.
 
 Makes the nodes of a testbed file on this machine (tools/testbed/nodes.py; needs root), measures cards and
 links on them, all at the same time, plans from the measured profile, trains under the planned cut and under
-the even split, and prints Markdown tables. Each round measures anew before it trains, and its trainings are
-held against its own profile: a machine that others use too, or a virtual one, changes its speed within
+the even split, and prints Markdown tables. Each round measures again before it trains, and its trainings are
+compared with its own profile, because a machine that is shared, or a virtual one, changes its speed within
 minutes.
 """
 
@@ -25,36 +25,37 @@ import numpy as np
 from tools.testbed.nodes import Node, NodeSpec, Task, load_nodes, make_nodes, run_together
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
+from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import ConfigError, YuanError
-from yuan_train.config.load import dump, write_text
-from yuan_train.config.plan import Plan, save_plan
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_files import save_plan
 from yuan_train.config.profile import Profile, load_profile
 from yuan_train.config.run import RunConfig, Source, load_run
 from yuan_train.data.indexed import IndexedWriter, token_dtype
-from yuan_train.planner.cost import PlanCost, cost_plan
-from yuan_train.planner.search import search_plan
-from yuan_train.planner.setting import Setting, make_costs
-from yuan_train.planner.simulator import simulate_schedule
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.simulator import simulate_schedule
+from yuan_train.planner.search.search import search_plan
 from yuan_train.train.measure import machine_name
 
 HERE = Path(__file__).parent
 WARM_UP_STEPS = 2
 PORT = 29500
-"""Where ranks meet. The nodes' network is theirs alone, so it is free."""
+"""Of the rendezvous. Free, because no other program is on the nodes' network."""
 PROFILE_SECONDS, TRAIN_SECONDS = 600.0, 1800.0
-"""A node that takes longer hangs."""
+"""Limits; a node that takes longer is taken to hang."""
 CORE = DeviceType(memory=2**32, reserved=2**28, fp32=80e9, bf16=80e9, memory_bandwidth=10e9)
-"""A whole core, rough: what is measured wins."""
+"""A whole core, roughly; measurements take precedence."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One training: what its profile forecast, and what each step took."""
+    """One training: what was forecast from its profile, and what each step took."""
 
     cost: PlanCost
     seconds: list[float]
     busy: list[list[float]]
-    """Compute of each rank, by step."""
+    """Compute seconds of each rank, by step."""
 
     @property
     def error(self) -> float:
@@ -88,7 +89,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nodes", default=HERE / "nodes.yaml", metavar="FILE", help="the unlike nodes")
+    parser.add_argument("--nodes", default=HERE / "nodes.yaml", metavar="FILE", help="the unequal nodes")
     parser.add_argument(
         "--config", default=HERE / "run.yaml", metavar="FILE", help="the run; its data are random tokens"
     )
@@ -113,7 +114,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Profile, plan in the first round, train both cuts, over and over; the tables."""
+    """Profile, plan in the first round, and train both cuts, `rounds` times; the tables."""
     specs = load_nodes(options.nodes)
     _warn_of_load()
     run = _with_random_data(load_run(options.config), folder)
@@ -124,9 +125,9 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
         rows: list[Row] = []
         for number in range(options.rounds):
             profile = measure_profile(nodes, folder, number)
-            setting = _setting(cluster, run, profile)
-            rows = rows or _plan(setting, run)
-            costs = make_costs(setting)
+            problem = _make_problem(cluster, run, profile)
+            rows = rows or _plan(problem, run)
+            costs = make_costs(problem)
             for row in rows:
                 training = folder / f"{row.name}-{number}"
                 row.rounds.append(
@@ -142,7 +143,7 @@ def _warn_of_load() -> None:
 
 
 def cluster_of(specs: Sequence[NodeSpec]) -> Cluster:
-    """The nodes as the planner knows them: a card each, of a type by its share of a core."""
+    """The nodes as the planner sees them: one card each, whose type is given by its share of a core."""
     types = {
         _type_name(spec): replace(
             CORE,
@@ -164,7 +165,7 @@ def _type_name(spec: NodeSpec) -> str:
 
 
 def _with_random_data(run: RunConfig, folder: Path) -> RunConfig:
-    """The run on random tokens: their sense takes no time."""
+    """The run on random tokens: step times do not depend on what they are."""
     tokens = 2 * run.train.global_batch_size * (run.data.sequence_length + 1)
     dtype = token_dtype(run.model.vocab_size)
     with IndexedWriter(folder / "random", dtype=dtype) as writer:
@@ -177,7 +178,7 @@ def _with_random_data(run: RunConfig, folder: Path) -> RunConfig:
 
 
 def measure_profile(nodes: Sequence[Node], folder: Path, number: int) -> Profile:
-    """`yuan-train profile` on all nodes together."""
+    """Run `yuan-train profile` on all nodes together; returns the profile."""
     out = folder / f"profile-{number}.json"
     files = ["--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml", "--out", out]
     commands = [["profile", *files, "--device-type", _type_name(node.spec)] for node in nodes]
@@ -185,8 +186,8 @@ def measure_profile(nodes: Sequence[Node], folder: Path, number: int) -> Profile
     return load_profile(out)
 
 
-def _setting(cluster: Cluster, run: RunConfig, profile: Profile) -> Setting:
-    return Setting(
+def _make_problem(cluster: Cluster, run: RunConfig, profile: Profile) -> PlanProblem:
+    return PlanProblem(
         cluster=cluster,
         model=run.model,
         sequence_length=run.data.sequence_length,
@@ -196,8 +197,8 @@ def _setting(cluster: Cluster, run: RunConfig, profile: Profile) -> Setting:
     )
 
 
-def _plan(setting: Setting, run: RunConfig) -> list[Row]:
-    found = search_plan(setting, run.search, micro_batch_size=run.train.micro_batch_size)
+def _plan(problem: PlanProblem, run: RunConfig) -> list[Row]:
+    found = search_plan(problem, run.search, micro_batch_size=run.train.micro_batch_size)
     if found.even_split is None:
         raise ConfigError("there is no even split of this model over these nodes; give it more layers")
     return [Row("planned", found.best.plan, []), Row("even", found.even_split.plan, [])]
@@ -220,7 +221,8 @@ def _train(nodes: Sequence[Node], plan: Plan, cost: PlanCost, steps: int, folder
 def _yuan_train(
     nodes: Sequence[Node], commands: Sequence[Sequence[str | Path]], folder: Path, timeout_seconds: float
 ) -> None:
-    """A rank on each node, with the variables that torchrun would set: its agents would share the quotas."""
+    """Run a rank on each node, with the variables that torchrun would set: its own agents would use part of
+    the quotas."""
     folder.mkdir(exist_ok=True)
     tasks = [
         Task(node, [sys.executable, "-m", "yuan_train", *map(str, command)], _environment(rank, nodes))
@@ -239,7 +241,7 @@ def _environment(rank: int, nodes: Sequence[Node]) -> dict[str, str]:
         "MASTER_ADDR": nodes[0].address,
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": "eth0",
-        # Two threads would share a quota, and wait for each other.
+        # Two threads would share a node's quota and wait for each other.
         "OMP_NUM_THREADS": "1",
     }
 
@@ -258,7 +260,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
     for row in rows:
         errors = [round_.error for round_ in row.rounds]
-        known = [
+        replayed = [
             replay(row.plan, round_.cost, busy) / took - 1
             for round_ in row.rounds
             for busy, took in zip(round_.busy, round_.seconds, strict=True)
@@ -266,7 +268,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"| {row.name} | {_cut(row.plan)} | {row.forecast:.3f} | {row.median:.3f} "
             f"({min(row.seconds):.3f} to {max(row.seconds):.3f}) | {statistics.median(errors):+.1%} "
-            f"({', '.join(f'{error:+.1%}' for error in errors)}) | {statistics.median(known):+.1%} |"
+            f"({', '.join(f'{error:+.1%}' for error in errors)}) | {statistics.median(replayed):+.1%} |"
         )
     planned, even = rows
     simulated = even.forecast / planned.forecast
@@ -288,7 +290,7 @@ def _cut(plan: Plan) -> str:
 
 
 def forecast_busy(plan: Plan, cost: PlanCost) -> list[float]:
-    """Compute of each rank in a step, as forecast."""
+    """Forecast compute seconds of each rank in a step."""
     busy = [0.0] * len(plan.ranks)
     for p, pipeline in enumerate(plan.pipelines):
         for stage, workers in zip(pipeline.stages, cost.workers[p], strict=True):
@@ -299,8 +301,8 @@ def forecast_busy(plan: Plan, cost: PlanCost) -> list[float]:
 
 
 def replay(plan: Plan, cost: PlanCost, busy: Sequence[float]) -> float:
-    """The step that the simulator has when each rank's compute takes as long as it did: what is then left
-    between it and the truth is links, sums and the executor."""
+    """The simulated step, in seconds, if each rank's compute takes as long as measured (`busy`): what is left
+    of the error is due to links, gradient reduction and the executor."""
     expected = forecast_busy(plan, cost)
     ends: list[float] = []
     for pipeline, times, workers in zip(plan.pipelines, cost.times, cost.workers, strict=True):
@@ -312,29 +314,35 @@ def replay(plan: Plan, cost: PlanCost, busy: Sequence[float]) -> float:
         def scaled(seconds: Sequence[float], factors: Sequence[float] = factors) -> tuple[float, ...]:
             return tuple(factor * value for factor, value in zip(factors, seconds, strict=True))
 
-        real = replace(
+        measured = replace(
             times,
             forward_seconds=scaled(times.forward_seconds),
             backward_seconds=scaled(times.backward_seconds),
             weight_seconds=scaled(times.weight_seconds) if times.weight_seconds else (),
         )
         count = pipeline.num_micro_batches
-        simulation = simulate_schedule(plan.schedule, real, num_micro_batches=count, workers=workers)
+        simulation = simulate_schedule(
+            plan.schedule,
+            measured,
+            num_micro_batches=count,
+            workers=workers,
+            in_flight=pipeline.depths(plan.schedule),
+        )
         ends.append(simulation.step_seconds)
     return max(ends) + cost.step_seconds - cost.compute_seconds
 
 
 def stage_table(rows: Sequence[Row]) -> list[str]:
-    """Markdown: compute of each rank in a step, and the share of the step that it waits."""
+    """Markdown: compute of each rank in a step, and the share of the step in which it is idle."""
     lines = [
         "| cut | node | layers | compute forecast s | measured s | off by | idle forecast | idle measured |",
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         plan, expected = row.plan, [forecast_busy(row.plan, round_.cost) for round_ in row.rounds]
-        held = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+        stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
         for rank, entry in enumerate(plan.ranks):
-            layers = sum(stage.num_layers for stage in held if rank in stage.ranks)
+            layers = sum(stage.num_layers for stage in stages if rank in stage.ranks)
             forecast = statistics.median(busy[rank] for busy in expected)
             measured = statistics.median(step[rank] for round_ in row.rounds for step in round_.busy)
             idle = 1 - forecast / row.forecast
@@ -347,7 +355,7 @@ def stage_table(rows: Sequence[Row]) -> list[str]:
 
 
 def link_table(profile: Profile) -> list[str]:
-    """Markdown: every directed link by size of message."""
+    """Markdown: milliseconds of every directed link by message size."""
     sizes = profile.links[0].message_bytes
     heads = [f"{size / 1024:g} KiB, ms" for size in sizes]
     lines = [f"| link | {' | '.join(heads)} |", f"|---|{'--:|' * len(sizes)}"]

@@ -1,9 +1,7 @@
-"""Reading a checkpoint under any plan: strict in names and shapes, blind to who wrote which part."""
+"""Finds and reads checkpoints, under any plan: names and shapes must match, the saved sharding need not."""
 
 from __future__ import annotations
 
-import enum
-import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from yuan_train.checkpoint.local_shards import LoadPlanner, Tensors
+from yuan_train.checkpoint.metadata import Reader
 from yuan_train.checkpoint.names import (
     LATEST,
     OPTIMIZER_STATES,
@@ -27,46 +27,47 @@ from yuan_train.checkpoint.names import (
     step_name,
     steps_in,
 )
-from yuan_train.checkpoint.parts import LoadPlanner, Tensors
+from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
-from yuan_train.config.load import Document, build
-from yuan_train.config.model import ModelConfig, model_laws
+from yuan_train.config.load import build
+from yuan_train.config.model import ModelConfig, validate_model
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint, found but not yet read."""
+    """A complete checkpoint whose tensors are not read yet."""
 
     path: Path
     state: Mapping[str, Any]
     notes: tuple[str, ...] = ()
-    """What the user should know, such as a newer one that is torn."""
+    """Notes for the user, such as that a newer checkpoint is incomplete."""
 
     @property
     def step(self) -> int:
+        """Steps done when it was saved."""
         return int(self.state["step"])
 
     @property
     def model(self) -> ModelConfig:
-        """Sizes of the model inside."""
+        """The model it holds. Raises CheckpointError if its state does not describe one."""
         try:
             document = Document(f"{self.path / STATE}", self.state["run"]["model"], {})
-            return build(document, ModelConfig, laws=model_laws)
+            return build(document, ModelConfig, validate=validate_model)
         except (KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(f"{self.path}: {STATE} describes no model: {error}") from None
 
     @property
     def tokenizer(self) -> Path | None:
-        """Directory of the tokenizer inside, if there is one."""
+        """Directory of the tokenizer in it; None if it has none."""
         path = self.path / TOKENIZER
         return path if path.is_dir() else None
 
 
 def find_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint at `path`: a step's directory, or a directory of several (then the latest whole one).
+    """The checkpoint at `path`: a step's directory, or a directory of them (then the newest complete one).
 
-    Raises CheckpointError if there is none, or none is whole; a torn one that is asked for by name is not
-    replaced by another.
+    Raises CheckpointError if there is none, or none is complete; if `path` is a step's directory, no other is
+    taken in its place.
     """
     path = Path(path)
     if not path.is_dir():
@@ -77,14 +78,16 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         return _open(path)
     found = find_latest(path)
     if found is None:
-        raise CheckpointError(f"{path}: no checkpoint here is whole: {_faults(path)}")
+        raise CheckpointError(f"{path}: no checkpoint here is complete: {_all_faults(path)}")
     return found
 
 
 def find_latest(directory: str | Path) -> Checkpoint | None:
-    """The newest whole checkpoint of a directory, with a note on every newer one that is torn; or None.
+    """The newest complete checkpoint of a directory, with a note on every newer incomplete one.
 
-    `latest` is only a hint: a crash between the renaming and the hint leaves a newer whole one.
+    None if the directory has no checkpoint. `latest` is not trusted: a crash between the renaming and its
+    update leaves a newer complete checkpoint.
+    Raises CheckpointError if none of them is complete, or if `latest` names one that does not exist.
     """
     directory = Path(directory)
     notes: list[str] = []
@@ -93,23 +96,23 @@ def find_latest(directory: str | Path) -> Checkpoint | None:
         try:
             found = _open(path)
         except CheckpointError as error:
-            notes.append(f"{error}; falling back to the one before")
+            notes.append(f"{error}; falling back to the previous checkpoint")
             continue
         return Checkpoint(found.path, found.state, tuple(notes))
     if notes:
-        raise CheckpointError(f"{directory}: no checkpoint here is whole: {'; '.join(notes)}")
+        raise CheckpointError(f"{directory}: no checkpoint here is complete: {'; '.join(notes)}")
     if (directory / LATEST).exists():
-        raise CheckpointError(f"{directory / LATEST}: names a checkpoint that is not there")
+        raise CheckpointError(f"{directory / LATEST}: names a checkpoint that does not exist")
     return None
 
 
-def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, alone: bool = False) -> None:
-    """Read tensors by global name, in place. Collective, unless `alone`.
+def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, no_dist: bool = False) -> None:
+    """Read tensors by global name, in place; collective over all ranks unless `no_dist`.
 
-    Raises CheckpointError, with every difference, if a name is missing or a shape is another.
+    Raises CheckpointError, with the first differences, if a name is missing or a global shape differs.
     """
     reader = Reader(checkpoint.path)
-    held = _tensors_in(reader, checkpoint.path)
+    held = _shapes_by_name(reader, checkpoint.path)
     wrong = [
         f"{name}: {'missing' if name not in held else f'has shape {held[name]}'}, wanted {list(tensor.shape)}"
         for name, tensor in tensors.items()
@@ -117,7 +120,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, alone: bool = Fals
     ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError(f"{checkpoint.path} is of another shape: {'; '.join(wrong[:5])}{more}")
+        raise CheckpointError(f"{checkpoint.path} does not fit the model: {'; '.join(wrong[:5])}{more}")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -125,35 +128,38 @@ def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, alone: bool = Fals
                 dict(tensors),
                 storage_reader=reader,
                 planner=LoadPlanner(),
-                no_dist=alone or not dist.is_initialized(),
+                no_dist=no_dist or not dist.is_initialized(),
             )
     except (Exception, CheckpointException) as error:
-        # Whatever the bytes provoke in the readers below, the answer is the same: this file is not sound.
+        # Corrupt bytes can make torch's readers raise anything; all of it means an unreadable file.
         raise CheckpointError(f"{checkpoint.path}: cannot be read: {error}") from error
 
 
 def holds_optimizer_state(checkpoint: Checkpoint) -> bool:
-    """Whether it holds AdamW's averages; an imported one has weights alone."""
-    names = _tensors_in(Reader(checkpoint.path), checkpoint.path)
+    """Whether it holds AdamW's averages; an imported one has weights only."""
+    names = _shapes_by_name(Reader(checkpoint.path), checkpoint.path)
     return any(name.startswith(f"{kind}.") for name in names for kind in OPTIMIZER_STATES)
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
-    """Fill a model, or a part of one, rounding the masters to its own precision. Not collective."""
+    """Fill a model, or a stage's part, with the masters in the model's precision. Not collective.
+
+    Raises CheckpointError if a name is missing or a shape differs.
+    """
     parameters = dict(model.named_parameters())
-    held = _tensors_in(Reader(checkpoint.path), checkpoint.path)
+    shapes = _shapes_by_name(Reader(checkpoint.path), checkpoint.path)
     for name, parameter in parameters.items():
         key = f"{WEIGHTS}.{name}"
-        if key not in held:
+        if key not in shapes:
             raise CheckpointError(f"{checkpoint.path}: {key} is missing")
         master = torch.empty(parameter.shape, dtype=_dtype_of(checkpoint, key))
-        load_tensors(checkpoint, {key: master}, alone=True)
+        load_tensors(checkpoint, {key: master}, no_dist=True)
         with torch.no_grad():
             parameter.copy_(master)
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds, and whether it is whole, as plain values."""
+    """What a checkpoint (or a directory of them) holds, and whether it is complete, as plain JSON values."""
     path = Path(path)
     if steps_in(path):
         steps = {step_name(s): not list(faults_of(path / step_name(s))) for s in steps_in(path)}
@@ -163,7 +169,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     if faults:
         return {"kind": "checkpoint", "path": str(path), "whole": False, "faults": faults}
     checkpoint = _open(path)
-    held = _tensors_in(Reader(path), path)
+    shapes = _shapes_by_name(Reader(path), path)
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -174,12 +180,13 @@ def describe(path: str | Path) -> dict[str, Any]:
         "tokens": checkpoint.state.get("tokens"),
         "model": checkpoint.model.name,
         "parameters": checkpoint.model.parameters,
-        "num_tensors": len(held),
+        "num_tensors": len(shapes),
         "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
     }
 
 
 def _open(path: Path) -> Checkpoint:
+    """The checkpoint in a step's directory. Raises CheckpointError if it is incomplete."""
     faults = list(faults_of(path))
     if faults:
         raise CheckpointError(f"{path} is torn: {'; '.join(faults)}")
@@ -189,7 +196,8 @@ def _open(path: Path) -> Checkpoint:
     return Checkpoint(path, state)
 
 
-def _faults(directory: Path) -> str:
+def _all_faults(directory: Path) -> str:
+    """Why each checkpoint of a directory is incomplete."""
     return "; ".join(
         f"{step_name(step)}: {fault}"
         for step in steps_in(directory)
@@ -197,8 +205,8 @@ def _faults(directory: Path) -> str:
     )
 
 
-def _tensors_in(reader: Reader, path: Path) -> dict[str, list[int]]:
-    """Global shape of every tensor, by name."""
+def _shapes_by_name(reader: Reader, path: Path) -> dict[str, list[int]]:
+    """Global shape of every tensor, by global name. Raises CheckpointError."""
     try:
         metadata = reader.read_metadata()
     except Exception as error:
@@ -211,49 +219,3 @@ def _dtype_of(checkpoint: Checkpoint, key: str) -> torch.dtype:
     entry = Reader(checkpoint.path).read_metadata().state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     return entry.properties.dtype
-
-
-class Reader(dcp.FileSystemReader):
-    """Reads `.metadata` without running code that a hostile file may hold: it is a pickle."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError("it holds no checkpoint metadata")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of torch's checkpoint metadata and no others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        value = None
-        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
-            value = super().find_class(module, name)
-            if not isinstance(value, type):
-                value = None
-        elif module == "torch":
-            value = getattr(torch, name, None)
-            if value is not torch.Size and not isinstance(value, torch.dtype):
-                value = None
-        elif (module, name) == ("torch.serialization", "_get_layout"):
-            value = super().find_class(module, name)
-        elif (module, name) == ("builtins", "getattr"):
-            # How newer Pythons write a member of an enumeration.
-            value = _member
-        elif module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "Path"):
-            value = super().find_class(module, name)
-        if value is None:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
-        return value
-
-
-def _member(kind: object, name: str) -> enum.Enum:
-    """A member of an enumeration, and nothing else that `getattr` would give."""
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r} does not belong into a checkpoint")
-    return kind[name]

@@ -1,10 +1,10 @@
-"""What a checkpoint holds and how it is called: global names, global shapes, no plan.
+"""The files and names of a checkpoint, which depend on no plan: tensors have global names and global shapes.
 
-    DIR/latest                       the name of the newest whole checkpoint
-    DIR/step-00000100/.metadata      torch.distributed.checkpoint: where each tensor lies
+    DIR/latest                       the name of the newest complete checkpoint
+    DIR/step-00000100/.metadata      torch.distributed.checkpoint: which file holds which part of a tensor
                       __R_N.distcp   the tensors
                       state.json     step, position in the data, the resolved run
-                      tokenizer/     the tokenizer that the run used
+                      tokenizer/     the tokenizer of the run
                       manifest.json  every file with its size; written last
 
 Tensors are `weights.NAME` (the fp32 master), `exp_avg.NAME` and `exp_avg_sq.NAME`, NAME being the global name
@@ -27,6 +27,8 @@ VERSION = 1
 
 WEIGHTS = "weights"
 OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
+BUFFERS = "buffers"
+"""Prefix, like `weights`, of published buffers: they can be computed, and are kept for an export."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -36,7 +38,7 @@ def step_name(step: int) -> str:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Steps that have a directory, newest first; nothing is said of their wholeness."""
+    """Steps that have a directory, newest first; their checkpoints may be incomplete."""
     if not directory.is_dir():
         return []
     found = (_STEP.fullmatch(child.name) for child in directory.iterdir() if child.is_dir())
@@ -44,7 +46,7 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def write_manifest(directory: Path) -> None:
-    """List every file of a checkpoint with its size; the last thing written into it."""
+    """Write the manifest: every file of a checkpoint with its size. To be written last."""
     files = {
         str(path.relative_to(directory)): path.stat().st_size
         for path in sorted(directory.rglob("*"))
@@ -54,7 +56,7 @@ def write_manifest(directory: Path) -> None:
 
 
 def faults_of(directory: Path) -> Iterator[str]:
-    """Yield why a checkpoint is not whole; nothing if it is."""
+    """Yield the reasons why a checkpoint is incomplete; nothing if it is complete."""
     manifest = read_json(directory / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or STATE not in files or ".metadata" not in files:
@@ -72,7 +74,7 @@ def faults_of(directory: Path) -> Iterator[str]:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None if it is missing or torn."""
+    """The content of a JSON file; None if it is missing or not valid JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

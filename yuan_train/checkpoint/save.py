@@ -1,4 +1,4 @@
-"""Writing a checkpoint: aside, renamed when whole, `latest` last, then old ones dropped."""
+"""Writes a checkpoint: into a temporary directory, renamed when complete; then `latest`, then old ones go."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from yuan_train.checkpoint.local_shards import SavePlanner, Tensors
+from yuan_train.checkpoint.metadata import Reader
 from yuan_train.checkpoint.names import (
     LATEST,
     STATE,
@@ -23,7 +25,6 @@ from yuan_train.checkpoint.names import (
     steps_in,
     write_manifest,
 )
-from yuan_train.checkpoint.parts import SavePlanner, Tensors
 from yuan_train.config.errors import CheckpointError
 
 
@@ -37,73 +38,103 @@ def save_checkpoint(
     keep: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write the checkpoint of a step and return its place; collective over all ranks.
+    """Write the checkpoint of a step and return its directory; collective over all ranks.
 
-    `tensors` are this rank's, under global names; what several ranks hold is written once. `state` must be
-    plain JSON values, the same on every rank. `keep` newest checkpoints stay (0: all).
-    `group` is where the ranks meet (None: the world's); in a thread it must be one that nobody else uses.
+    `tensors` are this rank's, by global name; a box that several ranks hold is written once. `state` must be
+    plain JSON values, the same on every rank. `tokenizer` is a file to copy into the checkpoint. The `keep`
+    newest complete checkpoints stay (0: all). `group` has all ranks (None: the default group); in a thread it
+    must be a group that nothing else uses.
 
     Raises CheckpointError, on every rank, if it cannot be written; older checkpoints are then untouched.
     """
     directory = Path(directory)
-    aside, final = directory / f".{step_name(step)}.tmp", directory / step_name(step)
+    temporary, final = directory / f".{step_name(step)}.tmp", directory / step_name(step)
     try:
-        _on_first_rank(lambda: make_room(aside), group)
-        _write_tensors(aside, tensors, group)
-        _on_first_rank(lambda: finish(aside, final, state, tokenizer), group)
+        _on_rank_zero(lambda: make_empty_directory(temporary), group)
+        _write_tensors(temporary, tensors, group)
+        _on_rank_zero(lambda: finish(temporary, final, state, tokenizer), group)
     except (OSError, CheckpointException) as error:
-        _drop_quietly(aside)
+        _remove_temporary(temporary)
+        cause, rank = root_cause(error)
+        where = "" if rank is None else f" (rank {rank})"
         raise CheckpointError(
-            f"{final}: cannot be written: {_root_cause(error)}; older checkpoints are untouched. "
+            f"{final}: cannot be written: {cause}{where}; older checkpoints are untouched. "
             "Free some space, or give another checkpoint.directory"
         ) from error
-    _on_first_rank(lambda: _drop_old(directory, keep, newest=final), group)
+    _on_rank_zero(lambda: _remove_old(directory, keep, newest=final), group)
     return final
 
 
-def make_room(aside: Path) -> None:
-    """An empty directory to write into."""
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+def make_empty_directory(temporary: Path) -> None:
+    """Create a directory, removing what an interrupted write left there."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
 
 
-def _write_tensors(aside: Path, tensors: Tensors, group: dist.ProcessGroup | None) -> None:
+def _write_tensors(temporary: Path, tensors: Tensors, group: dist.ProcessGroup | None) -> None:
+    """Write the tensors of all ranks; collective over `group`."""
     with warnings.catch_warnings():
-        # A process alone is not an accident here.
+        # A single process without torch.distributed is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(tensors),
-            checkpoint_id=aside,
+            checkpoint_id=temporary,
             planner=SavePlanner(),
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
 
 
-def finish(aside: Path, final: Path, state: Mapping[str, Any], tokenizer: Path | None) -> None:
-    """Complete what was written aside, and rename it; `latest` last."""
-    (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+def finish(temporary: Path, final: Path, state: Mapping[str, Any], tokenizer: Path | None) -> None:
+    """Add state, tokenizer and manifest to a temporary directory, rename it to `final`, and set `latest`."""
+    (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     if tokenizer is not None:
-        (aside / TOKENIZER).mkdir()
-        name = "tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"
-        shutil.copyfile(tokenizer, aside / TOKENIZER / name)
-    write_manifest(aside)
-    for path in aside.rglob("*"):
-        _sync(path)
+        (temporary / TOKENIZER).mkdir()
+        copy_tokenizer(tokenizer, temporary / TOKENIZER)
+    check_tensor_files(temporary)
+    write_manifest(temporary)
+    for path in temporary.rglob("*"):
+        _fsync(path)
     replaced = final.with_name(f".{final.name}.old")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
-    aside.rename(final)
+    temporary.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
     latest = final.with_name(f".{LATEST}.tmp")
     latest.write_text(final.name + "\n", encoding="utf-8")
-    _sync(latest)
+    _fsync(latest)
     latest.replace(final.with_name(LATEST))
-    _sync(final.parent)
+    _fsync(final.parent)
 
 
-def _sync(path: Path) -> None:
+def check_tensor_files(directory: Path) -> None:
+    """Raise OSError unless every file that `.metadata` names is there, as long as its tensors need.
+
+    A rank that writes to another disk, under the same path, reports success all the same.
+    """
+    ends: dict[str, int] = {}
+    for entry in Reader(directory).read_metadata().storage_data.values():
+        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+    for name, end in ends.items():
+        path = directory / name
+        if not path.is_file():
+            raise OSError(
+                f"{name}, which a rank has written, is not there: do all nodes share checkpoint.directory?"
+            )
+        if path.stat().st_size < end:
+            raise OSError(f"{name} has {path.stat().st_size} bytes, but its tensors need {end}")
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> str:
+    """Copy a tokenizer's file into a folder under its standard name, and return that name."""
+    name = "tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"
+    shutil.copyfile(tokenizer, folder / name)
+    return name
+
+
+def _fsync(path: Path) -> None:
+    """Flush a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,23 +142,27 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _drop_old(directory: Path, keep: int, *, newest: Path) -> None:
-    """Drop what interrupted saves left, and all but `keep` whole checkpoints; never the one just written."""
+def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
+    """Remove what interrupted saves left, and all but the `keep` newest complete checkpoints (0: none).
+
+    `newest` was just written, and always stays.
+    """
     for leftover in (*directory.glob(".step-*.tmp"), *directory.glob(".step-*.old")):
         shutil.rmtree(leftover, ignore_errors=True)
     paths = [directory / step_name(step) for step in steps_in(directory)]
-    whole = [path for path in paths if path != newest and not any(faults_of(path))]
-    for path in whole[keep - 1 :] if keep else []:
+    complete = [path for path in paths if path != newest and not any(faults_of(path))]
+    for path in complete[keep - 1 :] if keep else []:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _drop_quietly(aside: Path) -> None:
+def _remove_temporary(temporary: Path) -> None:
+    """Remove the temporary directory of a failed save, on rank 0; errors are ignored."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _on_first_rank(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Do something on rank 0 while the others wait; its OSError is raised on all."""
+def _on_rank_zero(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Run `work` on rank 0 while the others wait; its OSError is raised on all ranks."""
     if not dist.is_initialized():
         work()
         return
@@ -142,9 +177,9 @@ def _on_first_rank(work: Callable[[], None], group: dist.ProcessGroup | None) ->
         raise outcome[0]
 
 
-def _root_cause(error: BaseException) -> str:
-    """The operating system's own words, however deep they lie."""
+def root_cause(error: BaseException) -> tuple[BaseException, int | None]:
+    """The error behind a CheckpointException of torch, which wraps it, and its rank if torch gives it."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (failure, _) = next(iter(error.failures.items()))
-        return f"{failure} (rank {rank})"
-    return str(error)
+        return failure, rank
+    return error, None

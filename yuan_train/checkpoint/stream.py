@@ -1,4 +1,4 @@
-"""Checkpoints and safetensors files written tensor by tensor: no more than one is in memory at a time."""
+"""Writes checkpoints and safetensors files tensor by tensor, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from yuan_train.checkpoint import save as saving
-from yuan_train.checkpoint.names import TOKENIZER, step_name, steps_in
+from yuan_train.checkpoint.names import step_name, steps_in
+from yuan_train.checkpoint.save import finish, make_empty_directory, root_cause
 from yuan_train.config.errors import CheckpointError, YuanError
 
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is somewhere else: its shape and type are known, its values are read when asked for."""
+    """A tensor whose shape and dtype are known, and whose values `read` reads when they are needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,11 +36,12 @@ class LazyTensor:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of its values."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans with tensors that hold nothing, and reads each one at the moment it is written."""
+    """Plans with empty tensors on the meta device, and reads each tensor when it is written."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -60,55 +61,42 @@ def save_streamed(
     state: Mapping[str, Any],
     tokenizer: Path | None = None,
 ) -> Path:
-    """Write a checkpoint of step 0 and return its place: aside, then renamed, as `save_checkpoint` does.
+    """Write a checkpoint of step 0 and return its directory, which is renamed when it is complete.
 
-    Memory: the largest tensor, and what its `read` needs. For one process alone.
+    Takes the memory of the largest tensor, and what its `read` needs. For a single process.
 
-    Raises CheckpointError if the directory holds checkpoints already or cannot be written. What `read` raises
-    passes through, and nothing is left behind.
+    Raises CheckpointError if the directory already holds checkpoints or cannot be written, and what a `read`
+    raises; in both cases nothing is left behind.
     """
     directory = Path(directory)
     if steps_in(directory):
-        raise CheckpointError(f"{directory}: holds checkpoints already; give an --out of its own")
-    aside, final = directory / f".{step_name(0)}.tmp", directory / step_name(0)
-    empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+        raise CheckpointError(f"{directory}: holds checkpoints already; give another --out")
+    temporary, final = directory / f".{step_name(0)}.tmp", directory / step_name(0)
+    meta_tensors = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     try:
-        saving.make_room(aside)
-        if tokenizer is not None:
-            (aside / TOKENIZER).mkdir()
-            name = "tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"
-            shutil.copyfile(tokenizer, aside / TOKENIZER / name)
+        make_empty_directory(temporary)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
-                dict(empty),
-                storage_writer=dcp.FileSystemWriter(aside, single_file_per_rank=False),
+                dict(meta_tensors),
+                storage_writer=dcp.FileSystemWriter(temporary, single_file_per_rank=False),
                 planner=_LazyPlanner(tensors),
                 no_dist=True,
             )
-        saving.finish(aside, final, state, None)
+        finish(temporary, final, state, tokenizer)
     except (OSError, CheckpointException) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        cause = _cause_of(error)
+        shutil.rmtree(temporary, ignore_errors=True)
+        cause, _ = root_cause(error)
         if isinstance(cause, YuanError):
             raise cause from None
         raise CheckpointError(f"{final}: cannot be written: {cause}; give another --out") from error
     return final
 
 
-def _cause_of(error: BaseException) -> BaseException:
-    """What went wrong inside torch's writer, which wraps it."""
-    if isinstance(error, CheckpointException) and error.failures:
-        failure, _ = next(iter(error.failures.values()))
-        return failure
-    return error
-
-
 def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    """Write one safetensors file, each tensor read when its turn comes.
+    """Write one safetensors file, reading each tensor when it is written. Raises OSError.
 
-    The form: u64 length of the header, JSON header (name, type, shape, place in the data), the data. Raises
-    OSError.
+    The format: length of the header (u64), JSON header (name, dtype, shape, offsets in the data), the data.
     """
     with path.open("wb") as file:
         file.write(_safetensors_header(tensors))
@@ -127,7 +115,7 @@ def _safetensors_header(tensors: Mapping[str, LazyTensor]) -> bytes:
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [first, last]}
         first = last
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned in a mapped file
+    text += b" " * (-len(text) % 8)  # aligns the data of a memory-mapped file
     return struct.pack("<Q", len(text)) + text
 
 
@@ -137,8 +125,10 @@ def _write_data(file: BinaryIO, tensor: torch.Tensor) -> None:
         file.write(piece.numpy().data)
 
 
-def shards_of(tensors: Iterable[tuple[str, LazyTensor]], max_bytes: int) -> list[dict[str, LazyTensor]]:
-    """Tensors in order, cut into runs of at most `max_bytes` (a larger tensor has a file of its own)."""
+def split_into_shards(
+    tensors: Iterable[tuple[str, LazyTensor]], max_bytes: int
+) -> list[dict[str, LazyTensor]]:
+    """Tensors, in order, in files of at most `max_bytes` each (a larger tensor gets its own file)."""
     shards: list[dict[str, LazyTensor]] = [{}]
     size = 0
     for name, tensor in tensors:

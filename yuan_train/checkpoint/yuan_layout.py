@@ -1,10 +1,10 @@
-"""Our names and sizes beside those of the published Hugging Face form of Yuan 2.0. No files here.
+"""Maps our tensor names and model sizes to those of the published Hugging Face format of Yuan 2.0, and back.
 
-Three things differ from what the published names suggest:
+No files are read here. In three things the published format differs from what its names suggest:
 
 - `q_proj` and `k_proj` are the upper and lower half of one query-key matrix whose rows are interleaved per
-  head: the first half of the heads, queries and keys, lies in `q_proj`.
-- The silu sits on `up_proj`, not on `gate_proj`.
+  head: `q_proj` has the queries and keys of the first half of the heads.
+- The silu is applied to `up_proj`, not to `gate_proj`.
 - `v_proj` takes the unfiltered input. The filter's kernels are Conv2d weights [out, in, 2, 1].
 
 (IEIT-Yuan/Yuan-2.0:megatron/model/yuan_hf_model.py:279-330 and tools/convert_hf.py:173-255.)
@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
-from yuan_train.config.load import Document, build
-from yuan_train.config.model import ModelConfig, model_laws
+from yuan_train.config.load import build
+from yuan_train.config.model import ModelConfig, validate_model
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -28,10 +29,11 @@ MASK_ID = 134953
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """One tensor of ours, and the published ones that hold it, one above the other (equal numbers of rows).
+class TensorMapping:
+    """One of our tensors, and the published tensors (`parts`) that it is the row-wise concatenation of.
 
-    `shape` is ours; a published part has `part_shape`, which may end in a 1 that ours has not.
+    `name` and `shape` are ours. All parts have `part_shape`, with equal numbers of rows; a Conv2d's ends
+    in a dimension of size 1 that ours does not have.
     """
 
     name: str
@@ -41,29 +43,35 @@ class Mapped:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
+        """Shape of each published part."""
         rows = self.shape[0] // len(self.parts)
         return (rows, *self.shape[1:], *((1,) if self.conv2d else ()))
 
 
-def published_layout(model: ModelConfig) -> Iterator[Mapped]:
-    """Every tensor of a model, in the model's order, without a tied output head."""
+def published_layout(model: ModelConfig) -> Iterator[TensorMapping]:
+    """Yield every tensor of a model, in the model's order; a tied output head is left out."""
     hidden = model.hidden_size
-    yield Mapped("embedding.weight", (model.vocab_size, hidden), (EMBEDDING,))
+    yield TensorMapping("embedding.weight", (model.vocab_size, hidden), (EMBEDDING,))
     for i in range(model.num_layers):
         yield from _layer(model, f"layers.{i}", f"model.layers.{i}")
-    yield Mapped("final_norm.weight", (hidden,), ("model.norm.weight",))
+    yield TensorMapping("final_norm.weight", (hidden,), ("model.norm.weight",))
     if not model.tie_embeddings:
-        yield Mapped("head.weight", (model.vocab_size, hidden), (HEAD,))
+        yield TensorMapping("head.weight", (model.vocab_size, hidden), (HEAD,))
 
 
-def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[Mapped]:
+def _layer(model: ModelConfig, our_prefix: str, published_prefix: str) -> Iterator[TensorMapping]:
+    """Yield the tensors of one layer."""
     hidden, projection, width = model.hidden_size, model.projection_size, model.ffn_hidden_size
-    attention, filter_, mlp = f"{theirs}.self_attn", f"{theirs}.self_attn.lf_gate", f"{theirs}.mlp"
+    attention, filter_, mlp = (
+        f"{published_prefix}.self_attn",
+        f"{published_prefix}.self_attn.lf_gate",
+        f"{published_prefix}.mlp",
+    )
 
-    def one(name: str, shape: tuple[int, ...], *parts: str, conv2d: bool = False) -> Mapped:
-        return Mapped(f"{ours}.{name}", shape, parts, conv2d)
+    def one(name: str, shape: tuple[int, ...], *parts: str, conv2d: bool = False) -> TensorMapping:
+        return TensorMapping(f"{our_prefix}.{name}", shape, parts, conv2d)
 
-    yield one("attention_norm.weight", (hidden,), f"{theirs}.input_layernorm.weight")
+    yield one("attention_norm.weight", (hidden,), f"{published_prefix}.input_layernorm.weight")
     if model.attention == "localized_filter":
         half = hidden // 2
         yield one("filter.conv1.weight", (half, hidden, 2), f"{filter_}.conv1.weight", conv2d=True)
@@ -79,7 +87,7 @@ def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[Mapped]:
         f"{attention}.k_proj.weight",
     )
     yield one("attention.out.weight", (hidden, projection), f"{attention}.o_proj.weight")
-    yield one("feed_forward_norm.weight", (hidden,), f"{theirs}.post_attention_layernorm.weight")
+    yield one("feed_forward_norm.weight", (hidden,), f"{published_prefix}.post_attention_layernorm.weight")
     yield one(
         "feed_forward.up.weight", (2 * width, hidden), f"{mlp}.up_proj.weight", f"{mlp}.gate_proj.weight"
     )
@@ -87,14 +95,17 @@ def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[Mapped]:
 
 
 def rotary_buffer(layer: int) -> str:
-    """Published name of a layer's rotary frequencies [head_dim / 2]; computed, and not always stored."""
+    """Published name of a layer's rotary frequencies [head_dim / 2], a buffer that files need not store."""
     return f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
 
 
-def model_of(config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig:
-    """The sizes that a published `config.json` tells. Raises CheckpointError for what we cannot run."""
-    for problem in _beyond_us(config):
-        raise CheckpointError(f"{where}: {problem}")
+def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig:
+    """The model that a published `config.json` describes; `where` names the file in messages.
+
+    Raises CheckpointError if sizes are missing or invalid, or if it needs a feature that is not supported.
+    """
+    for violation in _unsupported(config):
+        raise CheckpointError(f"{where}: {violation}")
     sizes = {
         "name": name,
         "num_layers": config.get("num_hidden_layers"),
@@ -115,7 +126,7 @@ def model_of(config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig
         wanted = missing or ["max_position_embeddings"]
         raise CheckpointError(f"{where}: no {', '.join(wanted)}; wanted the sizes of a Yuan 2.0 model")
     try:
-        return build(Document(where, sizes, {}), ModelConfig, laws=model_laws)
+        return build(Document(where, sizes, {}), ModelConfig, validate=validate_model)
     except ConfigError as error:
         raise CheckpointError(f"{where}: describes no model: {error}") from None
 
@@ -124,7 +135,7 @@ _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermedia
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
-    """Width of a head where the config says it; 0 for hidden_size / num_attention_heads."""
+    """Width of a head if the config gives it; 0 for hidden_size / num_attention_heads."""
     if isinstance(config.get("head_dim"), int):
         return config["head_dim"]
     projection, heads = config.get("attention_projection_size"), config.get("num_attention_heads")
@@ -134,21 +145,22 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _rope_base(config: Mapping[str, Any]) -> Any:
-    """As old and new releases of transformers write it; the published models say nothing and mean 10000."""
-    newer = config.get("rope_parameters")
-    told = newer.get("rope_theta") if isinstance(newer, dict) else None
-    return config.get("rope_theta") or told or 10000.0
+    """The rotary base, as old or new releases of transformers write it; 10000 if absent, as published."""
+    rope_parameters = config.get("rope_parameters")
+    rope_theta = rope_parameters.get("rope_theta") if isinstance(rope_parameters, dict) else None
+    return config.get("rope_theta") or rope_theta or 10000.0
 
 
-def _beyond_us(config: Mapping[str, Any]) -> Iterator[str]:
+def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a config needs and we do not support."""
     if config.get("model_type", "yuan") != "yuan":
         yield f"model_type {config['model_type']!r}; wanted 'yuan' (Yuan 2.0)"
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {config['hidden_act']!r}; Yuan 2.0 has 'silu'"
     if config.get("use_shareqk"):
-        yield "use_shareqk: the form without a filter, which no released model uses, cannot be imported"
-    newer = config.get("rope_parameters")
-    scaled = isinstance(newer, dict) and newer.get("rope_type", "default") != "default"
+        yield "use_shareqk: the variant without a filter, which no released model uses, cannot be imported"
+    rope_parameters = config.get("rope_parameters")
+    scaled = isinstance(rope_parameters, dict) and rope_parameters.get("rope_type", "default") != "default"
     if config.get("rope_scaling") or scaled:
         yield "rope_scaling: scaled rotary embeddings cannot be imported"
     if config.get("quantization_config"):
@@ -157,7 +169,7 @@ def _beyond_us(config: Mapping[str, Any]) -> Iterator[str]:
         yield "a mixture of experts (Yuan 2.0-M32) cannot be imported; dense Yuan 2.0 models can"
     kv_heads = config.get("num_key_value_heads")
     if kv_heads not in (None, config.get("num_attention_heads")):
-        yield f"num_key_value_heads {kv_heads}: grouped queries are no part of Yuan 2.0"
+        yield f"num_key_value_heads {kv_heads}: Yuan 2.0 has no grouped queries"
 
 
 def published_config(
@@ -168,10 +180,10 @@ def published_config(
     resets: Mapping[str, bool] | None = None,
     token_ids: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """A `config.json` that our shipped model code and the published one read; every key they want is there.
+    """A `config.json` with every key that our exported model code and the published code read.
 
-    `original` is the config that the model was imported with: what it says beside sizes is kept. `token_ids`
-    has `eod`, `sep`, `pad` and `mask`.
+    `original` is the config that the model was imported with; its keys other than sizes are kept. `resets` is
+    what the model was trained to reset at document ends. `token_ids` may have `eod`, `sep`, `pad` and `mask`.
     """
     ids = {"eod": END_OF_DOCUMENT_ID, "sep": SEPARATOR_ID, "pad": END_OF_DOCUMENT_ID, "mask": MASK_ID}
     ids |= token_ids or {}
@@ -194,7 +206,7 @@ def published_config(
         "eos_token_id": ids["eod"],
     }
     kept = {key: value for key, value in (original or {}).items() if key not in ("auto_map", "torch_dtype")}
-    told = {
+    derived = {
         "model_type": "yuan",
         "architectures": ["YuanForCausalLM"],
         "auto_map": {
@@ -220,9 +232,9 @@ def published_config(
         "localized_filter": model.attention == "localized_filter",
         "reset_filter": resets.get("reset_filter", False),
     }
-    return {**defaults, **kept, **told}
+    return {**defaults, **kept, **derived}
 
 
 def model_as_plain(model: ModelConfig) -> dict[str, Any]:
-    """A model as the values of a model file."""
+    """A model as the plain values of a model file."""
     return asdict(model)

@@ -1,4 +1,4 @@
-"""`yuan-train doctor`: what is installed, what is missing and what that costs, what each op runs on."""
+"""`yuan-train doctor`: installed and missing packages, devices, and the implementation of each op."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package that we use where it is there."""
+    """An optional package."""
 
     name: str
     module: str
     without: str
-    """What its absence costs."""
+    """What does not work, or works worse, without it."""
     attribute: str | None = None
-    """Told apart from others of its name by this, in `module`."""
-    stranger: str = ""
-    """What else carries the name."""
+    """Attribute of `module` that other packages of the same name lack; None: no such package is known."""
+    mistaken_for: str = ""
+    """Note if the attribute is missing: which other package, or broken installation, was found."""
 
 
 PACKAGES = (
     Package(
         name="triton",
         module="triton",
-        without="filter, norms, cross-entropy and AdamW run as torch operations on CUDA cards: slower",
+        without="filter, norms and cross-entropy run as torch operations on CUDA cards: slower",
     ),
-    Package(name="tensorboard", module="tensorboard", without="no TensorBoard files; metrics.jsonl has all"),
-    Package(name="rich", module="rich", without="plain text where there would be colour"),
+    Package(
+        name="tensorboard",
+        module="tensorboard",
+        without="no TensorBoard files; metrics.jsonl holds everything",
+    ),
+    Package(name="rich", module="rich", without="plain text instead of colour"),
     Package(
         name="megatron-core",
         module="megatron.core",
-        without="nothing of ours: some launch scripts and conversions of others want it",
+        without="nothing here; some external launch scripts and converters need it",
     ),
     Package(name="tokenizers", module="tokenizers", without="no tokenizer files of Hugging Face"),
     Package(name="pyarrow", module="pyarrow", without="preprocess reads no Parquet files"),
@@ -53,23 +57,23 @@ PACKAGES = (
         name="apex",
         module="apex.normalization.fused_layer_norm",
         attribute="fused_rms_norm_affine",
-        stranger="an `apex` without apex.normalization.fused_layer_norm.fused_rms_norm_affine: PyPI's is "
+        mistaken_for="an `apex` without apex.normalization.fused_layer_norm.fused_rms_norm_affine: PyPI's is "
         "another project, not NVIDIA's; uninstall it",
-        without="nothing: our norms are fused already; one more to compare with",
+        without="nothing: our norms are already fused; it only adds one to compare with",
     ),
     Package(
         name="TransformerEngine",
         module="transformer_engine.pytorch",
         attribute="RMSNorm",
-        stranger="transformer_engine without its PyTorch part",
-        without="nothing: no op uses it, as its norm keeps the weight to itself",
+        mistaken_for="transformer_engine without its PyTorch part",
+        without="nothing: no op uses it, as its norm owns its weight",
     ),
     Package(
         name="liger-kernel",
         module="liger_kernel.transformers.functional",
         attribute="liger_rms_norm",
-        stranger="liger_kernel without liger_rms_norm, or it cannot be imported",
-        without="nothing: our norms are fused already; one more to compare with",
+        mistaken_for="liger_kernel without liger_rms_norm, or it cannot be imported",
+        without="nothing: our norms are already fused; it only adds one to compare with",
     ),
 )
 
@@ -80,9 +84,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say what is installed, what is missing and what that costs",
-        description="Says what is installed, what is missing and what that costs, which cards there are, and "
-        "which implementation each op uses on this machine, and why not a faster one.",
+        help="show what is installed, what is missing, and what does not work without it",
+        description="Shows what is installed, what is missing and what does not work without it, the "
+        "cards of this machine, which implementation each op uses on them, and why not a faster one.",
     )
     parser.add_argument("--hidden-size", type=int, default=2048, metavar="H", help="of the model (2048)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -90,7 +94,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found. Nothing that is missing is an error."""
+    """Print what was found. A missing package is no error."""
     facts = examine(hidden=arguments.hidden_size)
     print(json.dumps(facts, ensure_ascii=False) if arguments.json else "\n".join(_lines(facts)))
     return 0
@@ -129,17 +133,17 @@ def _version(name: str) -> str | None:
 
 
 def _package_facts(package: Package) -> Facts:
-    """Found by importing only where another package may carry the name: importing may take seconds."""
+    """Version and state of a package. Imported only if another may have its name: it may take seconds."""
     top = package.module.partition(".")[0]
     facts: Facts = {"name": package.name, "version": None, "installed": False, "note": package.without}
     try:
-        there = importlib.util.find_spec(package.module if package.attribute is None else top) is not None
+        found = importlib.util.find_spec(package.module if package.attribute is None else top) is not None
     except ImportError:
-        there = False
-    if not there:
+        found = False
+    if not found:
         return facts
     if package.attribute is not None and not _has_attribute(package.module, package.attribute):
-        return facts | {"note": package.stranger}
+        return facts | {"note": package.mistaken_for}
     return facts | {"version": _version(package.name), "installed": True, "note": ""}
 
 
@@ -183,7 +187,7 @@ def _card(number: int) -> Facts:
 
 
 def _op_facts(device: Facts, hidden: int) -> Iterator[Facts]:
-    """What serves each op in the precision that one would train with on this device."""
+    """The implementation of each op, in the precision of training on this device."""
     import torch
     from yuan_kernels import ops
 
@@ -206,7 +210,7 @@ def _precision(device: Facts) -> torch.dtype:
 
 
 def _other_norms(device: Facts, hidden: int) -> Iterator[Facts]:
-    """The norms of other packages beside ours: seconds over ours, or what is wrong with them."""
+    """The norms of other packages: their seconds divided by ours, or why they cannot be used."""
     import torch
     from yuan_kernels import ops
 
@@ -240,24 +244,24 @@ def _lines(facts: Facts) -> Iterator[str]:
     if len(facts["devices"]) == 1:
         built = f"torch is built for CUDA {facts['cuda']}" if facts["cuda"] else "torch is built without CUDA"
         yield f"  no CUDA card was found; {built}"
-    there = [name for name, is_there in facts["communication"].items() if is_there]
-    yield f"  ranks talk through {' and '.join(there) or 'nothing'}"
+    backends = [name for name, available in facts["communication"].items() if available]
+    yield f"  communication backends: {' and '.join(backends) or 'none'}"
     yield "\nops"
     yield from _columns(
         [[o["op"], o["device"], o["dtype"], o["implementation"], o["reason"]] for o in facts["ops"]]
     )
     for norm in (n for n in facts["other_norms"] if n["device"] != "cpu"):
-        yield f"  {_said_of(norm)}"
+        yield f"  {_norm_line(norm)}"
     yield f"  large fp32 products on the CPU go through {facts['fp32_products']} (tested just now)"
     yield "  attention: torch's scaled_dot_product_attention; rotary and SwiGLU: torch operations"
 
 
-def _said_of(norm: Facts) -> str:
+def _norm_line(norm: Facts) -> str:
     package, device, ratio = norm["package"], norm["device"], norm["seconds_over_ours"]
     if ratio is None:
         return f"{package}'s norm is not used on {device}: {norm['fault']}"
-    said = f"{package}'s norm takes {ratio:.2f} of our time on {device} (measured just now)"
-    return f"{said}; YUAN_KERNELS=rms_norm={package} selects it" if ratio < 1 else said
+    line = f"{package}'s norm takes {ratio:.2f} of our time on {device} (measured just now)"
+    return f"{line}; YUAN_KERNELS=rms_norm={package} selects it" if ratio < 1 else line
 
 
 def _columns(rows: list[list[str]]) -> Iterator[str]:

@@ -20,8 +20,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "evaluate",
         help="loss and perplexity of a trained model on token files",
-        description="Reads token files once through and tells the mean loss. With --token-ids, writes the "
-        "logits of those tokens instead.",
+        description="Reads token files once and prints the mean loss and the perplexity. With --token-ids, "
+        "writes the logits of those tokens instead.",
     )
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them"
@@ -29,8 +29,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--data", metavar="PREFIX", help="token files, without .bin or .idx")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="default: that of the training run")
     parser.add_argument("--max-sequences", type=int, default=0, metavar="N", help="stop after N; 0: read all")
-    parser.add_argument("--token-ids", metavar="1,2,3", help="tokens whose logits are wanted")
-    parser.add_argument("--logits", metavar="FILE", help="where they go (safetensors: input_ids, logits)")
+    parser.add_argument("--token-ids", metavar="1,2,3", help="tokens to compute logits of")
+    parser.add_argument("--logits", metavar="FILE", help="file to write (safetensors: input_ids, logits)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_ids(text: str, *, option: str, vocab_size: int) -> list[int]:
-    """Token ids such as `1,2,3`. Raises ConfigError for other words, DataError beyond the vocabulary."""
+    """Token ids such as `1,2,3`. Raises ConfigError for other text, DataError beyond the vocabulary."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() for word in words):
         raise ConfigError(f"{option}: wanted numbers such as 1,2,3; got {text!r}")
@@ -84,12 +84,12 @@ def _write_logits(trained: TrainedModel, text: str, path: Path) -> list[int]:
     tokens_BS = torch.tensor([ids])
     with torch.no_grad():
         logits_BSV = trained.model.logits(hidden_states(trained, tokens_BS))
-    aside = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        save_file({"input_ids": tokens_BS, "logits": logits_BSV.contiguous()}, aside)
-        aside.replace(path)
+        save_file({"input_ids": tokens_BS, "logits": logits_BSV.contiguous()}, temporary)
+        temporary.replace(path)
     except Exception as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise ConfigError(f"--logits: {path} cannot be written: {error}") from None
     return list(logits_BSV.shape)
 

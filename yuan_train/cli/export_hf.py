@@ -1,4 +1,4 @@
-"""yuan-train export-hf CKPT --out DIR: a checkpoint to a Yuan 2.0 model in its Hugging Face form."""
+"""yuan-train export-hf CKPT --out DIR: converts a checkpoint to Yuan 2.0's Hugging Face format."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "export-hf",
         help="turn a checkpoint into a Hugging Face model",
         description="Writes safetensors under the published names, config.json, the tokenizer if there is "
-        "one, and model code that transformers loads with trust_remote_code. Streamed.",
+        "one, and model code that transformers loads with trust_remote_code. One tensor is in memory at a "
+        "time.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to create")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         help="default: as imported, or the precision of the run",
     )
     parser.add_argument(
-        "--shard-size", type=float, default=5.0, metavar="GB", help="size of a file at most, default 5"
+        "--shard-size", type=float, default=5.0, metavar="GB", help="maximum size of a file, default 5"
     )
-    parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
+    parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer instead of the checkpoint's")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Export and report."""
     if not arguments.shard_size > 0:
         raise ConfigError(f"--shard-size: {arguments.shard_size}; wanted a number of gigabytes above 0")
-    from yuan_train.checkpoint.hf import export_hf
+    from yuan_train.checkpoint.hf_export import export_hf
     from yuan_train.checkpoint.load import find_checkpoint
 
     checkpoint = find_checkpoint(arguments.checkpoint)
@@ -60,16 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(place: str | Path | None) -> tuple[Path | None, dict[str, int] | None]:
-    """The tokenizer's file, and its ids for config.json."""
-    if place is None:
+def _tokenizer(path: str | Path | None) -> tuple[Path | None, dict[str, int] | None]:
+    """A tokenizer's file, and its ids for config.json; None without a tokenizer."""
+    if path is None:
         return None, None
     from yuan_train.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(place)
+    tokenizer = Tokenizer.load(path)
     ids = {"eod": tokenizer.eod_id, "pad": tokenizer.eod_id}
     for key, piece in (("sep", "<sep>"), ("mask", "<mask>")):
-        number = tokenizer.piece_id(piece)
-        if number is not None:
-            ids[key] = number
+        piece_id = tokenizer.piece_id(piece)
+        if piece_id is not None:
+            ids[key] = piece_id
     return tokenizer.path, ids

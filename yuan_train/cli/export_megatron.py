@@ -1,4 +1,4 @@
-"""yuan-train export-megatron CKPT --out DIR: a checkpoint to the form of the original Yuan 2.0 code."""
+"""yuan-train export-megatron CKPT --out DIR: converts a checkpoint to the original Yuan 2.0 code's format."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "export-megatron",
-        help="turn a checkpoint into one of the original Yuan 2.0 code, for any cut",
+        help="turn a checkpoint into one of the original Yuan 2.0 code, for any partition",
         description="Writes the weights as DIR/release/mp_rank_TT[_PPP]/model_optim_rng.pt.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
-    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor ranks, default 1")
-    parser.add_argument("--stages", metavar="2,5,5", help="layers of each pipeline stage; default one stage")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is")
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to create")
+    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor-parallel ranks, default 1")
+    parser.add_argument("--stages", metavar="2,5,5", help="layers of each pipeline stage; default: one stage")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in the checkpoint"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -35,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from yuan_train.checkpoint.load import find_checkpoint
-    from yuan_train.checkpoint.megatron import export_megatron
+    from yuan_train.checkpoint.megatron_export import export_megatron
 
     checkpoint = find_checkpoint(arguments.checkpoint)
     for note in checkpoint.notes:

@@ -31,24 +31,24 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--prompts", metavar="FILE", help="one prompt per line, continued together; prints JSON lines"
     )
     parser.add_argument(
-        "--special", action="store_true", help="heed strings such as <sep> in prompts, and show them in text"
+        "--special", action="store_true", help="recognise strings such as <sep> in prompts, and print them"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy; default 1")
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: all"
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely; 0: from all"
     )
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that sum to P"
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely that sum to P"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed, the same text")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the checkpoint, continue the prompt, print it as it comes."""
+    """Read the checkpoint, continue the prompt, print tokens as they are generated."""
     given = [arguments.prompt, arguments.prompt_ids, arguments.prompts]
     if sum(option is not None for option in given) != 1:
         raise ConfigError("give either --prompt, --prompt-ids or --prompts")
@@ -85,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not shown:
         for prompt_ids, row in zip(prompts, new_ids, strict=True):
             text = tokenizer.decode(row, special=arguments.special) if tokenizer is not None else None
-            told = {"prompt_ids": prompt_ids, "new_ids": row, "text": text}
-            print(json.dumps(told, ensure_ascii=False))
+            result = {"prompt_ids": prompt_ids, "new_ids": row, "text": text}
+            print(json.dumps(result, ensure_ascii=False))
     else:
         print("" if stream is not None else ",".join(map(str, new_ids[0])))
     return 0
@@ -116,7 +116,7 @@ def _encode(tokenizer: Tokenizer, text: str, special: bool, vocab_size: int) -> 
 
 
 class _TextStream:
-    """Prints text as its tokens come; a character whose bytes are not all there yet waits."""
+    """Prints text as its tokens arrive; a character is printed once all its bytes have arrived."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], special: bool) -> None:
         self._tokenizer = tokenizer
@@ -126,6 +126,7 @@ class _TextStream:
         self.show([])
 
     def show(self, new_ids: list[int]) -> None:
+        """Print what `new_ids`, all tokens so far, add to the printed text."""
         text = self._tokenizer.decode([*self._prompt_ids, *new_ids], special=self._special)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             print(text[self._shown :], end="", flush=True)

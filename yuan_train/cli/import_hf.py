@@ -1,4 +1,4 @@
-"""yuan-train import-hf DIR --out CKPT: a Yuan 2.0 model in its Hugging Face form to a checkpoint."""
+"""yuan-train import-hf DIR --out CKPT: converts a Yuan 2.0 model in Hugging Face format to a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="turn a Hugging Face model into a checkpoint",
         description="Reads config.json and the weights (safetensors, or PyTorch .bin; one file or shards) of "
         "a dense Yuan 2.0 model, and writes a checkpoint of step 0 for generate, evaluate and train. One "
-        "tensor is in memory at a time. No code that lies beside the weights is run.",
+        "tensor is in memory at a time. No code in the folder is run.",
     )
     parser.add_argument("folder", metavar="DIR", help="folder with config.json and the weights")
-    parser.add_argument("--out", required=True, metavar="CKPT", help="folder of checkpoints to write into")
+    parser.add_argument("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Import and report."""
-    from yuan_train.checkpoint.hf import import_hf
+    from yuan_train.checkpoint.hf_import import import_hf
 
     _check_tokenizer(Path(arguments.folder))
     done = import_hf(arguments.folder, arguments.out)
@@ -42,8 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Refuse a tokenizer that is torn or of another vocabulary, before any weight is read."""
-    from yuan_train.checkpoint.hf import TOKENIZER_FILES
+    """Check the tokenizer, if there is one, before any weight is read.
+
+    Raises DataError if it cannot be read, or if it has more pieces than config.json has vocabulary rows.
+    """
+    from yuan_train.checkpoint.hf_files import TOKENIZER_FILES
     from yuan_train.data.tokenizer import Tokenizer
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -52,9 +55,9 @@ def _check_tokenizer(folder: Path) -> None:
     try:
         vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # the import says what is wrong with it
+        return  # The import reports what is wrong with it.
     if isinstance(vocab_size, int) and tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"{tokenizer.path}: has {tokenizer.vocab_size} pieces, but config.json says vocab_size "
-            f"{vocab_size}: the tokenizer of another model; remove it, or put the right one there"
+            f"{vocab_size}: it is the tokenizer of another model; remove it, or replace it with the right one"
         )

@@ -1,4 +1,4 @@
-"""yuan-train import-megatron DIR --out CKPT: a checkpoint of the original Yuan 2.0 code to one of ours."""
+"""yuan-train import-megatron DIR --out CKPT: converts a checkpoint of the original Yuan 2.0 code to ours."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "import-megatron",
         help="turn a checkpoint of the original Yuan 2.0 code into one of ours",
-        description="Reads mp_rank_TT[_PPP]/model_optim_rng.pt of any tensor and pipeline cut, and writes a "
-        "checkpoint of step 0 with the weights alone. Together with export-megatron it recuts a checkpoint. "
+        description="Reads mp_rank_TT[_PPP]/model_optim_rng.pt of any tensor and pipeline parallelism, and "
+        "writes a checkpoint of step 0 with weights only. export-megatron then writes it for any partition. "
         "No code in the files is run.",
     )
     parser.add_argument("folder", metavar="DIR", help="folder with mp_rank_*, or with iterations")
-    parser.add_argument("--out", required=True, metavar="CKPT", help="folder of checkpoints to write into")
-    parser.add_argument("--model", metavar="FILE", help="model file, where the arguments inside do not tell")
+    parser.add_argument("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
+    parser.add_argument("--model", metavar="FILE", help="model file, if the files' arguments lack the sizes")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -29,7 +29,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Import and report."""
     model = load_model(arguments.model) if arguments.model else None
-    from yuan_train.checkpoint.megatron import import_megatron
+    from yuan_train.checkpoint.megatron_import import import_megatron
 
     done = import_megatron(arguments.folder, arguments.out, model=model)
     for note in done.notes:

@@ -1,6 +1,6 @@
 """`yuan-train inspect PATH`: what a model, run, cluster, plan, profile, token file or checkpoint holds.
 
-And whether it is whole: what is torn or breaks a law ends with exit code 2 and every reason.
+It also checks it: an incomplete file or a violated constraint ends with exit code 2 and every reason.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.config.cluster import load_cluster
+from yuan_train.config.document import is_mapping, read_document
 from yuan_train.config.errors import ConfigError, YuanError
-from yuan_train.config.load import is_mapping, read_document
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.plan import Plan, load_plan
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_files import load_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import Source, load_run
 from yuan_train.config.units import show_bytes, show_seconds
@@ -28,9 +29,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser(
         "inspect",
-        help="say what a file or checkpoint holds, and whether it is whole",
-        description="Says what PATH holds: a model, run, cluster, plan or profile file; token files (their "
-        "prefix, or the .idx); or a checkpoint's directory. Exits with 2 and the reasons if it is not whole.",
+        help="show what a file or checkpoint holds, and check that it is complete",
+        description="Shows what PATH holds: a model, run, cluster, plan or profile file; token files (their "
+        "prefix, or the .idx); or a checkpoint's directory. Exits with 2 and the reasons if incomplete.",
     )
     parser.add_argument("path", metavar="PATH", help="a file, a directory, or a prefix of token files")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -38,30 +39,30 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the facts. With --json, what is not whole is also told as JSON, before the error."""
+    """Print the facts. With --json, also those of an incomplete file, before YuanError is raised."""
     path = Path(arguments.path)
     facts: Facts = {"kind": "unknown", "path": str(path), "whole": True}
-    problem: YuanError | None = None
+    failure: YuanError | None = None
     try:
         facts["kind"] = kind_of(path)
         facts |= INSPECT[facts["kind"]](path)
         if not facts["whole"]:
-            faults = facts.get("faults") or ["it is not whole"]
-            problem = YuanError("\n".join(f"{path}: {fault}" for fault in faults))
+            faults = facts.get("faults") or ["it is incomplete"]
+            failure = YuanError("\n".join(f"{path}: {fault}" for fault in faults))
     except YuanError as error:
-        problem = error
+        failure = error
         facts |= {"whole": False, "faults": str(error).splitlines()}
     if arguments.json:
         print(json.dumps(facts, ensure_ascii=False))
-    elif problem is None:
+    elif failure is None:
         print("\n".join(_lines(facts)))
-    if problem is not None:
-        raise problem
+    if failure is not None:
+        raise failure
     return 0
 
 
 def kind_of(path: Path) -> str:
-    """What stands at `path`: a key of INSPECT. Raises ConfigError if nothing tells."""
+    """The kind of what is at `path`: a key of INSPECT. Raises ConfigError if its keys match no kind."""
     if path.is_dir():
         names = ("tokenizer.model", "tokenizer.json")
         return "tokenizer" if any((path / name).exists() for name in names) else "checkpoint"
@@ -71,16 +72,16 @@ def kind_of(path: Path) -> str:
         return "tokenizer"
     document = read_document(path)
     keys = set(document.value) if is_mapping(document.value) else set[str]()
-    for kind, telling in _TELLING_KEYS.items():
-        if keys & telling:
+    for kind, keys_of_kind in _KEYS_OF_KIND.items():
+        if keys & keys_of_kind:
             return kind
     raise ConfigError(
-        f"{path}: its keys tell no kind of file (a model has num_layers, a run train, a cluster nodes, "
+        f"{path}: its keys match no kind of file (a model has num_layers, a run train, a cluster nodes, "
         "a plan pipelines, a profile entries)"
     )
 
 
-_TELLING_KEYS = {
+_KEYS_OF_KIND = {
     # In this order: a plan and a run hold a model, a profile may hold links as a cluster does.
     "plan": {"pipelines", "ranks"},
     "profile": {"entries"},
@@ -99,7 +100,7 @@ def inspect_model(path: Path) -> Facts:
 
 
 def inspect_run(path: Path) -> Facts:
-    """Lengths of a run, and whether its data is there."""
+    """Lengths of a run, and whether its data exists."""
     config = load_run(path)
     tokens = config.train.global_batch_size * config.data.sequence_length
     flops = config.model.training_flops(config.data.sequence_length)
@@ -144,7 +145,7 @@ def inspect_cluster(path: Path) -> Facts:
 
 
 def inspect_plan(path: Path) -> Facts:
-    """The stages of a plan; loading it has checked every law."""
+    """The stages of a plan; loading checks every constraint."""
     plan = load_plan(path)
     forecast = plan.forecast
     return {
@@ -194,7 +195,7 @@ def inspect_profile(path: Path) -> Facts:
 
 
 def inspect_tokens(path: Path) -> Facts:
-    """Documents and tokens of a pair of token files; opening them has checked that they are whole."""
+    """Documents and tokens of a pair of token files; opening them checks that they are complete."""
     from yuan_train.data.indexed import IndexedDataset
 
     return {key: value for key, value in asdict(IndexedDataset(path).facts()).items() if value is not None}
@@ -209,7 +210,7 @@ def inspect_tokenizer(path: Path) -> Facts:
 
 
 def inspect_checkpoint(path: Path) -> Facts:
-    """What a checkpoint says of itself."""
+    """Content of a checkpoint, and whether it is complete."""
     from yuan_train.checkpoint.load import describe
 
     return describe(path)
@@ -247,8 +248,8 @@ def _model_facts(model: ModelConfig) -> Facts:
 
 
 def _source_facts(source: Source) -> Facts:
-    there = all(Path(f"{source.prefix}{end}").exists() for end in (".bin", ".idx"))
-    return {"prefix": source.prefix, "weight": source.weight, "there": there}
+    exists = all(Path(f"{source.prefix}{end}").exists() for end in (".bin", ".idx"))
+    return {"prefix": source.prefix, "weight": source.weight, "there": exists}
 
 
 def _stage_facts(plan: Plan, p: int, s: int) -> Facts:

@@ -1,9 +1,10 @@
-"""yuan-train launch --config F --plan F: starts this machine's ranks, or prints a torchrun line per node."""
+"""yuan-train launch --config F --plan F: starts this machine's ranks, or prints torchrun commands."""
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import logging
 import os
 import shlex
 import signal
@@ -14,17 +15,22 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.plan import Plan, RankPlan, check_belongs, load_plan
+from yuan_train.config.plan import Plan, RankPlan
+from yuan_train.config.plan_constraints import check_plan_of_run
+from yuan_train.config.plan_files import load_plan
 from yuan_train.config.run import load_run
 
+logger = logging.getLogger(__name__)
+
 GRACE_SECONDS = 10.0
-"""How long the other ranks may take to notice that one has failed, before they are ended."""
+"""How long the other ranks may take to notice that one has failed, before they are killed."""
 
 DEFAULT_PORT = 29500
 PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: the signal a process gets when its parent dies."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,45 +38,61 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "launch",
         help="start this machine's ranks of a plan",
-        description="Starts one process per rank that the plan gives to this machine, and ends when they "
-        "end. Simulated cards (with a slowdown) all run here.",
+        description="Starts one process for each rank that the plan has on this machine, and exits when they "
+        "do. If all cards are simulated (have a slowdown), all ranks run here.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run file")
     parser.add_argument("--plan", required=True, metavar="FILE", help="the plan")
-    parser.add_argument("--print", action="store_true", help="print one torchrun line per node and stop")
-    parser.add_argument("--this-node", metavar="NAME", help="node of the plan that this machine is; or `all`")
+    parser.add_argument("--print", action="store_true", help="print one torchrun command per node and exit")
+    parser.add_argument("--this-node", metavar="NAME", help="this machine's node in the plan; or `all`")
     parser.add_argument(
-        "--meet-at", metavar="HOST[:PORT]", help="where ranks meet (default: the plan's first node)"
+        "--rendezvous", metavar="HOST[:PORT]", help="where the ranks meet (default: the plan's first node)"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run")
+    parser.add_argument("--meet-at", dest="rendezvous", action=_EarlierName, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50"
+    )
     parser.set_defaults(run=run)
+
+
+class _EarlierName(argparse.Action):
+    """An option under the name that it had: read for one more release, with a warning."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        logger.warning(
+            "%s is now called --%s; the earlier name is read until the next release", option_string, self.dest
+        )
+        setattr(namespace, self.dest, values)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine and the ranks that the plan gives to it."""
+    """A machine, and the ranks that the plan has on it."""
 
     name: str
     ranks: tuple[int, ...]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check config and plan, then start the ranks or print how."""
+    """Check config and plan, then start the ranks or print the commands that do."""
     plan = load_plan(arguments.plan)
-    check_belongs(plan, load_run(arguments.config, tuple(arguments.overrides)))
+    check_plan_of_run(plan, load_run(arguments.config, tuple(arguments.overrides)))
     nodes = nodes_of(plan)
     command = ["train", "--config", arguments.config, "--plan", arguments.plan, *arguments.overrides]
     if arguments.print:
-        for line in torchrun_lines(nodes, command, meet_at=arguments.meet_at):
+        for line in torchrun_lines(nodes, command, rendezvous=arguments.rendezvous):
             print(line)
         return 0
     node = _this_node(nodes, arguments.this_node)
-    host, port = _meeting_place(nodes, node, arguments.meet_at)
+    host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
     return start_ranks(node, command, world_size=plan.world_size, host=host, port=port)
 
 
 def nodes_of(plan: Plan) -> list[Node]:
-    """The machines of a plan, in the order of ranks; one machine if all its cards are simulated."""
+    """The machines of a plan, in the order of ranks; one node `all` if all cards are simulated.
+
+    Raises PlanError if the ranks of a node are not consecutive.
+    """
     types = [plan.device_type(entry.rank) for entry in plan.ranks]
     if all(device is not None and device.slowdown is not None for device in types):
         return [Node("all", tuple(range(plan.world_size)))]
@@ -79,13 +101,16 @@ def nodes_of(plan: Plan) -> list[Node]:
         nodes.setdefault(_node_name(entry), []).append(entry.rank)
     for name, ranks in nodes.items():
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
-            raise PlanError(f"ranks: those of node {name} are {ranks}; ranks must be numbered node by node")
+            raise PlanError(f"ranks: node {name} has ranks {ranks}; ranks must be numbered node by node")
     return [Node(name, tuple(ranks)) for name, ranks in nodes.items()]
 
 
-def torchrun_lines(nodes: Sequence[Node], command: Sequence[str], *, meet_at: str | None) -> list[str]:
-    """What to run on each node; nodes may have unequal numbers of cards."""
-    host, port = _split_place(meet_at or ("127.0.0.1" if len(nodes) == 1 else nodes[0].name))
+def torchrun_lines(nodes: Sequence[Node], command: Sequence[str], *, rendezvous: str | None) -> list[str]:
+    """The torchrun command for each node; nodes may have different numbers of cards.
+
+    `rendezvous` is HOST[:PORT]; None: the first node, or the loopback with one node.
+    """
+    host, port = _parse_address(rendezvous or ("127.0.0.1" if len(nodes) == 1 else nodes[0].name))
     return [
         f"torchrun --nnodes={len(nodes)} --node-rank={i} --nproc-per-node={len(node.ranks)} "
         f"--master-addr={host} --master-port={port or DEFAULT_PORT} -m yuan_train {shlex.join(command)}"
@@ -99,6 +124,7 @@ def _node_name(entry: RankPlan) -> str:
 
 
 def _this_node(nodes: list[Node], wanted: str | None) -> Node:
+    """The node of this machine: by the option --this-node, else the only one, else by host name."""
     if wanted == "all":
         return Node("all", tuple(rank for node in nodes for rank in node.ranks))
     names = [node.name for node in nodes]
@@ -106,28 +132,31 @@ def _this_node(nodes: list[Node], wanted: str | None) -> Node:
     if name not in names:
         raise ConfigError(
             f"the plan has the nodes {', '.join(names)}; this machine is called {name}. "
-            "Say which it is with --this-node NAME (or `all` to start every rank here)"
+            "Give its name in the plan with --this-node NAME (or `all` to start every rank here)"
         )
     return nodes[names.index(name)]
 
 
-def _meeting_place(nodes: list[Node], node: Node, meet_at: str | None) -> tuple[str, int]:
-    if meet_at is not None:
-        host, port = _split_place(meet_at)
+def _rendezvous_address(nodes: list[Node], node: Node, rendezvous: str | None) -> tuple[str, int]:
+    """Host and port of the rendezvous: as given, else on this machine, else on the first node."""
+    if rendezvous is not None:
+        host, port = _parse_address(rendezvous)
         return host, port or DEFAULT_PORT
     if len(nodes) == 1 or node.name == "all":
         return "127.0.0.1", free_port()
     return nodes[0].name, DEFAULT_PORT
 
 
-def _split_place(place: str) -> tuple[str, int | None]:
-    host, colon, port = place.partition(":")
+def _parse_address(address: str) -> tuple[str, int | None]:
+    """Host and, if it is given, port of HOST[:PORT]. Raises ConfigError."""
+    host, colon, port = address.partition(":")
     if colon and not port.isdigit():
-        raise ConfigError(f"--meet-at: wanted HOST:PORT, got {place!r}")
+        raise ConfigError(f"--rendezvous: wanted HOST:PORT, got {address!r}")
     return host, int(port) if colon else None
 
 
 def free_port() -> int:
+    """A free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -135,38 +164,44 @@ def free_port() -> int:
 
 @dataclass
 class _Child:
+    """The process of a rank."""
+
     rank: int
     process: subprocess.Popen[bytes]
-    errors: IO[bytes] | None
-    """What the rank said; None if it speaks for itself."""
+    output: IO[bytes] | None
+    """Its captured output; None if it writes to this process's streams."""
 
 
 def start_ranks(node: Node, command: Sequence[str], *, world_size: int, host: str, port: int) -> int:
-    """Run the ranks of a node to their end; the exit code is that of the rank at fault."""
+    """Run the ranks of a node until they exit; returns 0, or the exit code of the rank at fault.
+
+    Each rank runs `yuan-train COMMAND`; `host` and `port` are the rendezvous. Forwards SIGTERM to the ranks.
+    """
     children: list[_Child] = []
 
-    def pass_on(signum: int, frame: object) -> None:
+    def forward_signal(signum: int, frame: object) -> None:
         for child in children:
             if child.process.poll() is None:
                 child.process.send_signal(signum)
 
-    before = signal.signal(signal.SIGTERM, pass_on)
+    previous = signal.signal(signal.SIGTERM, forward_signal)
     try:
         for local_rank, rank in enumerate(node.ranks):
             environment = _environment(node, rank, local_rank, world_size, host, port)
-            children.append(_start_rank(command, rank, environment, speaks=local_rank == 0))
+            children.append(_start_rank(command, rank, environment, inherits_output=local_rank == 0))
         return _wait(children)
     finally:
-        _end(children)
-        signal.signal(signal.SIGTERM, before)
+        _kill(children)
+        signal.signal(signal.SIGTERM, previous)
         for child in children:
-            if child.errors is not None:
-                child.errors.close()
+            if child.output is not None:
+                child.output.close()
 
 
 def _environment(
     node: Node, rank: int, local_rank: int, world_size: int, host: str, port: int
 ) -> dict[str, str]:
+    """The environment of a rank, with the variables that torchrun sets."""
     threads = max(1, (os.cpu_count() or 1) // len(node.ranks))
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -180,27 +215,33 @@ def _environment(
     }
 
 
-def _start_rank(command: Sequence[str], rank: int, environment: dict[str, str], *, speaks: bool) -> _Child:
-    errors = None if speaks else tempfile.TemporaryFile()
+def _start_rank(
+    command: Sequence[str], rank: int, environment: dict[str, str], *, inherits_output: bool
+) -> _Child:
+    """Start the process of a rank; unless it inherits our streams, its output goes to a temporary file."""
+    output = None if inherits_output else tempfile.TemporaryFile()
     process = subprocess.Popen(
         [sys.executable, "-m", "yuan_train", *command],
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=None if speaks else errors,
-        stderr=None if speaks else errors,
-        preexec_fn=_end_with_launcher,
+        stdout=None if inherits_output else output,
+        stderr=None if inherits_output else output,
+        preexec_fn=_terminate_with_launcher,
     )
-    return _Child(rank, process, errors)
+    return _Child(rank, process, output)
 
 
-def _end_with_launcher() -> None:
-    """In the new process: should the launcher be killed, save and end as on SIGTERM (Linux only)."""
+def _terminate_with_launcher() -> None:
+    """In the new process: get SIGTERM, so save and exit, if the launcher is killed (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(children: list[_Child]) -> int:
-    """Wait for all; once one fails the others get a grace period, and the failures are told last."""
+    """Wait for all ranks and return the exit code.
+
+    After a failure the other ranks get a grace period and are then killed; the failure is printed last.
+    """
     deadline = None
     while any(child.process.poll() is None for child in children):
         if deadline is None and any(child.process.poll() for child in children):
@@ -209,32 +250,33 @@ def _wait(children: list[_Child]) -> int:
             break
         time.sleep(0.05)
     failed = [child for child in children if child.process.poll() not in (None, 0)]
-    _end(children)
+    _kill(children)
     if not failed:
         return 0
-    culprit = min(failed, key=_innocence)
-    _tell(culprit)
+    culprit = min(failed, key=_blame_order)
+    _report(culprit)
     return culprit.process.returncode if culprit.process.returncode > 0 else 1
 
 
-def _innocence(child: _Child) -> tuple[int, int]:
-    """Ask first who met bad input, then who was killed: the others fail by the silence of these."""
+def _blame_order(child: _Child) -> tuple[int, int]:
+    """Sort key: ranks with bad input first, then ranks that were killed; the others fail because of these."""
     code = child.process.returncode
     return (0 if code in (2, 3) else 1 if code < 0 else 2), child.rank
 
 
-def _tell(child: _Child) -> None:
-    """Print why a rank failed, unless it has done so itself."""
+def _report(child: _Child) -> None:
+    """Print why a rank failed: the signal, and the end of its captured output."""
     code = child.process.returncode
     if code < 0:
-        print(f"error: rank {child.rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-    if child.errors is not None:
-        child.errors.seek(0)
-        for line in child.errors.read().decode(errors="replace").splitlines()[-30:]:
+        print(f"error: rank {child.rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    if child.output is not None:
+        child.output.seek(0)
+        for line in child.output.read().decode(errors="replace").splitlines()[-30:]:
             print(f"rank {child.rank}: {line}", file=sys.stderr)
 
 
-def _end(children: list[_Child]) -> None:
+def _kill(children: list[_Child]) -> None:
+    """Kill the ranks that still run, and wait for all."""
     for child in children:
         if child.process.poll() is None:
             child.process.kill()

@@ -1,8 +1,8 @@
 """`yuan-train COMMAND ...`: finds the command, runs it, and turns errors into messages and exit codes.
 
-A command lives in `yuan_train/cli/<name, - as _>.py` and has two functions: `register(subparsers)`, which
-adds its parser and sets `run` as a default of it, and `run(arguments) -> int`. Only the module of the
-command asked for is imported, so that `yuan-train --help` and `yuan-train plan --help` answer at once.
+A command is a module `yuan_train/cli/<name, - as _>.py` with two functions: `register(subparsers)`, which
+adds its parser with `run` as a default, and `run(arguments) -> int`. Only the module of the requested command
+is imported, so that `yuan-train --help` and `yuan-train plan --help` are fast.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from yuan_train import __version__
 from yuan_train.config.errors import YuanError
 
 COMMANDS = {
-    "plan": "cut a model unevenly over the cards of a cluster; forecast time and memory",
+    "plan": "partition a model unevenly over the cards of a cluster; forecast time and memory",
     "simulate": "run a plan's schedule in virtual time; write a timeline",
     "profile": "measure this machine's cards, and the links between them",
     "tokenizer": "train a tokenizer on text",
     "preprocess": "turn text into token files",
     "train": "train; one process alone, or each rank under torchrun",
-    "launch": "start this machine's ranks of a plan, or print the line for each node",
+    "launch": "start this machine's ranks of a plan, or print the command for each node",
     "generate": "write text with a trained model",
     "evaluate": "loss and perplexity of a trained model on token files",
     "import-hf": "turn a Hugging Face model into a checkpoint",
     "export-hf": "turn a checkpoint into a Hugging Face model",
     "import-megatron": "turn a checkpoint of the original Yuan 2.0 code into one of ours",
-    "export-megatron": "turn a checkpoint into one of the original Yuan 2.0 code, for any cut",
-    "inspect": "say what a file or checkpoint holds, and whether it is whole",
-    "doctor": "say what is installed, what is missing and what that costs",
+    "export-megatron": "turn a checkpoint into one of the original Yuan 2.0 code, for any partition",
+    "inspect": "show what a file or checkpoint holds, and check that it is complete",
+    "doctor": "show what is installed, what is missing, and what does not work without it",
 }
-NOT_THERE_YET = frozenset[str]()
-"""Commands that are promised and not written; a name leaves this list together with its module's arrival."""
+NOT_IMPLEMENTED = frozenset[str]()
+"""Commands that are planned but not implemented; a name leaves this list when its module is added."""
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -65,13 +65,16 @@ class Parser(argparse.ArgumentParser):
             self._intermixed = False
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, as other errors of the user are printed; exit with 2."""
+        """Print usage and message in the form of other user errors; exit with 2."""
         self.print_usage(sys.stderr)
         self.exit(USER_ERROR, f"error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; return its exit code: 0 done, 2 wrong input, 3 no plan fits, 1 anything else."""
+    """Run one command line; return its exit code.
+
+    0: done, 2: wrong input, 3: no plan fits, 130: interrupted, 1: anything else.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("yuan_train").setLevel(logging.INFO)
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 1
-        # A bug of ours, whose place is worth more than a neat line.
+        # A bug: its traceback is worth more than a one-line message.
         traceback.print_exc()
         return 1
 
@@ -103,13 +106,13 @@ def _dispatch(arguments: list[str]) -> int:
         return USER_ERROR
     if name.startswith("-"):
         _overview().parse_args(arguments)
-        raise YuanError(f"{name}: a command comes first; `yuan-train --help` lists them")
+        raise YuanError(f"{name}: wanted a command first; `yuan-train --help` lists them")
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise YuanError(f"there is no command {name!r}; {hint}(has: {', '.join(COMMANDS)})")
-    if name in NOT_THERE_YET:
-        raise YuanError(f"`yuan-train {name}` is not there yet; CHANGELOG.md says what is")
+    if name in NOT_IMPLEMENTED:
+        raise YuanError(f"`yuan-train {name}` is not implemented yet; CHANGELOG.md lists what is")
     parser = Parser(prog="yuan-train")
     subparsers = parser.add_subparsers(parser_class=Parser, required=True)
     importlib.import_module(f"yuan_train.cli.{name.replace('-', '_')}").register(subparsers)
@@ -129,18 +132,18 @@ def _refuse(unknown: list[str], parser: argparse.ArgumentParser) -> NoReturn:
 
 
 def _overview() -> Parser:
-    """The parser of `yuan-train --help`: every command with its line, none of their modules."""
+    """The parser of `yuan-train --help`: one line per command, without importing their modules."""
     width = max(map(len, COMMANDS))
     lines = [
-        f"  {name:<{width}}  {text}{' (not there yet)' if name in NOT_THERE_YET else ''}"
+        f"  {name:<{width}}  {text}{' (not implemented yet)' if name in NOT_IMPLEMENTED else ''}"
         for name, text in COMMANDS.items()
     ]
     parser = Parser(
         prog="yuan-train",
         usage="yuan-train COMMAND ...",
-        description="Pretraining of large language models on clusters of unlike cards.\n\ncommands:\n"
+        description="Training of large language models on clusters of heterogeneous GPUs.\n\ncommands:\n"
         + "\n".join(lines),
-        epilog="`yuan-train COMMAND --help` says more.\n"
+        epilog="`yuan-train COMMAND --help` describes a command.\n"
         "Exit codes: 0 done, 2 the input is wrong, 3 no plan fits, 1 anything else.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -149,7 +152,7 @@ def _overview() -> Parser:
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody reads our output any more (`| head`); if so, Python's own last flush is silenced."""
+    """Whether the reader of stdout closed the pipe (`| head`); if so, Python's final flush is silenced."""
     try:
         output = sys.stdout.fileno()
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""`yuan-train plan`: searches the fastest plan that fits, prints it as a table, writes it."""
+"""`yuan-train plan`: searches for the fastest plan that fits, prints it as a table, writes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yuan_train.config.load import Document
+    from yuan_train.config.document import Document
     from yuan_train.config.model import ModelConfig
     from yuan_train.config.profile import Profile
     from yuan_train.config.run import RunConfig
@@ -17,8 +17,8 @@ DEFAULT_GLOBAL_BATCH_SIZE = 64
 """Sequences per step without a run file."""
 
 _DESCRIPTION = """\
-Cuts the model unevenly over the cards of a cluster: simulates the step of many plans, keeps the fastest that
-fits the memory of every card, prints it as a table and writes it. Never needs a card, nor torch.
+Cuts the model unevenly over the cards of a cluster: simulates the step of many plans, keeps the fastest one
+that fits the memory of every card, prints it as a table and writes it. Needs neither a card nor torch.
 
 key=value changes the run file, or the defaults without one: search.pipelines=[2], search.recompute=[none],
 search.device_order=fixed, search.use_all_devices=true, "search.time_limit=10 s", train.global_batch_size=128
@@ -39,9 +39,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--profile",
         metavar="F[,F]",
-        help="measured times, of several files together; without it they are estimated",
+        help="measured times, from one or several files; without them times are estimated",
     )
-    parser.add_argument("--out", metavar="F", help="where the plan is written; without it it is only printed")
+    parser.add_argument("--out", metavar="F", help="file to write the plan to; without it, only print")
     parser.add_argument("--report", metavar="F.html", help="also write a page with timeline and memory bars")
     parser.add_argument(
         "--emit",
@@ -54,22 +54,23 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, write, print. Raises ConfigError for wrong input, NoPlanFits with the nearest miss."""
+    """Search, write, print. Raises ConfigError for wrong input, NoPlanFits (it names the nearest plan) if no
+    plan fits."""
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.config.load import write_text
-    from yuan_train.config.plan import save_plan
+    from yuan_train.config.dump import write_text
+    from yuan_train.config.plan_files import save_plan
 
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile)
 
-    from yuan_train.planner.layout import to_blocks, to_layout
-    from yuan_train.planner.page import plan_html
-    from yuan_train.planner.report import plan_json, plan_table
-    from yuan_train.planner.search import search_plan
-    from yuan_train.planner.setting import Setting
+    from yuan_train.planner.costs.plan_problem import PlanProblem
+    from yuan_train.planner.report.notations import to_blocks, to_layout
+    from yuan_train.planner.report.page import plan_html
+    from yuan_train.planner.report.terminal import plan_json, plan_table
+    from yuan_train.planner.search.search import search_plan
 
-    setting = Setting(
+    problem = PlanProblem(
         cluster=cluster,
         model=run_config.model,
         sequence_length=run_config.data.sequence_length,
@@ -78,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         profile=profile,
         overlap=run_config.search.overlap,
     )
-    result = search_plan(setting, run_config.search, micro_batch_size=run_config.train.micro_batch_size)
+    result = search_plan(problem, run_config.search, micro_batch_size=run_config.train.micro_batch_size)
     if arguments.report:
-        write_text(arguments.report, plan_html(result, setting))
+        write_text(arguments.report, plan_html(result, problem))
     if arguments.out:
         save_plan(arguments.out, result.best.plan)
     if arguments.json:
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         for pipeline in result.best.plan.pipelines:
             print(to_layout(pipeline) if arguments.emit == "megatron" else to_blocks(pipeline))
     else:
-        print(plan_table(result, setting))
+        print(plan_table(result, problem))
     for path in (arguments.out, arguments.report):
         if path:
             print(f"written: {path}", file=sys.stderr)
@@ -98,7 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_profiles(paths: str | None) -> Profile | None:
-    """The profiles of a list with commas, as one. Raises ConfigError if they do not go together."""
+    """The profiles of a comma-separated list of files, merged; None without a list.
+
+    Raises ConfigError if they are not of the same run.
+    """
     from yuan_train.cli.profile import merge_profiles
     from yuan_train.config.profile import load_profile
 
@@ -110,7 +114,7 @@ def read_profiles(paths: str | None) -> Profile | None:
 def read_run_config(config: str | None, model: str | None, overrides: tuple[str, ...]) -> RunConfig:
     """The run file with its overrides, or defaults around the model file.
 
-    Raises ConfigError if neither file is given, or if both are and name unlike models.
+    Raises ConfigError if neither file is given, or if both are and name different models.
     """
     from yuan_train.config.errors import ConfigError
     from yuan_train.config.model import load_model
@@ -122,20 +126,21 @@ def read_run_config(config: str | None, model: str | None, overrides: tuple[str,
         return _default_run(model, overrides)
     run_config = load_run(config, overrides)
     if model is not None:
-        own = tuple(o.removeprefix("model.") for o in overrides if o.startswith("model."))
-        given = load_model(model, own)
-        unlike = _differences(given, run_config.model)
-        if unlike:
+        model_overrides = tuple(o.removeprefix("model.") for o in overrides if o.startswith("model."))
+        given = load_model(model, model_overrides)
+        differences = _differences(given, run_config.model)
+        if differences:
             raise ConfigError(
-                f"--model {model} and --config {config} name unlike models ({unlike}); "
+                f"--model {model} and --config {config} name different models ({differences}); "
                 "leave --model out, or change model: in the run file"
             )
     return run_config
 
 
 def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
-    from yuan_train.config.load import Document, build, graft, override, read_document
-    from yuan_train.config.run import RunConfig, run_laws
+    from yuan_train.config.document import Document, graft, override, read_document
+    from yuan_train.config.load import build
+    from yuan_train.config.run import RunConfig, validate_run
 
     model = read_document(model_path)
     document = graft(Document("defaults", _default_values(model), {}), ("model",), model)
@@ -144,7 +149,7 @@ def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
     if "sequence_length" not in document.value["data"]:
         length = document.value["model"].get("max_sequence_length", 4096)
         document = override(document, f"data.sequence_length={length}")
-    run_config = build(document, RunConfig, laws=run_laws)
+    run_config = build(document, RunConfig, validate=validate_run)
     data, train = run_config.data, run_config.train
     print(
         f"no --config: sequence_length {data.sequence_length}, global_batch_size {train.global_batch_size}, "
@@ -155,7 +160,7 @@ def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
 
 
 def _default_values(model: Document) -> dict[str, object]:
-    """A run without data of its own; resets need a tokenizer, and cost nothing that a plan counts."""
+    """A run without data; position resets are off: they need a tokenizer and add nothing to a plan's cost."""
     from yuan_train.config.errors import ConfigError
 
     if not isinstance(model.value, dict):
@@ -168,6 +173,7 @@ def _default_values(model: Document) -> dict[str, object]:
 
 
 def _differences(given: ModelConfig, named: ModelConfig) -> str:
+    """The keys that differ, with both values; empty if none does."""
     keys = [key for key in type(given).__dataclass_fields__ if key != "name"]
     return ", ".join(
         f"{key} {getattr(given, key)} and {getattr(named, key)}"

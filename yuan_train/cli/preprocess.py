@@ -42,14 +42,14 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         choices=["plain", "yuan"],
         default="plain",
         help="yuan: one sample per line of any other file, <n> for a newline, [SEP] between question and "
-        "answer; special strings such as <sep> are heeded",
+        "answer; special strings such as <sep> are recognised",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Encodes and reports; DataError for inputs that cannot be read, with file:line."""
+    """Encodes and reports. Raises DataError for inputs that cannot be read, with file:line."""
     from yuan_train.data.preprocess import preprocess
 
     done = preprocess(

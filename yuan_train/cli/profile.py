@@ -1,4 +1,4 @@
-"""yuan-train profile --model F --out profile.json: measures this machine's card."""
+"""`yuan-train profile`: measures this machine's card, or merges profiles; writes profile.json."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from yuan_train.cli.launch import Node, free_port, start_ranks
 from yuan_train.config.cluster import Cluster, load_cluster
+from yuan_train.config.dump import as_plain, write_text
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import as_plain, write_text
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.plan import shared_sizes
+from yuan_train.config.plan import tensor_parallel_sizes
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, load_profile
 from yuan_train.config.run import Recompute, RunConfig, load_run
 
 if TYPE_CHECKING:
     import torch
 
-    from yuan_train.train.loop import Position
-    from yuan_train.train.measure import Setting
+    from yuan_train.train.job import Position
+    from yuan_train.train.measure import ProfileCase
 
 T = TypeVar("T")
 
 WIDTHS = (1, 2, 4, 8, 16)
-"""Tensor-parallel widths that are measured without `search.tensor`, as far as a node's cards go."""
+"""Tensor-parallel sizes that are measured without `search.tensor`, up to the number of cards of a node."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,19 +41,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="measure this machine's card",
         description="Measures forward and backward of embedding, layer and head on this machine's card, and "
         "what they hold in memory. `yuan-train plan --profile` then needs no estimates for it. Under "
-        "torchrun, one process per card, all cards work at the same time, and tensor-parallel groups and the "
-        "links between all pairs, by size of message, are measured too. For a --cluster of simulated cards "
-        "such processes are started here.",
+        "torchrun, one process per card, all cards are measured at the same time, and so are tensor-parallel "
+        "groups and the links between all pairs, by message size. For a --cluster of simulated cards this "
+        "command starts the processes itself.",
     )
     parser.add_argument("--model", metavar="FILE", help="the model file; needed without --config")
-    parser.add_argument("--out", required=True, metavar="FILE", help="where the profile goes (JSON)")
+    parser.add_argument("--out", required=True, metavar="FILE", help="file to write the profile to (JSON)")
     parser.add_argument(
         "--config", metavar="FILE", help="the run: sequence length, micro-batch size, precision"
     )
-    parser.add_argument("--cluster", metavar="FILE", help="its cards by rank; simulated ones keep their pace")
-    parser.add_argument("--device-type", metavar="NAME", help="what the card is called in the cluster file")
+    parser.add_argument("--cluster", metavar="FILE", help="its cards by rank; simulated ones are slowed down")
+    parser.add_argument("--device-type", metavar="NAME", help="the card's type in the cluster file")
     parser.add_argument(
-        "--merge", nargs="+", metavar="FILE", help="measure nothing: make one profile of several"
+        "--merge", nargs="+", metavar="FILE", help="measure nothing; merge these profiles into one"
     )
     parser.add_argument(
         "--seconds", type=float, default=1.5, metavar="S", help="how long each unit is repeated (default 1.5)"
@@ -64,7 +64,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, or merge, and write."""
+    """Measure, or merge, and write. Raises ConfigError for wrong input."""
     if arguments.merge:
         profile = merge_profiles([(path, load_profile(path)) for path in arguments.merge])
         _write(profile, arguments)
@@ -89,7 +89,7 @@ def _is_simulated(cluster: Cluster) -> bool:
 
 
 def _start_cards(cluster: Cluster, arguments: argparse.Namespace) -> int:
-    """Measure simulated cards as `launch` runs them: a process for each, all at once on this machine."""
+    """Measure simulated cards as `launch` runs them: one process each, all at once on this machine."""
     words = ["profile"]
     for name in ("model", "out", "config", "cluster", "seconds"):
         value = getattr(arguments, name)
@@ -100,6 +100,7 @@ def _start_cards(cluster: Cluster, arguments: argparse.Namespace) -> int:
 
 
 def _read_config(arguments: argparse.Namespace) -> RunConfig | None:
+    """The run file with its overrides; None if only the model file is given."""
     if arguments.config is None:
         if arguments.model is None:
             raise ConfigError("give --model F, or --config F (a run file, which names its model)")
@@ -109,7 +110,7 @@ def _read_config(arguments: argparse.Namespace) -> RunConfig | None:
     config = load_run(arguments.config, tuple(arguments.overrides))
     if arguments.model is not None and config.model != load_model(arguments.model):
         raise ConfigError(
-            f"{arguments.model} is not the model of {arguments.config}; profile the one that is run"
+            f"{arguments.model} is not the model of {arguments.config}; profile the model of the run"
         )
     return config
 
@@ -125,7 +126,7 @@ def _write(profile: Profile, arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What this process measures: its card, and the ranks that it measures it with."""
+    """What this process measures: its card, and the groups of ranks that are measured together."""
 
     model: ModelConfig
     config: RunConfig | None
@@ -134,11 +135,12 @@ class Bench:
     device_type: str
     slowdown: float
     seconds_per_unit: float
-    teams: Mapping[int, Sequence[tuple[int, ...]]]
-    """By tensor-parallel width, the ranks that are measured as a group."""
+    tensor_groups: Mapping[int, Sequence[tuple[int, ...]]]
+    """By tensor-parallel size, the groups of ranks that are measured."""
 
     @property
     def timeout_seconds(self) -> float:
+        """Of the process groups' collectives."""
         return self.config.train.timeout if self.config else 600.0
 
 
@@ -146,9 +148,9 @@ def _measure_here(
     model: ModelConfig, config: RunConfig | None, cluster: Cluster | None, arguments: argparse.Namespace
 ) -> tuple[Profile, int]:
     """The profile and this process's rank. Under torchrun all ranks measure their cards at the same time, as
-    they work in training, then the links between them."""
-    from yuan_train.parallel.groups import join, leave
-    from yuan_train.train.loop import choose_device, find_position
+    they run in training, then the links between them."""
+    from yuan_train.parallel.groups import init_distributed, shutdown
+    from yuan_train.train.job import choose_device, find_position
 
     position = find_position()
     device = choose_device(config.train.device if config else "auto", position)
@@ -158,11 +160,11 @@ def _measure_here(
             "start one per card"
         )
     if position.world_size > 1:
-        join(device=device, timeout_seconds=config.train.timeout if config else 600.0)
+        init_distributed(device=device, timeout_seconds=config.train.timeout if config else 600.0)
     try:
-        return _gather(_make_bench(model, config, cluster, arguments, position, device), cluster)
+        return _gather_profile(_make_bench(model, config, cluster, arguments, position, device), cluster)
     finally:
-        leave()
+        shutdown()
 
 
 def _make_bench(
@@ -177,67 +179,70 @@ def _make_bench(
 
     card = cluster.cards[position.rank] if cluster else None
     slowdown = cluster.device_type(card.type).slowdown if cluster and card else None
-    kind = card.type if card and slowdown is not None else arguments.device_type or name_of(device)
-    places = _from_all((card.node if card and position.world_size > 1 else platform.node(), kind), position)
+    device_type = card.type if card and slowdown is not None else arguments.device_type or name_of(device)
+    node = card.node if card and position.world_size > 1 else platform.node()
+    nodes_and_types = _all_gather((node, device_type), position)
     widths = (config.search.tensor if config else None) or WIDTHS
-    fitting = [w for w in widths if all(size % w == 0 for size in shared_sizes(model).values())]
+    fitting = [w for w in widths if all(size % w == 0 for size in tensor_parallel_sizes(model).values())]
     return Bench(
         model=model,
         config=config,
         position=position,
         device=device,
-        device_type=kind,
+        device_type=device_type,
         slowdown=slowdown or 1.0,
         seconds_per_unit=arguments.seconds,
-        teams={width: teams for width in fitting if (teams := _teams(places, width))},
+        tensor_groups={
+            width: groups for width in fitting if (groups := _tensor_groups(nodes_and_types, width))
+        },
     )
 
 
-def _teams(places: Sequence[tuple[str, str]], width: int) -> list[tuple[int, ...]]:
-    """Ranks of one node and kind, so many together; what is left over has no team."""
-    alike: dict[tuple[str, str], list[int]] = {}
-    for rank, place in enumerate(places):
-        alike.setdefault(place, []).append(rank)
-    whole = [ranks[: len(ranks) - len(ranks) % width] for ranks in alike.values()]
-    return [tuple(ranks[i : i + width]) for ranks in whole for i in range(0, len(ranks), width)]
+def _tensor_groups(nodes_and_types: Sequence[tuple[str, str]], width: int) -> list[tuple[int, ...]]:
+    """Groups of `width` ranks of the same node and type of card; ranks that are left over are in none."""
+    ranks_by_key: dict[tuple[str, str], list[int]] = {}
+    for rank, node_and_type in enumerate(nodes_and_types):
+        ranks_by_key.setdefault(node_and_type, []).append(rank)
+    grouped = [ranks[: len(ranks) - len(ranks) % width] for ranks in ranks_by_key.values()]
+    return [tuple(ranks[i : i + width]) for ranks in grouped for i in range(0, len(ranks), width)]
 
 
-def _gather(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int]:
-    """All ranks' entries, of a key the first rank's, and the links."""
+def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int]:
+    """All ranks' entries (the first rank's where several have the same key) and the links; and this rank."""
     from yuan_train.train.measure import measure_links
 
     position = bench.position
-    parts = _from_all(_measure_card(bench), position)
+    parts = _all_gather(_measure_card(bench), position)
     profile = merge_profiles([(f"rank {rank}", part) for rank, part in enumerate(parts)])
     if position.world_size == 1:
         return profile, 0
-    names = _from_all(f"{platform.node()}/{position.local_rank}", position)
+    names = _all_gather(f"{platform.node()}/{position.local_rank}", position)
     if cluster is not None:
         names = [card.name for card in cluster.cards]
     return replace(profile, links=measure_links(names, device=bench.device)), position.rank
 
 
-def _from_all(mine: T, position: Position) -> list[T]:
-    """What every rank has, by rank."""
+def _all_gather(value: T, position: Position) -> list[T]:
+    """Every rank's value, by rank."""
     if position.world_size == 1:
-        return [mine]
+        return [value]
     import torch.distributed as dist
 
-    everywhere: list[Any] = [None] * position.world_size
-    dist.all_gather_object(everywhere, mine)
-    return everywhere
+    gathered: list[Any] = [None] * position.world_size
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def _measure_card(bench: Bench) -> Profile:
-    """The entries that this rank takes part in."""
+    """A profile of the entries that this rank takes part in."""
     import torch.distributed as dist
 
-    from yuan_train.train.loop import DTYPES
-    from yuan_train.train.measure import Setting, machine_name, measure_entry, measure_reserved, name_of
+    from yuan_train.train.build import DTYPES
+    from yuan_train.train.measure import ProfileCase, machine_name, measure_entry, measure_reserved, name_of
 
     config, model = bench.config, bench.model
     precision = config.train.precision if config else "bf16"
-    base = Setting(
+    base = ProfileCase(
         model=model,
         sequence_length=config.data.sequence_length if config else model.max_sequence_length,
         micro_batch_size=1,
@@ -250,18 +255,18 @@ def _measure_card(bench: Bench) -> Profile:
     )
     reserved = measure_reserved(base)
     entries: list[ProfileEntry] = []
-    for setting in _settings(bench, base):
+    for case in _cases(bench, base):
         if dist.is_initialized():
             dist.barrier()
-        if setting is None:
+        if case is None:
             continue
         if bench.position.rank == 0:
             print(
-                f"measuring micro-batches of {setting.micro_batch_size}, recompute {setting.recompute}, "
-                f"tensor-parallel width {setting.width}",
+                f"measuring micro-batches of {case.micro_batch_size}, recompute {case.recompute}, "
+                f"tensor-parallel width {case.width}",
                 file=sys.stderr,
             )
-        entry = measure_entry(setting, device_type=bench.device_type)
+        entry = measure_entry(case, device_type=bench.device_type)
         entries.append(replace(entry, reserved_bytes=reserved))
     return Profile(
         sequence_length=base.sequence_length,
@@ -272,43 +277,45 @@ def _measure_card(bench: Bench) -> Profile:
     )
 
 
-def _settings(bench: Bench, base: Setting) -> Iterator[Setting | None]:
-    """What is measured, in the same order on all ranks; None where this rank has no part in it."""
+def _cases(bench: Bench, base: ProfileCase) -> Iterator[ProfileCase | None]:
+    """The cases to measure, in the same order on all ranks; None for a case without this rank."""
     from yuan_train.parallel.groups import make_tensor_groups
 
     config, rank = bench.config, bench.position.rank
     sizes = (config.search.micro_batch_size or (config.train.micro_batch_size,)) if config else (1,)
-    wanted = (config.search.recompute if config else None) or get_args(Recompute)
-    for width, teams in bench.teams.items():
-        groups = make_tensor_groups(teams, timeout_seconds=bench.timeout_seconds) if width > 1 else {}
-        team = next((team for team in teams if rank in team), None)
-        for size, recompute in itertools.product(sizes, wanted):
+    recomputes = (config.search.recompute if config else None) or get_args(Recompute)
+    for width, groups in bench.tensor_groups.items():
+        process_groups = (
+            make_tensor_groups(groups, timeout_seconds=bench.timeout_seconds) if width > 1 else {}
+        )
+        ranks = next((ranks for ranks in groups if rank in ranks), None)
+        for size, recompute in itertools.product(sizes, recomputes):
             yield (
                 None
-                if team is None
+                if ranks is None
                 else replace(
                     base,
                     micro_batch_size=size,
                     recompute=recompute,
                     width=width,
-                    position=team.index(rank),
-                    group=groups.get(team),
+                    position=ranks.index(rank),
+                    group=process_groups.get(ranks),
                 )
             )
 
 
 def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
-    """All entries and links, of a key the first. Raises ConfigError unless length, precision, model and
-    source agree."""
+    """All entries and links of the profiles, the first one of each key. Raises ConfigError unless length,
+    precision, model and source agree."""
     (first_name, first), *others = named
     entries: dict[tuple[object, ...], ProfileEntry] = {}
     links: dict[tuple[str, str], LinkProfile] = {}
     for name, profile in [(first_name, first), *others]:
         for what in ("sequence_length", "precision", "model", "source"):
-            mine, wanted = getattr(profile, what), getattr(first, what)
-            if mine != wanted:
+            value, wanted = getattr(profile, what), getattr(first, what)
+            if value != wanted:
                 raise ConfigError(
-                    f"{name}: {what} {mine!r}, but {first_name} has {wanted!r}; merge profiles of one run"
+                    f"{name}: {what} {value!r}, but {first_name} has {wanted!r}; merge profiles of one run"
                 )
         for entry in profile.entries:
             key = (entry.device_type, entry.tensor_parallel, entry.micro_batch_size, entry.recompute)

@@ -1,4 +1,4 @@
-"""`yuan-train simulate`: runs a plan's schedule table in virtual time; writes a Chrome or Perfetto trace."""
+"""`yuan-train simulate`: runs a plan's schedule in virtual time; writes a Chrome or Perfetto trace."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from yuan_train.config.plan import Plan
-    from yuan_train.planner.cost import PlanCost
-    from yuan_train.planner.simulator import Simulation, StageTimes
+    from yuan_train.planner.evaluate.plan_cost import PlanCost
+    from yuan_train.planner.evaluate.simulator import Simulation, StageTimes
 
 _DESCRIPTION = """\
-Runs a plan's schedule table in virtual time: the same table that training runs on cards. Without --cluster
-the stage times are those of the plan's own forecast and messages are free, for a plan holds no link; with it,
-times are looked up again (from --profile, else estimated) and messages go over the cluster's links.
+Runs a plan's schedule in virtual time: the same schedule that training runs on cards. Without --cluster,
+stage times are those of the plan's own forecast and messages are free, because a plan holds no links; with
+it, times are looked up again (from --profile, else estimated) and messages go over the cluster's links.
 """
 
 
@@ -27,11 +27,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--plan", metavar="F", help="plan file; or give a hand-made cut:")
     parser.add_argument(
-        "--layout", metavar="L", help="Megatron-LM's, such as 'Ettt|tt|ttL'; one card a stage"
+        "--plan", metavar="F", help="plan file; or give a hand-made cut, by --layout or --blocks"
     )
-    parser.add_argument("--blocks", metavar="N,N", help="Yuan 2.0's: layers of each stage; one card a stage")
+    parser.add_argument(
+        "--layout", metavar="L", help="cut in Megatron-LM's notation, such as 'Ettt|tt|ttL'; one card a stage"
+    )
+    parser.add_argument(
+        "--blocks", metavar="N,N", help="cut in Yuan 2.0's notation: layers of each stage; one card a stage"
+    )
     parser.add_argument("--model", metavar="F", help="model file, with a hand-made cut")
     parser.add_argument("--config", metavar="F", help="run file, with a hand-made cut")
     parser.add_argument("--trace", metavar="F.json", help="write a trace for ui.perfetto.dev")
@@ -49,11 +53,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, print, write the trace. Raises PlanError if there are no times to go by."""
+    """Simulate, print, write the trace. Raises PlanError if the stage times are not known."""
     from yuan_train.config.errors import ConfigError
 
     plan = _read_plan(arguments)
-    _check_runs(plan)
+    _check_schedule(plan)
     if arguments.profile and not arguments.cluster:
         raise ConfigError("--profile: needs --cluster F too, for the cards' types and links")
     cost: PlanCost | None = None
@@ -77,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_plan(arguments: argparse.Namespace) -> Plan:
     """The plan file, or the plan of a hand-made cut over the cluster's cards in their order."""
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.plan import load_plan
+    from yuan_train.config.plan_files import load_plan
 
     given = [name for name in ("plan", "layout", "blocks") if getattr(arguments, name)]
     if len(given) != 1:
@@ -90,11 +94,16 @@ def _read_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
+    """The plan of --layout or --blocks: one pipeline, stage s on the cluster's card s.
+
+    Sets `arguments.precision` to the run's if it is not given.
+    """
     from yuan_train.cli.plan import read_run_config
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.errors import ConfigError, PlanError
-    from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, own_device_types, plan_laws
-    from yuan_train.planner.layout import read_blocks, read_layout
+    from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+    from yuan_train.config.plan_constraints import validate_plan
+    from yuan_train.planner.report.notations import read_blocks, read_layout
 
     if not arguments.cluster:
         raise ConfigError("a hand-made cut needs --cluster F: its cards, in their order, take the stages")
@@ -129,29 +138,31 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
         schedule=(run_config.search.schedule or ("1f1b",))[0],
         ranks=tuple(RankPlan(rank=r, device=card.name, type=card.type) for r, card in enumerate(cards)),
         pipelines=(PipelinePlan(micro_batch_size=size, num_micro_batches=batch // size, stages=stages),),
-        device_types=own_device_types(cluster, {card.type for card in cards}),
+        device_types=uncatalogued_types(cluster, {card.type for card in cards}),
     )
-    problems = [problem.message for problem in plan_laws(plan)]
-    if problems:
-        raise PlanError("\n".join(problems))
+    violations = [violation.message for violation in validate_plan(plan)]
+    if violations:
+        raise PlanError("\n".join(violations))
     return plan
 
 
-def _check_runs(plan: Plan) -> None:
+def _check_schedule(plan: Plan) -> None:
     from yuan_train.config.errors import PlanError
-    from yuan_train.schedule.tables import SCHEDULES
+    from yuan_train.schedule.schedules import SCHEDULES
 
     if plan.schedule not in SCHEDULES:
-        raise PlanError(f"schedule: {plan.schedule} has no table yet; use one of {', '.join(SCHEDULES)}")
+        raise PlanError(
+            f"schedule: {plan.schedule} cannot be simulated yet; use one of {', '.join(SCHEDULES)}"
+        )
 
 
 def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     from yuan_train.cli.plan import read_profiles
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.planner.cost import cost_plan
-    from yuan_train.planner.setting import Setting, make_costs
+    from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+    from yuan_train.planner.evaluate.plan_cost import cost_plan
 
-    setting = Setting(
+    problem = PlanProblem(
         cluster=load_cluster(arguments.cluster),
         model=plan.model,
         sequence_length=plan.sequence_length,
@@ -160,13 +171,12 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
         profile=read_profiles(arguments.profile),
         overlap=not arguments.blocking,
     )
-    return cost_plan(make_costs(setting), plan)
+    return cost_plan(make_costs(problem), plan)
 
 
 def _from_forecast(arguments: argparse.Namespace, plan: Plan) -> list[Simulation]:
-    """Each pipeline by the stage times of the plan's forecast; messages are free."""
-    from yuan_train.planner.cost import stage_workers
-    from yuan_train.planner.simulator import simulate_schedule
+    """Each pipeline with the stage times of the plan's forecast; messages are free."""
+    from yuan_train.planner.evaluate.simulator import simulate_schedule
 
     print("messages are free: a plan holds no links; give --cluster F to count them", file=sys.stderr)
     return [
@@ -174,7 +184,7 @@ def _from_forecast(arguments: argparse.Namespace, plan: Plan) -> list[Simulation
             plan.schedule,
             _forecast_times(plan, p),
             num_micro_batches=pipeline.num_micro_batches,
-            workers=stage_workers(pipeline),
+            workers=pipeline.workers,
             in_flight=pipeline.depths(plan.schedule),
             overlap=not arguments.blocking,
         )
@@ -184,7 +194,7 @@ def _from_forecast(arguments: argparse.Namespace, plan: Plan) -> list[Simulation
 
 def _forecast_times(plan: Plan, pipeline: int) -> StageTimes:
     from yuan_train.config.errors import PlanError
-    from yuan_train.planner.simulator import StageTimes
+    from yuan_train.planner.evaluate.simulator import StageTimes
 
     known = {(s.pipeline, s.stage): s for s in plan.forecast.stages} if plan.forecast else {}
     num_stages = len(plan.pipelines[pipeline].stages)
@@ -194,11 +204,11 @@ def _forecast_times(plan: Plan, pipeline: int) -> StageTimes:
             f"forecast: no times for pipeline {pipeline}, stage {missing[0]}; give --cluster F to "
             "estimate them, or write forecast.stages"
         )
-    own = [known[pipeline, s] for s in range(num_stages)]
+    stages = [known[pipeline, s] for s in range(num_stages)]
     free = (0.0,) * (num_stages - 1)
     return StageTimes(
-        forward_seconds=tuple(stage.forward_seconds for stage in own),
-        backward_seconds=tuple(stage.backward_seconds for stage in own),
+        forward_seconds=tuple(stage.forward_seconds for stage in stages),
+        backward_seconds=tuple(stage.backward_seconds for stage in stages),
         send_activation_seconds=free,
         send_gradient_seconds=free,
     )
@@ -212,7 +222,7 @@ def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) 
     return {
         "step_seconds": step,
         "compute_seconds": compute,
-        "gradient_sum_seconds": cost.sync_seconds + cost.tied_seconds if cost else None,
+        "grad_reduce_seconds": cost.grad_reduce_seconds + cost.tied_embedding_seconds if cost else None,
         "update_seconds": cost.update_seconds if cost else None,
         "tokens_per_second": plan.global_batch_size * plan.sequence_length / step if step else None,
         "bubble_fraction": 1.0 - busy / (step * num_workers) if step else 0.0,
@@ -231,9 +241,9 @@ def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) 
 
 
 def _stage_busy(simulation: Simulation) -> list[float]:
-    """Compute of each stage, on all its workers."""
+    """Compute seconds of each stage, over all its workers."""
     busy = [0.0] * len(simulation.stage_end_seconds)
-    for operation, (start, end) in zip(simulation.program, simulation.spans, strict=True):
+    for operation, (start, end) in zip(simulation.operations, simulation.spans, strict=True):
         if operation.peer < 0:
             busy[operation.stage] += end - start
     return busy
@@ -264,12 +274,11 @@ def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object
 
 def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
     from yuan_train.config.errors import ConfigError
-    from yuan_train.planner.cost import stage_workers
-    from yuan_train.schedule.trace import TraceLane, write_trace
+    from yuan_train.schedule.trace import TraceTrack, write_trace
 
-    lanes: list[TraceLane] = []
+    tracks: list[TraceTrack] = []
     for p, simulation in enumerate(simulations):
-        workers = stage_workers(plan.pipelines[p])
+        workers = plan.pipelines[p].workers
         for s, stage in enumerate(plan.pipelines[p].stages):
             words = [
                 f"layers {stage.layers[0]}-{stage.layers[1]}",
@@ -278,16 +287,16 @@ def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
             ]
             for replica, worker in zip(stage.replicas, workers[s], strict=True):
                 entry = plan.ranks[replica[0]]
-                lanes.append(
-                    TraceLane(
+                tracks.append(
+                    TraceTrack(
                         process=f"{entry.device} ({entry.type})",
                         pipeline=p,
                         stage=s,
-                        steps=[timed for timed in simulation.lanes[worker] if timed.step.stage == s],
+                        steps=[timed for timed in simulation.timed_steps[worker] if timed.step.stage == s],
                         label=" ".join(word for word in words if word),
                     )
                 )
     try:
-        write_trace(path, lanes)
+        write_trace(path, tracks)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error}") from None

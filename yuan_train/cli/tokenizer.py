@@ -30,7 +30,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains and reports; DataError for inputs or a vocabulary size that cannot be."""
+    """Trains and reports. Raises DataError for unusable inputs or an impossible vocabulary size."""
     from yuan_train.data.tokenizer import train_tokenizer
 
     trained = train_tokenizer(

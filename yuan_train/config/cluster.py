@@ -1,4 +1,4 @@
-"""The cluster as the user wrote it: cards, nodes, links. Questions about it: `planner/topology.py`."""
+"""Cluster files: cards, nodes and links. `planner/costs/topology.py` finds the link between two cards."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Annotated
 from annotated_types import Ge, Gt, MinLen
 
 from yuan_train.config.devices import CATALOGUE, BytesPerSecond, DeviceType
-from yuan_train.config.errors import Problem
-from yuan_train.config.load import build, override, read_document
+from yuan_train.config.document import override, read_document
+from yuan_train.config.errors import Violation
+from yuan_train.config.load import build
 from yuan_train.config.units import Unit
 
 Seconds = Annotated[float, Ge(0), Unit("seconds")]
-MOST_CARDS = 1_000_000
-"""Of one group: a count with a slipped finger must not fill the memory with names."""
+MAX_CARDS = 1_000_000
+"""Most cards of one node group; a mistyped `count` must not fill the memory with card names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction between two places: a message of n bytes takes latency + n / bandwidth."""
+    """One direction of a link: a message of n bytes takes latency + n / bandwidth."""
 
     bandwidth: BytesPerSecond
     latency: Seconds = 0.0
@@ -30,17 +31,17 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """`count` equal nodes of `devices` equal cards each."""
+    """`count` identical nodes of `devices` identical cards each."""
 
     name: Annotated[str, MinLen(1)]
     count: Annotated[int, Gt(0)] = 1
     device: str
-    """Name of a card in the catalogue, or in `device_types`."""
+    """Type of the cards: a name in the catalogue or in `device_types`."""
     devices: Annotated[int, Gt(0)] = 1
     link: Link | None = None
-    """Between two cards of a node, per direction; needed where a node has several cards."""
+    """Between two cards of a node, per direction; required if a node has several cards."""
     network: Link | None = None
-    """The node's network card, per direction, shared by its cards; needed where there are several nodes."""
+    """The node's NIC, per direction, shared by its cards; required if the cluster has several nodes."""
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -52,7 +53,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class DedicatedLink:
-    """A link between two nodes that is shared with nothing else; one direction unless `both_ways`."""
+    """A link between two nodes that carries no other traffic; one direction unless `both_ways`."""
 
     from_: str
     to: str
@@ -80,7 +81,7 @@ class Cluster:
     device_types: dict[str, DeviceType] = field(default_factory=dict[str, DeviceType])
 
     def device_type(self, name: str) -> DeviceType:
-        """The card called `name`: the file's own, else the catalogue's."""
+        """The card type `name`, from `device_types` or the catalogue. Raises KeyError if neither has it."""
         return self.device_types.get(name) or CATALOGUE[name]
 
     @property
@@ -95,12 +96,12 @@ class Cluster:
 
     @property
     def groups(self) -> Mapping[str, NodeGroup]:
-        """The group of each node, by the node's name."""
+        """The group of each node, by node name."""
         return {node: group for group in self.nodes for node in group.node_names}
 
 
-def cluster_laws(cluster: Cluster) -> Iterator[Problem]:
-    """Yield what is wrong between the parts of a cluster."""
+def validate_cluster(cluster: Cluster) -> Iterator[Violation]:
+    """Yield the violated constraints between the parts of a cluster."""
     known = [*cluster.device_types, *CATALOGUE]
     several_nodes = sum(group.count for group in cluster.nodes) > 1
     seen: set[str] = set()
@@ -109,48 +110,52 @@ def cluster_laws(cluster: Cluster) -> Iterator[Problem]:
             close = difflib.get_close_matches(group.device, known, n=1, cutoff=0.4)
             hint = f"; did you mean {close[0]!r}?" if close else ";"
             names = ", ".join(known)
-            yield Problem(("nodes", i, "device"), f"unknown card {group.device!r}{hint} (known: {names})")
+            yield Violation(("nodes", i, "device"), f"unknown card {group.device!r}{hint} (known: {names})")
         if group.devices > 1 and group.link is None:
-            yield Problem(("nodes", i), f"{group.devices} cards in a node need 'link' between them")
+            yield Violation(("nodes", i), f"{group.devices} cards in a node need 'link' between them")
         if several_nodes and group.network is None:
-            yield Problem(("nodes", i), "several nodes need 'network' on each")
-        if group.count * group.devices > MOST_CARDS:
-            yield Problem(
-                ("nodes", i), f"{group.count} nodes of {group.devices} cards; at most {MOST_CARDS} cards"
+            yield Violation(("nodes", i), "several nodes need 'network' on each")
+        if group.count * group.devices > MAX_CARDS:
+            yield Violation(
+                ("nodes", i), f"{group.count} nodes of {group.devices} cards; at most {MAX_CARDS} cards"
             )
             continue
-        twice = sorted(seen.intersection(group.node_names))
-        if twice:
-            yield Problem(
-                ("nodes", i, "name"), f"a node called {twice[0]!r} is there already; use another name"
+        taken = sorted(seen.intersection(group.node_names))
+        if taken:
+            yield Violation(
+                ("nodes", i, "name"), f"there is already a node called {taken[0]!r}; use another name"
             )
         seen.update(group.node_names)
-    yield from _link_laws(cluster, seen)
+    yield from _link_constraints(cluster, seen)
     for name, device in cluster.device_types.items():
         if device.reserved >= device.memory:
-            yield Problem(("device_types", name, "reserved"), "the whole memory is reserved; nothing is left")
+            yield Violation(
+                ("device_types", name, "reserved"), "the whole memory is reserved; nothing is left"
+            )
 
 
-def _link_laws(cluster: Cluster, nodes: set[str]) -> Iterator[Problem]:
+def _link_constraints(cluster: Cluster, nodes: set[str]) -> Iterator[Violation]:
     described: set[tuple[str, str]] = set()
     for i, link in enumerate(cluster.links):
         for end, node in (("from", link.from_), ("to", link.to)):
             if node not in nodes:
                 names = ", ".join(sorted(nodes)[:20])
-                yield Problem(("links", i, end), f"there is no node {node!r} (has: {names})")
+                yield Violation(("links", i, end), f"there is no node {node!r} (has: {names})")
         if link.from_ == link.to:
-            yield Problem(("links", i), "a link needs two nodes; cards of one node are joined by its 'link'")
+            yield Violation(
+                ("links", i), "a link needs two nodes; cards of one node are joined by its 'link'"
+            )
         directions = (
             {(link.from_, link.to), (link.to, link.from_)} if link.both_ways else {(link.from_, link.to)}
         )
         for from_, to in sorted(directions & described):
-            yield Problem(("links", i), f"a link from {from_!r} to {to!r} is there already; keep one")
+            yield Violation(("links", i), f"there is already a link from {from_!r} to {to!r}; keep one")
         described |= directions
 
 
 def load_cluster(path: str | Path, overrides: tuple[str, ...] = ()) -> Cluster:
-    """Read a cluster file. Raises ConfigError with all its faults."""
+    """Read a cluster file. Raises ConfigError with every violation."""
     document = read_document(path)
     for assignment in overrides:
         document = override(document, assignment)
-    return build(document, Cluster, laws=cluster_laws)
+    return build(document, Cluster, validate=validate_cluster)

@@ -1,52 +1,56 @@
 """The catalogue of cards: dense peaks, memory and bandwidths as vendors state them.
 
-Peaks are dense; sparse figures are halved. A missing `bf16` says that the card has no bf16 matrix units.
+Peaks are dense; sparse figures are halved. A card without `bf16` has no bf16 matrix units.
 Sources: vendor datasheets, and pytorch/torchtitan torchtitan/tools/utils.py (vendor links inside).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
+from yuan_train.config.renamed import Renamed
 from yuan_train.config.units import Unit
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
-Library = Literal["nccl", "rccl", "hccl", "none"]
+Backend = Literal["nccl", "rccl", "hccl", "gloo"]
 Bytes = Annotated[int, Gt(0), Unit("bytes")]
 BytesPerSecond = Annotated[float, Gt(0), Unit("bytes/s")]
 Flops = Annotated[float, Gt(0), Unit("FLOP/s")]
 
 GIB = 2**30
-"""Bytes of a GiB, for the catalogue below."""
+"""Bytes of a GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceType:
-    """What a card can do. A rate that is None is one that the card does not have."""
+    """A type of card: memory, peak rates and bandwidths. A peak of None: the card lacks that precision."""
 
     memory: Bytes
     reserved: Annotated[int, Ge(0), Unit("bytes")] = GIB
-    """Kept back for the driver's context, communicators and fragmentation."""
+    """Not available to training: the driver's context, communicators and fragmentation."""
     fp32: Flops
     bf16: Flops | None = None
     fp16: Flops | None = None
     memory_bandwidth: BytesPerSecond
     host_link: BytesPerSecond = 16e9
-    """Between the card and its host's memory, one way."""
+    """Between the card and host memory, per direction."""
     host_memory_bandwidth: BytesPerSecond = 25e9
-    """The card's part of what its host's memory moves, for state that is stepped there."""
-    library: Library = "nccl"
-    """What the card's processes talk to each other with. Cards of unlike libraries talk over gloo, through
-    their hosts' memory; so do cards with none."""
+    """The card's share of the bandwidth of host memory; offloaded optimizer state is stepped at this rate."""
+    backend: Backend = "nccl"
+    """Communication backend of the card's processes. Messages between cards of different backends go over
+    gloo, via host memory, and so do those of cards whose backend is gloo."""
     slowdown: Annotated[float, Ge(1)] | None = None
-    """Only for cards simulated by a CPU process: after each piece of work the process waits, so that the work
-    takes this many times as long."""
+    """Only for cards simulated by a CPU process: after each computation the process waits, so that it takes
+    this many times as long."""
+
+    RENAMED: ClassVar[Mapping[str, Renamed]] = {"library": Renamed("backend", {"none": "gloo"})}
 
     def peak(self, precision: Precision) -> float | None:
-        """Peak FLOP/s in a precision, a simulated card's slowdown counted; None if it lacks the precision."""
+        """Peak FLOP/s in a precision, divided by a simulated card's slowdown; None if the card lacks it."""
         rate = {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32, "fp64": self.fp32 / 2}[precision]
         return rate / (self.slowdown or 1.0) if rate else None
 
@@ -60,7 +64,7 @@ def _card(
     bf16: bool = True,
     host: float = 32,
     binary: bool = True,
-    library: Library = "nccl",
+    backend: Backend = "nccl",
 ) -> DeviceType:
     """A catalogue entry: memory in GiB as drivers count it (GB if not `binary`), rates in GB/s, TFLOP/s."""
     memory = round(memory_gb * (GIB if binary else 1e9))
@@ -72,7 +76,7 @@ def _card(
         fp16=half * 1e12,
         memory_bandwidth=bandwidth_gbs * 1e9,
         host_link=host * 1e9,
-        library=library,
+        backend=backend,
     )
 
 
@@ -100,9 +104,9 @@ CATALOGUE: dict[str, DeviceType] = {
     "H100-PCIe": _card(80, 2039, 51, 756, host=64),
     "H800-80G": _card(80, 3350, 67, 989, host=64),
     "H200": _card(141, 4800, 67, 989, host=64, binary=False),
-    "MI250X-GCD": _card(64, 1638, 23.9, 191.5, library="rccl"),
-    "MI300X": _card(192, 5300, 163.4, 1307, host=64, library="rccl"),
-    "Ascend-910B2": _card(64, 1600, 94, 376, library="hccl"),
-    "Ascend-910B3": _card(64, 1600, 78, 313, library="hccl"),
-    "Ascend-910B4": _card(32, 800, 70, 280, library="hccl"),
+    "MI250X-GCD": _card(64, 1638, 23.9, 191.5, backend="rccl"),
+    "MI300X": _card(192, 5300, 163.4, 1307, host=64, backend="rccl"),
+    "Ascend-910B2": _card(64, 1600, 94, 376, backend="hccl"),
+    "Ascend-910B3": _card(64, 1600, 78, 313, backend="hccl"),
+    "Ascend-910B4": _card(32, 800, 70, 280, backend="hccl"),
 }

@@ -1,21 +1,21 @@
-"""The errors a user can cause, each with the exit code that the command line gives it.
+"""Errors that a user can cause, each with the exit code of the command line.
 
-A message says where, what came, what was wanted and what to do. Programming errors stay `assert`.
+A message says where, what came, what was wanted and what to do. Programming errors are `assert`s.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One broken rule: the path of the value it is about, and what to do."""
+class Violation:
+    """One violated constraint: the path of the value, and a message that says what to do."""
 
     path: tuple[str | int, ...]
     message: str
 
 
 class YuanError(ValueError):
-    """Something the user can mend; the command line prints the message and exits with `exit_code`."""
+    """An error that the user can fix; the command line prints its message and exits with `exit_code`."""
 
     exit_code = 2
 
@@ -25,24 +25,24 @@ class ConfigError(YuanError):
 
 
 class PlanError(YuanError):
-    """A plan breaks a law of plans, or does not belong to this model, run or world size."""
+    """A plan violates a constraint, or does not belong to this model, run or world size."""
 
 
 class NoPlanFits(PlanError):
-    """No plan fits the cards; the message holds the nearest miss."""
+    """No plan fits the cards; the message describes the plan that comes closest."""
 
     exit_code = 3
 
 
 class DataError(YuanError):
-    """Text, tokenizer or token files are missing, torn or of another kind."""
+    """Text, tokenizer or token files are missing, incomplete or in another format."""
 
 
 class CheckpointError(YuanError):
-    """A checkpoint is missing, torn, of another shape, or could not be written."""
+    """A checkpoint is missing, incomplete, of another model shape, or could not be written."""
 
 
 class TrainingError(YuanError):
-    """Training itself went wrong: a loss that is not finite, a rank that stopped answering."""
+    """Training failed: a loss that is not finite, or a rank that stopped responding."""
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""The model as sizes: what a `configs/model/*.yaml` file says, and the counts that follow from it."""
+"""Model files (`configs/model/*.yaml`), and the parameters and FLOP that follow from the sizes in them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from yuan_train.config.errors import Problem
-from yuan_train.config.load import build, override, read_document
+from yuan_train.config.document import override, read_document
+from yuan_train.config.errors import Violation
+from yuan_train.config.load import build
 
 AttentionKind = Literal["localized_filter", "plain"]
 Count = Annotated[int, Gt(0)]
 Rate = Annotated[float, Ge(0), Lt(1)]
 
 ONLY_IN_TRAINING = ("hidden_dropout", "attention_dropout")
-"""Fields that change neither the weights' names and shapes nor what a trained model computes."""
+"""Fields that affect neither the names and shapes of weights nor the output of a trained model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,21 +32,21 @@ class ModelConfig:
     ffn_hidden_size: Count
     """Width of the SwiGLU feed-forward; Yuan 2.0 uses 4 * hidden_size."""
     vocab_size: Count
-    """Rows of the embedding, padding included."""
+    """Rows of the embedding matrix, padding included."""
     head_dim: Annotated[int, Ge(0)] = 0
     """Width of one attention head; 0 means hidden_size / num_attention_heads."""
     attention: AttentionKind = "localized_filter"
-    """`localized_filter`: queries and keys come from the two-convolution filter; `plain`: from the norm."""
+    """Input of queries and keys: the two-convolution filter (`localized_filter`), or the norm (`plain`)."""
     rope_base: Annotated[float, Gt(0)] = 10000.0
     norm_epsilon: Annotated[float, Gt(0)] = 1e-6
     tie_embeddings: bool = True
-    """The output head uses the embedding's weights."""
+    """The output head shares the embedding matrix."""
     init_std: Annotated[float, Gt(0)] = 0.02
     max_sequence_length: Count = 4096
     hidden_dropout: Rate = 0.0
-    """Share of the elements dropped after the attention and after the feed-forward, before the residual."""
+    """Fraction of elements dropped after attention and after the feed-forward, before the residual."""
     attention_dropout: Rate = 0.0
-    """Of the attention's probabilities; only 0 can be trained."""
+    """Dropout of attention probabilities; only 0 is supported."""
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.hidden_size % self.num_attention_heads == 0:
@@ -53,7 +54,7 @@ class ModelConfig:
 
     @property
     def projection_size(self) -> int:
-        """Width of the values, and of the queries: heads times head_dim."""
+        """Width of all queries, or of all values: heads times head_dim."""
         return self.num_attention_heads * self.head_dim
 
     @property
@@ -91,8 +92,8 @@ class ModelConfig:
     def layer_forward_flops(self, sequence_length: int) -> int:
         """Forward FLOP of one layer per token: 36H^2 + 2SH for the published shapes, causal attention.
 
-        Each weight of a product costs two; the convolutions' weights are products over all tokens.
-        Attention scores and their sum over the values touch S/2 older tokens on average.
+        Each weight of a matrix product costs two FLOP; the convolutions are matrix products over all tokens.
+        Attention scores, and their weighted sum of values, cover S/2 earlier tokens on average.
         """
         hidden = self.hidden_size
         filter_weights = 2 * hidden * hidden if self.attention == "localized_filter" else 0
@@ -105,37 +106,39 @@ class ModelConfig:
         return 2 * self.vocab_size * self.hidden_size
 
     def training_flops(self, sequence_length: int) -> int:
-        """FLOP per trained token, forward and backward, nothing recomputed: three times the forward."""
+        """FLOP per trained token, forward and backward without recompute: three times the forward."""
         layers = self.num_layers * self.layer_forward_flops(sequence_length)
         return 3 * (layers + self.head_forward_flops)
 
 
-def model_laws(model: ModelConfig) -> Iterator[Problem]:
-    """Yield what is wrong between the fields of a model."""
+def validate_model(model: ModelConfig) -> Iterator[Violation]:
+    """Yield the violated constraints between the fields of a model."""
     if model.head_dim == 0:
-        yield Problem(
+        yield Violation(
             ("num_attention_heads",),
             f"{model.num_attention_heads} heads do not divide hidden_size {model.hidden_size}; "
             "give head_dim, or heads that divide",
         )
     if model.head_dim % 2:
-        yield Problem(("head_dim",), f"head_dim {model.head_dim} is odd; rotary embedding needs an even one")
+        yield Violation(
+            ("head_dim",), f"head_dim {model.head_dim} is odd; rotary embedding needs an even one"
+        )
     if model.attention_dropout:
-        yield Problem(
+        yield Violation(
             ("attention_dropout",),
-            f"wanted 0, got {model.attention_dropout:g}: fused attention draws masks of its own, which would "
-            "follow the cut of the model, and takes none from outside without the whole S x S scores; "
+            f"wanted 0, got {model.attention_dropout:g}: fused attention draws its own masks, which would "
+            "depend on the partition of the model, and takes an outside mask only with all S x S scores; "
             "use hidden_dropout",
         )
     if model.attention == "localized_filter" and model.hidden_size % 2:
-        yield Problem(
+        yield Violation(
             ("hidden_size",), f"{model.hidden_size} is odd; the localized filter has hidden_size / 2 channels"
         )
 
 
 def load_model(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:
-    """Read a model file. Raises ConfigError with all its faults."""
+    """Read a model file. Raises ConfigError with every violation."""
     document = read_document(path)
     for assignment in overrides:
         document = override(document, assignment)
-    return build(document, ModelConfig, laws=model_laws)
+    return build(document, ModelConfig, validate=validate_model)

@@ -1,4 +1,4 @@
-"""Measured seconds and bytes, as `yuan-train profile` or another tool writes them."""
+"""Profiles: seconds and bytes measured by `yuan-train profile` or by another tool (an external profile)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, MinLen
 
-from yuan_train.config.errors import Problem
-from yuan_train.config.load import build, read_document
+from yuan_train.config.document import read_document
+from yuan_train.config.errors import Violation
+from yuan_train.config.load import build
 from yuan_train.config.run import Recompute
 
 Seconds = Annotated[float, Ge(0)]
@@ -19,7 +20,7 @@ Bytes = Annotated[float, Ge(0)]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitProfile:
-    """One unit of the model (embedding, layer or head): one micro-batch on one card."""
+    """One unit of the model (embedding, layer or head): seconds and bytes of one micro-batch on one card."""
 
     forward_seconds: Seconds
     backward_seconds: Seconds
@@ -28,10 +29,10 @@ class UnitProfile:
     activation_bytes: Bytes
     """Kept per micro-batch from its forward to its backward."""
     output_bytes: Bytes
-    """Message to the next stage."""
+    """Of the message to the next stage."""
     transient_bytes: Bytes | None = None
-    """Held for a moment beside, at the peak of forward or backward. None: the bytes above are the whole
-    truth; a stage takes reserved + states + activations times micro-batches in flight, to the byte."""
+    """Held in addition at the peak of forward or backward. None, in external profiles: the bytes above are
+    exact; a stage takes reserved + states + activations times micro-batches in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +45,14 @@ class ProfileEntry:
     recompute: Recompute = "none"
     embedding: UnitProfile
     layers: Annotated[tuple[UnitProfile, ...], MinLen(1)]
-    """One per layer, or one that stands for all."""
+    """One per layer, or one for all layers."""
     head: UnitProfile
     reserved_bytes: Bytes | None = None
-    """What a process holds before it holds anything of a model; None: as the cluster says."""
+    """What a process holds before it creates a model; None: `reserved` of the cluster file."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether its bytes are the whole truth, as another tool's: no unit tells what it holds beside."""
+        """Whether its bytes are exact, as in an external profile: no unit has `transient_bytes`."""
         return all(unit.transient_bytes is None for unit in (self.embedding, *self.layers, self.head))
 
     def layer(self, index: int) -> UnitProfile:
@@ -61,7 +62,7 @@ class ProfileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkProfile:
-    """One direction between two cards (`a100-0/0`), measured by size of message."""
+    """One direction between two cards (`a100-0/0`): seconds by size of message."""
 
     from_: str
     to: str
@@ -84,11 +85,11 @@ class Profile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the bytes of its entries are the whole truth; such a profile knows no optimizer's step."""
+        """Whether the bytes of all entries are exact; such a profile does not cover the optimizer step."""
         return bool(self.entries) and all(entry.is_whole for entry in self.entries)
 
     def reserved_bytes(self, device_type: str) -> float | None:
-        """The most that a process on such a card was seen to hold before any model."""
+        """Most bytes that a process on such a card held before any model; None if not measured."""
         known = [
             entry.reserved_bytes
             for entry in self.entries
@@ -97,26 +98,26 @@ class Profile:
         return max(known, default=None)
 
 
-def profile_laws(profile: Profile) -> Iterator[Problem]:
-    """Yield what is wrong between the parts of a profile."""
+def validate_profile(profile: Profile) -> Iterator[Violation]:
+    """Yield the violated constraints between the parts of a profile."""
     if profile.version != 1:
-        yield Problem(("version",), f"wanted 1, got {profile.version}; measure again with this release")
+        yield Violation(("version",), f"wanted 1, got {profile.version}; measure again with this release")
     seen: set[tuple[object, ...]] = set()
     for i, entry in enumerate(profile.entries):
         key = (entry.device_type, entry.tensor_parallel, entry.micro_batch_size, entry.recompute)
         if key in seen:
-            yield Problem(("entries", i), "measured twice: " + ", ".join(map(str, key)) + "; keep one")
+            yield Violation(("entries", i), "measured twice: " + ", ".join(map(str, key)) + "; keep one")
         seen.add(key)
     for i, link in enumerate(profile.links):
         if len(link.message_bytes) != len(link.seconds):
-            yield Problem(
+            yield Violation(
                 ("links", i),
-                f"{len(link.message_bytes)} message sizes but {len(link.seconds)} times; one each",
+                f"{len(link.message_bytes)} message sizes but {len(link.seconds)} times; give one per size",
             )
         if list(link.message_bytes) != sorted(set(link.message_bytes)):
-            yield Problem(("links", i, "message_bytes"), "sizes must increase")
+            yield Violation(("links", i, "message_bytes"), "sizes must increase")
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read a profile (JSON). Raises ConfigError with all its faults."""
-    return build(read_document(path), Profile, laws=profile_laws)
+    """Read a profile (JSON). Raises ConfigError with every violation."""
+    return build(read_document(path), Profile, validate=validate_profile)

@@ -1,4 +1,4 @@
-"""Quantities as people write them (`80 GiB`, `200 Gb/s`, `10 us`) and as the code counts them (SI)."""
+"""Conversion of quantities with units (`80 GiB`, `200 Gb/s`, `10 us`) from and to SI units."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXAMPLES: dict[Kind, str] = {
     "seconds": "10 us or 60 s",
     "FLOP/s": "312 TFLOP/s",
 }
-_WRITTEN: dict[Kind, tuple[str, ...]] = {
+_OUTPUT_UNITS: dict[Kind, tuple[str, ...]] = {
     "bytes": ("TiB", "GiB", "MiB", "KiB"),
     "bytes/s": ("TB/s", "GB/s", "MB/s", "kB/s"),
     "seconds": ("s", "ms", "us", "ns"),
@@ -61,8 +61,8 @@ def parse_quantity(text: object, kind: Kind) -> float:
 
 
 def format_quantity(value: float, kind: Kind) -> str:
-    """Write `value` (SI) so that `parse_quantity` gives it back exactly."""
-    for unit in _WRITTEN[kind]:
+    """Write `value` (SI) so that `parse_quantity` returns it exactly."""
+    for unit in _OUTPUT_UNITS[kind]:
         number = value / FACTORS[kind][unit]
         if abs(number) >= 1:
             for text in (f"{number:.6g} {unit}", f"{number!r} {unit}"):
@@ -73,7 +73,7 @@ def format_quantity(value: float, kind: Kind) -> str:
 
 
 def show_bytes(value: float) -> str:
-    """Bytes for a reader: three digits and a binary unit, such as `61.7 GiB`."""
+    """Bytes for display: one decimal and a binary unit, such as `61.7 GiB`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(value) >= FACTORS["bytes"][unit]:
             return f"{value / FACTORS['bytes'][unit]:.1f} {unit}"
@@ -81,7 +81,7 @@ def show_bytes(value: float) -> str:
 
 
 def show_seconds(value: float) -> str:
-    """Seconds for a reader: three digits and a unit, such as `41.2 ms`."""
+    """Seconds for display: three digits and a unit, such as `41.2 ms`."""
     for unit in ("s", "ms", "us"):
         if abs(value) >= FACTORS["seconds"][unit]:
             return f"{value / FACTORS['seconds'][unit]:.3g} {unit}"
@@ -95,7 +95,7 @@ class Unit:
     kind: Kind
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Read the text before the field's own checks; called by pydantic alone."""
+        """Parse the text before pydantic checks the field's own constraints; called by pydantic only."""
         from pydantic_core import core_schema
 
         def read(text: object) -> float:

@@ -1,8 +1,8 @@
-"""Token files: Megatron's `PREFIX.bin` (token ids back to back) and `PREFIX.idx` (where documents lie).
+"""Token files: Megatron's `PREFIX.bin` (concatenated token ids) and `PREFIX.idx` (where documents start).
 
-Bytes, little-endian: magic, u64 version, u8 type code, u64 N sequences, u64 D document entries, then int32
-lengths [N] in tokens, int64 byte offsets [N] into `.bin`, int64 documents [D] (first 0, last N). The arrays
-start at byte 34, so they are unaligned. The writer makes one sequence per document.
+Bytes of `.idx`, little-endian: magic, u64 version, u8 type code, u64 N sequences, u64 D document entries,
+then int32 lengths [N] in tokens, int64 byte offsets [N] into `.bin`, int64 documents [D] (first 0, last N).
+The arrays start at byte 34, so they are unaligned. The writer makes one sequence per document.
 """
 
 import contextlib
@@ -35,17 +35,17 @@ TYPE_CODES = {
     8: np.dtype("<u2"),
 }
 FLOAT_TYPE_CODES = (6, 7)
-SMALL_VOCABULARY = 65_500  # Megatron's border, not 65,536: the same vocabulary must give the same bytes.
-CHUNK_ENTRIES = 1 << 20  # entries of the index worked on at a time, so that checks need little memory
+SMALL_VOCABULARY = 65_500  # Megatron's threshold, not 65,536: the same vocabulary must give the same bytes.
+CHUNK_ENTRIES = 1 << 20  # index entries processed at a time, to bound the memory of checks
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that Megatron stores ids of this vocabulary in: uint16 below 65,500, else int32."""
+    """The dtype in which Megatron stores ids of this vocabulary: uint16 below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < SMALL_VOCABULARY else np.dtype("<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """`PREFIX.bin`; a prefix may hold dots, so nothing is replaced."""
+    """`PREFIX.bin`. A prefix may contain dots, so no suffix is replaced."""
     return Path(f"{prefix}.bin")
 
 
@@ -55,10 +55,10 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedWriter:
-    """Writes documents to `PREFIX.bin.tmp` and `PREFIX.idx.tmp`; renames both when they are whole.
+    """Writes documents to `PREFIX.bin.tmp` and `PREFIX.idx.tmp`; renames both when they are complete.
 
     Use as a context manager: leaving it normally commits, leaving it by an exception removes the temporaries
-    and leaves an older pair as it was. Memory is 4 bytes per document.
+    and keeps an older pair. Memory is 4 bytes per document.
 
     Raises DataError when the prefix names no file, when a file cannot be written, or when nothing was added.
     """
@@ -103,7 +103,7 @@ class IndexedWriter:
         self.add_many(np.asarray(tokens, dtype=self.dtype), [len(tokens)])
 
     def add_many(self, tokens: np.ndarray, lengths: Sequence[int]) -> None:
-        """Appends documents that lie back to back in `tokens` [sum of lengths], of the writer's dtype."""
+        """Appends documents that are concatenated in `tokens` [sum of lengths], of the writer's dtype."""
         assert tokens.dtype == self.dtype and tokens.ndim == 1 and len(tokens) == sum(lengths)
         try:
             self._bin.write(tokens.tobytes())
@@ -113,7 +113,10 @@ class IndexedWriter:
         self.num_tokens += len(tokens)
 
     def commit(self) -> None:
-        """Makes both files whole and gives them their names; `.idx` last, so an index means a whole pair."""
+        """Completes both files and renames them, `.idx` last, so that an index implies a complete pair.
+
+        Raises DataError if nothing was added, or if a file cannot be written.
+        """
         try:
             if not self._lengths:
                 raise DataError(f"{self.prefix}: no documents to write; the input held no text")
@@ -127,7 +130,7 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Removes the temporaries."""
-        # On a full disk closing fails too, for it writes what is left; the file goes away all the same.
+        # On a full disk closing fails too, because it flushes; the file is removed all the same.
         with contextlib.suppress(OSError):
             self._bin.close()
         self._bin_tmp.unlink(missing_ok=True)
@@ -152,7 +155,7 @@ class IndexedWriter:
 
 
 def _index_bytes(lengths: array, dtype: np.dtype) -> Iterator[bytes]:
-    """The whole `.idx` file for one sequence per document, in pieces."""
+    """The content of `.idx` for one sequence per document, in pieces."""
     num_sequences = len(lengths)
     type_code = next(code for code, known in TYPE_CODES.items() if known == dtype)
     yield HEADER.pack(MAGIC, VERSION, type_code, num_sequences, num_sequences + 1)
@@ -177,7 +180,7 @@ def _sync_and_close(file: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the renames themselves last; file systems without this ability are let be."""
+    """Makes the renames durable, on file systems that can sync a folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -192,7 +195,7 @@ def _sync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class IndexedFacts:
-    """What a pair of token files holds; lengths are in tokens."""
+    """Summary of a pair of token files; lengths are in tokens."""
 
     prefix: str
     documents: int
@@ -210,9 +213,9 @@ class IndexedDataset:
     """The documents of `PREFIX.bin` and `PREFIX.idx`, memory-mapped and checked on opening.
 
     `prefix` may also be the path of either file. `note` holds one sentence when the index deviates from
-    Megatron's form in a way that is safe to read.
+    Megatron's format in a way that is safe to read.
 
-    Raises DataError for files that are missing, torn or of another kind.
+    Raises DataError for files that are missing, incomplete or in another format.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -224,11 +227,11 @@ class IndexedDataset:
         self.dtype, self.num_sequences, num_entries = self._read_header()
         self._check_idx_size(num_entries)
         index = np.memmap(idx_path(self.prefix), dtype=np.uint8, mode="r")
-        cuts = HEADER.size + np.cumsum([0, 4 * self.num_sequences, 8 * self.num_sequences, 8 * num_entries])
-        self._lengths = index[cuts[0] : cuts[1]].view("<i4")
-        self._offsets = index[cuts[1] : cuts[2]].view("<i8")
+        bounds = HEADER.size + np.cumsum([0, 4 * self.num_sequences, 8 * self.num_sequences, 8 * num_entries])
+        self._lengths = index[bounds[0] : bounds[1]].view("<i4")
+        self._offsets = index[bounds[1] : bounds[2]].view("<i8")
         self.num_tokens = self._check_sequences()
-        self._documents = self._check_documents(index[cuts[2] : cuts[3]].view("<i8"))
+        self._documents = self._check_documents(index[bounds[2] : bounds[3]].view("<i8"))
         self._tokens: np.ndarray = (
             np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r")
             if self.num_tokens
@@ -237,7 +240,7 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Documents; D - 1 of the file, or N where Yuan's own tool left the document index empty."""
+        """Number of documents: D - 1, or N where Yuan's own preprocessing left the document index empty."""
         return self.num_sequences if self._documents is None else len(self._documents) - 1
 
     def __len__(self) -> int:
@@ -256,7 +259,7 @@ class IndexedDataset:
         return np.diff(np.append(self.document_starts(), self.num_tokens))
 
     def document(self, number: int) -> np.ndarray:
-        """Token ids [T] of one document, a view of the file."""
+        """Token ids [T] of one document, a view of the file. Raises IndexError beyond the last document."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
         first = int(self.document_starts(np.array([number]))[0])
@@ -274,7 +277,7 @@ class IndexedDataset:
         return self._lengths
 
     def facts(self) -> IndexedFacts:
-        """What the files hold, for `inspect`."""
+        """Summary of the files, for `inspect`."""
         lengths = self.document_lengths()
         return IndexedFacts(
             prefix=self.prefix,
@@ -342,7 +345,7 @@ class IndexedDataset:
             )
 
     def _check_sequences(self) -> int:
-        """The number of tokens, after checking lengths, offsets and the size of `.bin`."""
+        """Check lengths, offsets and the size of `.bin`; return the number of tokens."""
         path = idx_path(self.prefix)
         end_bytes = 0
         for first in range(0, self.num_sequences, CHUNK_ENTRIES):
@@ -369,7 +372,7 @@ class IndexedDataset:
         return end_bytes // self.dtype.itemsize
 
     def _check_documents(self, documents: np.ndarray) -> np.ndarray | None:
-        """The document index, or None where it is Yuan's own, which stands for one sequence per document."""
+        """The document index, checked; None where it is empty, as Yuan's own: one sequence per document."""
         path = idx_path(self.prefix)
         if len(documents) == 1 and documents[0] == 0:
             self.note = (
@@ -388,7 +391,7 @@ class IndexedDataset:
                 f"{self.num_sequences}; preprocess again"
             )
         for first in range(0, len(documents), CHUNK_ENTRIES):
-            # One entry more than the chunk, so that the step between chunks is looked at too.
+            # One entry more than the chunk, to check the step between chunks too.
             if (np.diff(documents[first : first + CHUNK_ENTRIES + 1]) < 0).any():
                 raise DataError(f"{path}: document entries must increase; preprocess again")
         return documents

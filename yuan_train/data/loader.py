@@ -1,4 +1,4 @@
-"""Batches of packed samples from a blend of corpora; any sample by its number, with no state to save.
+"""Batches of packed samples from a blend of corpora: random access by sample number, no state to save.
 
 The batch of step t with G sequences is samples [t G, (t + 1) G) of the global order. A pipeline reads its
 sub-range of that, a micro-batch its sub-range of the pipeline's: the loader never needs a rank.
@@ -29,12 +29,15 @@ from yuan_train.data.sampler import (
 
 logger = logging.getLogger(__name__)
 
-CACHED_EPOCHS = 2  # a batch may lie across an epoch's border
+FINGERPRINT_TOKENS = 1 << 16
+"""Tokens at either end of a file that are compared between ranks."""
+
+CACHED_EPOCHS = 2  # a batch may span two epochs
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Packed sequences: `targets` is `inputs` one token further on, or IGNORED. Both int64 [B, S]."""
+    """Packed sequences, int64 [B, S]: `targets` is `inputs` shifted by one token, or IGNORED."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -43,8 +46,10 @@ class Batch:
 class Corpus:
     """Samples of S+1 tokens from some documents of a token file, in a new random order each epoch.
 
-    `identity` names the order together with `seed`; it comes from the file's contents, so that a corpus keeps
-    its order when it is moved. Memory: 12 bytes a document for each cached epoch, 12 for the corpus.
+    `seed` and `identity` determine the order; `identity` comes from the file's contents, so that a corpus
+    keeps its order when it is moved. Memory: 12 bytes a document for each cached epoch, 12 for the corpus.
+
+    Raises DataError if the corpus is shorter than one sample.
     """
 
     def __init__(
@@ -79,12 +84,23 @@ class Corpus:
             )
 
     @property
+    def fingerprint(self) -> str:
+        """What ranks compare of a corpus, wherever its files lie: lengths, and the tokens at both ends."""
+        total = self.dataset.num_tokens
+        ends = ((0, min(total, FINGERPRINT_TOKENS)), (max(total - FINGERPRINT_TOKENS, 0), total))
+        digest = hashlib.sha256()
+        for first, last in ends:
+            digest.update(self.dataset.tokens(first, last).tobytes())
+        size = f"{self.num_documents} documents, {self.num_tokens} tokens"
+        return f"{size}, lengths {self._identity}, content {digest.hexdigest()[:16]}"
+
+    @property
     def num_documents(self) -> int:
-        """Documents read by this part of the corpus."""
+        """Documents of the corpus that are read."""
         return len(self._documents)
 
     def sample(self, index: int) -> np.ndarray:
-        """Token ids int64 [S + 1] of sample `index`, which counts on over epochs; rearranged by the rules.
+        """Token ids int64 [S + 1] of sample `index`, which continues over epochs; rearranged by the rules.
 
         Raises DataError when an id is beyond the vocabulary.
         """
@@ -94,11 +110,11 @@ class Corpus:
         return self.rules.rearrange(tokens, hash_key("fim", self._seed, self._identity, index))
 
     def targets(self, tokens: np.ndarray) -> np.ndarray:
-        """Targets int64 [S] of a sample [S + 1]; IGNORED where the rules train nothing."""
+        """Targets int64 [S] of a sample [S + 1]; IGNORED where the rules mask the loss."""
         return tokens[1:] if self.rules is None else self.rules.targets(tokens)
 
     def stored_sample(self, index: int) -> np.ndarray:
-        """Token ids of sample `index` as they are stored: int64 [S + 1]."""
+        """Token ids int64 [S + 1] of sample `index` as stored, before the rules. Raises as `sample`."""
         position = sample_position(
             index,
             num_tokens=self.num_tokens,
@@ -149,7 +165,7 @@ class Blend:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Shares in use; they sum to one."""
+        """Share of each corpus; they sum to one."""
         total = sum(self.order.units)
         return tuple(unit / total for unit in self.order.units)
 
@@ -158,7 +174,7 @@ class Blend:
         return self.order.locate(sample)
 
     def epochs(self, num_samples: int) -> tuple[float, ...]:
-        """How often each corpus is read in the first `num_samples` samples."""
+        """Epochs of each corpus within the first `num_samples` samples."""
         return tuple(
             self.order.count(number, num_samples) / corpus.samples_per_epoch
             for number, corpus in enumerate(self.corpora)
@@ -179,9 +195,9 @@ class Blend:
         )
 
     def trained_tokens(self, first_sample: int, count: int) -> int:
-        """How many tokens of samples [first_sample, first_sample + count) have a loss.
+        """Number of tokens with a loss in samples [first_sample, first_sample + count).
 
-        The same on every rank: a function of the data alone. Where the rules mask nothing, no data is read.
+        The same on every rank: it depends on the data only. Where the rules mask nothing, no data is read.
         """
         total = 0
         for number in range(first_sample, first_sample + count):
@@ -208,11 +224,11 @@ def open_corpora(
 
     With `split`, each corpus is divided by document into (train, validation) shares and `part` is read;
     without it `part` only gives the order another seed. The division depends on the corpus alone, not on the
-    seed: a document held out once stays held out in a later run. `rules` say what is done to each sample;
-    validation data is not rearranged.
+    seed: a document held out once stays held out in a later run. `rules` apply to each sample; validation
+    data is not rearranged.
 
-    Raises DataError for missing or torn files, weights that are not above zero, a share without documents,
-    and a corpus shorter than one sample.
+    Raises DataError for missing or incomplete files, weights that are not above zero, a share without
+    documents, and a corpus shorter than one sample.
     """
     _check_sources(sources)
     corpora = []
@@ -220,7 +236,7 @@ def open_corpora(
     for prefix, _ in sources:
         dataset = IndexedDataset(prefix)
         content = _content_identity(dataset)
-        # The same text listed twice must not be read in step with itself.
+        # A corpus listed twice must not be read twice in the same order.
         copy = identities[content] = identities.get(content, -1) + 1
         corpora.append(
             Corpus(
@@ -253,7 +269,7 @@ def _check_sources(sources: Sequence[tuple[str, float]]) -> None:
     for prefix, weight in sources:
         if not math.isfinite(weight) or weight <= 0:
             raise DataError(
-                f"{prefix}: weight {weight}; wanted a number above 0; take the corpus out to skip it"
+                f"{prefix}: weight {weight}; wanted a number above 0; remove the corpus to skip it"
             )
 
 
@@ -273,7 +289,7 @@ def _documents_of(
 
 
 def _content_identity(dataset: IndexedDataset) -> str:
-    """Tells corpora apart by their lengths: cheap, and the same wherever the files lie."""
+    """Hash of the corpus's sequence lengths: cheap, and the same wherever the files are."""
     digest = hashlib.sha256(f"{dataset.num_documents} {dataset.num_tokens}".encode())
     lengths = dataset.sequence_lengths()
     for first in range(0, len(lengths), CHUNK_ENTRIES):

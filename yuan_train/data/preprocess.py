@@ -21,14 +21,14 @@ from yuan_train.data.indexed import IndexedWriter, bin_path, token_dtype
 from yuan_train.data.text import Convention, Item, check_inputs, decode_item, read_items
 from yuan_train.data.tokenizer import Tokenizer
 
-CHUNK_BYTES = 1 << 20  # of text handed to a worker at once: some tenths of a second of work
+CHUNK_BYTES = 1 << 20  # of text per task of a worker: some tenths of a second of work
 CHUNK_ITEMS = 4_096
-CHUNKS_PER_WORKER = 3  # in flight: one in work, one waiting, one being written
+CHUNKS_PER_WORKER = 3  # in flight: one being encoded, one waiting, one being written
 
 
 @dataclass(frozen=True)
 class Preprocessed:
-    """What was written, and what was left out."""
+    """What was written, and what was skipped."""
 
     prefix: str
     documents: int
@@ -51,7 +51,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Encoder:
-    """What a worker needs to know, in a form that travels to it."""
+    """What a worker needs, in a form that can be pickled."""
 
     tokenizer: str
     digest: str
@@ -61,7 +61,7 @@ class _Encoder:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The documents of one chunk, back to back."""
+    """The documents of one chunk, concatenated."""
 
     tokens: np.ndarray
     lengths: list[int]
@@ -84,11 +84,11 @@ def preprocess(
 
     A `.jsonl` or `.parquet` file holds one document per line or row, under `text_key`; any other file is one
     document, or under the convention `yuan` one sample per line (`text.yuan_text`), in which `<sep>` and the
-    other special strings are heeded. Otherwise every string is text, whatever it says. Blank documents and
+    other special strings become their ids. Otherwise special strings are encoded as text. Blank documents and
     files that are not UTF-8 are skipped and counted. `report` is called after every chunk.
 
     Raises DataError for unreadable inputs, a malformed line (with file:line), a missing tokenizer, a worker
-    that died, and when no document is left; then nothing is written and older files stay as they were.
+    that died, and when no document is left; then nothing is written and older files are kept.
     """
     if workers < 1:
         raise DataError(f"--workers: {workers}; wanted at least 1")
@@ -139,13 +139,13 @@ def _encode_in_order(encoder: _Encoder, chunks: Iterator[list[Item]], workers: i
         yield from (_encode_chunk(encoder, chunk) for chunk in chunks)
         return
     # spawn: a forked copy of a process with threads (sentencepiece, numpy) can hang. An executor rather than
-    # a Pool: it raises when a worker is killed, where a Pool waits for ever.
+    # a Pool: it raises when a worker is killed, where a Pool would hang.
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
     try:
         yield from _drain_in_order(pool, encoder, chunks, limit=CHUNKS_PER_WORKER * workers)
     except BrokenProcessPool as error:
         raise DataError(
-            "a preprocessing worker died, most likely for want of memory; nothing was written; "
+            "a preprocessing worker died, most likely out of memory; nothing was written; "
             "use fewer --workers or split the largest documents"
         ) from error
     finally:
@@ -167,7 +167,7 @@ def _drain_in_order(
 
 @functools.lru_cache(maxsize=1)
 def _loaded(tokenizer: str, digest: str) -> Tokenizer:
-    """Each worker loads the tokenizer once; the digest keeps a retrained one from being taken for the old."""
+    """The tokenizer, loaded once per worker; the digest distinguishes it from a retrained one."""
     loaded = Tokenizer.load(tokenizer)
     if loaded.digest != digest:
         raise DataError(f"{tokenizer}: changed during preprocessing; run preprocess again")
@@ -199,10 +199,10 @@ def _encode_chunk(encoder: _Encoder, chunk: list[Item]) -> _Encoded:
 
 
 def _encode_document(tokenizer: Tokenizer, text: str, item: Item, convention: Convention) -> np.ndarray:
-    # The beginning and the unknown are no part of a text, even where a special string may be.
-    heeded = frozenset(tokenizer.specials) - {"<s>", "<unk>"}
-    ids = tokenizer.encode(text, special=heeded) if convention == "yuan" else tokenizer.encode(text)
-    # Control symbols of our own models cannot come from text; a foreign model may hold <eod> as an ordinary
+    # `<s>` and `<unk>` are never part of a text, even where special strings are recognised.
+    recognised = frozenset(tokenizer.specials) - {"<s>", "<unk>"}
+    ids = tokenizer.encode(text, special=recognised) if convention == "yuan" else tokenizer.encode(text)
+    # No text is encoded to a control symbol of our own models; another model may hold <eod> as an ordinary
     # piece.
     if tokenizer.eod_id in ids:
         where = f"{item.path}:{item.line_number}" if item.line_number else item.path

@@ -1,7 +1,7 @@
-"""Who reads what at which step: pure functions of (seed, sample number), with no state to save.
+"""The order of documents and samples: pure functions of (seed, sample number), with no state to save.
 
-Random orders come from integer hashes, not from a generator: numpy does not promise the same stream in
-another version, and the ranks of a cluster need the same order whatever they run.
+Random orders come from integer hashes, not from a generator: numpy does not guarantee the same stream in
+another version, and all ranks of a cluster need the same order.
 """
 
 import functools
@@ -53,8 +53,8 @@ def permutation(size: int, key: int) -> np.ndarray:
 def permuted(index: int, size: int, key: int) -> int:
     """Element `index` of a random order of [0, size), without making the order.
 
-    A Feistel network over the next even number of bits, walked until it lands inside: at most four turns on
-    average.
+    A Feistel network over the next even number of bits, applied until the result is below `size` (cycle
+    walking): at most four times on average.
     """
     assert 0 <= index < size
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -93,12 +93,10 @@ def split_documents(
 
 @dataclass(frozen=True, eq=False)
 class EpochOrder:
-    """The documents of one epoch in reading order, laid end to end as a stream of tokens."""
+    """The documents of one epoch in reading order, concatenated to a stream of tokens."""
 
     documents: np.ndarray  # [D] document numbers
-    stream_starts: (
-        np.ndarray
-    )  # int64 [D + 1], first token of each in the stream; the last is the stream's length
+    stream_starts: np.ndarray  # int64 [D + 1], first token of each in the stream, then the stream's length
 
     def pieces(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Tokens [first, last) of the stream as (document, first, last) inside each document, in order."""
@@ -139,10 +137,10 @@ def samples_in(num_tokens: int, sequence_length: int) -> int:
 def sample_position(
     index: int, *, num_tokens: int, sequence_length: int, seed: int, identity: str
 ) -> SamplePosition:
-    """Position of sample `index`, which counts on over the epochs.
+    """Position of sample `index`, which continues over epochs.
 
-    Every epoch reads each of its samples once, in an order of its own. The tokens after the last whole sample
-    are left out of that epoch; they are others in the next, for the documents lie differently.
+    Every epoch reads each of its samples once, in an order of its own. An epoch leaves out the tokens after
+    its last full sample; the next leaves out other tokens, because its documents are in another order.
     """
     epoch, number = divmod(index, samples_in(num_tokens, sequence_length))
     key = hash_key("samples", seed, identity, epoch)
@@ -152,7 +150,7 @@ def sample_position(
 
 @dataclass(frozen=True, eq=False)
 class BlendOrder:
-    """One period of a blend: which corpus each of its samples comes from. Periods repeat for ever.
+    """One period of a blend: which corpus each of its samples comes from. Periods repeat.
 
     `units[c]` of every `sum(units)` samples come from corpus c, and in any prefix the number of samples of c
     is within one of its share.
@@ -178,7 +176,7 @@ class BlendOrder:
 def blend_order(weights: tuple[float, ...]) -> BlendOrder:
     """The blend of corpora with these weights, which need not sum to one.
 
-    Weights whose shares have a common denominator up to 65,536 (0.7 and 0.3; 1, 2 and 5) are met exactly.
+    Weights whose shares have a common denominator up to 65,536 (0.7 and 0.3; 1, 2 and 5) are kept exactly.
     Others are rounded to that many parts, at least one each; `units` are the shares in use.
     """
     units = _whole_units(weights)
@@ -204,12 +202,11 @@ def _whole_units(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _chairman_sequence(units: Sequence[int]) -> list[int]:
-    """One period of Tijdeman's chairman assignment (Discrete Math. 32, 1980): deviations below 1 - 1/(2k -
-    2).
+    """One period of Tijdeman's chairman assignment (Discrete Math. 32, 1980).
 
-    At each sample, among the corpora that are far enough behind their share, take the one that would be
-    overdue first. Everything is scaled by P(2k - 2), so that integers decide: no rounding, the same order
-    everywhere.
+    For k corpora, deviations from the shares stay below 1 - 1/(2k - 2). At each sample, among the corpora
+    that are far enough behind their share, take the one that would be overdue first. All terms are scaled by
+    P(2k - 2), P the period, to be integers: no rounding, the same order everywhere.
     """
     period, scale = sum(units), max(2 * len(units) - 2, 1)
     if len(units) == 1:

@@ -1,4 +1,4 @@
-"""Documents in files, and what their text means.
+"""Reading of documents from files, and conventions for their text.
 
 A `.jsonl` or `.parquet` file holds one document per line or row, any other file is one document. Under Yuan's
 convention any other file holds one sample per line, with `<n>` for a newline and `[SEP]` between question and
@@ -31,7 +31,7 @@ class Item:
     line_number: int = 0
     line: bytes = b""
     form: Literal["json", "text"] = "json"
-    """Of the line: a JSON object, or the text itself."""
+    """Whether the line is a JSON object or the text itself."""
 
     @property
     def size_bytes(self) -> int:
@@ -55,7 +55,7 @@ def check_inputs(paths: Sequence[str | Path]) -> None:
 def read_items(
     paths: Sequence[str | Path], *, text_key: str = "text", convention: Convention = "plain"
 ) -> Iterator[Item]:
-    """The documents of the files in order, undecoded. Raises DataError for a torn parquet file."""
+    """The documents of the files in order, undecoded. Raises DataError for an unreadable parquet file."""
     for path in map(Path, paths):
         if path.suffix == PARQUET_SUFFIX:
             yield from _read_parquet(path, text_key)
@@ -74,7 +74,7 @@ def _read_lines(path: Path, form: Literal["json", "text"]) -> Iterator[Item]:
 
 
 def _read_parquet(path: Path, text_key: str) -> Iterator[Item]:
-    """The rows of one column, some at a time; its texts travel as bytes, as lines do."""
+    """The rows of one column, read in batches; texts are passed on as bytes, as lines are."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -108,8 +108,8 @@ def _bytes_of(text: Any, where: str, text_key: str) -> bytes:
 def decode_item(item: Item, *, text_key: str, convention: Convention = "plain") -> str | None:
     """The text, or None for a file that is not UTF-8; empty where there is nothing to train on.
 
-    A foreign file among many is skipped by the caller; a line that is not as agreed is an error, for its
-    neighbours come from the same program. Raises DataError with file:line.
+    The caller skips a file that is not UTF-8. A malformed line is an error, because the other lines of its
+    file come from the same program. Raises DataError with file:line.
     """
     if item.line_number:
         text = _decode_line(item, text_key) if item.form == "json" else _decode_text(item)
@@ -123,11 +123,11 @@ def decode_item(item: Item, *, text_key: str, convention: Convention = "plain") 
 
 
 def yuan_text(line: str) -> str:
-    """The sample that a line of Yuan's convention means; empty for a line without one.
+    """The sample that a line encodes under Yuan's convention; empty for a line without text.
 
-    In order: one leading `<n>` and the line's end are dropped, `<n>` becomes a newline, fillers go, `[SEP]`
-    becomes `<sep>` (IEIT-Yuan/Yuan-2.0:tools/preprocess_data_yuan.py). Unlike there, the first line keeps its
-    indentation. A final `<eod>` is dropped, for the writer closes every document itself.
+    In order: one leading `<n>` and the line's end are dropped, `<n>` becomes a newline, fillers are removed,
+    `[SEP]` becomes `<sep>` (IEIT-Yuan/Yuan-2.0:tools/preprocess_data_yuan.py). Unlike that script, the first
+    line's indentation is kept. A final `<eod>` is dropped, because preprocessing appends one.
     """
     text = line.removeprefix(NEWLINE).rstrip().replace("\r", "").replace("\n", "")
     text = text.replace(NEWLINE, "\n").replace(FILLER, "").replace(SEPARATOR_TEXT, SEPARATOR)
@@ -164,5 +164,5 @@ def _decode_line(item: Item, text_key: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: key {text_key!r} holds half a surrogate pair; mend the escapes") from error
+        raise DataError(f"{where}: key {text_key!r} holds half a surrogate pair; fix the escapes") from error
     return text

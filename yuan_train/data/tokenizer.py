@@ -1,8 +1,8 @@
-"""Tokenizers: training one with sentencepiece, and turning text to ids and back with ours, Yuan's or others.
+"""Training of sentencepiece tokenizers; encoding and decoding with our own models, Yuan's or others.
 
-Ours: byte-pair encoding with byte fallback over unchanged text: no normaliser, spaces kept, digits one by
-one, newlines and tabs as bytes. Text comes back as it was, but for U+2581, the sign that sentencepiece writes
-for a space.
+Our own: byte-pair encoding with byte fallback over unchanged text: no normaliser, spaces kept, digits one by
+one, newlines and tabs as bytes. Decoding restores the text, except U+2581, which sentencepiece writes for a
+space.
 """
 
 import functools
@@ -34,7 +34,7 @@ CONTROL_SYMBOLS = (
     "<FIM_MIDDLE>",
     "<FIM_SUFFIX>",
 )
-# Strings that the published Yuan tokenizer heeds in text; those without a piece are appended in this order.
+# Strings that the published Yuan tokenizer recognises; those without a piece are appended in this order.
 YUAN_SPECIALS = (
     END_OF_DOCUMENT,
     "<sep>",
@@ -53,9 +53,9 @@ YUAN_SPECIALS = (
     "<jupyter_output>",
     "<empty_output>",
 )
-TRAINING_BYTES = 64_000_000  # of text; more makes training longer and the pieces no better
+TRAINING_BYTES = 64_000_000  # of text; more makes training longer, and the pieces no better
 LINE_CHARACTERS = 1_000  # sentencepiece drops lines above 4,192 bytes; 1,000 characters are at most 4,000
-FATAL_ONLY = 4  # sentencepiece logs to stderr by itself below this level; its exceptions carry the same words
+FATAL_ONLY = 4  # below this level sentencepiece logs to stderr itself; its exceptions say the same
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,11 @@ def train_tokenizer(
     text_key: str = "text",
     max_bytes: int = TRAINING_BYTES,
 ) -> TrainedTokenizer:
-    """Trains on the documents of `inputs` and writes `OUT_DIR/tokenizer.model` when it is whole.
+    """Trains on the documents of `inputs` and writes `OUT_DIR/tokenizer.model` atomically.
 
-    Of inputs above `max_bytes` a fixed share of the lines is taken, spread evenly. The same inputs give the
-    same bytes. Raises DataError for unreadable inputs and for a vocabulary size that the text cannot give.
+    Of inputs larger than `max_bytes` a fixed share of the lines is used, evenly spread. The same inputs give
+    the same bytes. Raises DataError for unreadable inputs and for a vocabulary size that the text does not
+    allow.
     """
     check_inputs(inputs)
     path = Path(out_dir) / MODEL_NAME
@@ -90,7 +91,7 @@ def train_tokenizer(
     model = _train(sample.lines(), vocab_size)
     if not sample.training_bytes:
         raise DataError(f"{', '.join(map(str, inputs))}: no text to train a tokenizer on")
-    _write_whole(path, model)
+    _write_atomically(path, model)
     return TrainedTokenizer(
         path=str(path),
         vocab_size=vocab_size,
@@ -101,7 +102,7 @@ def train_tokenizer(
 
 
 class _LineSample:
-    """Lines to train on, and counts of what was read while they were drawn."""
+    """The lines to train on, and counts of what was read to select them."""
 
     def __init__(self, inputs: Sequence[str | Path], *, text_key: str, max_bytes: int) -> None:
         total_bytes = sum(Path(path).stat().st_size for path in inputs)
@@ -123,7 +124,7 @@ class _LineSample:
                     yield line
 
     def _documents(self) -> Iterator[str]:
-        for item in read_items(self._inputs):
+        for item in read_items(self._inputs, text_key=self._text_key):
             text = decode_item(item, text_key=self._text_key)
             if text is None:
                 self.undecodable += 1
@@ -172,7 +173,7 @@ def _train(lines: Iterator[str], vocab_size: int) -> bytes:
 
 
 def _keep_error(lines: Iterator[str], failure: list[Exception]) -> Iterator[str]:
-    """Ends the lines at an error and keeps it: an exception must not cross sentencepiece's C++ frames."""
+    """Ends the lines at an error and stores it: an exception must not cross sentencepiece's C++ frames."""
     try:
         yield from lines
     except Exception as error:
@@ -194,7 +195,7 @@ def _training_refused(message: str, vocab_size: int) -> DataError:
     return DataError(f"--vocab-size: {vocab_size}: sentencepiece cannot train: {message}")
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,11 +213,11 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 Special = bool | frozenset[str]
-"""Which special strings in a text are heeded: none, all, or those named."""
+"""Which special strings in a text become their ids: none, all, or those named."""
 
 
 class Backend(Protocol):
-    """What a form of tokenizer gives; `special` strings are those that `encode` may be asked to heed."""
+    """A format of tokenizers; `specials` are the special strings that `encode` can turn into ids."""
 
     vocab_size: int
     eod_id: int | None
@@ -233,7 +234,7 @@ class Tokenizer:
     """A sentencepiece model, or a Hugging Face `tokenizer.json`.
 
     `path` is its file, `digest` the sha256 of the file's bytes, `vocab_size` the largest id plus one,
-    `specials` the strings with a meaning of their own, such as `<sep>`, and their ids.
+    `specials` the special strings, such as `<sep>`, and their ids.
     """
 
     def __init__(self, backend: Backend, path: Path, digest: str) -> None:
@@ -248,8 +249,8 @@ class Tokenizer:
     def load(cls, path: str | Path) -> "Tokenizer":
         """Loads a model file, or `tokenizer.model` of a folder, else its `tokenizer.json`.
 
-        Raises DataError when there is none, when it is torn or of another kind, when no piece can end a
-        document, or when a `tokenizer.json` is given and the package `tokenizers` is not installed.
+        Raises DataError when there is none, when it is incomplete or in another format, when no piece can end
+        a document, or when a `tokenizer.json` is given and the package `tokenizers` is not installed.
         """
         file = _file_of(Path(path))
         advice = "make one with: yuan-train tokenizer --input TEXT --vocab-size N --out DIR"
@@ -270,13 +271,13 @@ class Tokenizer:
         """Token ids of the text; nothing is added at its ends.
 
         With `special`, strings such as `<sep>` in the text become their ids (all of them, or those named),
-        and what stands between two of them is encoded as a string of its own, as the published Yuan tokenizer
-        does; without it all is text.
+        and the text between two of them is encoded as a separate string, as in the published Yuan tokenizer.
+        Without it, special strings are encoded as text.
         """
         return self._backend.encode(text, special)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """The text of token ids; special ones give no text, unless `special`.
+        """The text of token ids; special tokens are left out unless `special`.
 
         Raises DataError for ids beyond the vocabulary.
         """
@@ -306,11 +307,11 @@ def _file_of(path: Path) -> Path:
 
 
 class SentencePieceBackend:
-    """A sentencepiece model: one of ours, Yuan's, or anybody's.
+    """A sentencepiece model: one of our own, Yuan's, or another.
 
-    Ours hold `<eod>`, `<sep>`, ... as control symbols, which no text gives. Yuan's holds some of its special
-    strings as ordinary pieces and five not at all: those have the ids right after the last piece, in the
-    order of `YUAN_SPECIALS` (IEIT-Yuan/Yuan-2.0:megatron/tokenizer/tokenizer.py:44-46).
+    Our own hold `<eod>`, `<sep>`, ... as control symbols, to which no text is encoded. Yuan's holds some of
+    its special strings as ordinary pieces and five not at all: those have the ids right after the last piece,
+    in the order of `YUAN_SPECIALS` (IEIT-Yuan/Yuan-2.0:megatron/tokenizer/tokenizer.py:44-46).
     """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
@@ -324,6 +325,7 @@ class SentencePieceBackend:
 
     @classmethod
     def open(cls, file: Path, content: bytes, advice: str) -> "SentencePieceBackend":
+        """Parse the model. Raises DataError, with `advice`, for content in another format."""
         processor = sentencepiece.SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(content)
@@ -340,14 +342,14 @@ class SentencePieceBackend:
         return number if self._processor.id_to_piece(number) == piece else None
 
     def encode(self, text: str, special: Special) -> list[int]:
-        heeded = frozenset(self.specials) & special if isinstance(special, frozenset) else self.specials
-        if not special or not heeded:
+        recognised = frozenset(self.specials) & special if isinstance(special, frozenset) else self.specials
+        if not special or not recognised:
             return self._processor.encode(text)
         ids: list[int] = []
-        for number, part in enumerate(_splitter(frozenset(heeded)).split(text)):
+        for number, part in enumerate(_splitter(frozenset(recognised)).split(text)):
             if number % 2:
                 ids.append(self.specials[part])
-            elif part:  # each with a dummy prefix of its own
+            elif part:  # each gets its own dummy prefix
                 ids += self._processor.encode(part)
         return ids
 
@@ -385,13 +387,13 @@ class SentencePieceBackend:
         number = self._processor.piece_to_id(END_OF_DOCUMENT)
         if self._processor.id_to_piece(number) == END_OF_DOCUMENT:
             return number
-        # A foreign model has no <eod>; its end-of-sentence symbol does the same work.
+        # Without <eod>, the end-of-sentence symbol ends documents.
         return self._processor.eos_id() if self._processor.eos_id() >= 0 else None
 
 
 @functools.lru_cache(maxsize=8)
 def _splitter(words: frozenset[str]) -> re.Pattern[str]:
-    """Splits a text at the words, and keeps them: every second part is a word."""
+    """Pattern whose `split` cuts a text at the words and keeps them: every second part is a word."""
     longest_first = sorted(words, key=lambda word: (-len(word), word))
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
@@ -411,6 +413,7 @@ class HuggingFaceBackend:
 
     @classmethod
     def open(cls, file: Path, content: bytes, advice: str) -> "HuggingFaceBackend":
+        """Parse the file. Raises DataError for content in another format, or without `tokenizers`."""
         try:
             import tokenizers
         except ImportError:

@@ -8,15 +8,15 @@ from transformers import PretrainedConfig
 class YuanConfig(PretrainedConfig):
     """Sizes, special tokens, and what the model was trained to reset where a document ends.
 
-    Beside the usual ones:
+    Arguments that other models do not have:
         localized_filter: queries and keys come from the filtered input; False for plain attention.
         attention_projection_size: heads times head_dim; hidden_size for the published models.
-        eod_token: id that ends a document; the next three act at it.
+        eod_token: id that ends a document; the next three take effect after it.
         reset_position_ids: rotary positions count from the document's start.
-        reset_attention_mask: tokens see their own document only.
-        reset_filter: the localized filter sees its own document only.
-        labels_are_shifted: `labels` hold the *next* tokens already, as in the published class; False to have
-            them shifted by the model, as most of transformers does.
+        reset_attention_mask: tokens attend only within their document.
+        reset_filter: the localized filter sees only tokens of its document.
+        labels_are_shifted: `labels` already hold the *next* tokens, as in the published class; False if the
+            model shall shift them, as most classes of transformers do.
     """
 
     model_type = "yuan"

@@ -4,8 +4,8 @@
     filter:     c_t = A0 u_{t-1} + A1 u_t + a;  d_t = B0 c_{t-1} + B1 c_t + b;  f = norm(d + u)
     attention:  queries and keys from f, values from u
 
-What is cached of each layer: keys and values [B, N, P, D], and the filter's u [B, H] and c [B, H/2] of the
-last token. B sequences, S new tokens, P past ones, N heads of size D, H hidden.
+Cache of each layer: keys and values [B, N, P, D], and the filter's u [B, H] and c [B, H/2] of the last token.
+B = sequences, S = new tokens, P = past tokens, N = heads, D = size of a head, H = hidden size.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.generation import GenerationMixin
 from .configuration_yuan import YuanConfig
 
 IGNORED_LABEL = -100
-# Releases differ in the types that they give to these.
+# The type annotations of these differ between releases.
 BaseOutput: Any = modeling_outputs.BaseModelOutputWithPast
 CausalOutput: Any = modeling_outputs.CausalLMOutputWithPast
 
@@ -39,9 +39,9 @@ class YuanRMSNorm(nn.Module):
 
 
 class YuanFilter(nn.Module):
-    """Two causal convolutions of two taps, and a norm over their sum with the input.
+    """Two causal convolutions of two taps, then a norm of their output plus the input.
 
-    The weights have the form of 2-D convolutions [out, in, 2, 1]; index 0 of dim 2 is the older token.
+    The weights have the shape of 2-D convolutions, [out, in, 2, 1]; index 0 of dim 2 is the older token.
     """
 
     def __init__(self, size: int, epsilon: float) -> None:
@@ -51,10 +51,10 @@ class YuanFilter(nn.Module):
         self.output_layernorm = YuanRMSNorm(size, epsilon)
 
     def forward(self, u: Tensor, past: "Past", real: Tensor | None, start: Tensor | None) -> "FilterResult":
-        """f [B, S, H], and u and c of the last token. `real` and `start` are bool [B, S, 1] or None.
+        """Return f [B, S, H], and u and c of the last token. `real` and `start` are bool [B, S, 1] or None.
 
-        Where `real` is False there is padding, which leaves nothing to the tokens after it; where `start` is
-        True a document begins, which takes nothing from the token before.
+        Where `real` is False there is padding, which does not affect later tokens. Where `start` is True a
+        document begins, which the token before does not affect.
         """
         last_u, last_c = past if past is not None else (u.new_zeros(()), u.new_zeros(()))
         if real is not None:
@@ -71,7 +71,7 @@ FilterResult = tuple[Tensor, tuple[Tensor, Tensor]]
 
 
 def _two_taps(conv: nn.Conv2d, x: Tensor, last: Tensor, start: Tensor | None) -> Tensor:
-    """weight0 x_{t-1} + weight1 x_t + bias; `last` [B, in] (or 0) is what came before the first."""
+    """weight0 x_{t-1} + weight1 x_t + bias; `last` [B, in] (or 0) is x_{t-1} of the first token."""
     first = last.expand(x.shape[0], x.shape[2]).unsqueeze(1)
     older = torch.cat((first, x[:, :-1]), dim=1)
     if start is not None:
@@ -81,9 +81,9 @@ def _two_taps(conv: nn.Conv2d, x: Tensor, last: Tensor, start: Tensor | None) ->
 
 
 class YuanAttention(nn.Module):
-    """Causal attention; `q_proj` and `k_proj` are halves of one matrix, interleaved per head.
+    """Causal attention; `q_proj` and `k_proj` are the halves of one matrix that is interleaved per head.
 
-    Of the 2 N D outputs of both together, head j has its query at [2jD, 2jD + D) and its key right after.
+    Of the 2 N D outputs of both together, head j's query is [2jD, 2jD + D), and its key the next D.
     """
 
     def __init__(self, config: YuanConfig) -> None:
@@ -98,13 +98,13 @@ class YuanAttention(nn.Module):
             self.lf_gate = YuanFilter(hidden, config.rms_norm_eps)
 
     def forward(self, u: Tensor, past: tuple[Tensor, ...] | None, context: "Context") -> Any:
-        """The output [B, S, H], and the cache of this layer."""
+        """Return the output [B, S, H] and this layer's cache."""
         filtered, state = u, ()
         if hasattr(self, "lf_gate"):
             last = (past[2], past[3]) if past is not None else None
             filtered, state = self.lf_gate(u, last, context.real, context.start)
-        both = torch.cat((self.q_proj(filtered), self.k_proj(filtered)), dim=-1)
-        query, key = both.unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2).chunk(2, dim=-1)
+        query_key = torch.cat((self.q_proj(filtered), self.k_proj(filtered)), dim=-1)
+        query, key = query_key.unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2).chunk(2, dim=-1)
         value = self.v_proj(u).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         query, key = _rotate(query, context), _rotate(key, context)
         if past is not None:
@@ -114,14 +114,14 @@ class YuanAttention(nn.Module):
 
 
 def _rotate(x: Tensor, context: "Context") -> Tensor:
-    """Rotary embedding of x [B, N, S, D], halves of D together, in fp32."""
+    """Rotary embedding of x [B, N, S, D] in fp32; pairs are (x[i], x[i + D/2])."""
     low, high = x.float().chunk(2, dim=-1)
     cos, sin = context.cos, context.sin
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
 class YuanMLP(nn.Module):
-    """down(gate(x) * silu(up(x))): the silu is on `up_proj`."""
+    """down(gate(x) * silu(up(x))): unlike in LLaMA, silu is applied to `up_proj`."""
 
     def __init__(self, config: YuanConfig) -> None:
         super().__init__()
@@ -150,10 +150,10 @@ class YuanDecoderLayer(nn.Module):
 
 
 class Context:
-    """What all layers share of a forward pass over S new tokens after P past ones.
+    """Rotary tables, masks and document starts of a forward over S new tokens after P past ones.
 
-    Made from the tokens read so far [B, P + S] and from which of them are real: positions that count from the
-    first real token (or from the document's start), who sees whom, where the filter forgets.
+    Computed once for all layers, from all tokens [B, P + S] and the padding mask. Positions count from the
+    first token that is not padding (or from the document's start).
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Context:
         tokens: Tensor,
         mask: Tensor | None,
         positions: Tensor | None,
-        new: int,
+        num_new: int,
         dtype: torch.dtype,
     ) -> None:
         total = tokens.shape[1]
@@ -170,28 +170,28 @@ class Context:
         real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.to(device).bool()
         begins = torch.zeros_like(real)
         begins[:, 1:] = tokens[:, :-1] == config.eod_token
-        # The padding's token may be the one that ends documents.
+        # Padding may use the token that ends documents.
         begins[:, 1:] &= real[:, :-1]
         document = begins.cumsum(1)
         if positions is None:
-            positions = _places(real, begins if config.reset_position_ids else None)
-        self.cos, self.sin = _rotary_tables(config, positions[:, -new:])
+            positions = _positions(real, begins if config.reset_position_ids else None)
+        self.cos, self.sin = _rotary_tables(config, positions[:, -num_new:])
         padded = not bool(real.all())
-        self.real = real[:, -new:, None] if padded else None
-        self.start = begins[:, -new:, None] if config.reset_filter else None
+        self.real = real[:, -num_new:, None] if padded else None
+        self.start = begins[:, -num_new:, None] if config.reset_filter else None
         keys = torch.arange(total, device=device)
-        visible = keys <= keys[total - new :, None]
+        visible = keys <= keys[total - num_new :, None]
         visible = visible & real[:, None, :]
         if config.reset_attention_mask:
-            visible = visible & (document[:, None, :] == document[:, -new:, None])
-        # A padded query sees nothing; seeing itself keeps its softmax, which nobody reads, finite.
-        visible = visible | (keys == keys[total - new :, None])
+            visible = visible & (document[:, None, :] == document[:, -num_new:, None])
+        # A padding query would attend to no key. Attending to itself keeps its unused softmax finite.
+        visible = visible | (keys == keys[total - num_new :, None])
         self.visible = torch.zeros(visible.shape, device=device, dtype=dtype)
         self.visible = self.visible.masked_fill(~visible, torch.finfo(dtype).min).unsqueeze(1)
 
 
-def _places(real: Tensor, begins: Tensor | None) -> Tensor:
-    """int64 [B, T]: how many real tokens stand before each one, in its document if `begins` is given."""
+def _positions(real: Tensor, begins: Tensor | None) -> Tensor:
+    """int64 [B, T]: the number of real tokens before each one, in its document if `begins` is given."""
     count = real.long().cumsum(1) - 1
     count = count.clamp(min=0)
     if begins is None:
@@ -207,7 +207,7 @@ def _rotary_tables(config: YuanConfig, positions: Tensor) -> tuple[Tensor, Tenso
 
 
 class YuanPreTrainedModel(PreTrainedModel):
-    """What transformers wants to know of the family."""
+    """Class attributes that transformers reads."""
 
     config: YuanConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class = YuanConfig
@@ -254,7 +254,7 @@ class YuanModel(YuanPreTrainedModel):
         **_: Any,
     ) -> Any:
         if input_ids is None:
-            raise ValueError("give input_ids: document ends and the cache are found by token")
+            raise ValueError("give input_ids: document ends and the length of the cache come from the tokens")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         past = past_key_values if _holds_tokens(past_key_values) else None
         tokens = input_ids if past is None else torch.cat((past[-1][0], input_ids), dim=1)
@@ -265,16 +265,16 @@ class YuanModel(YuanPreTrainedModel):
             caches.append(cache)
             states.append(x)
         x = states[-1] = self.norm(x)
-        keep = self.config.use_cache if use_cache is None else use_cache
+        return_cache = self.config.use_cache if use_cache is None else use_cache
         return BaseOutput(
             last_hidden_state=x,
-            past_key_values=(*caches, (tokens,)) if keep else None,
+            past_key_values=(*caches, (tokens,)) if return_cache else None,
             hidden_states=tuple(states) if output_hidden_states else None,
         )
 
 
 def _holds_tokens(past: Any) -> bool:
-    """Whether this is a cache of ours; generation of some releases hands in an empty one of its own."""
+    """Whether this is a cache of ours; in some releases `generate` passes an empty cache of its own."""
     return isinstance(past, tuple) and len(past) > 1
 
 
@@ -291,7 +291,7 @@ class YuanForCausalLM(YuanPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # keys and values are not all that is cached
+        return False  # the cache holds more than keys and values
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens
@@ -318,7 +318,7 @@ class YuanForCausalLM(YuanPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **others: Any,
     ) -> Any:
-        found = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -327,16 +327,16 @@ class YuanForCausalLM(YuanPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
         )
-        logits = self.lm_head(found.last_hidden_state).float()
+        logits = self.lm_head(outputs.last_hidden_state).float()
         loss = None if labels is None else self._loss(logits, labels)
         if return_dict is False:
-            values = (loss, logits, found.past_key_values, found.hidden_states)
+            values = (loss, logits, outputs.past_key_values, outputs.hidden_states)
             return tuple(value for value in values if value is not None)
         return CausalOutput(
             loss=loss,
             logits=logits,
-            past_key_values=found.past_key_values,
-            hidden_states=found.hidden_states,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
         )
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -354,7 +354,7 @@ class YuanForCausalLM(YuanPreTrainedModel, GenerationMixin):
         use_cache: bool | None = True,
         **_: Any,
     ) -> Any:
-        """The tokens that the cache has not read yet."""
+        """Return `forward`'s arguments, with only the tokens that are not in the cache yet."""
         past = past_key_values if _holds_tokens(past_key_values) else None
         if past is not None:
             input_ids = input_ids[:, past[-1][0].shape[1] :]
@@ -367,5 +367,5 @@ class YuanForCausalLM(YuanPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def _reorder_cache(past: Any, beam_idx: Tensor) -> Any:
-        """All that is cached moves together, the filter's state too."""
+        """Reorder the whole cache by beam: keys, values, the filter's state and the tokens."""
         return tuple(tuple(x.index_select(0, beam_idx.to(x.device)) for x in layer) for layer in past)

@@ -1,7 +1,7 @@
 """Yuan's tokenizer for transformers; part of a model exported by yuan_train. Apache-2.0.
 
-Sentencepiece. Text is split at the special strings; each part between them is encoded as a string of its own.
-Nothing is added at the ends. Decoding is the exact inverse.
+It wraps a sentencepiece model. Text is split at the special tokens, and each part between them is encoded on
+its own. No token is added at the ends. Decoding is the exact inverse.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import sentencepiece
 from transformers import AddedToken, PreTrainedTokenizer
 
-FILE = "tokenizer.model"
+VOCAB_FILE = "tokenizer.model"
 SPECIALS = (
     "<eod>",
     "<sep>",
@@ -33,9 +33,9 @@ SPECIALS = (
 
 
 class YuanTokenizer(PreTrainedTokenizer):
-    """The pieces of `tokenizer.model`; special strings without a piece have the ids after the last one."""
+    """The pieces of `tokenizer.model`; special tokens without a piece get the ids after the last piece."""
 
-    vocab_files_names = {"vocab_file": FILE}  # noqa: RUF012
+    vocab_files_names = {"vocab_file": VOCAB_FILE}  # noqa: RUF012
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(self, vocab_file: str, **options: Any) -> None:
@@ -63,8 +63,8 @@ class YuanTokenizer(PreTrainedTokenizer):
         return self.pieces.get_piece_size()
 
     def get_vocab(self) -> dict[str, int]:
-        own = {self.pieces.id_to_piece(number): number for number in range(self.vocab_size)}
-        return {**own, **self.added_tokens_encoder}
+        vocab = {self.pieces.id_to_piece(number): number for number in range(self.vocab_size)}
+        return {**vocab, **self.added_tokens_encoder}
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
         return self.pieces.encode(text, out_type=str)  # type: ignore[call-arg]
@@ -90,8 +90,8 @@ class YuanTokenizer(PreTrainedTokenizer):
         return "".join([*parts, self.pieces.decode(ids[first:])])
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        name = f"{filename_prefix}-{FILE}" if filename_prefix else FILE
-        place = os.path.join(save_directory, name)
-        if os.path.abspath(place) != os.path.abspath(self.vocab_file):
-            shutil.copyfile(self.vocab_file, place)
-        return (place,)
+        name = f"{filename_prefix}-{VOCAB_FILE}" if filename_prefix else VOCAB_FILE
+        path = os.path.join(save_directory, name)
+        if os.path.abspath(path) != os.path.abspath(self.vocab_file):
+            shutil.copyfile(self.vocab_file, path)
+        return (path,)

@@ -1,4 +1,4 @@
-"""Causal attention, and the localized filter that makes its queries and keys (Yuan 2.0 paper, section 2.1).
+"""Causal attention with a localized filter before queries and keys (Yuan 2.0 paper, section 2.1).
 
 The values come from the unfiltered input, queries and keys from the filtered one:
 
@@ -22,16 +22,17 @@ from yuan_kernels import ops
 from yuan_train.config.model import ModelConfig
 from yuan_train.model.documents import DocumentRanges
 from yuan_train.model.layers import Linear, RMSNorm
-from yuan_train.model.recompute import KEEP_ALL, Keeping
+from yuan_train.model.recompute import SAVE_ALL, RecomputePolicy
 
 
 @dataclass
 class LayerCache:
-    """What one layer keeps of the tokens it has read."""
+    """Keys, values and filter state of the tokens that one layer has processed."""
 
     keys_BPND: Tensor
     """[B, P, N, D] for at most P tokens, rotary embedding applied."""
     values_BPND: Tensor
+    """[B, P, N, D]."""
     filter_state: ops.FilterState | None
     """(u_last [B, H], c_last [B, channels]), zero before the first token; None for plain attention."""
 
@@ -48,9 +49,10 @@ class TwoTapConvolution(nn.Module):
 class LocalizedFilter(nn.Module):
     """f = RMSNorm(filter(u) + u) over the tokens t-2, t-1, t of a sequence.
 
-    `convolve` and `convolve_step` hold all that depends on the H/2 channels: a runtime that cuts the
-    channels over cards replaces these two and sums their results; residual and norm stay as they are.
-    `convolution` is the op itself, which a runtime that splits the backward replaces.
+    `convolve` and `convolve_step` contain all that depends on the H/2 channels. Tensor parallelism shards the
+    channels and replaces `convolve` by a function that all-reduces the partial results; residual and norm
+    stay as they are. `convolution` is the op itself; a split backward, which defers weight gradients,
+    replaces it.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -62,11 +64,11 @@ class LocalizedFilter(nn.Module):
         self.convolution = ops.localized_filter
 
     def forward(
-        self, u_BSH: Tensor, document_start: Tensor | None = None, keeping: Keeping = KEEP_ALL
+        self, u_BSH: Tensor, document_start: Tensor | None = None, policy: RecomputePolicy = SAVE_ALL
     ) -> Tensor:
         """Return f [B, S, H]; `document_start` bool [B, S] or None."""
         f_BSH, sum_BSH = self.norm.add(self.convolve(u_BSH, document_start), u_BSH)
-        return keeping.note(f_BSH, self.norm, sum_BSH)
+        return policy.mark_recomputable(f_BSH, self.norm, sum_BSH)
 
     def step(
         self, u_BSH: Tensor, state: ops.FilterState, document_start: Tensor | None = None
@@ -102,10 +104,10 @@ class LocalizedFilter(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head causal attention; `query_key` has its rows interleaved per head.
+    """Multi-head causal attention; the rows of `query_key` are interleaved per head.
 
-    Head j owns query rows [2jD, (2j+1)D) and key rows [(2j+1)D, (2j+2)D), so that a run of rows is a run of
-    whole heads. The number of heads is what the weights hold.
+    Head j has the query rows [2jD, (2j+1)D) and the key rows [(2j+1)D, (2j+2)D), so that contiguous rows hold
+    whole heads. The number of heads follows from the weights' shapes, which may be a tensor-parallel shard's.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -123,7 +125,10 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         document_ranges: DocumentRanges | None = None,
     ) -> Tensor:
-        """Return [B, S, H]: values from u, queries and keys from filtered, each document alone if given."""
+        """Return [B, S, H]: values from u, queries and keys from filtered.
+
+        With `document_ranges`, tokens attend only within their document.
+        """
         query_BSND, key_BSND, value_BSND = self._project(u_BSH, filtered_BSH, rotary)
         if document_ranges is None:
             heads_BSND = _attend(query_BSND, key_BSND, value_BSND, is_causal=True)
@@ -142,8 +147,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return [B, S, H] of tokens [first, first + S), and write their keys and values into `cache`.
 
-        `visible` is bool [B or 1, 1, S, first + S], True where a token sees another. None: the tokens see
-        one another causally, and all of those before (`first` is 0 or S is 1).
+        `visible` is bool [B or 1, 1, S, first + S], True where a token attends to another. None: each token
+        attends to itself and to all before it; allowed only if `first` is 0 or S is 1.
         """
         query_BSND, key_BSND, value_BSND = self._project(u_BSH, filtered_BSH, rotary)
         last = first + key_BSND.shape[1]
@@ -187,12 +192,15 @@ def _attend(
 def _attend_documents(
     query_BSND: Tensor, key_BSND: Tensor, value_BSND: Tensor, ranges: DocumentRanges
 ) -> Tensor:
-    """Causal attention inside each document. `split` and `cat` keep the backward linear in the tokens."""
+    """Causal attention inside each document.
+
+    `split` and `cat` keep the backward's cost linear in the number of tokens.
+    """
     batch = query_BSND.shape[0]
     lengths = [last - first for first, last in ranges]
-    split = (x.flatten(0, 1).split(lengths) for x in (query_BSND, key_BSND, value_BSND))
+    per_document = (x.flatten(0, 1).split(lengths) for x in (query_BSND, key_BSND, value_BSND))
     documents = [
         _attend(query[None], key[None], value[None], is_causal=True)[0]
-        for query, key, value in zip(*split, strict=True)
+        for query, key, value in zip(*per_document, strict=True)
     ]
     return torch.cat(documents).unflatten(0, (batch, -1)) if documents else torch.zeros_like(value_BSND)

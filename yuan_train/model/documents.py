@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 
 DocumentRanges = tuple[tuple[int, int], ...]
-"""Half-open token ranges over the B * S tokens of a micro-batch, sequence after sequence, without gaps."""
+"""Half-open token ranges of the documents, over a micro-batch's B * S flattened tokens, without gaps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentResets:
-    """What `Transformer.forward` is told of a micro-batch; each field is its argument of the same name.
+    """Document arguments of `Transformer.forward`; each field is the argument of the same name.
 
-    Made once per micro-batch; None where documents make no difference.
+    Computed once per micro-batch. A field is None if its reset is off.
     """
 
     positions: Tensor | None = None
-    """int64 [B, S]: the place of each token in its document, for the rotary embedding."""
+    """int64 [B, S]: the position of each token in its document, for the rotary embedding."""
     document_start: Tensor | None = None
-    """bool [B, S]: where the localized filter forgets."""
+    """bool [B, S]: True where the localized filter's state is reset."""
     document_ranges: DocumentRanges | None = None
-    """Tokens that attend to each other only."""
+    """Tokens attend only within their range."""
 
     def on(self, device: torch.device) -> dict[str, Any]:
-        """The arguments of `Transformer.forward`, tensors on a device."""
+        """Return the keyword arguments of `Transformer.forward`, with the tensors on `device`."""
         return {
             "positions": None if self.positions is None else self.positions.to(device),
             "document_start": None if self.document_start is None else self.document_start.to(device),
@@ -49,8 +49,8 @@ def find_resets(
 ) -> DocumentResets:
     """Return what to reset for tokens int64 [B, S]; by default, as published, rotary positions only.
 
-    `eod_id` None: nothing marks a document's end, nothing is reset. For `reset_attention` the tokens are
-    best still on the host: the ranges are read from them.
+    With `eod_id` None nothing is reset. With `reset_attention` the tokens should be on the host: the ranges
+    are Python integers, and reading them from a GPU would synchronize with it.
     """
     if eod_id is None:
         return DocumentResets()
@@ -70,9 +70,9 @@ def find_document_starts(tokens_BS: Tensor, eod_id: int) -> Tensor:
 
 
 def _positions(document_start: Tensor) -> Tensor:
-    places = torch.arange(document_start.shape[1], device=document_start.device).expand(document_start.shape)
-    firsts = torch.where(document_start, places, 0)
-    return places - firsts.cummax(dim=1).values
+    indices = torch.arange(document_start.shape[1], device=document_start.device).expand(document_start.shape)
+    firsts = torch.where(document_start, indices, 0)
+    return indices - firsts.cummax(dim=1).values
 
 
 def _ranges(document_start: Tensor) -> DocumentRanges:

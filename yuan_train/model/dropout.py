@@ -1,8 +1,8 @@
-"""Dropout whose masks do not depend on the cut of the model: they are hashed from names, not drawn in a row.
+"""Hidden dropout whose masks do not depend on the partition of the model: they are hashed, not drawn.
 
-Whether an element stays follows from the seed, the position of its sample in the run's data (a step and a
-place in its batch), the layer, the site, and the element's place in the sample. Integers only, so that a CPU
-and a GPU agree. The masks are hashed again in the backward: nothing is kept of them.
+Whether an element is kept is a function of the seed, the position of its sample in the run's data (which
+follows from step and index in the batch), the layer, the site, and the element's index in the sample. Only
+integer arithmetic is used, so that CPUs and GPUs agree. The backward hashes the masks again: none is saved.
 
 B = sequences, S = tokens of a sequence, H = hidden size.
 """
@@ -23,18 +23,19 @@ _LAST_SHIFT = 14
 _LOW = 0xFFFFFFFF
 
 Keys = tuple[int, int, int]
+"""32-bit keys of the hash, one per round."""
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What the masks of a micro-batch follow from, besides layer and site."""
+class DropoutSeed:
+    """Seed of the masks of one micro-batch; layer and site complete it."""
 
     seed: int
     first_sample: int
-    """Position of its first sample in the run's data."""
+    """Position of the micro-batch's first sample in the run's data."""
 
     def keys(self, sample: int, layer: int, site: str) -> Keys:
-        """Three 32-bit numbers for a sample of the micro-batch at one place of the model."""
+        """Return the hash keys of one layer and site for the micro-batch's sample number `sample`."""
         text = f"{self.seed}:{self.first_sample + sample}:{layer}:{site}"
         digest = hashlib.sha256(text.encode()).digest()
         return (
@@ -44,31 +45,34 @@ class Draw:
         )
 
 
-def drop_hidden(x_BSH: Tensor, site: str, *, rate: float, draw: Draw, layer: int) -> Tensor:
-    """Return x with a share `rate` of its elements 0 and the others divided by 1 - rate."""
-    keys = tuple(draw.keys(sample, layer, site) for sample in range(x_BSH.shape[0]))
+def hidden_dropout(x_BSH: Tensor, site: str, *, rate: float, dropout_seed: DropoutSeed, layer: int) -> Tensor:
+    """Return x with a fraction `rate` of its elements zeroed, and the others divided by 1 - rate.
+
+    `layer` is the global number of the layer, `site` a name that is unique within it.
+    """
+    keys = tuple(dropout_seed.keys(sample, layer, site) for sample in range(x_BSH.shape[0]))
     return _Dropout.apply(x_BSH, rate, keys)  # pyright: ignore[reportReturnType]
 
 
 def hashes(count: int, keys: Keys, *, device: torch.device | str = "cpu") -> Tensor:
-    """Return int64 [count], evenly spread over [0, 2^32): a hash of each place in a sample under `keys`."""
-    assert count <= 1 << 32, "places have 32 bits"
+    """Return int64 [count]: hashes of 0 .. count - 1 under `keys`, uniform over [0, 2^32)."""
+    assert count <= 1 << 32, "the hash takes 32-bit element indices"
     x = torch.arange(count, device=device)
     for (shift, factor), key in zip(_ROUNDS, keys, strict=True):
         x.bitwise_xor_(key)
         x.bitwise_xor_(x >> shift)
-        # Of a factor of 32 bits its signed form: the same low bits, and no product leaves 64 bits.
+        # The factor as a signed 32-bit number: the product has the same low bits, and fits 64 bits.
         x.mul_(factor - (1 << 32) if factor >> 31 else factor).bitwise_and_(_LOW)
     return x.bitwise_xor_(x >> _LAST_SHIFT)
 
 
 def _drop(x_BSH: Tensor, rate: float, keys: tuple[Keys, ...]) -> Tensor:
-    """Sample by sample: the hashes, 8 bytes an element, exist for one at a time."""
+    """Apply the masks sample by sample: the hashes, 8 bytes per element, exist for one sample at a time."""
     dropped_BSH = torch.empty_like(x_BSH, memory_format=torch.contiguous_format)
-    least = round(rate * (1 << 32))
+    threshold = round(rate * (1 << 32))
     for sample, out, key in zip(x_BSH, dropped_BSH, keys, strict=True):
         torch.mul(
-            sample, (hashes(sample.numel(), key, device=x_BSH.device) >= least).view_as(sample), out=out
+            sample, (hashes(sample.numel(), key, device=x_BSH.device) >= threshold).view_as(sample), out=out
         )
     return dropped_BSH.mul_(1 / (1 - rate))
 

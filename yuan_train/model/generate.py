@@ -14,19 +14,19 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.model.transformer import Cache, Transformer
 
 PREFILL_CHUNK = 512
-"""Prompt tokens read at once: bounds the mask [chunk, prefix] of a long prompt."""
+"""Prompt tokens per forward: bounds the attention mask [chunk, prefix] of a long prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from its logits."""
+    """How the next token is sampled from its logits. Raises YuanError if a value is out of range."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most probable token."""
+    """Divides the logits; 0 is greedy: always the most probable token."""
     top_k: int = 0
-    """Only the k most probable tokens; 0 keeps all."""
+    """Keep only the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Only the most probable tokens whose probabilities reach p together."""
+    """Keep only the fewest most probable tokens whose probabilities sum to at least p."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -51,7 +51,7 @@ def generate(
     reset_attention: bool = False,
     reset_filter: bool = False,
 ) -> Iterator[int]:
-    """Return an iterator over new tokens, each as soon as it is drawn: `generate_batch` of one prompt."""
+    """Return an iterator over new tokens, each yielded once sampled: `generate_batch` of one prompt."""
     batch = generate_batch(
         model,
         [prompt_ids],
@@ -82,28 +82,29 @@ def generate_batch(
     reset_attention: bool = False,
     reset_filter: bool = False,
 ) -> Iterator[list[int | None]]:
-    """Return an iterator over the next token of every prompt; None where one has ended.
+    """Return an iterator over lists with the next token of every prompt; None for a prompt that has ended.
 
-    Prompts may be of any lengths: shorter ones are padded on the left, and neither attention nor the filter
-    sees the padding, so that each gives what it gives alone.
+    Prompts may differ in length: shorter ones are padded on the left. Neither attention nor the filter sees
+    the padding, so each prompt yields the same tokens as alone.
 
     Args:
         model: a whole model.
         prompts: at least one, each of at least one token.
-        max_new_tokens: where to stop at the latest.
+        max_new_tokens: maximum number of tokens per prompt.
         temperature: 0 is greedy; see `Sampling` for this and the next two.
         top_k: see `Sampling`.
         top_p: see `Sampling`.
-        seed: of the draw's own generators; prompt i has `seed + i`. None takes fresh ones.
-        eod_id: stop after yielding this token. In the prompt it closes a document, and the three switches
-            say what the model was trained to reset there (`documents.find_resets` has the same defaults).
+        seed: of the sampling generators: prompt i uses `seed + i`. None seeds them at random.
+        eod_id: a prompt ends after yielding this token. In a prompt it ends a document, and the three
+            switches say what the model was trained to reset there (`documents.find_resets` has the same
+            defaults).
         reset_position_ids: rotary positions count from the document's start.
-        reset_attention: tokens see their own document only.
-        reset_filter: the localized filter sees its own document only.
+        reset_attention: tokens attend only within their document.
+        reset_filter: the localized filter sees only tokens of its document.
 
     Raises:
         YuanError: (a ValueError) an argument is out of range, or a prompt and new tokens together exceed the
-            model's max_sequence_length. Raised by the call, before the first token is asked for.
+            model's max_sequence_length. Raised by the call itself, before the iterator is used.
     """
     if not prompts:
         raise YuanError("there is no prompt; give at least one")
@@ -135,18 +136,18 @@ def _generators(seed: int | None, count: int) -> list[torch.Generator]:
 
 
 def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Return one token of logits [V]; temperature first, then top-k, then top-p of what is left."""
+    """Return a token sampled from logits [V]: temperature first, then top-k, then top-p of the rest."""
     logits_V = logits_V.to("cpu", torch.float32)
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    # The largest logit becomes 0 first: a tiny temperature may send the others to -inf, but none to inf.
+    # Subtract the maximum first: a tiny temperature may turn the others into -inf, but none into inf.
     logits_V = (logits_V - logits_V.max()) / sampling.temperature
     sorted_V, order_V = logits_V.sort(descending=True, stable=True)
     if sampling.top_k:
         sorted_V = sorted_V[: sampling.top_k]
     probabilities = sorted_V.softmax(dim=0)
     before = probabilities.cumsum(dim=0) - probabilities
-    # Never empty: exactly 0 lies before the first token.
+    # Keeps at least the first token, for which `before` is exactly 0.
     probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     chosen = torch.multinomial(probabilities, 1, generator=generator)
     return int(order_V[chosen])
@@ -171,52 +172,53 @@ def _stream(
         ended = [token is None or token == reader.eod_id for token in tokens]
         if all(ended):
             return
-        # What has ended goes on being read, and nobody looks.
+        # The model still processes rows that have ended; their logits are ignored.
         unread = [[0 if token is None else token] for token in tokens]
 
 
 @dataclass(kw_only=True)
-class _Places:
-    """Of tokens being read: place in the document, whether the filter forgets, and the first one in sight."""
+class _Resets:
+    """Arguments of `Transformer.forward_cached` for consecutive tokens of one sequence, of the same names."""
 
     positions: list[int] = field(default_factory=list)
-    starts: list[bool] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
+    document_start: list[bool] = field(default_factory=list)
+    visible_from: list[int] = field(default_factory=list)
 
 
-class _Follower:
-    """Follows the documents of one sequence; its padding is no part of any."""
+class _DocumentTracker:
+    """Tracks the documents of one sequence, which begins with `padding` tokens that belong to none."""
 
     def __init__(self, padding: int, eod_id: int | None) -> None:
         self._padding = padding
         self._eod_id = eod_id
         self._first = padding
-        self._closed = True
+        self._ended = True
 
-    def follow(self, ids: list[int], start: int) -> _Places:
-        places = _Places()
+    def advance(self, ids: list[int], start: int) -> _Resets:
+        """Return the resets of the next tokens, the first of which has index `start`."""
+        resets = _Resets()
         for index, token in enumerate(ids, start=start):
             if index < self._padding:
-                # Sees itself alone: a softmax over nothing is not a number.
-                self._note(places, 0, False, index)
+                # A padding token attends to itself: a softmax over no token would be NaN.
+                self._append(resets, 0, False, index)
                 continue
-            if self._closed:
+            if self._ended:
                 self._first = index
-            self._note(places, index - self._first, self._closed, self._first)
-            self._closed = token == self._eod_id
-        return places
+            self._append(resets, index - self._first, self._ended, self._first)
+            self._ended = token == self._eod_id
+        return resets
 
     @staticmethod
-    def _note(places: _Places, position: int, start: bool, first: int) -> None:
-        places.positions.append(position)
-        places.starts.append(start)
-        places.firsts.append(first)
+    def _append(resets: _Resets, position: int, start: bool, first: int) -> None:
+        resets.positions.append(position)
+        resets.document_start.append(start)
+        resets.visible_from.append(first)
 
 
 class _Reader:
-    """Feeds a model through its cache and follows the documents in what it reads.
+    """Feeds tokens to a model through its cache, and tracks the documents in them.
 
-    What a reset does at a document's start happens at the first token after the padding in any case.
+    The first token after the padding is a document's start even if the resets are off.
     """
 
     def __init__(
@@ -235,16 +237,16 @@ class _Reader:
         self.eod_id = eod_id
         self._switches = {
             "positions": reset_position_ids,
-            "starts": reset_filter,
-            "firsts": reset_attention,
+            "document_start": reset_filter,
+            "visible_from": reset_attention,
         }
         self._padded = any(paddings)
-        # One that heeds the ends of documents, one for the switches that are off.
-        self._by_document = [_Follower(padding, eod_id) for padding in paddings]
-        self._by_sequence = [_Follower(padding, None) for padding in paddings]
+        # The first tracker sees the ends of documents; the second, for switches that are off, only padding.
+        self._by_document = [_DocumentTracker(padding, eod_id) for padding in paddings]
+        self._by_sequence = [_DocumentTracker(padding, None) for padding in paddings]
 
     def read(self, rows: list[list[int]]) -> Tensor:
-        """Read rows of equally many ids, at least one; return the logits [B, V] of what follows."""
+        """Feed rows of equal length, at least 1; return the logits [B, V] of the next tokens."""
         hidden_BSH = None
         for start in range(0, len(rows[0]), PREFILL_CHUNK):
             hidden_BSH = self._read_chunk([row[start : start + PREFILL_CHUNK] for row in rows])
@@ -255,32 +257,32 @@ class _Reader:
     def _read_chunk(self, rows: list[list[int]]) -> Tensor:
         device = next(self.model.parameters()).device
         start = self.cache.length
-        documents = [f.follow(ids, start) for f, ids in zip(self._by_document, rows, strict=True)]
-        sequences = [f.follow(ids, start) for f, ids in zip(self._by_sequence, rows, strict=True)]
+        documents = [t.advance(ids, start) for t, ids in zip(self._by_document, rows, strict=True)]
+        sequences = [t.advance(ids, start) for t, ids in zip(self._by_sequence, rows, strict=True)]
 
-        def told(what: str) -> Tensor | None:
-            if self._switches[what]:
-                return torch.tensor([getattr(places, what) for places in documents], device=device)
+        def resets_of(name: str) -> Tensor | None:
+            if self._switches[name]:
+                return torch.tensor([getattr(resets, name) for resets in documents], device=device)
             if self._padded:
-                return torch.tensor([getattr(places, what) for places in sequences], device=device)
+                return torch.tensor([getattr(resets, name) for resets in sequences], device=device)
             return None
 
-        firsts = told("firsts")
-        if not self._padded and firsts is not None and not firsts.any():
-            firsts = None  # no older document to hide, and no mask to make
+        visible_from = resets_of("visible_from")
+        if not self._padded and visible_from is not None and not visible_from.any():
+            visible_from = None  # no earlier document to hide: no mask needed
         return self.model.forward_cached(
             torch.tensor(rows, device=device),
             self.cache,
-            positions=told("positions"),
-            document_start=told("starts"),
-            visible_from=firsts,
+            positions=resets_of("positions"),
+            document_start=resets_of("document_start"),
+            visible_from=visible_from,
         )
 
 
 def _check_request(model: Transformer, prompt_ids: list[int], max_new_tokens: int) -> None:
     config: ModelConfig = model.config
     if not (model.has_embedding and model.has_head and len(model.layers) == config.num_layers):
-        raise YuanError("this is a part of a model; only a whole model generates")
+        raise YuanError("this is one stage of a model; only a whole model generates")
     if not prompt_ids:
         raise YuanError("the prompt is empty; give at least one token")
     for index, token in enumerate(prompt_ids):

@@ -1,11 +1,11 @@
-"""Parts of a layer: linear maps, embedding, norm, rotary tables, feed-forward.
+"""Modules of a layer: linear maps, embedding, norm, rotary tables, feed-forward.
 
 B = sequences, S = tokens of a sequence, H = hidden size, N = heads, D = size of a head,
 F = feed-forward width, V = vocabulary.
 
-Parameters are created empty; `transformer.init_weights` or a checkpoint fills them. A part of a layer cut
-over several cards has the same modules with fewer rows or columns, so nothing here reads a width from the
-config that the weights already say.
+Parameters are created empty; `transformer.init_weights` or a checkpoint fills them. A tensor-parallel shard
+of a layer has the same modules with fewer rows or columns, so the code here takes widths from the weights'
+shapes, not from the config.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from yuan_kernels import ops
 
-from yuan_train.model.recompute import KEEP_ALL, Keeping
+from yuan_train.model.recompute import SAVE_ALL, RecomputePolicy
 
 
 class Linear(nn.Module):
@@ -31,7 +31,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of weight [V, H] by token."""
+    """Token embedding: the rows of weight [V, H]."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype
@@ -57,12 +57,12 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, epsilon=self.epsilon)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm of the sum, sum) of x and residual [..., H], in one pass."""
+        """Return (norm(s), s) of s = x + residual [..., H], in one fused op."""
         return ops.add_rms_norm(x, residual, self.weight, epsilon=self.epsilon)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(z0) * z1), where up gives (z0, z1)."""
+    """SwiGLU feed-forward: down(silu(z0) * z1), where (z0, z1) = up(x)."""
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, *, device: torch.device, dtype: torch.dtype
@@ -71,9 +71,9 @@ class FeedForward(nn.Module):
         self.up = Linear(hidden_size, 2 * ffn_hidden_size, device=device, dtype=dtype)
         self.down = Linear(ffn_hidden_size, hidden_size, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, keeping: Keeping = KEEP_ALL) -> Tensor:
+    def forward(self, x: Tensor, policy: RecomputePolicy = SAVE_ALL) -> Tensor:
         """Return [B, S, H] of x [B, S, H]."""
-        return self.down(keeping.run(ops.swiglu, self.up(x)))
+        return self.down(policy.run(ops.swiglu, self.up(x)))
 
 
 def rotary_tables(

@@ -1,8 +1,9 @@
-"""Selective recompute: what is cheap to make again is not kept from the forward to the backward.
+"""Selective recompute: tensors that are cheap to recompute are not saved for the backward.
 
-Autograd keeps the inputs of each op for that op's backward. In a layer those that come out of a norm or of
-the SwiGLU product, about two fifths of all bytes, can be made again by one pass over memory from tensors that
-are kept anyway; what comes out of a product of matrices, of the filter or of attention is dear, and is kept.
+Autograd saves the inputs of each op for that op's backward. In a layer, the saved outputs of the norms and of
+the SwiGLU product are about two fifths of all saved bytes. One pass over memory recomputes them from tensors
+that are saved anyway. The outputs of matrix products, of the filter and of attention are expensive to
+recompute, and are saved.
 """
 
 from __future__ import annotations
@@ -16,91 +17,93 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-class Keeping:
-    """How a layer keeps its tensors for the backward: as autograd does, all that is needed."""
+class RecomputePolicy:
+    """Decides which tensors of a layer are saved for the backward. This base saves all, as autograd does.
 
-    def note(self, made: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `made`, which is function(*inputs): cheap, from inputs that are kept anyway."""
-        return made
+    A layer passes its cheap tensors through the policy, which may recompute them in the backward.
+    """
+
+    def mark_recomputable(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return `output`, which is function(*inputs): cheap, and its inputs are saved anyway."""
+        return output
 
     def run(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return function(*inputs), all of whose parts are cheap."""
+        """Return function(*inputs), where the result and every intermediate are cheap to recompute."""
         return function(*inputs)
 
 
-KEEP_ALL = Keeping()
+SAVE_ALL = RecomputePolicy()
 
 
-class KeepingDear(Keeping):
-    """Keeps what is dear, and of what is cheap how to make it again.
+class SelectiveRecompute(RecomputePolicy):
+    """Saves the expensive tensors of one layer's forward, and recomputes the marked ones in the backward.
 
-    Autograd's hooks see every tensor that an op saves; one that was noted, or a view of it, is let go and
-    made again when the backward asks for it, by the same function from the same inputs: not a bit differs. So
-    it does not matter what reads the tensor: a linear map, cut over cards or with its backward split, or the
-    filter.
+    Autograd's hooks see every tensor that an op saves. A marked tensor, or a view of it, is not saved: when
+    the backward needs it, the same function recomputes it from the same inputs, bit for bit. So it does not
+    matter which op reads the tensor: a linear map, sharded or with a split backward, or the filter.
     """
 
     def __init__(self) -> None:
-        self._noted: dict[int, tuple[Tensor, _Recipe]] = {}
-        """By address of the storage, which stays taken as long as the tensor stands here."""
+        self._marked: dict[int, tuple[Tensor, _RecomputeFn]] = {}
+        """By address of the storage. Holding the tensor here keeps that address from being reused."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a layer's forward."""
+        """Context of the layer's forward: inside it, marked tensors are not saved."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
-        self._noted.clear()
+        self._marked.clear()
 
-    def note(self, made: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        recipe = _Recipe(function, tuple(x.detach() for x in inputs))
-        self._noted[made.untyped_storage().data_ptr()] = (made, recipe)
-        return made
+    def mark_recomputable(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        recompute = _RecomputeFn(function, tuple(x.detach() for x in inputs))
+        self._marked[output.untyped_storage().data_ptr()] = (output, recompute)
+        return output
 
     def run(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        # The hooks above would keep what the parts of `function` hand each other. Nothing in it is random.
-        made = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self.note(cast(Tensor, made), function, *inputs)
+        # The hooks would save the intermediates of `function`. Nothing in it is random.
+        output = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self.mark_recomputable(cast(Tensor, output), function, *inputs)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
-        noted = self._noted.get(tensor.untyped_storage().data_ptr())
-        if noted is None:
+        marked = self._marked.get(tensor.untyped_storage().data_ptr())
+        if marked is None:
             return tensor
-        recipe = noted[1]
-        recipe.uses += 1
-        return _View(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        recompute = marked[1]
+        recompute.uses += 1
+        return _View(recompute, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(packed: Tensor | _View) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.take()
+    return packed if isinstance(packed, Tensor) else packed.materialize()
 
 
-class _Recipe:
-    """Makes a tensor again; holds it from the first of its uses to the last."""
+class _RecomputeFn:
+    """Recomputes a tensor at the first of its uses in the backward, and holds it until the last."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         self._function = function
         self._inputs = inputs
-        self._made: Tensor | None = None
+        self._output: Tensor | None = None
         self.uses = 0
 
-    def make(self) -> Tensor:
-        made = self._made
-        if made is None:
+    def recompute(self) -> Tensor:
+        output = self._output
+        if output is None:
             with torch.no_grad():
-                made = self._function(*self._inputs)
+                output = self._function(*self._inputs)
         self.uses -= 1
-        self._made = made if self.uses > 0 else None
-        return made
+        self._output = output if self.uses > 0 else None
+        return output
 
 
 class _View:
-    """One use of a recipe's tensor: as it is, or as flat rows."""
+    """One saved use of a recomputable tensor: the tensor itself or a view of it, by size and strides."""
 
     def __init__(
-        self, recipe: _Recipe, size: tuple[int, ...], stride: tuple[int, ...], storage_offset: int
+        self, recompute: _RecomputeFn, size: tuple[int, ...], stride: tuple[int, ...], storage_offset: int
     ) -> None:
-        self._recipe = recipe
+        self._recompute = recompute
         self._size, self._stride, self._storage_offset = size, stride, storage_offset
 
-    def take(self) -> Tensor:
-        return self._recipe.make().as_strided(self._size, self._stride, self._storage_offset)
+    def materialize(self) -> Tensor:
+        return self._recompute.recompute().as_strided(self._size, self._stride, self._storage_offset)

@@ -1,11 +1,12 @@
-"""What may be cut over the cards of a tensor-parallel group, by module name. Data only.
+"""How each module's parameters are sharded over a tensor-parallel group, by module name. Data only.
 
-column      weight [out, in] by rows: each card makes a part of the output
-row         weight [out, in] by columns: each card takes a part of the input, and the outputs are summed
+column      weight [out, in] by rows: each rank computes a part of the output
+row         weight [out, in] by columns: each rank reads a part of the input, and the outputs are all-reduced
 filter      the C = H/2 channels between both convolutions: conv1.weight [C, H, 2] and conv1.bias [C] by
-            dim 0, conv2.weight [H, C, 2] by dim 1; conv2.bias is whole, and added once, after the sum
+            dim 0, conv2.weight [H, C, 2] by dim 1; conv2.bias is replicated, and added once, after the
+            all-reduce
 vocabulary  weight [V, H] by rows
-whole       on every card
+whole       replicated on every rank
 
 The module of each parameter matches exactly one pattern (`fnmatch`; `*` is the number of a layer).
 """
@@ -27,8 +28,8 @@ SHARDING = {
 }
 
 ROW_BLOCKS = {"layers.*.feed_forward.up": 2}
-"""Column-cut weights made of several matrices, one above the other: each of them is cut by itself.
+"""Number of matrices stacked in a column-sharded weight; each of them is sharded by itself.
 
-`up` is (z0, z1): a card needs the same rows of both. (`query_key` is interleaved per head instead, so that a
-run of its rows is a run of whole heads.)
+`up` stacks z0 and z1, and a rank needs the same rows of both. (`query_key` is interleaved per head instead,
+so that contiguous rows hold whole heads.)
 """

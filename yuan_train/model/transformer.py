@@ -1,4 +1,4 @@
-"""The Yuan 2.0 transformer, whole or any run of its layers, on one device.
+"""The Yuan 2.0 transformer, whole or any contiguous part of it, on one device.
 
     layer:  u = RMSNorm(x);  x += attention(u, filter(u));  x += feed_forward(RMSNorm(x))
 
@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from yuan_kernels import ops
 
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.model import ModelConfig, model_laws
+from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.model.attention import Attention, LayerCache, LocalizedFilter
 from yuan_train.model.documents import DocumentRanges
-from yuan_train.model.dropout import Draw, drop_hidden
+from yuan_train.model.dropout import DropoutSeed, hidden_dropout
 from yuan_train.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
-from yuan_train.model.recompute import KEEP_ALL, Keeping, KeepingDear
+from yuan_train.model.recompute import SAVE_ALL, RecomputePolicy, SelectiveRecompute
 
 IGNORE_INDEX = -100
 """Target of a token that is not trained."""
@@ -37,11 +37,14 @@ IGNORE_INDEX = -100
 
 @dataclass
 class Cache:
-    """What a model keeps of the tokens it has read: one entry per layer, by global layer number."""
+    """Keys, values and filter states of the tokens that a model has processed."""
 
     layers: dict[int, LayerCache]
+    """By global layer number."""
     max_length: int
+    """Tokens per sequence that the cache has room for."""
     length: int = 0
+    """Tokens per sequence so far."""
 
 
 class Block(nn.Module):
@@ -66,19 +69,23 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor],
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
-        keeping: Keeping = KEEP_ALL,
+        policy: RecomputePolicy = SAVE_ALL,
         drop: Callable[[Tensor, str], Tensor] | None = None,
     ) -> Tensor:
-        """Return [B, S, H]; `drop` is applied to both branches, told which, before they join the residual."""
-        u_BSH = keeping.note(self.attention_norm(x_BSH), self.attention_norm, x_BSH)
-        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start, keeping)
+        """Return [B, S, H] of x [B, S, H].
+
+        `drop(branch, site)` is the dropout, applied to both branches before they are added to the residual;
+        `site` is `attention` or `feed_forward`.
+        """
+        u_BSH = policy.mark_recomputable(self.attention_norm(x_BSH), self.attention_norm, x_BSH)
+        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start, policy)
         attended_BSH = self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
         if drop is not None:
             attended_BSH = drop(attended_BSH, "attention")
         u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
-        keeping.note(u_BSH, self.feed_forward_norm, x_BSH)
-        fed_BSH = self.feed_forward(u_BSH, keeping)
-        return x_BSH + (fed_BSH if drop is None else drop(fed_BSH, "feed_forward"))
+        policy.mark_recomputable(u_BSH, self.feed_forward_norm, x_BSH)
+        ffn_BSH = self.feed_forward(u_BSH, policy)
+        return x_BSH + (ffn_BSH if drop is None else drop(ffn_BSH, "feed_forward"))
 
     def step(
         self,
@@ -103,8 +110,8 @@ class Transformer(nn.Module):
     """The model, or a part of it: embedding, layers [first, last), head (final norm and output matrix).
 
     Parameters are empty until `init_weights` or a checkpoint fills them. With tied embeddings the output
-    matrix is `embedding.weight`: the same parameter where a part has both, a copy where it has the head
-    alone.
+    matrix is `embedding.weight`: one parameter if the part has embedding and head, a copy if it has only the
+    head.
     """
 
     def __init__(
@@ -119,25 +126,26 @@ class Transformer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Build the part.
+        """Build the model, or a part of it.
 
         Args:
             config: sizes of the whole model.
             layers: half-open range of global layer numbers, possibly empty; None for all.
             embedding: whether the part begins with the token embedding.
             head: whether it ends with the final norm and the output matrix.
-            recompute: `none`; `selective` to make norms and the SwiGLU product again in the backward; or
-                `full` to keep only each layer's input and run it again.
-            recompute_layers: how many of the part's layers, the first ones, `recompute` is for; None for all.
-            device: where the parameters are; None for the CPU.
-            dtype: of all parameters, and of what passes between the layers.
+            recompute: `none`; `selective` to recompute norms and the SwiGLU product in the backward; or
+                `full` to save only each layer's input and recompute the layer.
+            recompute_layers: `recompute` applies to this many of the part's layers, the first ones; None for
+                all.
+            device: device of the parameters; None for the CPU.
+            dtype: of all parameters, and of the hidden state between the layers.
 
         Raises:
-            ValueError: the sizes do not fit each other, `layers` leaves the model, or `recompute` is another
-                word.
+            ConfigError: (a ValueError) the sizes of `config` are inconsistent.
+            ValueError: `layers` is not a range of the model's layers, or `recompute` is unknown.
         """
         super().__init__()
-        for problem in model_laws(config):
+        for problem in validate_model(config):
             raise ConfigError(f"model {config.name}: {'.'.join(map(str, problem.path))}: {problem.message}")
         first, last = layers if layers is not None else (0, config.num_layers)
         if not 0 <= first <= last <= config.num_layers:
@@ -164,7 +172,7 @@ class Transformer(nn.Module):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """The output matrix [V, H] of a part with a head."""
+        """The output matrix [V, H]; the part must have the head."""
         assert self.has_head, "this part of the model has no head"
         return self.embedding.weight if self.config.tie_embeddings else self.head.weight
 
@@ -180,23 +188,23 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
-        draw: Draw | None = None,
+        dropout_seed: DropoutSeed | None = None,
     ) -> Tensor:
         """Return the hidden state [B, S, H] after this part; after the final norm if it has the head.
 
         Args:
             x: tokens int64 [B, S] if the part has the embedding, else the hidden state [B, S, H].
             positions: int64 [B, S] for the rotary embedding; None counts from 0 in each sequence.
-            document_start: bool [B, S], where the localized filter forgets; None: nowhere.
-            document_ranges: tokens that attend to each other only; None: whole sequences. All three come
-                from `documents.find_resets`, once per micro-batch.
-            draw: what the masks of `config.hidden_dropout` follow from; None drops nothing.
+            document_start: bool [B, S], where the localized filter's state is reset; None: nowhere.
+            document_ranges: token ranges that attention does not leave; None: whole sequences. All three
+                come from `documents.find_resets`, once per micro-batch.
+            dropout_seed: seed of the masks of `config.hidden_dropout`; None disables dropout.
         """
         x_BSH = self.embedding(x) if self.has_embedding else x
         rotary = self._rotary(x_BSH, positions)
         for i, (layer, block) in enumerate(self.blocks.items()):
             recompute = self.recompute if i < self.recompute_layers else "none"
-            drop = self._dropping(draw, layer)
+            drop = self._dropout(dropout_seed, layer)
             x_BSH = _run(block, recompute, x_BSH, rotary, document_start, document_ranges, drop)
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
@@ -212,8 +220,8 @@ class Transformer(nn.Module):
 
         Targets are int64 [B, S], already shifted; `IGNORE_INDEX` marks tokens that are not trained. `sum`
         gives the sum over tokens, a scalar; `none` the loss of each token, [B, S]. `gradient_scale` is the
-        gradient that the backward will bring to the sum: where it is told, and the output matrix has an
-        attribute `main_gradient`, its gradient is added there in the forward.
+        gradient that the backward will pass to the sum. If it is given and the output matrix has an attribute
+        `main_gradient` (fp32 [V, H]; fp64 for fp64), the forward adds the output matrix's gradient to it.
         """
         main = None if gradient_scale is None else getattr(self.output_weight, "main_gradient", None)
         losses = ops.linear_cross_entropy(
@@ -228,7 +236,7 @@ class Transformer(nn.Module):
         return losses if reduction == "sum" else losses.view_as(targets_BS)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return [..., V] of `forward`'s hidden state [..., H]; fp32 for 16-bit models."""
+        """Return the logits [..., V] of `forward`'s hidden state [..., H], in fp32 (fp64 for fp64)."""
         logits = F.linear(hidden, self.output_weight)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -250,15 +258,15 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the hidden state [B, S, H] of the next S tokens, and add them to `cache`.
 
-        Any S: a prefix in one piece, in chunks, or token by token gives what `forward` gives over the whole.
+        Any S: a prefix at once, in chunks, or token by token gives the result of `forward` over all of it.
 
         Args:
             x: as in `forward`, the next tokens only.
-            cache: of `new_cache`, of this model.
-            positions: int64 [B, S]; None continues to count from the cache's length.
-            document_start: bool [B, S], where the localized filter forgets.
-            visible_from: int64 [B, S], for each token the first one, counted from the cache's start, that
-                it attends to; None: all before it.
+            cache: from this model's `new_cache`.
+            positions: int64 [B, S]; None counts on from the cache's length.
+            document_start: bool [B, S], where the localized filter's state is reset.
+            visible_from: int64 [B, S], for each token the index in the cache of the first token that it
+                attends to; None: it attends to all before it.
 
         Raises:
             ValueError: the cache has no room for S more tokens.
@@ -276,10 +284,16 @@ class Transformer(nn.Module):
         cache.length += count
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
-    def _dropping(self, draw: Draw | None, layer: int) -> Callable[[Tensor, str], Tensor] | None:
-        """How a layer drops, if it does."""
+    def _dropout(
+        self, dropout_seed: DropoutSeed | None, layer: int
+    ) -> Callable[[Tensor, str], Tensor] | None:
+        """The dropout function of a layer; None if there is no dropout."""
         rate = self.config.hidden_dropout
-        return partial(drop_hidden, rate=rate, draw=draw, layer=layer) if draw is not None and rate else None
+        return (
+            partial(hidden_dropout, rate=rate, dropout_seed=dropout_seed, layer=layer)
+            if dropout_seed is not None and rate
+            else None
+        )
 
     def _rotary(self, x_BSH: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         if positions is None:
@@ -300,10 +314,10 @@ def _run(
     if recompute == "none" or not torch.is_grad_enabled():
         return block(x_BSH, rotary, document_start, document_ranges, drop=drop)
     if recompute == "selective":
-        keeping = KeepingDear()
-        with keeping.saving():
-            return block(x_BSH, rotary, document_start, document_ranges, keeping, drop)
-    # Nothing in a layer is drawn from a generator, whose state would have to be kept.
+        policy = SelectiveRecompute()
+        with policy.saving():
+            return block(x_BSH, rotary, document_start, document_ranges, policy, drop)
+    # No op of a layer uses a random generator, so its state need not be saved.
     return cast(
         Tensor,
         checkpoint(
@@ -312,7 +326,7 @@ def _run(
             rotary,
             document_start,
             document_ranges,
-            KEEP_ALL,
+            SAVE_ALL,
             drop,
             use_reentrant=False,
             preserve_rng_state=False,
@@ -331,10 +345,10 @@ def init_weights(model: Transformer, *, seed: int) -> None:
 def initial_weight(config: ModelConfig, name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
     """Return the initial value of a parameter, fp32 on the CPU, from its global name and global shape.
 
-    Each name has a generator of its own, so the value depends neither on the part of the model that asks
-    nor on the order of asking. Norms are 1; the filter's convolutions U(-r, r) with
-    r = 1 / sqrt(2 * input channels), weights and biases (PyTorch's Conv2d default, as published);
-    attention.out and feed_forward.down N(0, init_std / sqrt(2 * num_layers)); all else N(0, init_std).
+    Each name has its own generator, so the value depends neither on the partition of the model nor on the
+    order of calls. Norms are 1; the filter's convolutions, weights and biases, are U(-r, r) with
+    r = 1 / sqrt(2 * input channels) (PyTorch's Conv2d default, as published); attention.out and
+    feed_forward.down are N(0, init_std / sqrt(2 * num_layers)); all others are N(0, init_std).
     """
     weight = torch.empty(shape, dtype=torch.float32)
     if name.endswith("norm.weight"):
@@ -352,7 +366,7 @@ def initial_weight(config: ModelConfig, name: str, shape: tuple[int, ...], *, se
 
 
 def _new_layer_cache(block: Block, batch_size: int, max_length: int) -> LayerCache:
-    """An empty cache as wide as the weights: a cut layer caches its own heads and channels."""
+    """An empty cache with the widths of the weights: a sharded layer caches its own heads and channels."""
     value, head_dim = block.attention.value.weight, block.attention.head_dim
     shape = (batch_size, max_length, value.shape[0] // head_dim, head_dim)
     filter_state = None
@@ -363,7 +377,7 @@ def _new_layer_cache(block: Block, batch_size: int, max_length: int) -> LayerCac
 
 
 def _visible(first: int, count: int, visible_from: Tensor | None, *, device: torch.device) -> Tensor | None:
-    """bool [B or 1, 1, S, first + S] of the tokens [first, first + S); None where no mask is needed."""
+    """Attention mask, bool [B or 1, 1, S, first + S], of tokens [first, first + S); None if not needed."""
     if visible_from is None and (first == 0 or count == 1):
         return None
     keys = torch.arange(first + count, device=device)

@@ -1,4 +1,4 @@
-"""From a plan and the parts of a model to something that can run."""
+"""Builds what one rank of a plan runs: its modules, flat buckets, process groups and rank program."""
 
 from __future__ import annotations
 
@@ -9,55 +9,58 @@ import torch
 
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.parallel.bridge import Boundary, Bridge
-from yuan_train.parallel.gradients import FlatBucket, sums_after
-from yuan_train.parallel.grid import Grid, Place, unit_of
+from yuan_train.parallel.deferred import DeferredWeightGrads, split_backward
+from yuan_train.parallel.gradients import FlatBucket, grad_reduce_after
+from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.split import WeightQueue, split_backward
-from yuan_train.parallel.tensor import Cutting, cut_parameters, join_group
-from yuan_train.parallel.zero import BucketState, SharedState, WholeState
-from yuan_train.schedule.check import check_table, peak_in_flight
-from yuan_train.schedule.step import Lane, Step, Table
-from yuan_train.schedule.tables import forward_only, make_table
+from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
+from yuan_train.parallel.zero import BucketState, ReplicatedState, ShardedState
+from yuan_train.schedule.check import check_schedule, peak_in_flight
+from yuan_train.schedule.schedules import forward_only, make_schedule
+from yuan_train.schedule.step import RankProgram, Schedule, Step
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """How a model is built, cut and filled; the runtime knows it by names alone."""
+    """How a model is built, sharded and initialised: all that `parallel` knows of it, by parameter names."""
 
     build: Callable[[StagePlan], torch.nn.Module]
-    """One stage's part, on the meta device."""
+    """Builds one stage's part, on the meta device."""
     initial: Callable[[str, tuple[int, ...]], torch.Tensor]
-    """First value of a parameter by global name and shape."""
+    """The initial value of a parameter, of its global name and global shape."""
     sharding: Mapping[str, str]
+    """Sharding style by pattern of module names; see `shard.find_shard`."""
     row_blocks: Mapping[str, int]
+    """Number of matrices stacked in a weight, by pattern of module names; 1 where no pattern matches."""
 
 
 @dataclass(frozen=True)
-class Worker:
-    """One rank of a plan, ready to work: its place, its lane, its weights and its neighbours."""
+class RankRuntime:
+    """What one rank runs: its coordinates, rank programs, modules, buckets, groups and bridge."""
 
     grid: Grid
-    place: Place
-    lane: Lane
-    evaluation_lane: Lane
+    coord: RankCoord
+    program: RankProgram
+    evaluation_program: RankProgram
     parts: Mapping[int, torch.nn.Module]
-    """By stage."""
-    queues: Mapping[int, WeightQueue]
-    """By stage: weight gradients put off, where the schedule splits the backward."""
+    """This rank's part of the model, by stage."""
+    deferred: Mapping[int, DeferredWeightGrads]
+    """By stage: the weight gradients that a split backward defers."""
     shards: Mapping[str, Shard]
-    """What this rank holds of each parameter, by global name."""
+    """The shard that this rank holds of each parameter, by global name."""
     states: tuple[BucketState, ...]
     buckets: tuple[FlatBucket, ...]
-    sums: Mapping[Step, tuple[int, ...]]
-    """After which step of the lane the gradient sum of which states begins."""
+    grad_reduce_after: Mapping[Step, tuple[int, ...]]
+    """The states (indices into `states`) whose gradient reductions start after a step of the program."""
     groups: Groups
     bridge: Bridge | None
+    """None in a pipeline of one stage."""
 
-    def begin_sums(self, taken: Step) -> None:
-        """Begin the gradient sums whose turn a step of the lane was."""
-        for number in self.sums.get(taken, ()):
-            self.states[number].begin_sum()
+    def start_grad_reduces(self, step: Step) -> None:
+        """Start the gradient reductions that follow a step of the rank program; does not wait."""
+        for number in self.grad_reduce_after.get(step, ()):
+            self.states[number].start_grad_reduce()
 
 
 def parallelize(
@@ -68,78 +71,79 @@ def parallelize(
     device: torch.device,
     dtype: torch.dtype,
     timeout_seconds: float = 600.0,
-) -> Worker:
-    """Build this rank's parts of the model, lay their weights flat, and join its neighbours.
+) -> RankRuntime:
+    """Build this rank's parts of the model, move their weights into flat buckets, create its process groups.
 
-    `dtype` is what crosses the cuts; `timeout_seconds` how long a rank waits for another. Collective over all
-    ranks.
+    `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another.
+    Collective over all ranks. Raises TrainingError if a link or a group fails, ValueError for a schedule that
+    cannot run.
     """
     grid = Grid(plan)
-    place = grid.places[rank]
+    coord = grid.coords[rank]
     groups = make_groups(grid, device=device, timeout_seconds=timeout_seconds)
-    pipeline = grid.pipeline(place)
-    cutting = Cutting(parts.sharding, parts.row_blocks, place.position, len(grid.replica(place)))
-    modules, shards = _build_parts(grid, place, parts, cutting, device)
+    pipeline = grid.pipeline(coord)
+    spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, len(grid.replica(coord)))
+    modules, shards = _build_parts(grid, coord, parts, spec, device)
     if groups.tensor is not None:
         for module in modules.values():
-            join_group(module, cutting, groups.tensor)
-    queues = {stage: WeightQueue() for stage in modules}
+            apply_tensor_parallel(module, spec, groups.tensor)
+    deferred = {stage: DeferredWeightGrads() for stage in modules}
     if plan.schedule == "zero_bubble":
         for stage, module in modules.items():
-            split_backward(module, queues[stage], parts.sharding)
+            split_backward(module, deferred[stage], parts.sharding)
     parameters = {name: p for module in modules.values() for name, p in module.named_parameters()}
     buckets = _flatten(grid, rank, parameters, shards)
     stages_of = [_stages_of(bucket, modules) for bucket in buckets]
-    workers = grid.workers(place.pipeline)
-    table = pipeline_table(plan, place.pipeline)
+    workers = grid.workers(coord.pipeline)
+    schedule = pipeline_schedule(plan, coord.pipeline)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
-    window = 1 + max(peak_in_flight(lane) for lane in table)
-    return Worker(
+    window = 1 + max(peak_in_flight(program) for program in schedule)
+    return RankRuntime(
         grid=grid,
-        place=place,
-        lane=table[place.worker],
-        evaluation_lane=forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)[
-            place.worker
+        coord=coord,
+        program=schedule[coord.worker],
+        evaluation_program=forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)[
+            coord.worker
         ],
         parts=modules,
-        queues=queues,
+        deferred=deferred,
         shards=shards,
         states=tuple(
             _state(plan, bucket, groups, [pipeline.stages[s] for s in stages])
             for bucket, stages in zip(buckets, stages_of, strict=True)
         ),
         buckets=tuple(buckets),
-        sums=sums_after(table[place.worker], stages_of),
+        grad_reduce_after=grad_reduce_after(schedule[coord.worker], stages_of),
         groups=groups,
-        bridge=Bridge(grid, place, groups, Boundary(shape, dtype, device), window=window)
+        bridge=Bridge(grid, coord, groups, Boundary(shape, dtype, device), window=window)
         if len(pipeline.stages) > 1
         else None,
     )
 
 
-def pipeline_table(plan: Plan, pipeline: int) -> Table:
-    """The checked schedule table of one pipeline."""
+def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
+    """The schedule of one pipeline. Raises ValueError, listing every fault, if it cannot run."""
     workers = Grid(plan).workers(pipeline)
     part = plan.pipelines[pipeline]
-    table = make_table(
+    schedule = make_schedule(
         plan.schedule,
         workers=workers,
         num_micro_batches=part.num_micro_batches,
         in_flight=part.depths(plan.schedule),
     )
-    check_table(table, workers, window=1 + max(peak_in_flight(lane) for lane in table))
-    return table
+    check_schedule(schedule, workers, window=1 + max(peak_in_flight(program) for program in schedule))
+    return schedule
 
 
 def _build_parts(
-    grid: Grid, place: Place, parts: ModelParts, cutting: Cutting, device: torch.device
+    grid: Grid, coord: RankCoord, parts: ModelParts, spec: ShardSpec, device: torch.device
 ) -> tuple[dict[int, torch.nn.Module], dict[str, Shard]]:
-    """This rank's part of the model for each of its stages, cut and filled."""
+    """This rank's part of the model for each of its stages, sharded and initialised."""
     modules: dict[int, torch.nn.Module] = {}
     shards: dict[str, Shard] = {}
-    for number in place.stages:
-        module = parts.build(grid.pipeline(place).stages[number])
-        found = cut_parameters(module, cutting, device=device)
+    for number in coord.stages:
+        module = parts.build(grid.pipeline(coord).stages[number])
+        found = shard_parameters(module, spec, device=device)
         for name, parameter in module.named_parameters():
             with torch.no_grad():
                 parameter.copy_(found[name].local(parts.initial(name, found[name].shape)))
@@ -150,14 +154,14 @@ def _build_parts(
 
 
 def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None:
-    """Let two stages of one rank that both hold the tied embedding share it."""
+    """Share the tied embedding between the stages of one rank that both hold it."""
     for other in others.values():
         if "embedding" in module._modules and "embedding" in other._modules:
             module._modules["embedding"].weight = other._modules["embedding"].weight  # pyright: ignore
 
 
 def _stages_of(bucket: FlatBucket, modules: Mapping[int, torch.nn.Module]) -> frozenset[int]:
-    """The stages of this rank whose backwards add to a bucket's gradient."""
+    """The stages of this rank whose backwards accumulate into a bucket's gradient."""
     return frozenset(
         stage
         for stage, module in modules.items()
@@ -169,8 +173,8 @@ def _state(plan: Plan, bucket: FlatBucket, groups: Groups, stages: Iterable[Stag
     """The optimizer state of a bucket that `stages` of this rank hold."""
     offload = max(stage.optimizer_offload for stage in stages)
     if plan.optimizer_sharding:
-        return SharedState(bucket, groups, plan.optimizer_shares, offload=offload)
-    return WholeState(bucket, groups, offload=offload)
+        return ShardedState(bucket, groups, plan.optimizer_shares, offload=offload)
+    return ReplicatedState(bucket, groups, offload=offload)
 
 
 def _flatten(

@@ -1,4 +1,4 @@
-"""Collectives of a tensor-parallel group that autograd sees through."""
+"""Differentiable collectives of a tensor-parallel group: Megatron's f and g (Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from yuan_train.parallel.groups import meeting
+from yuan_train.parallel.groups import blame_peers
 
 
-def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """x itself; its gradient is summed over the group, each rank having used x for a part of the output."""
-    return _Enter.apply(x, group)  # pyright: ignore[reportReturnType]
+def copy_to_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """x itself; the backward all-reduces its gradient over the group.
+
+    Megatron's operator f (Shoeybi et al. 2019), "copy to the tensor-parallel region": each rank uses x for
+    its part of the output. The backward raises LostPeer if a rank of the group is lost.
+    """
+    return _CopyToTP.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
-def leave(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of every rank's x; the gradient passes as it is, each rank having made a part of the sum."""
-    return _Leave.apply(x, group)  # pyright: ignore[reportReturnType]
+def reduce_from_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of x over the group, by an all-reduce; the backward passes the gradient through unchanged.
+
+    Megatron's operator g (Shoeybi et al. 2019), "reduce from the tensor-parallel region": each rank computes
+    one term of the sum. Raises LostPeer if a rank of the group is lost.
+    """
+    return _ReduceFromTP.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -28,21 +36,21 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(gradients[0], ctx.group), None
+        return _all_reduce(gradients[0], ctx.group), None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _sum(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None
 
 
-def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_reduce(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = part.contiguous().clone()
-    with meeting("a sum inside the tensor-parallel group", dist.get_process_group_ranks(group)):
+    with blame_peers("an all-reduce of the tensor-parallel group", dist.get_process_group_ranks(group)):
         dist.all_reduce(total, group=group)
     return total

@@ -1,4 +1,4 @@
-"""The schedule table on devices: the second of its two interpreters (the first is `planner/simulator.py`)."""
+"""Runs a schedule on devices. The other interpreter is `planner/evaluate/simulator.py`, in virtual time."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Protocol
 import torch
 
 from yuan_train.parallel.bridge import Bridge
-from yuan_train.schedule.step import Kind, Lane, Step
+from yuan_train.schedule.step import Kind, RankProgram, Step
 
 
 class StageWork(Protocol):
-    """What a stage does with one micro-batch; the executor knows nothing else of the model."""
+    """The compute of one stage on one micro-batch: all that the executor knows of the model."""
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         """The hidden state for the next stage [B, S, H], or on the last stage the loss (a scalar).
 
-        `hidden_BSH` is what the stage before sent; None on the first stage.
+        `hidden_BSH` comes from the previous stage; None on the first stage.
         """
         ...
 
     def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[object]:
-        """Around a backward: if `split`, the weights' part is put off until `backward_weight`."""
+        """Around a backward: if `split`, its weight gradients are deferred until `backward_weight`."""
         ...
 
     def backward_weight(self, micro_batch: int) -> None:
-        """The weights' part of a backward that was split."""
+        """Compute the weight gradients that a split backward deferred."""
         ...
 
 
 class Stopwatch:
-    """Seconds that a device spends on compute.
+    """Measures the seconds that a device spends on compute.
 
-    A simulated slow card (`slowdown`) waits after each piece of work, until the work has taken that many
-    times the processor time it used.
+    A simulated card (`slowdown` > 1) sleeps after each piece of work, until the work has lasted `slowdown`
+    times the processor time that it used.
     """
 
     def __init__(self, device: torch.device, *, slowdown: float = 1.0) -> None:
@@ -47,7 +47,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count what happens inside."""
+        """Around a piece of work: count its seconds."""
         if self._cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -55,15 +55,15 @@ class Stopwatch:
             end.record()
             self._events.append((start, end))
             return
-        began, worked = time.perf_counter(), time.thread_time()
+        start_wall, start_processor = time.perf_counter(), time.thread_time()
         yield
         if self._slowdown > 1:
-            due = began + self._slowdown * (time.thread_time() - worked)
+            due = start_wall + self._slowdown * (time.thread_time() - start_processor)
             time.sleep(max(0.0, due - time.perf_counter()))
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - start_wall
 
     def read(self) -> float:
-        """Seconds since the last reading; waits for the device."""
+        """Seconds counted since the last call; waits for the device."""
         if self._events:
             torch.cuda.synchronize()
             self._seconds += sum(start.elapsed_time(end) for start, end in self._events) / 1e3
@@ -73,10 +73,10 @@ class Stopwatch:
 
 
 class Executor:
-    """Runs the lane of one worker.
+    """Runs the rank program of one worker.
 
-    Outputs are kept by stage and micro-batch, never by position, from a forward to its backward; nothing else
-    is, so memory follows the in-flight depth of the table and not the number of micro-batches.
+    Only outputs are kept, by stage and micro-batch, from a forward to its backward; so memory follows the
+    in-flight depth of the schedule and not the number of micro-batches.
     """
 
     def __init__(self, works: Mapping[int, StageWork], bridge: Bridge | None, stopwatch: Stopwatch) -> None:
@@ -84,51 +84,48 @@ class Executor:
         self._bridge = bridge
         self._stopwatch = stopwatch
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._handed: dict[Step, torch.Tensor] = {}
-        """Activations and gradients on their way to a message, or to another stage of this worker."""
+        self._results: dict[Step, torch.Tensor] = {}
+        """Results by the step that would take them: a send, or, for another stage of this worker, the receive
+        that a message would need."""
 
-    @property
-    def num_kept(self) -> int:
-        """Outputs kept now."""
-        return len(self._kept)
+    def run(self, program: RankProgram, after_step: Callable[[Step], None] | None = None) -> None:
+        """Run every step of a rank program, and call `after_step` with each; gradients accumulate.
 
-    def run(self, lane: Lane, taken: Callable[[Step], None] | None = None) -> None:
-        """Take every step of the lane, and tell `taken` of each; gradients accumulate in the parameters.
-
-        A lane without backwards (evaluation) keeps nothing.
+        A program without backwards (evaluation) keeps no outputs. Raises TrainingError or LostPeer if a peer
+        is lost.
         """
-        for _ in self.steps(lane, taken):
+        for _ in self.steps(program, after_step):
             pass
 
-    def steps(self, lane: Lane, taken: Callable[[Step], None] | None = None) -> Iterator[Step]:
-        """Yield every step of the lane just before it is taken."""
-        training = any(step.kind in ("backward", "backward_input") for step in lane)
-        whole = frozenset(lane)
-        for step in lane:
+    def steps(self, program: RankProgram, after_step: Callable[[Step], None] | None = None) -> Iterator[Step]:
+        """As `run`, but yield every step just before running it."""
+        training = any(step.kind in ("backward", "backward_input") for step in program)
+        all_steps = frozenset(program)
+        for step in program:
             yield step
             with torch.set_grad_enabled(training):
-                self._take(step, whole, training=training)
-            if taken is not None:
-                taken(step)
+                self._take(step, all_steps, training=training)
+            if after_step is not None:
+                after_step(step)
         if self._bridge is not None:
             self._bridge.drain()
-        assert not self._kept and not self._handed
+        assert not self._kept and not self._results
 
-    def _take(self, step: Step, lane: frozenset[Step], *, training: bool) -> None:
+    def _take(self, step: Step, program: frozenset[Step], *, training: bool) -> None:
         if step.kind == "forward":
-            self._forward(step, lane, training=training)
+            self._forward(step, program, training=training)
         elif step.kind in ("backward", "backward_input"):
-            self._backward(step, lane)
+            self._backward(step, program)
         elif step.kind == "backward_weight":
             with self._stopwatch.running():
                 self._works[step.stage].backward_weight(step.micro_batch)
         elif step.kind in ("receive_activation", "receive_gradient"):
             self._need_bridge().post(step)
         else:
-            self._need_bridge().send(step, self._handed.pop(step))
+            self._need_bridge().send(step, self._results.pop(step))
 
-    def _forward(self, step: Step, lane: frozenset[Step], *, training: bool) -> None:
-        hidden_BSH = self._incoming(Step("receive_activation", step.stage, step.micro_batch), lane)
+    def _forward(self, step: Step, program: frozenset[Step], *, training: bool) -> None:
+        hidden_BSH = self._take_input(Step("receive_activation", step.stage, step.micro_batch), program)
         if hidden_BSH is not None and training:
             hidden_BSH.requires_grad_()
         with self._stopwatch.running():
@@ -136,34 +133,34 @@ class Executor:
         if training:
             self._kept[step.stage, step.micro_batch] = (hidden_BSH, output)
         if output.dim() > 0:
-            self._hand_on(Step("send_activation", step.stage, step.micro_batch), output, lane)
+            self._put_result(Step("send_activation", step.stage, step.micro_batch), output, program)
 
-    def _backward(self, step: Step, lane: frozenset[Step]) -> None:
-        gradient_BSH = self._incoming(Step("receive_gradient", step.stage, step.micro_batch), lane)
+    def _backward(self, step: Step, program: frozenset[Step]) -> None:
+        gradient_BSH = self._take_input(Step("receive_gradient", step.stage, step.micro_batch), program)
         hidden_BSH, output = self._kept.pop((step.stage, step.micro_batch))
         work = self._works[step.stage]
         with self._stopwatch.running(), work.splitting(step.micro_batch, step.kind == "backward_input"):
             torch.autograd.backward(output, gradient_BSH)
         if hidden_BSH is not None:
             assert hidden_BSH.grad is not None
-            self._hand_on(Step("send_gradient", step.stage, step.micro_batch), hidden_BSH.grad, lane)
+            self._put_result(Step("send_gradient", step.stage, step.micro_batch), hidden_BSH.grad, program)
 
-    def _incoming(self, arrival: Step, lane: frozenset[Step]) -> torch.Tensor | None:
-        """A message, or what another stage of this worker left; None at the model's ends."""
-        if arrival in lane:
+    def _take_input(self, arrival: Step, program: frozenset[Step]) -> torch.Tensor | None:
+        """The message, or the result of another stage of this worker; None at the model's ends."""
+        if arrival in program:
             return self._need_bridge().take(arrival)
-        return self._handed.pop(arrival, None)
+        return self._results.pop(arrival, None)
 
-    def _hand_on(self, departure: Step, tensor: torch.Tensor, lane: frozenset[Step]) -> None:
-        """Lay a result where its send finds it, or, without one, the next stage of this worker."""
-        if departure in lane:
-            self._handed[departure] = tensor
+    def _put_result(self, departure: Step, tensor: torch.Tensor, program: frozenset[Step]) -> None:
+        """Store a result for its send or, if the program has none, for the adjacent stage of this worker."""
+        if departure in program:
+            self._results[departure] = tensor
             return
-        onward = departure.kind == "send_activation"
-        kind: Kind = "receive_activation" if onward else "receive_gradient"
-        stage = departure.stage + (1 if onward else -1)
-        self._handed[Step(kind, stage, departure.micro_batch)] = tensor.detach()
+        is_activation = departure.kind == "send_activation"
+        kind: Kind = "receive_activation" if is_activation else "receive_gradient"
+        stage = departure.stage + (1 if is_activation else -1)
+        self._results[Step(kind, stage, departure.micro_batch)] = tensor.detach()
 
     def _need_bridge(self) -> Bridge:
-        assert self._bridge is not None, "a table with messages needs a bridge"
+        assert self._bridge is not None, "a rank program with messages needs a bridge"
         return self._bridge

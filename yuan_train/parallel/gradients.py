@@ -1,4 +1,4 @@
-"""Weights and gradients in flat buffers, when gradients are summed over owners, and their global norm."""
+"""Flat buffers of weights and gradients, the order of gradient reductions, and the gradient norm."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard, num_elements, part_of
-from yuan_train.schedule.step import Lane, Step
+from yuan_train.schedule.step import RankProgram, Step
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of masters and gradients under weights of a precision."""
+    """The dtype of masters and gradients for weights of `dtype`: fp32 for bf16 and fp16, else the same."""
     return torch.float32 if dtype in _LOW_PRECISION else dtype
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a parameter lies in a flat buffer."""
+    """The position of a parameter in a flat buffer: elements [start, start + length)."""
 
     name: str
     shard: Shard
@@ -31,36 +31,40 @@ class Piece:
 
 @dataclass(frozen=True)
 class Slice:
-    """One of the equal parts into which a bucket is cut, so that owners of unlike width can meet.
+    """One of the equal parts of a bucket; owners of different widths reduce gradients slice by slice.
 
-    Laid out as the bucket: matrices, cut vectors, whole vectors. A whole vector is in every slice, and counts
-    in the first alone.
+    Laid out like the bucket: matrices, sharded vectors, replicated vectors. A replicated vector is in every
+    slice, and counts only in slice 0.
     """
 
     index: int
+    """Number of the slice in the bucket."""
     local_index: int
+    """Number among the slices that this rank holds."""
     group: tuple[int, ...]
-    """The ranks that hold it."""
+    """The ranks that hold it, one of each owner."""
     pieces: tuple[Piece, ...]
     num_matrix_elements: int
-    num_cut_elements: int
+    num_sharded_elements: int
 
     @property
     def num_elements(self) -> int:
+        """Elements of the slice, replicated vectors included."""
         last = self.pieces[-1]
         return last.start + last.length
 
     @property
     def num_counted_elements(self) -> int:
-        """Elements that no other slice has."""
-        return self.num_elements if self.index == 0 else self.num_cut_elements
+        """The leading elements that count in this slice; replicated vectors count in slice 0 only."""
+        return self.num_elements if self.index == 0 else self.num_sharded_elements
 
 
 class FlatBucket:
-    """The parameters of one bucket, laid end to end.
+    """The parameters of one bucket that a rank holds, end to end in flat buffers.
 
-    `gradient` [n] holds the gradient summed over micro-batches in fp32 (fp64 for fp64 models); `weights` [n]
-    the model's weights in their own precision.
+    `gradient` [n] holds the gradient summed over micro-batches, in fp32 (fp64 for fp64 models); `weights` [n]
+    holds the model's weights in their own precision. The parameters become views of `weights`, and autograd
+    accumulates into `gradient`.
     """
 
     def __init__(
@@ -73,8 +77,8 @@ class FlatBucket:
     ) -> None:
         self.rank = rank
         self.is_first_owner = rank in bucket.owners[0]
-        """Whether this rank is of the owner that writes the bucket into checkpoints: owners of unlike width
-        hold overlapping parts."""
+        """Whether this rank belongs to the owner that writes the bucket into checkpoints. Only one owner may:
+        the parts of owners of different widths overlap."""
         order = {name: _order(p, shards[name]) for name, p in parameters.items()}
         self.parameters = dict(sorted(parameters.items(), key=lambda item: order[item[0]]))
         self.shards = {name: shards[name] for name in self.parameters}
@@ -91,20 +95,20 @@ class FlatBucket:
                 view = self.view(self.weights, name)
                 view.copy_(parameter)
                 parameter.data = view
-                self._gather_gradient(name, parameter)
+                self._accumulate_in_buffer(name, parameter)
 
     @property
     def num_matrix_elements(self) -> int:
-        """Elements of the matrices, which stand first; vectors follow."""
+        """Elements of the matrices, which come before the vectors."""
         return sum(piece.length for piece in self.pieces if len(piece.shard.shape) >= 2)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
-        """The part of a flat buffer [n] that belongs to a parameter, in the parameter's local shape."""
+        """The view of a flat buffer [n] that belongs to a parameter, in the parameter's local shape."""
         piece = self._piece_of[name]
         return flat[piece.start : piece.start + piece.length].view(piece.shard.local_shape)
 
     def pack(self, flat: torch.Tensor, part: Slice) -> torch.Tensor:
-        """A slice of a flat buffer [n], end to end; the buffer itself if the slice is all of it."""
+        """A contiguous copy of a slice of a flat buffer [n]; the buffer itself if it is a single slice."""
         if len(self.slices) == 1:
             return flat
         packed = flat.new_empty(part.num_elements)
@@ -115,7 +119,7 @@ class FlatBucket:
         return packed
 
     def unpack(self, packed: torch.Tensor, part: Slice, flat: torch.Tensor) -> None:
-        """Put a slice back into a flat buffer [n]."""
+        """Copy a packed slice back into a flat buffer [n]; nothing to do if it is the buffer itself."""
         if packed.data_ptr() == flat.data_ptr():
             return
         for piece in part.pieces:
@@ -125,10 +129,10 @@ class FlatBucket:
     def _slice_view(self, flat: torch.Tensor, name: str, part: Slice) -> torch.Tensor:
         return part_of(self.view(flat, name), self.shards[name], part.local_index, len(self.slices))
 
-    def _gather_gradient(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Let autograd add into the flat buffer, in the master's precision."""
+    def _accumulate_in_buffer(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Make autograd accumulate a parameter's gradient into the flat buffer, in the master's precision."""
         view = self.view(self.gradient, name)
-        # The head's gradient is made in the forward, and added here without a backward.
+        # The head computes its gradient in the forward, and adds it here without a backward.
         parameter.main_gradient = view  # pyright: ignore[reportAttributeAccessIssue]
         if not self.is_low_precision:
             parameter.grad = view
@@ -136,7 +140,7 @@ class FlatBucket:
 
         def add(p: torch.Tensor) -> None:
             if p.grad is None:
-                # torch tells as well of a backward that brings none: the head's, or a split one's first part.
+                # torch calls this without a gradient too: for the head, and in a split backward's first part.
                 return
             view.add_(p.grad)
             p.grad = None
@@ -145,12 +149,12 @@ class FlatBucket:
 
 
 def _order(parameter: torch.nn.Parameter, shard: Shard) -> int:
-    """Matrices, cut vectors, whole vectors."""
-    return 0 if parameter.dim() >= 2 else 1 if not _everywhere(shard) else 2
+    """Sort key: 0 for matrices, 1 for sharded vectors, 2 for replicated vectors."""
+    return 0 if parameter.dim() >= 2 else 1 if not _is_replicated(shard) else 2
 
 
-def _everywhere(shard: Shard) -> bool:
-    """Whether a tensor is whole on every rank, however wide its group."""
+def _is_replicated(shard: Shard) -> bool:
+    """Whether every rank of the tensor-parallel group holds the full tensor."""
     return shard.dim is None
 
 
@@ -162,42 +166,48 @@ def _pieces(shards: Mapping[str, Shard], lengths: Mapping[str, int]) -> Iterator
 
 
 def _slices(bucket: Bucket, shards: Mapping[str, Shard], rank: int) -> Iterator[Slice]:
-    mine = bucket.slices_of(rank)
+    indices = bucket.slices_of(rank)
     lengths = {name: num_elements(shard, bucket.num_slices) for name, shard in shards.items()}
     pieces = tuple(_pieces(shards, lengths))
-    matrices = sum(piece.length for piece in pieces if len(piece.shard.shape) >= 2)
-    cut = sum(piece.length for piece in pieces if len(piece.shard.shape) >= 2 or not _everywhere(piece.shard))
-    for local_index, index in enumerate(mine):
-        yield Slice(index, local_index, bucket.slice_group(index), pieces, matrices, cut)
+    num_matrix = sum(piece.length for piece in pieces if len(piece.shard.shape) >= 2)
+    sharded = sum(
+        piece.length for piece in pieces if len(piece.shard.shape) >= 2 or not _is_replicated(piece.shard)
+    )
+    for local_index, index in enumerate(indices):
+        yield Slice(index, local_index, bucket.slice_group(index), pieces, num_matrix, sharded)
 
 
-def sums_after(lane: Lane, stages_of: Sequence[frozenset[int]]) -> dict[Step, tuple[int, ...]]:
-    """After which step of a lane the gradient sum of which buckets begins, the rest of the lane still to run.
+def grad_reduce_after(
+    program: RankProgram, stages_of: Sequence[frozenset[int]]
+) -> dict[Step, tuple[int, ...]]:
+    """The buckets whose gradient reductions start after a step of a rank program, by step.
 
-    `stages_of` are the stages that hold each bucket of a rank, in the model's order. A sum may begin when the
-    last backward of those stages has ended. All ranks begin their sums in one order, for two ranks may share
-    several groups: against the model's, in which backwards mostly end. A sum that is ready before its turn
-    waits for it.
+    They overlap the rest of the program. `stages_of` are the stages of the rank that hold each of its
+    buckets, in the model's order. A reduction may start when the last backward of those stages has ended. All
+    ranks start their reductions in the same order, because two ranks may share several groups: in the reverse
+    of the model's order, in which backwards mostly end. A reduction that is ready before its turn waits for
+    it.
 
-    Nothing can wait for ever: a beginning does not block; ends are awaited when the lane is done and all sums
-    are begun; and no lane waits for a sum. So every rank of a sum begins it, in the same order as the others.
+    This cannot deadlock: starting does not block; a rank waits for the ends when its program has ended and
+    all its reductions have started; and no program waits for a reduction. So every rank of a reduction starts
+    it, in the same order as the others.
     """
-    last = {step.stage: position for position, step in enumerate(lane) if step.kind.startswith("backward")}
+    last = {step.stage: position for position, step in enumerate(program) if step.kind.startswith("backward")}
     found: dict[Step, tuple[int, ...]] = {}
-    turn = 0
+    start_at = 0
     for number in reversed(range(len(stages_of))):
-        turn = max(turn, *(last[stage] for stage in stages_of[number]))
-        # Another stage waits for the messages behind a backward; nobody waits for the sum as yet.
-        while turn + 1 < len(lane) and not lane[turn + 1].is_compute:
-            turn += 1
-        found[lane[turn]] = (*found.get(lane[turn], ()), number)
+        start_at = max(start_at, *(last[stage] for stage in stages_of[number]))
+        # Another stage waits for the messages after a backward; no rank waits for the reduction yet.
+        while start_at + 1 < len(program) and not program[start_at + 1].is_compute:
+            start_at += 1
+        found[program[start_at]] = (*found.get(program[start_at], ()), number)
     return found
 
 
 def squared_norm(buckets: list[FlatBucket], *, device: torch.device) -> torch.Tensor:
-    """This rank's share of the squared global gradient norm, fp64.
+    """This rank's term of the squared global gradient norm: a scalar, fp64, on `device`.
 
-    Each slice counts at the first rank that holds it, and a vector that is whole everywhere in slice 0.
+    Each slice counts on the first rank that holds it, and a replicated vector in slice 0 only.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for bucket in buckets:
@@ -209,11 +219,11 @@ def squared_norm(buckets: list[FlatBucket], *, device: torch.device) -> torch.Te
 
 
 NORM_BLOCK = 1 << 16
-"""Elements whose squares are summed at a time: on a CPU torch makes an fp64 copy of all that it is given."""
+"""Elements whose squares are summed at a time: on a CPU torch makes an fp64 copy of its whole input."""
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Squares of a flat buffer [n] summed in fp64, with no more than a block beside it."""
+    """The sum of squares of a flat buffer [n], in fp64; on a CPU it copies at most NORM_BLOCK elements."""
     if flat.device.type == "cuda" or flat.numel() <= NORM_BLOCK:
         return torch.linalg.vector_norm(flat, dtype=torch.float64) ** 2
     blocks = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in flat.split(NORM_BLOCK)]

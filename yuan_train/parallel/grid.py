@@ -1,4 +1,4 @@
-"""A plan as coordinates and rank lists: arithmetic only, the same on every rank."""
+"""Rank coordinates, edges and buckets of a plan: arithmetic only, the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Replica = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands in the plan."""
+class RankCoord:
+    """The coordinates of a rank in the plan."""
 
     rank: int
     pipeline: int
     worker: int
-    """Its replica's number within the pipeline; see `schedule.step.Workers`."""
-    position: int
-    """Within the replica."""
+    """Number of its replica in the pipeline; see `schedule.step.Workers`."""
+    tensor_rank: int
+    """Position inside the replica, its tensor-parallel group."""
     stages: tuple[int, ...]
-    """The stages that it runs: one, or several virtual ones."""
+    """The stages that it runs: one, or several virtual stages."""
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
@@ -35,40 +35,44 @@ class Place:
 
 @dataclass(frozen=True)
 class Edge:
-    """One direction of a cut between two workers: messages that leave `stage`.
+    """One direction of a cut between two workers: the messages that leave `stage`.
 
-    With virtual stages, activations to the next stage and gradients to the one before may have the same two
-    ranks; they are two edges.
+    With virtual stages, the activations of one stage and the gradients of another may have the same sender
+    and receiver; they are two edges.
     """
 
     pipeline: int
     stage: int
-    onward: bool
+    is_activation: bool
+    """Whether it carries activations to the next stage; else gradients to the previous one."""
     sender: int
+    """Rank that sends; the first of its replica, as `receiver` is of its own."""
     receiver: int
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Adjacent units of the model that the same replicas own; gradients are summed over them together.
+    """Adjacent units of the model with the same owners; their gradients are reduced together.
 
-    A unit is `embedding`, `layers.7` or `head`; a tied embedding is owned by first and last stages alike.
+    A unit is `embedding`, `layers.7` or `head`. A tied embedding is owned by both the first and the last
+    stages.
     """
 
     units: tuple[str, ...]
     owners: tuple[Replica, ...]
+    """The replicas that hold the units' parameters."""
 
     @property
     def num_slices(self) -> int:
-        """The least common multiple of the owners' widths: each owner holds whole slices."""
+        """The least common multiple of the owners' widths: each rank holds a whole number of slices."""
         return math.lcm(*map(len, self.owners))
 
     def slice_group(self, index: int) -> tuple[int, ...]:
-        """The ranks that hold a slice, one of each owner."""
+        """The ranks that hold a slice, one of each owner, sorted."""
         return tuple(sorted(owner[index * len(owner) // self.num_slices] for owner in self.owners))
 
     def slices_of(self, rank: int) -> range:
-        """The slices that a rank holds; empty if it owns nothing here."""
+        """The slices that a rank holds; empty if it is in none of the owners."""
         for owner in self.owners:
             if rank in owner:
                 each = self.num_slices // len(owner)
@@ -79,55 +83,51 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Grid:
-    """Who works where, who talks to whom, and who holds what."""
+    """The layout of a plan: coordinates of every rank, edges between workers, owners of every unit."""
 
     plan: Plan
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
-        """The place of every rank, by rank."""
-        found: dict[int, Place] = {}
+    def coords(self) -> tuple[RankCoord, ...]:
+        """The coordinates of every rank, by rank."""
+        found: dict[int, RankCoord] = {}
         for p, pipeline in enumerate(self.plan.pipelines):
             for worker, replica in enumerate(self.replicas(p)):
                 stages = tuple(s for s, stage in enumerate(pipeline.stages) if replica in stage.replicas)
-                for position, rank in enumerate(replica):
-                    found[rank] = Place(rank, p, worker, position, stages)
+                for tensor_rank, rank in enumerate(replica):
+                    found[rank] = RankCoord(rank, p, worker, tensor_rank, stages)
         return tuple(found[rank] for rank in range(self.plan.world_size))
 
     def replicas(self, pipeline: int) -> tuple[Replica, ...]:
-        """The workers of a pipeline as ranks, by the worker's number."""
-        return self._crews[pipeline][0]
+        """The ranks of each worker of a pipeline, by the worker's number."""
+        return self.plan.pipelines[pipeline].worker_replicas
 
     def workers(self, pipeline: int) -> Workers:
-        """For each stage of a pipeline its workers' numbers."""
-        return self._crews[pipeline][1]
+        """The workers' numbers of each stage of a pipeline."""
+        return self.plan.pipelines[pipeline].workers
 
-    @cached_property
-    def _crews(self) -> tuple[tuple[tuple[Replica, ...], Workers], ...]:
-        """Replicas and workers of every pipeline; every message asks for them."""
-        return tuple(_crew(pipeline) for pipeline in self.plan.pipelines)
+    def pipeline(self, coord: RankCoord) -> PipelinePlan:
+        """The pipeline of a rank."""
+        return self.plan.pipelines[coord.pipeline]
 
-    def pipeline(self, place: Place) -> PipelinePlan:
-        return self.plan.pipelines[place.pipeline]
+    def replica(self, coord: RankCoord) -> Replica:
+        """The tensor-parallel group of a rank, itself included."""
+        return self.replicas(coord.pipeline)[coord.worker]
 
-    def replica(self, place: Place) -> Replica:
-        """The tensor-parallel group of a rank."""
-        return self.replicas(place.pipeline)[place.worker]
-
-    def peer(self, place: Place, stage: int, micro_batch: int) -> int:
+    def peer(self, coord: RankCoord, stage: int, micro_batch: int) -> int:
         """The first rank of the worker that runs a micro-batch on a stage of the same pipeline."""
-        worker = worker_of(self.workers(place.pipeline), stage, micro_batch)
-        return self.replicas(place.pipeline)[worker][0]
+        worker = worker_of(self.workers(coord.pipeline), stage, micro_batch)
+        return self.replicas(coord.pipeline)[worker][0]
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Every edge on which a message goes, in one order on all ranks."""
+        """Every edge that carries a message, in the same order on all ranks."""
         return tuple(edge for p in range(len(self.plan.pipelines)) for edge in self._edges(p))
 
     @cached_property
-    def staged(self) -> dict[Edge, bool]:
-        """Whether the messages of an edge go through host memory."""
-        return {edge: self.plan.staged((edge.sender, edge.receiver)) for edge in self.edges}
+    def via_host(self) -> dict[Edge, bool]:
+        """Whether the messages of each edge go through host memory."""
+        return {edge: self.plan.via_host((edge.sender, edge.receiver)) for edge in self.edges}
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -140,9 +140,9 @@ class Grid:
                 grouped.append(Bucket((unit,), owners))
         return tuple(grouped)
 
-    def first_sequence(self, place: Place) -> int:
-        """Offset of the pipeline's share within a global batch, in sequences."""
-        return sum(pipeline.num_sequences for pipeline in self.plan.pipelines[: place.pipeline])
+    def first_sequence(self, coord: RankCoord) -> int:
+        """Offset of the share of the rank's pipeline in a global batch, in sequences."""
+        return sum(pipeline.num_sequences for pipeline in self.plan.pipelines[: coord.pipeline])
 
     def _edges(self, p: int) -> Iterator[Edge]:
         replicas, workers = self.replicas(p), self.workers(p)
@@ -170,15 +170,8 @@ class Grid:
         return tuple(sorted(replica for stage in stages for replica in stage.replicas))
 
 
-def _crew(pipeline: PipelinePlan) -> tuple[tuple[Replica, ...], Workers]:
-    replicas = tuple(dict.fromkeys(replica for stage in pipeline.stages for replica in stage.replicas))
-    numbers = {replica: worker for worker, replica in enumerate(replicas)}
-    workers = tuple(tuple(numbers[replica] for replica in stage.replicas) for stage in pipeline.stages)
-    return replicas, workers
-
-
 def unit_of(parameter: str) -> str:
-    """The unit that a parameter belongs to, by its global name."""
+    """The unit of a parameter, given its global name. The final norm belongs to `head`."""
     parts = parameter.split(".")
     if parts[0] == "layers":
         return f"layers.{parts[1]}"

@@ -1,8 +1,8 @@
-"""Process groups: the only caller of `new_group`.
+"""Process groups: the only module that calls `new_group`.
 
-Every rank creates every group, in one order: partial creation hangs when ranks own different numbers of
-groups (pytorch/pytorch #173608). Each edge and direction has a group of its own, so that no message waits
-behind another, and a first small message warms it up.
+Every rank creates every group, in the same order: creation by the members alone hangs when ranks belong to
+different numbers of groups (pytorch/pytorch #173608). Each edge and direction has a group of its own, so that
+no message waits behind another, and a first small message warms it up.
 """
 
 from __future__ import annotations
@@ -18,49 +18,53 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
-from yuan_train.parallel.grid import Edge, Grid, Place, Replica
+from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a plan, by what they are for; empty in a process alone."""
+    """The process groups of a plan, by purpose; empty in a single process."""
 
     edges: Mapping[Edge, dist.ProcessGroup]
+    """Of two ranks each, for point-to-point messages."""
     owners: Mapping[tuple[int, ...], dist.ProcessGroup]
-    """By the ranks that hold the same slices of the same units."""
+    """For gradient reductions and weight sync, by the ranks that hold the same slices of the same units."""
     tensor: dist.ProcessGroup | None = None
-    """This rank's tensor-parallel group, if it shares its stage."""
+    """This rank's tensor-parallel group; None if it is one rank wide."""
 
 
-def join(*, device: torch.device, timeout_seconds: float) -> None:
-    """Meet the other ranks that the launcher started. Raises TrainingError if they do not come.
+def init_distributed(
+    *, device: torch.device, timeout_seconds: float, startup_timeout_seconds: float | None = None
+) -> None:
+    """Initialise torch.distributed with the ranks that the launcher started.
 
-    After a restart the launcher's store still holds the dead attempt's addresses, so each attempt works
-    under a prefix of its own.
+    After a restart the launcher's store still holds the addresses of the failed attempt, so each attempt uses
+    a prefix of its own. `timeout_seconds` is how long a rank waits in an operation of all ranks. Raises
+    TrainingError if the ranks do not connect within `startup_timeout_seconds` (None: `timeout_seconds`).
     """
-    timeout = timedelta(seconds=timeout_seconds)
+    startup_seconds = timeout_seconds if startup_timeout_seconds is None else startup_timeout_seconds
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=startup_seconds)))
         dist.init_process_group(
-            # Over all ranks there are only numbers to exchange, and not all cards may share a library.
+            # The ranks exchange only numbers in the world group, and their cards may have different backends.
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore(f"attempt-{attempt}", store),
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_seconds),
         )
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(f"the ranks could not meet within {timeout_seconds:g} s: {error}") from error
+        raise TrainingError(f"the ranks could not connect within {startup_seconds:g} s: {error}") from error
 
 
 class LostPeer(RuntimeError):
-    """A rank of a group is gone, or did not come in time: what waited, and for whom."""
+    """A rank of a group died or timed out; the message names the operation and the rank."""
 
 
 @contextmanager
-def meeting(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Around an operation of `ranks`: say what it was, and who may be missing. Raises LostPeer."""
+def blame_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Around an operation `what` of `ranks`: raise its RuntimeError as a LostPeer that names the others."""
     try:
         yield
     except LostPeer:
@@ -74,24 +78,24 @@ def meeting(what: str, ranks: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def naming(place: Place) -> Iterator[None]:
-    """Say at which place a peer was lost. Raises TrainingError."""
+def as_training_error(coord: RankCoord) -> Iterator[None]:
+    """Raise a LostPeer as a TrainingError that names this rank's coordinates."""
     try:
         yield
     except LostPeer as error:
-        raise TrainingError(f"{place}: {error}") from error
+        raise TrainingError(f"{coord}: {error}") from error
 
 
 @contextmanager
-def watching(place: Place, what: str) -> Iterator[None]:
-    """Around an operation of all ranks. Raises TrainingError."""
+def guard_world_collective(coord: RankCoord, what: str) -> Iterator[None]:
+    """Around an operation `what` of all ranks: raise its RuntimeError as a TrainingError that names them."""
     ranks = range(dist.get_world_size()) if dist.is_initialized() else ()
-    with naming(place), meeting(what, ranks):
+    with as_training_error(coord), blame_peers(what, ranks):
         yield
 
 
-def leave() -> None:
-    """Part from the other ranks, if any."""
+def shutdown() -> None:
+    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -99,15 +103,15 @@ def leave() -> None:
 def make_groups(grid: Grid, *, device: torch.device, timeout_seconds: float) -> Groups:
     """Create and warm up the groups of a plan; collective over all ranks.
 
-    Waiting for longer than `timeout_seconds` in any of them is an error. Ranks whose cards share no library
-    get gloo: what it sums it takes from a card by itself, and what goes over an edge the bridge brings to
-    the host.
+    An operation of a group that waits longer than `timeout_seconds` fails. Ranks whose cards have no common
+    backend get gloo: for reductions gloo itself copies from the card, and for messages the bridge copies to
+    the host. Raises TrainingError, naming the ranks, if a group does not work.
     """
     if not dist.is_initialized():
         return Groups({}, {})
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        direct = device.type == "cuda" and not grid.plan.staged(ranks)
+        direct = device.type == "cuda" and not grid.plan.via_host(ranks)
         timeout = timedelta(seconds=timeout_seconds)
         return _new_group(ranks, timeout=timeout, backend="nccl" if direct else "gloo")
 
@@ -123,23 +127,23 @@ def make_groups(grid: Grid, *, device: torch.device, timeout_seconds: float) -> 
         replica for p in range(len(grid.plan.pipelines)) for replica in grid.replicas(p) if len(replica) > 1
     ]
     tensor: dict[Replica, dist.ProcessGroup] = {replica: new_group(replica) for replica in wide}
-    mine = grid.replica(grid.places[dist.get_rank()])
-    groups = Groups(edges, owners, tensor.get(mine))
+    own = grid.replica(grid.coords[dist.get_rank()])
+    groups = Groups(edges, owners, tensor.get(own))
     _warm_up(grid, groups, device)
     return groups
 
 
 def make_tensor_groups(
-    teams: Sequence[tuple[int, ...]], *, timeout_seconds: float
+    rank_groups: Sequence[tuple[int, ...]], *, timeout_seconds: float
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A group for each team of ranks; collective over all ranks."""
-    return {ranks: _new_group(ranks, timeout=timedelta(seconds=timeout_seconds)) for ranks in teams}
+    """A group for each tuple of ranks; collective over all ranks."""
+    return {ranks: _new_group(ranks, timeout=timedelta(seconds=timeout_seconds)) for ranks in rank_groups}
 
 
 def make_save_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """A group of all ranks for saves in the background, whose messages must not mix with training's.
+    """A gloo group of all ranks for asynchronous saves, whose messages must not mix with those of training.
 
-    Collective over all ranks; None in a process alone.
+    Collective over all ranks; None in a single process.
     """
     if not dist.is_initialized():
         return None
@@ -150,16 +154,16 @@ def make_save_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
 def _new_group(
     ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    # A group does not inherit the time-out of the world. Outside a group torch returns a stand-in.
+    # A group does not inherit the timeout of the world. A rank outside the group gets a placeholder.
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timeout, backend=backend))
 
 
 def _warm_up(grid: Grid, groups: Groups, device: torch.device) -> None:
-    """Use each group once, in one order; a peer that is not there is named."""
+    """Use each group once, in the same order on all ranks. Raises TrainingError, naming the peer."""
     rank = dist.get_rank()
     for edge, group in groups.edges.items():
         sender, receiver = edge.sender, edge.receiver
-        token = torch.zeros(1, device="cpu" if grid.plan.staged((sender, receiver)) else device)
+        token = torch.zeros(1, device="cpu" if grid.plan.via_host((sender, receiver)) else device)
         try:
             if rank == sender:
                 dist.send(token, receiver, group=group)

@@ -1,4 +1,4 @@
-"""Which part of a global tensor a rank holds."""
+"""Shards: the part of a global tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 class Shard:
     """Part `index` of `count` equal parts of a global tensor along `dim`; the whole tensor if `dim` is None.
 
-    A tensor of several `blocks`, matrices one above the other along `dim`, is cut block by block: each part
-    has its share of every block.
+    A tensor of several `blocks`, matrices stacked along `dim`, is sharded block by block: each part has its
+    share of every block.
     """
 
     shape: tuple[int, ...]
-    """Of the global tensor."""
+    """Shape of the global tensor."""
     dim: int | None = None
     blocks: int = 1
     index: int = 0
@@ -34,11 +34,11 @@ class Shard:
         return tuple(n // self.count if d == self.dim else n for d, n in enumerate(self.shape))
 
     def local(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of a global tensor."""
+        """This shard of a global tensor [shape], as a tensor [local_shape]."""
         return part_of(whole, self, self.index, self.count).reshape(self.local_shape)
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """(offsets in the global tensor, sizes, offset along `dim` in the part): one box per block."""
+        """(offsets in the global tensor, sizes, offset along `dim` in the part), one for each block."""
         if self.dim is None:
             yield (0,) * len(self.shape), self.shape, 0
             return
@@ -51,9 +51,9 @@ class Shard:
 
 
 def part_of(tensor: torch.Tensor, shard: Shard, index: int, count: int) -> torch.Tensor:
-    """View of part `index` of `count` of a tensor that is laid out as `shard` says, blocks apart.
+    """The view of part `index` of `count` of a tensor with the layout of `shard`, blocks in a separate dim.
 
-    A whole tensor is in every part.
+    If `shard` is not sharded, every part is the whole tensor.
     """
     if shard.dim is None:
         return tensor
@@ -70,32 +70,33 @@ def find_shard(
     index: int,
     count: int,
 ) -> Shard:
-    """The shard of a parameter by its global name, from the model's own words of what may be cut.
+    """The shard of a parameter, given its global name and global shape.
 
-    `sharding` maps patterns of module names to column, row, filter, vocabulary or whole.
+    `sharding` maps patterns of module names to the model's sharding styles: column, row, filter, vocabulary
+    or whole. `row_blocks` maps patterns to the number of matrices stacked in a weight; 1 where none matches.
     """
     module, _, kind = name.rpartition(".")
-    word = sharding_word(module, sharding)
-    assert word is not None, f"the model does not say how {name} may be cut"
+    style = sharding_style(module, sharding)
+    assert style is not None, f"no sharding style for parameter {name}"
     blocks = next((n for pattern, n in row_blocks.items() if fnmatchcase(module, pattern)), 1)
-    dim = _dim(word, module, kind)
+    dim = _dim(style, module, kind)
     if dim is None:
         return Shard(shape)
     return Shard(shape, dim, blocks, index, count)
 
 
-def sharding_word(module: str, sharding: Mapping[str, str]) -> str | None:
-    """The model's word for a module, or None."""
-    return next((word for pattern, word in sharding.items() if fnmatchcase(module, pattern)), None)
+def sharding_style(module: str, sharding: Mapping[str, str]) -> str | None:
+    """The sharding style of a module: that of the first pattern that matches its name, or None."""
+    return next((style for pattern, style in sharding.items() if fnmatchcase(module, pattern)), None)
 
 
-def _dim(word: str, module: str, kind: str) -> int | None:
-    if word in ("column", "vocabulary"):
+def _dim(style: str, module: str, kind: str) -> int | None:
+    if style in ("column", "vocabulary"):
         return 0
-    if word == "row":
+    if style == "row":
         return 1
-    if word == "filter":
-        # The channels are conv1's outputs and conv2's inputs; conv2's bias is added after the sum.
+    if style == "filter":
+        # The channels are conv1's outputs and conv2's inputs; conv2's bias is added after the all-reduce.
         if module.endswith("conv1"):
             return 0
         return 1 if kind == "weight" else None
@@ -103,6 +104,6 @@ def _dim(word: str, module: str, kind: str) -> int | None:
 
 
 def num_elements(shard: Shard, count: int) -> int:
-    """Elements of one of `count` parts of the global tensor."""
+    """Elements of one of `count` parts of the global tensor; all of them if it is not sharded."""
     whole = math.prod(shard.shape)
     return whole if shard.dim is None else whole // count

@@ -1,13 +1,13 @@
-"""Tensor parallelism from outside: cut parameters, and the collectives around the modules that hold them.
+"""Tensor parallelism, applied to a model from outside: shards its parameters and wraps its modules.
 
-The model says in words what may be cut (`model/sharding.py`); here it is cut. Activations are whole on every
-rank of a group:
+The model names a sharding style for each module (`model/sharding.py`). Every rank of a group holds the full
+activations between modules; f and g are Megatron's operators (`collectives.copy_to_tp`, `reduce_from_tp`):
 
-    column      the input enters the group (its gradient is summed), the output is a part
-    row         the input is a part, the outputs are summed
-    filter      conv1 as column, conv2 as row, over the H/2 channels; conv2's bias is added after the sum
-    vocabulary  each rank looks up its own rows, and the outputs are summed; the head exchanges two numbers
-                per token (its logsumexp and its target's logit)
+    column      f on the input (its gradient is all-reduced); the output is sharded
+    row         the input is sharded; g all-reduces the output
+    filter      conv1 as column, conv2 as row, over the H/2 channels; conv2's bias is added after g
+    vocabulary  each rank looks up its own rows, and g all-reduces the output; the head all-gathers two
+                numbers per token (its logsumexp and its target's logit)
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ import torch.distributed as dist
 from torch import Tensor
 from yuan_kernels import ops
 
-from yuan_train.parallel.collectives import enter, leave
-from yuan_train.parallel.groups import meeting
-from yuan_train.parallel.shard import Shard, find_shard, sharding_word
+from yuan_train.parallel.collectives import copy_to_tp, reduce_from_tp
+from yuan_train.parallel.groups import blame_peers
+from yuan_train.parallel.shard import Shard, find_shard, sharding_style
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """What may be cut, in the model's words, and which part is ours."""
+class ShardSpec:
+    """The model's sharding styles, and which of `count` parts this rank holds."""
 
     sharding: Mapping[str, str]
     row_blocks: Mapping[str, int]
+    """Both by pattern of module names; see `shard.find_shard`."""
     index: int = 0
+    """Rank inside the tensor-parallel group."""
     count: int = 1
 
 
-def cut_parameters(model: torch.nn.Module, cutting: Cutting, *, device: torch.device) -> dict[str, Shard]:
-    """Give a model built on the meta device its own part of every parameter, empty; return what it holds.
+def shard_parameters(model: torch.nn.Module, spec: ShardSpec, *, device: torch.device) -> dict[str, Shard]:
+    """Replace every parameter of a model on the meta device by this rank's shard, uninitialised on `device`.
 
-    Shapes that do not divide were refused with the plan.
+    Returns the shards by parameter name. Shapes must divide, as a valid plan ensures.
     """
     shards: dict[str, Shard] = {}
     for path, module in model.named_modules():
@@ -48,10 +50,10 @@ def cut_parameters(model: torch.nn.Module, cutting: Cutting, *, device: torch.de
             shard = find_shard(
                 name,
                 tuple(parameter.shape),
-                cutting.sharding,
-                cutting.row_blocks,
-                index=cutting.index,
-                count=cutting.count,
+                spec.sharding,
+                spec.row_blocks,
+                index=spec.index,
+                count=spec.count,
             )
             local = torch.empty(shard.local_shape, dtype=parameter.dtype, device=device)
             setattr(module, kind, torch.nn.Parameter(local))
@@ -59,64 +61,68 @@ def cut_parameters(model: torch.nn.Module, cutting: Cutting, *, device: torch.de
     return shards
 
 
-def join_group(model: Any, cutting: Cutting, group: dist.ProcessGroup) -> None:
-    """Put the group's collectives around the modules of a cut model."""
+def apply_tensor_parallel(model: Any, spec: ShardSpec, group: dist.ProcessGroup) -> None:
+    """Add the collectives of a tensor-parallel group to the modules of a sharded model.
+
+    Hooks copy the inputs of column and reduce the outputs of row modules; the filter, the vocabulary lookup
+    and the loss are replaced by their parallel forms.
+    """
     for path, module in model.named_modules():
-        word = sharding_word(path, cutting.sharding)
-        if word == "column":
-            module.register_forward_pre_hook(_entering(group))
-        elif word == "row":
-            module.register_forward_hook(_leaving(group))
-        elif word == "vocabulary" and path == "embedding":
-            module.forward = _vocabulary_lookup(module, cutting, group)
+        style = sharding_style(path, spec.sharding)
+        if style == "column":
+            module.register_forward_pre_hook(_copy_input_hook(group))
+        elif style == "row":
+            module.register_forward_hook(_reduce_output_hook(group))
+        elif style == "vocabulary" and path == "embedding":
+            module.forward = _parallel_lookup(module, spec, group)
         if hasattr(module, "convolve"):
-            module.convolve = _cut_filter(module, group)
+            module.convolve = _parallel_filter(module, group)
     if model.has_head:
-        model.loss = _vocabulary_loss(model, cutting, group)
+        model.loss = _parallel_loss(model, spec, group)
 
 
-def _entering(group: dist.ProcessGroup) -> Callable[..., tuple[Tensor, ...]]:
+def _copy_input_hook(group: dist.ProcessGroup) -> Callable[..., tuple[Tensor, ...]]:
     def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (enter(inputs[0], group), *inputs[1:])
+        return (copy_to_tp(inputs[0], group), *inputs[1:])
 
     return hook
 
 
-def _leaving(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _reduce_output_hook(group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return leave(output, group)
+        return reduce_from_tp(output, group)
 
     return hook
 
 
-def _cut_filter(module: Any, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _parallel_filter(module: Any, group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def convolve(u_BSH: Tensor, document_start: Tensor | None) -> Tensor:
         part_BSH = module.convolution(
-            enter(u_BSH, group),
+            copy_to_tp(u_BSH, group),
             module.conv1.weight,
             module.conv1.bias,
             module.conv2.weight,
             None,
             document_start=document_start,
         )
-        return leave(part_BSH, group) + module.conv2.bias
+        return reduce_from_tp(part_BSH, group) + module.conv2.bias
 
     return convolve
 
 
-def _vocabulary_lookup(module: Any, cutting: Cutting, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _parallel_lookup(module: Any, spec: ShardSpec, group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def forward(tokens_BS: Tensor) -> Tensor:
         rows = module.weight.shape[0]
-        local_BS = tokens_BS - cutting.index * rows
-        ours_BS = (local_BS >= 0) & (local_BS < rows)
-        found_BSH = torch.nn.functional.embedding(local_BS.where(ours_BS, 0), module.weight)
-        return leave(found_BSH * ours_BS.unsqueeze(-1), group)
+        local_BS = tokens_BS - spec.index * rows
+        is_local_BS = (local_BS >= 0) & (local_BS < rows)
+        embedded_BSH = torch.nn.functional.embedding(local_BS.where(is_local_BS, 0), module.weight)
+        return reduce_from_tp(embedded_BSH * is_local_BS.unsqueeze(-1), group)
 
     return forward
 
 
-def _vocabulary_loss(model: Any, cutting: Cutting, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    exchange = _gathering(group, cutting.count)
+def _parallel_loss(model: Any, spec: ShardSpec, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    exchange = _all_gather_exchange(group, spec.count)
 
     def loss(
         hidden_BSH: Tensor,
@@ -127,33 +133,33 @@ def _vocabulary_loss(model: Any, cutting: Cutting, group: dist.ProcessGroup) -> 
     ) -> Tensor:
         main = None if gradient_scale is None else getattr(model.output_weight, "main_gradient", None)
         losses = ops.linear_cross_entropy(
-            enter(hidden_BSH, group).flatten(0, 1),
+            copy_to_tp(hidden_BSH, group).flatten(0, 1),
             model.output_weight,
             targets_BS.flatten(),
             reduction=reduction,
             main_gradient=main,
             gradient_scale=None if main is None else gradient_scale,
-            vocabulary=(cutting.index * model.output_weight.shape[0], exchange),
+            vocabulary=(spec.index * model.output_weight.shape[0], exchange),
         )
         return losses if reduction == "sum" else losses.view_as(targets_BS)
 
     return loss
 
 
-def _gathering(group: dist.ProcessGroup, count: int) -> ops.Exchange:
-    """Gather two vectors over the group in one message, while the caller goes on."""
+def _all_gather_exchange(group: dist.ProcessGroup, count: int) -> ops.Exchange:
+    """An exchange that all-gathers two vectors [T] over the group in one message; the caller waits later."""
 
     def exchange(logsumexp_T: Tensor, target_T: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        mine_2T = torch.stack([logsumexp_T, target_T])
-        gathered = [torch.empty_like(mine_2T) for _ in range(count)]
-        work = dist.all_gather(gathered, mine_2T, group=group, async_op=True)
+        local_2T = torch.stack([logsumexp_T, target_T])
+        gathered = [torch.empty_like(local_2T) for _ in range(count)]
+        work = dist.all_gather(gathered, local_2T, group=group, async_op=True)
         assert work is not None
 
         def wait() -> tuple[Tensor, Tensor]:
-            with meeting("the head's exchange", dist.get_process_group_ranks(group)):
+            with blame_peers("the head's all-gather", dist.get_process_group_ranks(group)):
                 work.wait()
-            whole = torch.stack(gathered)
-            return whole[:, 0], whole[:, 1]
+            all_ranks = torch.stack(gathered)
+            return all_ranks[:, 0], all_ranks[:, 1]
 
         return wait
 

@@ -1,8 +1,9 @@
-"""Optimizer state: whole on every owner, or shared out among the owners of a slice (ZeRO-1).
+"""Optimizer state: replicated on every owner, or sharded over the owners of a slice (ZeRO-1).
 
-Shared out, a rank holds masters and AdamW's two averages for its range of each of its slices. Gradients are
-summed to the range's holder, and the stepped weights come back from it; both go owner by owner, for ranges
-are unequal and gloo has no uneven all-gather. Part of what a rank holds may lie on the host, and is stepped
+Sharded (Rajbhandari et al. 2020, stage 1), a rank holds masters and AdamW's two moments for its range of each
+of its slices. Gradients are reduced to the rank that holds the range, and the stepped weights are broadcast
+from it. Both take one operation per rank instead of a reduce-scatter and an all-gather: ranges are unequal,
+and gloo has no uneven all-gather. A part of what a rank holds may be offloaded to the host, and is stepped
 there.
 """
 
@@ -15,18 +16,18 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.parallel.gradients import FlatBucket, Slice, master_dtype, squared_norm, sum_of_squares
-from yuan_train.parallel.groups import Groups, meeting
+from yuan_train.parallel.groups import Groups, blame_peers
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
-"""What is kept per element."""
+"""What is kept per element: the master weight and AdamW's moments."""
 
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """A run of elements that this rank steps: flat buffers [k], matrices first.
+    """Consecutive elements that this rank steps: flat buffers [k], k = end - start, matrices first.
 
-    It is [start, end) of its slice of a bucket (of the bucket, where the state is whole). On the host, the
-    gradient is a copy and the weights are brought up from the master.
+    They are [start, end) of a slice of a bucket (of the bucket, if the state is replicated). On the host, the
+    gradient is a copy, and the weights on the card are copied from the master.
     """
 
     start: int
@@ -39,14 +40,17 @@ class OptimizerShard:
     on_host: bool = False
 
 
-class WholeState:
-    """The state of a bucket, all of it here; the fraction `offload` of it on the host."""
+class ReplicatedState:
+    """The full optimizer state of a bucket, on every owner; the fraction `offload` of it on the host.
+
+    Gradients are all-reduced over the owners.
+    """
 
     def __init__(self, bucket: FlatBucket, groups: Groups, *, offload: float = 0.0) -> None:
         self._bucket = bucket
         self._groups = groups
         self._under_way: list[tuple[Slice, torch.Tensor, dist.Work]] = []
-        # Weights in full precision are their own master.
+        # Weights in fp32 or fp64 are their own master.
         low = bucket.is_low_precision
         self.shards = _make_shards(
             bucket.weights,
@@ -56,8 +60,8 @@ class WholeState:
             own_master=low,
         )
 
-    def begin_sum(self) -> None:
-        """Start to add up gradients over owners, slice by slice; does not wait."""
+    def start_grad_reduce(self) -> None:
+        """Start the all-reduce of the gradient over owners, slice by slice; does not wait."""
         for part in self._bucket.slices:
             if len(part.group) > 1:
                 packed = self._bucket.pack(self._bucket.gradient, part)
@@ -65,10 +69,13 @@ class WholeState:
                 assert work is not None
                 self._under_way.append((part, packed, work))
 
-    def end_sum(self) -> torch.Tensor:
-        """Wait until every owner has the whole sum; the share of its squared global norm, fp64."""
+    def finish_grad_reduce(self) -> torch.Tensor:
+        """Wait for the all-reduces; return this rank's term of the squared global norm, a scalar, fp64.
+
+        Raises LostPeer if an owner is lost.
+        """
         for part, packed, work in self._under_way:
-            with meeting("the sum of gradients over owners", part.group):
+            with blame_peers("the gradient all-reduce over owners", part.group):
                 work.wait()
             self._bucket.unpack(packed, part, self._bucket.gradient)
         self._under_way.clear()
@@ -76,13 +83,13 @@ class WholeState:
             _copy(self._bucket.gradient[shard.start : shard.end], shard.gradient)
         return squared_norm([self._bucket], device=self._bucket.gradient.device)
 
-    def publish(self) -> None:
-        """Bring the model's weights up to the master."""
+    def sync_weights(self) -> None:
+        """Copy the stepped masters into the model's weights."""
         for shard in self.shards:
             _copy(shard.master, self._bucket.weights[shard.start : shard.end])
 
-    def gather(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By state and global name: this rank's part of every tensor, as views if all lie together."""
+    def full_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's part of every tensor, by state and global name; views, unless a part is on the host."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for state in STATES:
             flat = getattr(self.shards[0], state)
@@ -94,19 +101,21 @@ class WholeState:
         return found
 
     def load(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """The reverse of `gather`; its views may have been filled in place."""
+        """Load what `full_state` returns, possibly the same views, filled in place; then sync the weights."""
         flat = torch.empty_like(self._bucket.gradient)
         for state, named in tensors.items():
             for name, tensor in named.items():
                 self._bucket.view(flat, name).copy_(tensor)
             for shard in self.shards:
                 getattr(shard, state).copy_(flat[shard.start : shard.end])
-        self.publish()
+        self.sync_weights()
 
 
-class SharedState:
-    """The state of a bucket, shared out among its owners in proportion to `shares`, by rank; of its own share
-    each keeps the fraction `offload` on the host."""
+class ShardedState:
+    """The optimizer state of a bucket, sharded over its owners in proportion to `shares`, by rank (ZeRO-1).
+
+    Each rank keeps the fraction `offload` of its own shard on the host.
+    """
 
     def __init__(
         self, bucket: FlatBucket, groups: Groups, shares: Sequence[float], *, offload: float = 0.0
@@ -116,25 +125,25 @@ class SharedState:
         self._packed: list[torch.Tensor] = []
         self._under_way: list[tuple[Slice, dist.Work]] = []
         self._ranges = [_ranges(part, shares) for part in bucket.slices]
-        self._held = [self._new_shards(part, i, offload) for i, part in enumerate(bucket.slices)]
-        """By slice."""
-        self.shards = [shard for held in self._held for shard in held]
+        self._shards_by_slice = [self._new_shards(part, i, offload) for i, part in enumerate(bucket.slices)]
+        """This rank's shards, by slice."""
+        self.shards = [shard for own_shards in self._shards_by_slice for shard in own_shards]
 
     def _new_shards(self, part: Slice, index: int, offload: float) -> list[OptimizerShard]:
         start, end = self._ranges[index][self._bucket.rank]
-        bucket, whole = self._bucket, len(self._bucket.slices) == 1
+        bucket, single_slice = self._bucket, len(self._bucket.slices) == 1
         return _make_shards(
             bucket.pack(bucket.weights, part)[start:end],
-            # A range of a slice that is not packed lies in the bucket itself.
-            bucket.gradient[start:end] if whole else None,
+            # With a single slice, a range is part of the bucket's own buffer.
+            bucket.gradient[start:end] if single_slice else None,
             start=start,
             num_matrix_elements=min(max(part.num_matrix_elements - start, 0), end - start),
             offload=offload,
-            own_master=bucket.is_low_precision or not whole,
+            own_master=bucket.is_low_precision or not single_slice,
         )
 
-    def begin_sum(self) -> None:
-        """Start to sum each range of the gradient to its holder; does not wait."""
+    def start_grad_reduce(self) -> None:
+        """Start to reduce each range of the gradient to the rank that holds it; does not wait."""
         for part, ranges in zip(self._bucket.slices, self._ranges, strict=True):
             packed = self._bucket.pack(self._bucket.gradient, part)
             self._packed.append(packed)
@@ -145,16 +154,19 @@ class SharedState:
                     assert work is not None
                     self._under_way.append((part, work))
 
-    def end_sum(self) -> torch.Tensor:
-        """Wait for the sums of this rank's ranges; their share of the squared global norm, fp64."""
+    def finish_grad_reduce(self) -> torch.Tensor:
+        """Wait for the reductions; return this rank's term of the squared global norm, a scalar, fp64.
+
+        Raises LostPeer if an owner is lost.
+        """
         for part, work in self._under_way:
-            with meeting("the sum of gradients over owners", part.group):
+            with blame_peers("the gradient reduction over owners", part.group):
                 work.wait()
         total = torch.zeros((), dtype=torch.float64, device=self._bucket.gradient.device)
-        for part, held, packed, ranges in zip(
-            self._bucket.slices, self._held, self._packed, self._ranges, strict=True
+        for part, own_shards, packed, ranges in zip(
+            self._bucket.slices, self._shards_by_slice, self._packed, self._ranges, strict=True
         ):
-            for shard in held:
+            for shard in own_shards:
                 _copy(packed[shard.start : shard.end], shard.gradient)
             start, end = ranges[self._bucket.rank]
             counted = packed[start : max(min(end, part.num_counted_elements), start)]
@@ -163,39 +175,39 @@ class SharedState:
         self._packed.clear()
         return total
 
-    def publish(self) -> None:
-        """Send the stepped weights from their holders to every owner."""
-        self._assemble("master", self._bucket.weights)
+    def sync_weights(self) -> None:
+        """Broadcast the stepped masters from their ranks into every owner's weights; collective."""
+        self._broadcast_state("master", self._bucket.weights)
 
-    def gather(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By state and global name: this rank's part of every tensor, put together; collective."""
+    def full_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's part of every tensor, by state and name, gathered from all owners; collective."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for state in STATES:
             flat = torch.empty_like(self._bucket.gradient)
-            self._assemble(state, flat)
+            self._broadcast_state(state, flat)
             found[state] = {name: self._bucket.view(flat, name) for name in self._bucket.parameters}
         return found
 
     def load(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take this rank's ranges out of its part of every tensor."""
+        """Load this rank's ranges from what `full_state` returns, then sync the weights; collective."""
         flat = torch.empty_like(self._bucket.gradient)
         for state, named in tensors.items():
             for name, tensor in named.items():
                 self._bucket.view(flat, name).copy_(tensor)
-            for part, held in zip(self._bucket.slices, self._held, strict=True):
+            for part, own_shards in zip(self._bucket.slices, self._shards_by_slice, strict=True):
                 packed = self._bucket.pack(flat, part)
-                for shard in held:
+                for shard in own_shards:
                     getattr(shard, state).copy_(packed[shard.start : shard.end])
-        self.publish()
+        self.sync_weights()
 
-    def _assemble(self, state: str, flat: torch.Tensor) -> None:
-        """Put every holder's range of a state into a flat buffer [n], in the buffer's precision."""
+    def _broadcast_state(self, state: str, flat: torch.Tensor) -> None:
+        """Broadcast every rank's range of a state into a flat buffer [n], in the buffer's precision."""
         packed = [self._bucket.pack(flat, part) for part in self._bucket.slices]
         works: list[tuple[Slice, dist.Work]] = []
-        for part, buffer, held, ranges in zip(
-            self._bucket.slices, packed, self._held, self._ranges, strict=True
+        for part, buffer, own_shards, ranges in zip(
+            self._bucket.slices, packed, self._shards_by_slice, self._ranges, strict=True
         ):
-            for shard in held:
+            for shard in own_shards:
                 _copy(getattr(shard, state), buffer[shard.start : shard.end])
             if len(part.group) > 1:
                 for rank, (first, last) in ranges.items():
@@ -205,17 +217,17 @@ class SharedState:
                         assert work is not None
                         works.append((part, work))
         for part, work in works:
-            with meeting(f"handing the {state} to all owners", part.group):
+            with blame_peers(f"the broadcast of {state} to all owners", part.group):
                 work.wait()
         for part, buffer in zip(self._bucket.slices, packed, strict=True):
             self._bucket.unpack(buffer, part, flat)
 
 
-BucketState = WholeState | SharedState
+BucketState = ReplicatedState | ShardedState
 
 
 def _ranges(part: Slice, shares: Sequence[float]) -> dict[int, tuple[int, int]]:
-    """Each holder's range of a slice, in proportion to its share."""
+    """The range [start, end) of a slice that each rank holds, in proportion to its share."""
     weights = [shares[rank] for rank in part.group]
     total, done, start = sum(weights), 0.0, 0
     ranges: dict[int, tuple[int, int]] = {}
@@ -228,8 +240,8 @@ def _ranges(part: Slice, shares: Sequence[float]) -> dict[int, tuple[int, int]]:
 
 
 _VECTOR = 64
-"""Elements: more than any processor steps at a time. AdamW rounds the odd ones behind the last whole vector
-another way, so that a cut elsewhere would change bits."""
+"""Elements; a multiple of what any processor steps at a time. AdamW rounds the remainder after the last full
+vector differently, so splitting at another element would change bits."""
 
 
 def _make_shards(
@@ -241,17 +253,17 @@ def _make_shards(
     start: int = 0,
     own_master: bool = True,
 ) -> list[OptimizerShard]:
-    """The state of a run of weights [n]: first what stays on the card, then the fraction `offload` of it.
+    """The shards of consecutive weights [n]: the part on the card, then the fraction `offload` on the host.
 
-    Without `gradient` [n] each shard gets a buffer for its own; without `own_master` the weights on the card
-    are their own master.
+    Without `gradient` [n] each shard gets a gradient buffer of its own; without `own_master` the weights on
+    the card are their own master.
     """
     n = weights.numel()
-    cut = n - round(n * offload)
-    if cut < n:
-        cut -= (cut if cut < num_matrix_elements else cut - num_matrix_elements) % _VECTOR
+    split = n - round(n * offload)
+    if split < n:
+        split -= (split if split < num_matrix_elements else split - num_matrix_elements) % _VECTOR
     shards: list[OptimizerShard] = []
-    for first, last, on_host in ((0, cut, False), (cut, n, True)):
+    for first, last, on_host in ((0, split, False), (split, n, True)):
         if last == first and not (n == 0 and not on_host):
             continue
         part, dtype = weights[first:last], master_dtype(weights.dtype)
@@ -264,9 +276,9 @@ def _make_shards(
                 start=start + first,
                 end=start + last,
                 master=master,
-                gradient=_zeros_beside(master) if gradient is None or on_host else gradient[first:last],
-                exp_avg=_zeros_beside(master),
-                exp_avg_sq=_zeros_beside(master),
+                gradient=_zeros_like(master) if gradient is None or on_host else gradient[first:last],
+                exp_avg=_zeros_like(master),
+                exp_avg_sq=_zeros_like(master),
                 num_matrix_elements=min(max(num_matrix_elements - first, 0), last - first),
                 on_host=on_host,
             )
@@ -275,13 +287,13 @@ def _make_shards(
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, pinned where a card copies to and from it."""
+    """A copy in host memory, pinned if a card copies to and from it."""
     pinned = tensor.device.type == "cuda"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
 
 
-def _zeros_beside(tensor: torch.Tensor) -> torch.Tensor:
-    """As `zeros_like`, pinned where the tensor is."""
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """As `torch.zeros_like`, but pinned if the tensor is."""
     return torch.zeros(
         tensor.shape,
         dtype=tensor.dtype,
@@ -291,7 +303,7 @@ def _zeros_beside(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Into another precision or memory; nothing where they are one tensor."""
+    """Copy into another precision or memory; nothing to do if both are the same tensor."""
     if source.device != target.device:
         source = source.to(target.dtype)
     if source.data_ptr() != target.data_ptr():

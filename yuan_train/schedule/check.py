@@ -1,4 +1,4 @@
-"""Proof, before anything runs, that a table can run: messages pair up, and nothing waits for ever."""
+"""Checks a schedule before it runs: it is complete, messages pair up, and no rank program deadlocks."""
 
 from __future__ import annotations
 
@@ -6,43 +6,45 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from yuan_train.schedule.step import Kind, Lane, Step, Table, Workers, one_worker_each, worker_of
-from yuan_train.schedule.tables import receive_for
+from yuan_train.schedule.schedules import receive_for
+from yuan_train.schedule.step import Kind, RankProgram, Schedule, Step, Workers, one_worker_each, worker_of
 
-_MADE_BY: dict[Kind, tuple[Kind, ...]] = {
+_PRODUCERS: dict[Kind, tuple[Kind, ...]] = {
     "send_activation": ("forward",),
     "send_gradient": ("backward", "backward_input"),
 }
-_PAIRS: dict[Kind, tuple[Kind, int]] = {
+_RECEIVE_OF: dict[Kind, tuple[Kind, int]] = {
     "send_activation": ("receive_activation", 1),
     "send_gradient": ("receive_gradient", -1),
 }
 
 
-def check_table(table: Table, workers: Workers | None = None, *, window: int = 0) -> None:
-    """Raise ValueError, with every fault, unless the table is whole and free of deadlock.
+def check_schedule(schedule: Schedule, workers: Workers | None = None, *, window: int = 0) -> None:
+    """Raise ValueError, listing every fault, unless the schedule is complete and free of deadlock.
 
-    Whole: each stage takes each step of every micro-batch once, on the worker that `workers` says (by
+    Complete: each stage takes each step of every micro-batch once, on the worker that `workers` gives (by
     default stage s on worker s), forwards before backwards, sends after what they send; each send has its
-    receive at the neighbour, in the same order at both ends. Free of deadlock even on a transport that holds
-    no more than `window` messages of an edge whose receive is not yet posted; with 0 a send holds its worker
-    until the receive is posted.
+    receive at the neighbour, in the same order at both ends. Free of deadlock even on a transport that
+    buffers at most `window` messages of an edge whose receives are not yet posted; with `window` 0 a send
+    blocks its worker until the receive is posted.
     """
     if workers is None:
-        workers = one_worker_each(len(table))
-    faults = [*_step_faults(table, workers), *_message_faults(table, workers)]
+        workers = one_worker_each(len(schedule))
+    faults = [*_step_faults(schedule, workers), *_message_faults(schedule, workers)]
     if not faults:
-        faults = list(_deadlocks(table, workers, window))
+        faults = list(_deadlocks(schedule, workers, window))
     if faults:
         raise ValueError("\n".join(faults))
 
 
-def peak_in_flight(lane: Lane, stage: int | None = None) -> int:
-    """Most micro-batches (of one virtual stage, if given) whose forward has begun and whose backward has not
-    ended, the weights' part included."""
-    ends: Kind = "backward_weight" if any(step.kind == "backward_weight" for step in lane) else "backward"
+def peak_in_flight(program: RankProgram, stage: int | None = None) -> int:
+    """The most micro-batches in flight at once: forward begun, backward (weights' part included) not ended.
+
+    With `stage`, counts one virtual stage alone; else a micro-batch counts once per stage of the program.
+    """
+    ends: Kind = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
     alive = peak = 0
-    for step in lane:
+    for step in program:
         if stage is not None and step.stage != stage:
             continue
         if step.kind == "forward":
@@ -53,28 +55,31 @@ def peak_in_flight(lane: Lane, stage: int | None = None) -> int:
     return peak
 
 
-def _step_faults(table: Table, workers: Workers) -> Iterator[str]:
-    steps = [step for lane in table for step in lane]
-    ways = {step.kind for step in steps}
+def _step_faults(schedule: Schedule, workers: Workers) -> Iterator[str]:
+    steps = [step for program in schedule for step in program]
+    kinds = {step.kind for step in steps}
     micro_batches = {step.micro_batch for step in steps if step.kind == "forward"}
-    for worker, lane in enumerate(table):
+    for worker, program in enumerate(schedule):
         done: set[Step] = set()
-        for step in lane:
+        for step in program:
             if step.stage >= len(workers) or worker_of(workers, step.stage, step.micro_batch) != worker:
-                yield f"lane {worker} holds a {step}"
+                yield f"the program of worker {worker} holds a {step}"
             if step in done:
-                yield f"the {step} stands twice"
+                yield f"the {step} appears twice"
             yield from _order_faults(step, done)
             done.add(step)
     done_by_kind = {
-        kind: Counter((step.stage, step.micro_batch) for step in steps if step.kind == kind) for kind in ways
+        kind: Counter((step.stage, step.micro_batch) for step in steps if step.kind == kind) for kind in kinds
     }
     for stage in range(len(workers)):
         forwards = {m for s, m in done_by_kind.get("forward", ()) if s == stage}
-        for kind in ways & {"backward", "backward_input", "backward_weight"}:
+        for kind in kinds & {"backward", "backward_input", "backward_weight"}:
             backwards = {m for s, m in done_by_kind[kind] if s == stage}
             if forwards != backwards:
-                yield f"stage {stage}: micro-batches {sorted(forwards ^ backwards)} go only one way"
+                yield (
+                    f"stage {stage}: micro-batches {sorted(forwards ^ backwards)} have a forward or a "
+                    "backward, not both"
+                )
         if missing := micro_batches - forwards:
             yield f"stage {stage}: no forward of micro-batches {sorted(missing)}, which other stages have"
 
@@ -84,47 +89,51 @@ def _order_faults(step: Step, done: set[Step]) -> Iterator[str]:
         step.kind in ("backward", "backward_input")
         and Step("forward", step.stage, step.micro_batch) not in done
     ):
-        yield f"the {step} stands before its forward"
+        yield f"the {step} comes before its forward"
     if step.kind == "backward_weight" and Step("backward_input", step.stage, step.micro_batch) not in done:
-        yield f"the {step} stands before its backward input"
-    makers = _MADE_BY.get(step.kind, ())
-    if makers and not any(Step(kind, step.stage, step.micro_batch) in done for kind in makers):
-        yield f"the {step} stands before the {makers[0]} whose result it sends"
+        yield f"the {step} comes before its backward input"
+    producers = _PRODUCERS.get(step.kind, ())
+    if producers and not any(Step(kind, step.stage, step.micro_batch) in done for kind in producers):
+        yield f"the {step} comes before the {producers[0]} whose result it sends"
 
 
-def _message_faults(table: Table, workers: Workers) -> Iterator[str]:
-    sent, received = _messages(table, workers, _PAIRS), _messages(table, workers, _receives())
+def _message_faults(schedule: Schedule, workers: Workers) -> Iterator[str]:
+    sent, received = _messages(schedule, workers, _RECEIVE_OF), _messages(schedule, workers, _send_of())
     for edge in sorted(sent.keys() | received.keys()):
         kind, stage, sender, receiver = edge
-        there = sent.get(edge, []), received.get(edge, [])
+        orders = sent.get(edge, []), received.get(edge, [])
         where = f"{kind} of stage {stage} from worker {sender} to worker {receiver}"
-        if Counter(there[0]) != Counter(there[1]):
-            yield f"{where}: sent {there[0]}, received {there[1]}"
-        elif there[0] != there[1]:
-            yield f"{where}: sent in the order {there[0]}, received in the order {there[1]}"
-    for lane in table:
-        before: set[Step] = set()
-        whole = set(lane)
-        for step in lane:
-            before.add(step)
+        if Counter(orders[0]) != Counter(orders[1]):
+            yield f"{where}: sent {orders[0]}, received {orders[1]}"
+        elif orders[0] != orders[1]:
+            yield f"{where}: sent in the order {orders[0]}, received in the order {orders[1]}"
+    for program in schedule:
+        seen: set[Step] = set()
+        all_steps = set(program)
+        for step in program:
+            seen.add(step)
             needed = receive_for(step, workers)
-            if needed is not None and needed not in whole:
-                yield f"the {step} has no message to work on"
-            elif needed is not None and needed not in before:
+            if needed is not None and needed not in all_steps:
+                yield f"the {step} has no receive for its input"
+            elif needed is not None and needed not in seen:
                 yield f"the {needed} is posted after the {step} that needs it"
 
 
-def _receives() -> dict[Kind, tuple[Kind, int]]:
-    return {receive: (send, -offset) for send, (receive, offset) in _PAIRS.items()}
+def _send_of() -> dict[Kind, tuple[Kind, int]]:
+    return {receive: (send, -offset) for send, (receive, offset) in _RECEIVE_OF.items()}
 
 
 def _messages(
-    table: Table, workers: Workers, kinds: dict[Kind, tuple[Kind, int]]
+    schedule: Schedule, workers: Workers, kinds: dict[Kind, tuple[Kind, int]]
 ) -> dict[tuple[str, int, int, int], list[int]]:
-    """Micro-batches by edge (kind of send, sending stage, sending worker, receiving worker), in order."""
+    """Micro-batches by edge (kind of send, sending stage, sending worker, receiving worker), in order.
+
+    `kinds` maps the kinds to collect to the kind at the other end and its stage offset. A message beyond the
+    first or last stage has worker -1 at the missing end.
+    """
     found: dict[tuple[str, int, int, int], list[int]] = {}
-    for worker, lane in enumerate(table):
-        for step in lane:
+    for worker, program in enumerate(schedule):
+        for step in program:
             if step.kind not in kinds:
                 continue
             other, offset = kinds[step.kind]
@@ -141,9 +150,9 @@ def _messages(
 
 @dataclass
 class _Progress:
-    """How far each lane has come on a transport that holds `window` messages of an edge."""
+    """The steps taken so far, on a transport that buffers `window` unreceived messages of an edge."""
 
-    table: Table
+    schedule: Schedule
     workers: Workers
     window: int
     posted: set[Step] = field(default_factory=set[Step])
@@ -153,20 +162,22 @@ class _Progress:
     )
 
     def waits_for(self, step: Step, worker: int) -> Step | None:
-        """What must happen before a worker can take a step; None if nothing."""
-        if step.kind in _PAIRS:
-            pending = [s for s in self.under_way.get((step.kind, step.stage, worker), ()) if self._open(s)]
-            pending = [*pending, step] if self._open(step) else pending
+        """The step that must happen before a worker can take `step`; None if it can take it now."""
+        if step.kind in _RECEIVE_OF:
+            pending = [
+                s for s in self.under_way.get((step.kind, step.stage, worker), ()) if self._is_unmatched(s)
+            ]
+            pending = [*pending, step] if self._is_unmatched(step) else pending
             return self._receive_of(pending[0]) if len(pending) > self.window else None
         if step.kind == "forward" and step.stage > 0:
-            before: tuple[Kind, Kind, int] = ("send_activation", "forward", step.stage - 1)
+            source: tuple[Kind, Kind, int] = ("send_activation", "forward", step.stage - 1)
         elif step.kind in ("backward", "backward_input") and step.stage < len(self.workers) - 1:
-            before = ("send_gradient", step.kind, step.stage + 1)
+            source = ("send_gradient", step.kind, step.stage + 1)
         else:
             return None
-        send, made, stage = before
+        send, compute, stage = source
         crosses = receive_for(step, self.workers) is not None
-        needed = Step(send if crosses else made, stage, step.micro_batch)
+        needed = Step(send if crosses else compute, stage, step.micro_batch)
         return None if needed in self.done else needed
 
     def take(self, step: Step, worker: int) -> None:
@@ -174,30 +185,32 @@ class _Progress:
             self.posted.add(step)
         else:
             self.done.add(step)
-        if step.kind in _PAIRS:
+        if step.kind in _RECEIVE_OF:
             edge = (step.kind, step.stage, worker)
-            self.under_way[edge] = [s for s in self.under_way.get(edge, ()) if self._open(s)] + [step]
+            self.under_way[edge] = [s for s in self.under_way.get(edge, ()) if self._is_unmatched(s)] + [step]
 
-    def _open(self, send: Step) -> bool:
+    def _is_unmatched(self, send: Step) -> bool:
         return self._receive_of(send) not in self.posted
 
     def _receive_of(self, send: Step) -> Step:
-        kind, offset = _PAIRS[send.kind]
+        kind, offset = _RECEIVE_OF[send.kind]
         return Step(kind, send.stage + offset, send.micro_batch)
 
 
-def _deadlocks(table: Table, workers: Workers, window: int) -> Iterator[str]:
-    position = [0] * len(table)
-    progress = _Progress(table, workers, window)
-    moved = True
-    while moved:
-        moved = False
-        for worker, lane in enumerate(table):
-            while position[worker] < len(lane) and not progress.waits_for(lane[position[worker]], worker):
-                progress.take(lane[position[worker]], worker)
+def _deadlocks(schedule: Schedule, workers: Workers, window: int) -> Iterator[str]:
+    position = [0] * len(schedule)
+    progress = _Progress(schedule, workers, window)
+    advanced = True
+    while advanced:
+        advanced = False
+        for worker, program in enumerate(schedule):
+            while position[worker] < len(program) and not progress.waits_for(
+                program[position[worker]], worker
+            ):
+                progress.take(program[position[worker]], worker)
                 position[worker] += 1
-                moved = True
-    for worker, lane in enumerate(table):
-        if position[worker] < len(lane):
-            step = lane[position[worker]]
-            yield f"deadlock: the {step} waits for ever for the {progress.waits_for(step, worker)}"
+                advanced = True
+    for worker, program in enumerate(schedule):
+        if position[worker] < len(program):
+            step = program[position[worker]]
+            yield f"deadlock: the {step} waits forever for the {progress.waits_for(step, worker)}"

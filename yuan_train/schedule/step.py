@@ -16,16 +16,16 @@ Kind = Literal[
     "receive_gradient",
 ]
 COMPUTE: frozenset[Kind] = frozenset({"forward", "backward", "backward_input", "backward_weight"})
-"""A `backward` is whole; or it is split into `backward_input`, whose result the stage before waits for, and
-`backward_weight`, which nobody waits for."""
+"""A `backward` computes all gradients. Split, it becomes `backward_input`, whose result the previous stage
+waits for, and `backward_weight`, which no other step waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What `stage` does with `micro_batch`.
 
-    A receive only opens the door: it is posted and does not wait. The compute step that needs the message
-    waits for it. A send starts when the compute before it has ended, and does not wait either.
+    A receive is posted and does not wait; the compute step that needs the message waits for it. A send starts
+    when the compute step before it has ended, and does not wait either.
     """
 
     kind: Kind
@@ -34,28 +34,29 @@ class Step:
 
     @property
     def is_compute(self) -> bool:
+        """Whether the step is a forward, a backward or a part of one, not a message."""
         return self.kind in COMPUTE
 
     def __str__(self) -> str:
         return f"{self.kind.replace('_', ' ')} of micro-batch {self.micro_batch} on stage {self.stage}"
 
 
-Lane = tuple[Step, ...]
+RankProgram = tuple[Step, ...]
 """The steps of one worker, in the order in which it takes them."""
 
-Table = tuple[Lane, ...]
-"""One lane per worker: the whole schedule of a pipeline, as data."""
+Schedule = tuple[RankProgram, ...]
+"""The rank program of every worker of a pipeline, by worker."""
 
 Workers = tuple[tuple[int, ...], ...]
 """For each stage its workers, one per replica, numbered from 0 over the pipeline.
 
-Micro-batch m runs on worker m mod n of a stage's n. A worker of several stages has virtual stages; between
-two of its own there is no message.
+Micro-batch m runs on worker m mod n of a stage's n. A worker with several stages runs virtual stages; between
+two of them no message is sent.
 """
 
 
 def one_worker_each(num_stages: int) -> Workers:
-    """The usual pipeline: stage s has worker s alone."""
+    """The workers of a pipeline whose stage s runs on worker s alone."""
     return tuple((stage,) for stage in range(num_stages))
 
 
@@ -66,5 +67,5 @@ def worker_of(workers: Workers, stage: int, micro_batch: int) -> int:
 
 
 def num_workers(workers: Workers) -> int:
-    """Workers of a pipeline."""
+    """The number of workers of a pipeline."""
     return 1 + max(worker for replicas in workers for worker in replicas)

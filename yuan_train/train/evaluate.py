@@ -20,7 +20,7 @@ BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per token, and what follows from it."""
+    """Mean loss in nats per token, its perplexity exp(loss), and the tokens and sequences it is over."""
 
     loss: float
     perplexity: float
@@ -30,14 +30,16 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A whole model with the weights of a checkpoint, and what it was trained to reset at document ends."""
+    """A complete model with the weights of a checkpoint, on one device."""
 
     model: Transformer
     tokenizer: Tokenizer | None
     resets: dict[str, bool]
+    """What the model was trained to reset at document ends: keyword arguments of `find_resets`."""
 
     @property
     def eod_id(self) -> int | None:
+        """The tokenizer's end-of-document id; None without a tokenizer."""
         return self.tokenizer.eod_id if self.tokenizer is not None else None
 
 
@@ -49,13 +51,13 @@ def load_trained(
     dtype: torch.dtype = torch.float32,
 ) -> TrainedModel:
     """The model of a checkpoint, and its tokenizer unless another is given. Raises YuanError."""
-    place = tokenizer or checkpoint.tokenizer
+    tokenizer_path = tokenizer or checkpoint.tokenizer
     model = Transformer(checkpoint.model, device=device, dtype=dtype)
     load_weights(checkpoint, model)
     data = checkpoint.state.get("run", {}).get("data", {})
     return TrainedModel(
         model=model.eval(),
-        tokenizer=Tokenizer.load(place) if place is not None else None,
+        tokenizer=Tokenizer.load(tokenizer_path) if tokenizer_path is not None else None,
         resets={
             "reset_position_ids": data.get("reset_position_ids", True),
             "reset_attention": data.get("reset_attention", False),
@@ -68,9 +70,10 @@ def load_trained(
 def evaluate(
     trained: TrainedModel, prefix: str, *, sequence_length: int, max_sequences: int = 0
 ) -> Evaluation:
-    """Mean loss over every sample of one corpus, in sequences of `sequence_length` (0: all of them).
+    """Mean loss over one corpus, in sequences of `sequence_length` tokens.
 
-    Raises DataError for token files that are not sound, ConfigError for a length beyond the model's.
+    `max_sequences` limits it to the first so many sequences (0: all of them). Raises DataError for invalid
+    token files, ConfigError for a sequence length beyond the model's.
     """
     model = trained.model
     if not 0 < sequence_length <= model.config.max_sequence_length:
@@ -96,7 +99,7 @@ def evaluate(
 
 @torch.no_grad()
 def hidden_states(trained: TrainedModel, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """Final hidden states [B, S, H] of tokens, with the resets that the model was trained with."""
+    """Final hidden states [B, S, H] of tokens [B, S], with the resets that the model was trained with."""
     model = trained.model
     device = model.output_weight.device
     resets = find_resets(tokens_BS, eod_id=trained.eod_id, **trained.resets)

@@ -1,4 +1,4 @@
-"""Bytes that a card really holds: the allocator's on CUDA, the process's resident memory on a CPU."""
+"""Measured memory of a device: the allocator's bytes on CUDA, the process's resident memory on a CPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt."""
 _LARGEST_KEPT = 32 << 20
-"""Bytes: larger blocks glibc takes from the system each time, whatever it is told."""
+"""Bytes: the largest M_MMAP_THRESHOLD that glibc accepts; it maps larger blocks from the system each time."""
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes held since the start, or since `begin_peak`."""
+    """Peak bytes held since the process started, or since `reset_peak_memory`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if STATUS.exists():
@@ -29,8 +29,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def can_follow(device: torch.device) -> bool:
-    """Whether `held_bytes` and `begin_peak` work here: on CUDA and on Linux."""
+def can_track_memory(device: torch.device) -> bool:
+    """Whether `held_bytes` and `reset_peak_memory` work here: on CUDA, and on Linux."""
     return device.type == "cuda" or (STATUS.exists() and CLEAR.exists())
 
 
@@ -39,8 +39,8 @@ def held_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
 
 
-def begin_peak(device: torch.device) -> None:
-    """Forget the peak so far."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new peak from what is held now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -48,16 +48,18 @@ def begin_peak(device: torch.device) -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let the allocator of a CPU keep what is freed for the next micro-batch, instead of returning it to the
-    system, which has to clear every page anew: a tenth of a small layer's time. Only glibc has the switch."""
+    """Let the CPU allocator keep freed memory for the next micro-batch. Nothing on CUDA, or without glibc.
+
+    Returned to the system, every page would have to be cleared again: a tenth of a small layer's time.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
         mallopt(_TRIM_THRESHOLD, -1)
 
 
-def give_back_memory(device: torch.device) -> None:
-    """Return what is free to the card or the system, as far as the allocator can."""
+def release_free_memory(device: torch.device) -> None:
+    """Return free memory to the card or the system, as far as the allocator can."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -68,6 +70,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def _resident(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
     found = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
     assert found is not None, f"{STATUS} has no {field}"
     return int(found[1]) * 1024

@@ -1,7 +1,7 @@
-"""Times and sizes of the model's units on this machine's card: what a profile is made of.
+"""Measures the seconds and bytes of the model's units on this machine's device, for a profile.
 
-Each unit is built, cut and run as the engine does it, at the pace of the card. A number of layers in a row
-stands for one: a layer alone would find its weights still in the processor's caches.
+Each unit (embedding, layer, head) is built, sharded and run as the engine does it. Several layers in a row
+are measured, and their mean taken: a single layer would find its weights still in the processor's caches.
 """
 
 from __future__ import annotations
@@ -26,46 +26,47 @@ from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute, Source
 from yuan_train.data.loader import Batch, Blend
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer, initial_weight
+from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.split import WeightQueue
-from yuan_train.parallel.tensor import Cutting, cut_parameters, join_group
-from yuan_train.parallel.zero import WholeState
+from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
+from yuan_train.parallel.zero import ReplicatedState
 from yuan_train.train.footprint import (
-    begin_peak,
-    can_follow,
-    give_back_memory,
+    can_track_memory,
     held_bytes,
     keep_freed_memory,
     peak_memory_bytes,
+    release_free_memory,
+    reset_peak_memory,
 )
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
 SECONDS_PER_UNIT = 1.5
-"""How long each unit is repeated, so that cards that are measured together work all the while."""
+"""How long each unit is repeated, so that all cards measured together are busy all the time."""
 
-FEWEST_REPEATS = 5
+MIN_REPEATS = 5
 
-TRIMMED = 0.05
-"""Share of the repeats that is left out at either end. A step is a sum of many pieces of work: the mean of
-the rest tells it, not the median, where some pieces meet other work on the machine."""
+TRIM_FRACTION = 0.05
+"""Fraction of the repeats left out at either end. The mean of the rest predicts a step, which is a sum over
+many forwards and backwards, some of them slowed by other load; the median would ignore that load."""
 
-MOST_LAYERS, MOST_STATE_BYTES = 4, 2 << 30
-"""Layers that are run in a row, and what their states may take."""
+MAX_LAYERS, MAX_STATE_BYTES = 4, 2 << 30
+"""Layers that are run in a row at most, and bytes of their weights, gradients and optimizer states."""
 
-DEPTH = 4
-"""Micro-batches in flight, to see what each keeps."""
+IN_FLIGHT = 4
+"""Micro-batches in flight when the bytes that each keeps are measured."""
 
 LINK_SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+"""Bytes of a message."""
 LINK_REPEATS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is measured: the shape of a micro-batch, and how the model runs on it."""
+class ProfileCase:
+    """One case of a profile: the model, the shape of a micro-batch, and how the model runs on it."""
 
     model: ModelConfig
     sequence_length: int
@@ -74,64 +75,69 @@ class Setting:
     dtype: torch.dtype
     device: torch.device
     slowdown: float = 1.0
-    """Of a simulated card; its work is slowed as in training."""
+    """Of a simulated card, whose work is slowed as in training."""
     width: int = 1
+    """Ranks of the tensor-parallel group."""
     position: int = 0
-    """This rank's among the `width` ranks of its tensor-parallel group."""
+    """This rank's tensor rank."""
     group: dist.ProcessGroup | None = None
+    """The tensor-parallel group; None with one rank."""
     seconds_per_unit: float = SECONDS_PER_UNIT
     data: DataConfig | None = None
-    """What the run does where documents end; None: nothing."""
+    """What the run resets at document ends; None: nothing."""
 
 
-def measure_entry(setting: Setting, *, device_type: str) -> ProfileEntry:
-    """Measure embedding, layer and head, each as the engine runs it on one micro-batch; collective over the
-    tensor-parallel group."""
+def measure_entry(case: ProfileCase, *, device_type: str) -> ProfileEntry:
+    """Measure embedding, layer and head, each as the engine runs it on one micro-batch.
+
+    Collective over the tensor-parallel group.
+    """
     return ProfileEntry(
         device_type=device_type,
-        tensor_parallel=setting.width,
-        micro_batch_size=setting.micro_batch_size,
-        recompute=cast(Recompute, setting.recompute),
-        embedding=_measure(setting, layers=0, embedding=True),
-        layers=(_measure(setting, layers=_layers_in_a_row(setting)),),
-        head=_measure(setting, layers=0, head=True),
+        tensor_parallel=case.width,
+        micro_batch_size=case.micro_batch_size,
+        recompute=cast(Recompute, case.recompute),
+        embedding=_measure(case, layers=0, embedding=True),
+        layers=(_measure(case, layers=_num_layers_in_a_row(case)),),
+        head=_measure(case, layers=0, head=True),
     )
 
 
-def measure_reserved(setting: Setting) -> float | None:
-    """What a process holds beside the model: libraries, their buffers, Python. None on CUDA, where the
-    catalogue's figure for the driver stands.
+def measure_reserved(case: ProfileCase) -> float | None:
+    """Bytes that a process holds besides the model: Python, libraries and their buffers.
 
-    To be called first; all that training loads must have been loaded, and is used once here.
+    None on CUDA, where the catalogue's figure for the driver is used. To be called before any other
+    measurement, with everything imported that training imports; a small step uses all of it once.
     """
-    keep_freed_memory(setting.device)
-    if setting.device.type == "cuda" or not can_follow(setting.device):
+    keep_freed_memory(case.device)
+    if case.device.type == "cuda" or not can_track_memory(case.device):
         return None
-    _warm_up(setting)
-    give_back_memory(setting.device)
-    return float(held_bytes(setting.device))
+    _warm_up(case)
+    release_free_memory(case.device)
+    return float(held_bytes(case.device))
 
 
-def _warm_up(setting: Setting) -> None:
-    unit = _Unit(setting, layers=1, embedding=True, head=True)
+def _warm_up(case: ProfileCase) -> None:
+    """Take two steps of a one-layer model."""
+    unit = _Unit(case, layers=1, embedding=True, head=True)
     optimizer = Optimizer([unit.state], OptimizerConfig(learning_rate=1.0))
     for _ in range(2):
         unit.backward(unit.forward())
         optimizer.step(0.0)
 
 
-def _layers_in_a_row(setting: Setting) -> int:
-    most = MOST_STATE_BYTES // (16 * setting.model.layer_parameters // setting.width)
-    return max(1, min(setting.model.num_layers, MOST_LAYERS, most))
+def _num_layers_in_a_row(case: ProfileCase) -> int:
+    fitting = MAX_STATE_BYTES // (16 * case.model.layer_parameters // case.width)
+    return max(1, min(case.model.num_layers, MAX_LAYERS, fitting))
 
 
 def measure_links(
     names: Sequence[str], *, device: torch.device, sizes: Sequence[int] = LINK_SIZES
 ) -> tuple[LinkProfile, ...]:
-    """Every directed link between the ranks by size of message; collective over all ranks.
+    """Seconds of every directed link between the ranks, by size of message; collective over all ranks.
 
-    One pair at a time, the others wait. The target answers a message with a byte, whose way back (half the
-    time of a byte there and back) is taken off.
+    One pair of ranks at a time, while the others wait. The receiver answers each message with one byte, whose
+    time (half a round trip of one byte) is subtracted.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     links: list[LinkProfile] = []
@@ -142,9 +148,9 @@ def measure_links(
             dist.barrier()
             times = torch.zeros(len(sizes), dtype=torch.float64)
             if rank in (source, target):
-                byte = _round_trips(1, source, target, device)
-                times = torch.tensor([_round_trips(size, source, target, device) for size in sizes])
-                times = (times - byte / 2).clamp(min=byte / 2).to(torch.float64)
+                one_byte = _round_trip(1, source, target, device)
+                times = torch.tensor([_round_trip(size, source, target, device) for size in sizes])
+                times = (times - one_byte / 2).clamp(min=one_byte / 2).to(torch.float64)
             times = times.to(device)
             dist.broadcast(times, source)
             seconds = tuple(times.flip(0).cummin(0).values.flip(0).tolist())
@@ -155,8 +161,8 @@ def measure_links(
     return tuple(links)
 
 
-def _round_trips(size: int, source: int, target: int, device: torch.device) -> float:
-    """Median seconds of a message there and a byte back."""
+def _round_trip(size: int, source: int, target: int, device: torch.device) -> float:
+    """Median seconds of a message of `size` bytes to the target, and the byte it answers."""
     message = torch.randint(255, (size,), dtype=torch.uint8, device=device)
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
     times: list[float] = []
@@ -173,23 +179,23 @@ def _round_trips(size: int, source: int, target: int, device: torch.device) -> f
 
 
 def name_of(device: torch.device) -> str:
-    """The catalogue's name of a card, or the driver's; a processor's name on a CPU."""
+    """The catalogue's name of a card, or the driver's if the catalogue does not have it; `CPU` on a CPU."""
     if device.type != "cuda":
         return "CPU"
     name = torch.cuda.get_device_name(device)
     memory_gb = torch.cuda.get_device_properties(device).total_memory / 1e9
     words = name.replace("NVIDIA ", "").replace("Tesla ", "").replace("GeForce ", "")
-    near = [
+    candidates = [
         known
         for known, card in CATALOGUE.items()
         if words.replace(" ", "-").startswith(known.split("-")[0])
         and abs(card.memory / 1e9 - memory_gb) < 0.15 * memory_gb
     ]
-    return near[0] if len(near) == 1 else name
+    return candidates[0] if len(candidates) == 1 else name
 
 
 def machine_name() -> str:
-    """The processor, as the operating system calls it."""
+    """The processor's name, as the operating system gives it, and its number of cores."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -197,17 +203,18 @@ def machine_name() -> str:
 
 
 def _now(device: torch.device) -> float:
+    """Seconds on a clock, when the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-class _RandomText:
-    """Stands for the data: the same random tokens at every call."""
+class _RandomBlend:
+    """In place of the data: the same random tokens at every call."""
 
-    def __init__(self, setting: Setting) -> None:
-        shape = (setting.micro_batch_size, setting.sequence_length)
-        tokens = np.random.default_rng(0).integers(setting.model.vocab_size, size=shape)
+    def __init__(self, case: ProfileCase) -> None:
+        shape = (case.micro_batch_size, case.sequence_length)
+        tokens = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
         self._batch = Batch(tokens, tokens)
 
     def batch(self, first: int, size: int) -> Batch:
@@ -216,7 +223,7 @@ class _RandomText:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _InFlight:
     """A micro-batch between its forward and its backward."""
 
     hidden_BSH: torch.Tensor | None
@@ -224,84 +231,87 @@ class _Held:
 
 
 class _Unit:
-    """A part of the model on its own, with gradients and optimizer state, as a stage of a plan would be."""
+    """A part of the model by itself, with gradients and optimizer state, as a stage of a plan has them."""
 
-    def __init__(self, setting: Setting, *, layers: int, embedding: bool = False, head: bool = False) -> None:
-        self.setting = setting
-        cutting = Cutting(SHARDING, ROW_BLOCKS, setting.position, setting.width)
+    def __init__(
+        self, case: ProfileCase, *, layers: int, embedding: bool = False, head: bool = False
+    ) -> None:
+        self.case = case
+        spec = ShardSpec(SHARDING, ROW_BLOCKS, case.position, case.width)
         self.part = Transformer(
-            setting.model,
+            case.model,
             layers=(0, layers),
             embedding=embedding,
             head=head,
-            recompute=setting.recompute,
+            recompute=case.recompute,
             device="meta",
-            dtype=setting.dtype,
+            dtype=case.dtype,
         )
-        shards = cut_parameters(self.part, cutting, device=setting.device)
+        shards = shard_parameters(self.part, spec, device=case.device)
         with torch.no_grad():
             for name, parameter in self.part.named_parameters():
-                whole = initial_weight(setting.model, name, shards[name].shape, seed=0)
-                parameter.copy_(shards[name].local(whole))
-        if setting.group is not None:
-            join_group(self.part, cutting, setting.group)
-        ranks = tuple(range(setting.width))
+                full = initial_weight(case.model, name, shards[name].shape, seed=0)
+                parameter.copy_(shards[name].local(full))
+        if case.group is not None:
+            apply_tensor_parallel(self.part, spec, case.group)
+        ranks = tuple(range(case.width))
         parameters = dict(self.part.named_parameters())
-        self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=setting.position)
-        self.state = WholeState(self.bucket, Groups({}, {}))
-        text = DataConfig(
+        self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)
+        self.state = ReplicatedState(self.bucket, Groups({}, {}))
+        random_data = DataConfig(
             train=(Source(prefix="random"),),
-            sequence_length=setting.sequence_length,
+            sequence_length=case.sequence_length,
             reset_position_ids=False,
         )
         self._runner = StageRunner(
             self.part,
-            PipelinePlan(micro_batch_size=setting.micro_batch_size, num_micro_batches=1, stages=()),
-            setting.data or text,
+            PipelinePlan(micro_batch_size=case.micro_batch_size, num_micro_batches=1, stages=()),
+            case.data or random_data,
             seed=0,
             eod_id=0,
-            device=setting.device,
-            queue=WeightQueue(),
+            device=case.device,
+            deferred=DeferredWeightGrads(),
         )
-        tokens = setting.micro_batch_size * setting.sequence_length
-        self._runner.begin(
-            cast(Blend, _RandomText(setting)), first_sample=0, trained_tokens=tokens, scale=1.0
-        )
-        # Never zeros, which run faster than real numbers.
-        shape = (setting.micro_batch_size, setting.sequence_length, setting.model.hidden_size)
-        self._hidden_BSH = torch.randn(*shape, device=setting.device).to(setting.dtype)
+        tokens = case.micro_batch_size * case.sequence_length
+        self._runner.begin(cast(Blend, _RandomBlend(case)), first_sample=0, trained_tokens=tokens, scale=1.0)
+        # Not zeros, on which the hardware runs faster than on real numbers.
+        shape = (case.micro_batch_size, case.sequence_length, case.model.hidden_size)
+        self._hidden_BSH = torch.randn(*shape, device=case.device).to(case.dtype)
 
     @property
     def output_bytes(self) -> int:
+        """Bytes of a hidden state; 0 for the head, whose output is the loss."""
         return 0 if self.part.has_head else self._hidden_BSH.nbytes
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimizer state, as the engine holds them; each buffer once."""
+        """Bytes of weights, gradients and optimizer state, as the engine holds them; each buffer once."""
         buffers = [self.bucket.weights, self.bucket.gradient]
         for shard in self.state.shards:
             buffers += [shard.master, shard.exp_avg, shard.exp_avg_sq]
         return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
 
     def receive(self) -> torch.Tensor | None:
-        """A hidden state, as if from the stage before."""
+        """A hidden state [B, S, H], as if from the stage before; None for the embedding."""
         return None if self.part.has_embedding else self._hidden_BSH.clone().requires_grad_()
 
-    def forward(self, hidden_BSH: torch.Tensor | None = None) -> _Held:
+    def forward(self, hidden_BSH: torch.Tensor | None = None) -> _InFlight:
+        """Run the forward of a micro-batch on `hidden_BSH`, or on what `receive` gives."""
         hidden_BSH = self.receive() if hidden_BSH is None else hidden_BSH
-        return _Held(hidden_BSH, self._runner.forward(0, hidden_BSH))
+        return _InFlight(hidden_BSH, self._runner.forward(0, hidden_BSH))
 
-    def backward(self, held: _Held) -> None:
-        torch.autograd.backward(held.output, None if self.part.has_head else self._hidden_BSH)
+    def backward(self, in_flight: _InFlight) -> None:
+        """Run the backward of a micro-batch; except at the loss, the output's gradient is a random tensor."""
+        torch.autograd.backward(in_flight.output, None if self.part.has_head else self._hidden_BSH)
 
 
-def _measure(setting: Setting, *, layers: int, embedding: bool = False, head: bool = False) -> UnitProfile:
-    """One unit, or one of so many layers in a row."""
-    give_back_memory(setting.device)
-    unit = _Unit(setting, layers=layers, embedding=embedding, head=head)
+def _measure(case: ProfileCase, *, layers: int, embedding: bool = False, head: bool = False) -> UnitProfile:
+    """Measure one unit; of `layers` layers in a row, the mean."""
+    release_free_memory(case.device)
+    unit = _Unit(case, layers=layers, embedding=embedding, head=head)
     count = max(layers, 1)
-    activation, transient = _bytes(unit)
-    forward, backward = _seconds(unit)
+    activation, transient = _activation_bytes(unit)
+    forward, backward = _compute_seconds(unit)
     return UnitProfile(
         forward_seconds=forward / count,
         backward_seconds=backward / count,
@@ -312,86 +322,89 @@ def _measure(setting: Setting, *, layers: int, embedding: bool = False, head: bo
     )
 
 
-def _seconds(unit: _Unit) -> tuple[float, float]:
-    """Mean seconds of forward and backward."""
-    stopwatch = Stopwatch(unit.setting.device, slowdown=unit.setting.slowdown)
-    _once(unit, stopwatch)
-    end = time.perf_counter() + unit.setting.seconds_per_unit
+def _compute_seconds(unit: _Unit) -> tuple[float, float]:
+    """Trimmed mean seconds of forward and backward."""
+    stopwatch = Stopwatch(unit.case.device, slowdown=unit.case.slowdown)
+    _time_once(unit, stopwatch)
+    end = time.perf_counter() + unit.case.seconds_per_unit
     pairs: list[tuple[float, float]] = []
-    while len(pairs) < FEWEST_REPEATS or not _all_agree(time.perf_counter() > end, unit.setting):
-        pairs.append(_once(unit, stopwatch))
+    while len(pairs) < MIN_REPEATS or not _all_agree(time.perf_counter() > end, unit.case):
+        pairs.append(_time_once(unit, stopwatch))
     forwards, backwards = zip(*pairs, strict=True)
     return _trimmed_mean(forwards), _trimmed_mean(backwards)
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:
-    cut = int(TRIMMED * len(values))
-    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+    trimmed = int(TRIM_FRACTION * len(values))
+    return statistics.fmean(sorted(values)[trimmed : len(values) - trimmed])
 
 
-def _once(unit: _Unit, stopwatch: Stopwatch) -> tuple[float, float]:
+def _time_once(unit: _Unit, stopwatch: Stopwatch) -> tuple[float, float]:
+    """Seconds of one forward and its backward."""
     hidden_BSH = unit.receive()
     with stopwatch.running():
-        held = unit.forward(hidden_BSH)
+        in_flight = unit.forward(hidden_BSH)
     forward = stopwatch.read()
     with stopwatch.running():
-        unit.backward(held)
+        unit.backward(in_flight)
     return forward, stopwatch.read()
 
 
-def _all_agree(enough: bool, setting: Setting) -> bool:
-    """Whether it is enough for every rank of the group."""
-    if setting.group is None:
+def _all_agree(enough: bool, case: ProfileCase) -> bool:
+    """Whether it is `enough` for every rank of the tensor-parallel group; collective over it."""
+    if case.group is None:
         return enough
-    votes = torch.tensor(int(enough), device=setting.device)
-    dist.all_reduce(votes, dist.ReduceOp.MIN, group=setting.group)
+    votes = torch.tensor(int(enough), device=case.device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group=case.group)
     return bool(votes.item())
 
 
-def _bytes(unit: _Unit) -> tuple[float, float]:
-    """What a micro-batch keeps from its forward to its backward, its output apart, and what is held for a
-    moment beside: by the card's memory at its peak, with one micro-batch in flight and with several.
+def _activation_bytes(unit: _Unit) -> tuple[float, float]:
+    """Bytes that a micro-batch keeps from forward to backward, without its output; and transient bytes.
 
-    The former is never less than what autograd says it keeps.
+    Both follow from the peak of the device's memory with one micro-batch in flight and with several. The
+    former is at least what autograd saves; where memory cannot be tracked, it is that, and the latter 0.
     """
-    counted = float(_counted_bytes(unit))
-    if not can_follow(unit.setting.device):
-        return counted, 0.0
-    one, several = _peak_bytes(unit, in_flight=1), _peak_bytes(unit, in_flight=DEPTH)
-    kept = max((several - one) / (DEPTH - 1), counted + unit.output_bytes)
-    return kept - unit.output_bytes, max(several - DEPTH * kept, 0.0)
+    saved = float(_saved_bytes(unit))
+    if not can_track_memory(unit.case.device):
+        return saved, 0.0
+    one, several = _peak_bytes(unit, in_flight=1), _peak_bytes(unit, in_flight=IN_FLIGHT)
+    kept = max((several - one) / (IN_FLIGHT - 1), saved + unit.output_bytes)
+    return kept - unit.output_bytes, max(several - IN_FLIGHT * kept, 0.0)
 
 
 def _peak_bytes(unit: _Unit, *, in_flight: int) -> float:
-    """Most bytes that forwards and backwards in turn take, so many micro-batches held."""
-    device = unit.setting.device
-    give_back_memory(device)
-    empty = held_bytes(device)
-    begin_peak(device)
+    """Peak bytes of alternating forwards and backwards with `in_flight` micro-batches in flight."""
+    device = unit.case.device
+    release_free_memory(device)
+    idle = held_bytes(device)
+    reset_peak_memory(device)
     waiting = [unit.forward() for _ in range(in_flight - 1)]
-    for _ in range(DEPTH):
+    for _ in range(IN_FLIGHT):
         waiting.append(unit.forward())
         unit.backward(waiting.pop(0))
-    return float(peak_memory_bytes(device) - empty)
+    return float(peak_memory_bytes(device) - idle)
 
 
-def _counted_bytes(unit: _Unit) -> int:
-    """What autograd keeps from the forward to the backward, each storage once: the input, but neither weights
-    nor the output, which is the next unit's input."""
+def _saved_bytes(unit: _Unit) -> int:
+    """Bytes that autograd saves from the forward to the backward, each storage once.
+
+    The input is counted; neither weights are, nor the output, which is the next unit's input.
+    """
     weights = {parameter.untyped_storage().data_ptr() for parameter in unit.part.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def record(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        held = unit.forward()
-    kept.pop(held.output.untyped_storage().data_ptr(), None)
-    if held.hidden_BSH is not None:
-        # A recomputed layer keeps its input where the hook does not see it.
-        storage = held.hidden_BSH.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-    return sum(kept.values())
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        in_flight = unit.forward()
+    saved.pop(in_flight.output.untyped_storage().data_ptr(), None)
+    if in_flight.hidden_BSH is not None:
+        # A recomputed layer saves its input where the hook does not see it.
+        storage = in_flight.hidden_BSH.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+    return sum(saved.values())

@@ -1,4 +1,4 @@
-"""What a run tells: one line a step for people, one JSON line for programs, TensorBoard if installed."""
+"""The metrics of a run: a progress line, a line of metrics.jsonl per step, TensorBoard if installed."""
 
 from __future__ import annotations
 
@@ -26,26 +26,30 @@ class StepMetrics:
     lr: float
     grad_norm: float
     tokens: int
-    """Trained since the beginning of the run."""
+    """Trained on since the start of the run."""
     step_seconds: float
     tokens_per_second: float
     mfu: float | None
-    """Model FLOP/s over the sum of the cards' peaks; None where a card's peak is not known."""
+    """Model FLOP/s over the sum of the cards' peak FLOP/s; None if a card's peak is unknown."""
     peak_memory_bytes: list[int]
     forecast_step_seconds: float | None
     stage_seconds: list[float]
-    """Seconds of the step that each rank spent on compute."""
+    """Seconds of compute of each rank in the step."""
     validation_loss: float | None = None
     loss_scale: float | None = None
-    """The one that this step's backward ran with; None where the loss is not scaled, as is the next."""
+    """Loss scale of this step's backward; None, like `skipped_steps`, if the loss is not scaled."""
     skipped_steps: int | None = None
-    """Since the beginning of the run; this step was skipped if its `grad_norm` is not a number."""
+    """Since the start of the run. This step was skipped if its `grad_norm` is not finite."""
 
 
 class Log:
-    """metrics.jsonl, TensorBoard events and the progress line; made on rank 0 only."""
+    """Writes metrics.jsonl, TensorBoard events and progress lines; on rank 0 only."""
 
     def __init__(self, run: RunConfig, *, first_step: int, stream: TextIO | None = None) -> None:
+        """Lines go to `stream` (None: stderr); metrics of `first_step` and later steps are replaced.
+
+        Raises ConfigError if the log directory cannot be written.
+        """
         self._run = run
         self._stream = stream or sys.stderr
         self._file: TextIO | None = None
@@ -60,7 +64,7 @@ class Log:
             self._events = _event_writer(directory)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Report one step."""
+        """Write the metrics of one step; a progress line every `log.every` steps and at the last."""
         if self._file is not None:
             line = {"version": VERSION, **_finite(asdict(metrics))}
             if metrics.loss_scale is None:
@@ -84,10 +88,11 @@ class Log:
             self.say(progress_line(metrics, total_steps=self._run.train.steps))
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Print a line for the user."""
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
+        """Close the files."""
         if self._file is not None:
             self._file.close()
         if self._events is not None:
@@ -95,7 +100,7 @@ class Log:
 
 
 def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
-    """`step 10/100 | loss 5.1234 | ...`, readable in a log."""
+    """The progress line of a step: `step 10/100 | loss 5.1234 | ...`."""
     parts = [
         f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
         f"loss {metrics.loss:.4f}",
@@ -117,7 +122,7 @@ def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
 
 
 def peak_flops(plan: Plan, precision: str) -> float | None:
-    """Sum of the cards' peaks in FLOP/s, or None if a card is not described."""
+    """Sum of the cards' peak FLOP/s in a precision; None if a card's peak is unknown."""
     total = 0.0
     for entry in plan.ranks:
         device = plan.device_type(entry.rank)
@@ -129,7 +134,7 @@ def peak_flops(plan: Plan, precision: str) -> float | None:
 
 
 def _open_after(path: Path, first_step: int) -> TextIO:
-    """Open metrics.jsonl for appending; lines from `first_step` on belong to a curve that is taken anew."""
+    """Open metrics.jsonl for appending, without the lines from `first_step` on: those steps are run again."""
     kept: list[str] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -139,14 +144,14 @@ def _open_after(path: Path, first_step: int) -> TextIO:
                 continue
             if step < first_step:
                 kept.append(line)
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    aside.replace(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.replace(path)
     return path.open("a", encoding="utf-8")
 
 
 def _event_writer(directory: Path) -> Any:
-    """A TensorBoard writer, or None where TensorBoard is not installed."""
+    """A TensorBoard writer, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -155,15 +160,17 @@ def _event_writer(directory: Path) -> Any:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities."""
+    """The values with None for NaN and infinities, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _thousands(value: float) -> str:
+    """`512`, `20.5k`."""
     return f"{value / 1e3:.1f}k" if value >= 1e4 else f"{value:.0f}"
 
 
 def _clock(seconds: float) -> str:
+    """`1:00`, `2:03:04`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

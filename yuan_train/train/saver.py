@@ -1,10 +1,15 @@
-"""The saves of a run, one at a time: on the spot, or in a thread while training goes on."""
+"""Saves the checkpoints of a run, one at a time: synchronously, or in a thread while training goes on.
+
+`Saver` starts a save and waits for it; `make_saver` makes the saver of a run, and `save_progress` collects
+this rank's tensors and starts a save of them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,70 +17,85 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from yuan_train.parallel.grid import Place
-from yuan_train.parallel.groups import watching
+from yuan_train.checkpoint.local_shards import snapshot
+from yuan_train.checkpoint.save import save_checkpoint
+from yuan_train.parallel.grid import RankCoord
+from yuan_train.parallel.groups import guard_world_collective, make_save_group
+from yuan_train.train.build import checkpoint_tensors
+from yuan_train.train.job import Job
+from yuan_train.train.metrics import Log
+from yuan_train.train.state import Progress, to_state
+from yuan_train.train.step import Trainer
 
 logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Every rank begins the same saves and waits for them at the same places.
+    """Starts saves and waits for them; every rank does both at the same points of the run.
 
-    A save fails on all ranks together, but each comes to know of it in its own time. So a failure only asks
-    for a stop (`failed`), which the ranks agree on in a step, and is raised where all of them wait.
+    A save fails on all ranks, but they notice it at different times. So a failure only requests a stop
+    (`failed`), which the ranks agree on in a step; it is raised where all of them wait.
     """
 
     def __init__(
         self,
-        place: Place,
+        coord: RankCoord,
         *,
         saved: int | None,
         say: Callable[[str], None],
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`device` is this rank's card if saves go to the background, and `group` is then theirs alone."""
-        self.begun = self.saved = saved
-        """Step of the newest save that was begun, and of the newest that is whole."""
+        """`saved` is the step of the newest checkpoint, if any; `say` logs a line.
+
+        With `device`, this rank's device, saves run in the background; `group` must then be a process group
+        that nothing else uses.
+        """
+        self.started = self.saved = saved
+        """Step of the newest save that was started, and of the newest that is complete."""
         self.group = group
-        self._place = place
+        self._coord = coord
         self._say = say
-        self._thread = None if device is None else ThreadPoolExecutor(1, "save", _use_card, (device,))
-        self._under_way: Future[Path] | None = None
+        self._thread = None if device is None else ThreadPoolExecutor(1, "save", _set_device, (device,))
+        self._pending: Future[Path] | None = None
 
     @property
     def in_background(self) -> bool:
+        """Whether saves run in a thread."""
         return self._thread is not None
 
-    def begin(self, step: int, save: Callable[[], Path]) -> None:
-        """Save, or have it done; the save before must be over. Raises CheckpointError."""
-        assert self._under_way is None
-        self.begun = step
+    def start(self, step: int, save: Callable[[], Path]) -> None:
+        """Run `save`, which returns the checkpoint's path, here or in the thread.
+
+        The save before must have been waited for. Raises CheckpointError if a synchronous save fails.
+        """
+        assert self._pending is None
+        self.started = step
         if self._thread is not None:
-            self._under_way = self._thread.submit(save)
+            self._pending = self._thread.submit(save)
         else:
-            self._end(save())
+            self._finish(save())
 
     def failed(self) -> bool:
-        """Whether the save under way has failed; tells of one that has ended well. Does not wait."""
-        if self._under_way is None or not self._under_way.done():
+        """Whether the pending save has failed; logs one that has succeeded. Does not wait."""
+        if self._pending is None or not self._pending.done():
             return False
-        if self._under_way.exception() is not None:
+        if self._pending.exception() is not None:
             return True
         self.wait()
         return False
 
     def wait(self) -> None:
-        """Wait for the save under way, if any. Raises CheckpointError if it failed."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            with watching(self._place, "the save in the background"):
-                place = under_way.result()
-            self._end(place)
+        """Wait for the pending save, if any. Raises CheckpointError if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with guard_world_collective(self._coord, "the background save"):
+                path = pending.result()
+            self._finish(path)
 
-    def _end(self, place: Path) -> None:
-        self.saved = self.begun
-        self._say(f"saved {place}")
+    def _finish(self, path: Path) -> None:
+        self.saved = self.started
+        self._say(f"saved {path}")
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +103,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait. Where the run ends with an error of its own, a failure to save is told beside it."""
+        """Wait for the pending save. If the run itself ends with an error, a failed save is only logged."""
         try:
             self.wait()
         except Exception as failure:
@@ -95,7 +115,57 @@ class Saver:
                 self._thread.shutdown()
 
 
-def _use_card(device: torch.device) -> None:
-    """A new thread begins on the machine's first card, where it would open a context of its own."""
+def _set_device(device: torch.device) -> None:
+    """Set the CUDA device of a new thread, which would otherwise create a context on the first card."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def make_saver(job: Job, trainer: Trainer, log: Log | None) -> Saver:
+    """The saver of a run; collective over all ranks if the run saves at all."""
+    config = job.run.checkpoint
+    saves = config.directory is not None
+    background = config.asynchronous and saves
+    return Saver(
+        trainer.runtime.coord,
+        saved=_saved_step(job),
+        say=log.say if log is not None else lambda text: None,
+        device=job.device if background else None,
+        # Of its own also in the foreground: the slowest disk may take longer than a step ever does.
+        group=make_save_group(timeout_seconds=config.timeout) if saves else None,
+    )
+
+
+def _saved_step(job: Job) -> int | None:
+    """Step of the checkpoint that the run resumed from, if it is in the run's own directory."""
+    directory = job.run.checkpoint.directory
+    if job.checkpoint is None or directory is None:
+        return None
+    return job.checkpoint.step if job.checkpoint.path.parent.resolve() == Path(directory).resolve() else None
+
+
+def save_progress(job: Job, trainer: Trainer, progress: Progress, saver: Saver) -> None:
+    """Save a checkpoint, or start to, if the run has a checkpoint directory; collective over all ranks.
+
+    Raises CheckpointError if this save, or the one before it, fails.
+    """
+    if job.run.checkpoint.directory is None:
+        return
+    saver.wait()
+    runtime = trainer.runtime
+    full_states = [state.full_state() for state in runtime.states]
+    owned = [
+        tensors for tensors, bucket in zip(full_states, runtime.buckets, strict=True) if bucket.is_first_owner
+    ]
+    tensors = checkpoint_tensors(trainer, owned)
+    save = partial(
+        save_checkpoint,
+        job.run.checkpoint.directory,
+        step=progress.step,
+        tensors=snapshot(tensors) if saver.in_background else tensors,
+        state=to_state(progress, job.run),
+        tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
+        keep=job.run.checkpoint.keep,
+        group=saver.group,
+    )
+    saver.start(progress.step, save)

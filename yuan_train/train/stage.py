@@ -1,4 +1,4 @@
-"""The model's side of the executor: what one stage does with a micro-batch."""
+"""Runs one stage's part of the model on micro-batches, for the executor (its `StageWork`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from yuan_train.config.plan import PipelinePlan
 from yuan_train.config.run import DataConfig
 from yuan_train.data.loader import Blend
 from yuan_train.model.documents import find_resets
-from yuan_train.model.dropout import Draw
+from yuan_train.model.dropout import DropoutSeed
 from yuan_train.model.transformer import Transformer
-from yuan_train.parallel.split import WeightQueue
+from yuan_train.parallel.deferred import DeferredWeightGrads
 
 
 class StageRunner:
     """Reads the micro-batches of one pipeline and runs one stage's part of the model on them.
 
-    `loss` gathers the stage's share of the batch's mean loss (the token sum divided by the *global* number
-    of trained tokens, so that unequal shares need no weights); what goes into the backward is `scale` times
-    that. `finite` stays true while every output is.
+    `loss` accumulates the stage's share of the batch's mean loss: its sum over tokens divided by the *global*
+    number of trained tokens, so that pipelines with different shares of the batch need no weights. The
+    backward runs on `scale` times that. `finite` stays true while every output is finite.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class StageRunner:
         seed: int,
         eod_id: int | None,
         device: torch.device,
-        queue: WeightQueue,
+        deferred: DeferredWeightGrads,
     ) -> None:
         self._model = model
-        self._queue = queue
+        self._deferred = deferred
         self._micro_batch_size = pipeline.micro_batch_size
         self._data = data
         self._seed = seed
@@ -50,7 +50,10 @@ class StageRunner:
         self.finite = torch.ones((), dtype=torch.bool, device=device)
 
     def begin(self, blend: Blend, *, first_sample: int, trained_tokens: int, scale: float) -> None:
-        """Turn to the samples from `first_sample` on, of a batch with `trained_tokens` tokens in all."""
+        """Start on this pipeline's samples, from `first_sample` on, and reset `loss` and `finite`.
+
+        `trained_tokens` is the number of trained tokens of the global batch.
+        """
         self._blend = blend
         self._first_sample = first_sample
         self._trained_tokens = trained_tokens
@@ -59,15 +62,18 @@ class StageRunner:
         self.finite.fill_(True)
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
-        """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss, scaled."""
+        """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss, times `scale`.
+
+        `hidden_BSH` is the output of the stage before; None on the first stage.
+        """
         assert self._blend is not None
         first = self._first_sample + micro_batch * self._micro_batch_size
         batch = self._blend.batch(first, self._micro_batch_size)
         tokens_BS = torch.from_numpy(batch.inputs)
         output = self._model(
             tokens_BS.to(self._device) if hidden_BSH is None else hidden_BSH,
-            # Validation runs without gradients, and drops nothing.
-            draw=Draw(self._seed, first) if torch.is_grad_enabled() else None,
+            # Validation runs without gradients and without dropout.
+            dropout_seed=DropoutSeed(self._seed, first) if torch.is_grad_enabled() else None,
             **self._resets(tokens_BS),
         )
         if self._model.has_head:
@@ -80,14 +86,15 @@ class StageRunner:
         return output * self._scale if self._model.has_head else output
 
     def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
-        """Around a backward: if `split`, the weights' part is put off until `backward_weight`."""
-        return self._queue.splitting(micro_batch, split)
+        """Around a backward: if `split`, weight gradients are deferred until `backward_weight`."""
+        return self._deferred.splitting(micro_batch, split)
 
     def backward_weight(self, micro_batch: int) -> None:
-        """The weights' part of a backward that was split."""
-        self._queue.work_off(micro_batch)
+        """Compute the deferred weight gradients of a micro-batch whose backward was split."""
+        self._deferred.flush(micro_batch)
 
     def _resets(self, tokens_BS: torch.Tensor) -> dict[str, Any]:
+        """The model's arguments for what the run resets at document ends."""
         resets = find_resets(
             tokens_BS,
             eod_id=self._eod_id if self._data.resets else None,

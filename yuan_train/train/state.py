@@ -1,4 +1,4 @@
-"""Where a run stands: all that a checkpoint needs beside the tensors."""
+"""The progress of a run: everything a checkpoint holds besides the tensors."""
 
 from __future__ import annotations
 
@@ -6,48 +6,51 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from yuan_train.config.load import as_plain
+from yuan_train.config.dump import as_plain
 from yuan_train.config.run import LossScaleConfig, RunConfig
 
 
 @dataclass(frozen=True)
-class Scaler:
-    """The loss scale now, and the steps in a row that it has stood without overflow."""
+class LossScaler:
+    """The current loss scale, and the number of consecutive steps without overflow since it was set."""
 
     scale: float
     good_steps: int = 0
 
-    def after(self, config: LossScaleConfig, *, skipped: bool) -> Scaler:
-        """Halved by a step that was skipped, doubled after enough good ones."""
+    def after(self, config: LossScaleConfig, *, skipped: bool) -> LossScaler:
+        """The scaler after one more step.
+
+        A skipped step halves the scale, down to the minimum; `growth_interval` good steps in a row double it.
+        """
         if skipped:
-            return Scaler(max(self.scale / 2, config.minimum))
-        if self.good_steps + 1 == config.growth_steps:
-            return Scaler(self.scale * 2)
-        return Scaler(self.scale, self.good_steps + 1)
+            return LossScaler(max(self.scale / 2, config.minimum))
+        if self.good_steps + 1 == config.growth_interval:
+            return LossScaler(self.scale * 2)
+        return LossScaler(self.scale, self.good_steps + 1)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps done, and how far into the data they reach. A skipped step used up its samples, and did no more.
+    """Steps done, and the samples they consumed. A skipped step counts, and consumes its samples.
 
-    There is no generator state: what is random is drawn from the seed and a name or a position.
+    There is no generator state: every random number is a function of the seed and a name or a position.
     """
 
     step: int = 0
     sequences: int = 0
     tokens: int = 0
     skipped: int = 0
-    """Of the steps, those whose gradients overflowed."""
-    scaler: Scaler | None = None
-    """None where the loss is not scaled."""
+    """Steps that were skipped because their gradients overflowed."""
+    scaler: LossScaler | None = None
+    """None if the loss is not scaled."""
 
     @staticmethod
-    def of_new(run: RunConfig) -> Progress:
-        """Before the first step."""
+    def initial(run: RunConfig) -> Progress:
+        """The progress of a new run, before its first step."""
         return Progress(scaler=_new_scaler(run))
 
     def advance(self, run: RunConfig, *, skipped: bool = False) -> Progress:
-        """One step further."""
+        """The progress after one more step."""
         batch, config = run.train.global_batch_size, run.train.scaling
         scaler = self.scaler.after(config, skipped=skipped) if self.scaler and config else None
         return Progress(
@@ -60,15 +63,15 @@ class Progress:
 
 
 def to_state(progress: Progress, run: RunConfig) -> dict[str, Any]:
-    """Plain values for a checkpoint's state.json."""
+    """The content of a checkpoint's state.json: plain JSON values."""
     return {"version": 1, **asdict(progress), "run": as_plain(run)}
 
 
 def from_state(state: Mapping[str, Any], run: RunConfig) -> Progress:
-    """The progress that a checkpoint's state.json tells of; a run that only now scales has a new scaler."""
+    """The progress in a checkpoint's state.json. The scaler is a new one if the saved run did not scale."""
     scaler, saved = _new_scaler(run), state.get("scaler")
     if scaler is not None and saved is not None:
-        scaler = Scaler(saved["scale"], saved["good_steps"])
+        scaler = LossScaler(saved["scale"], saved["good_steps"])
     return Progress(
         step=state["step"],
         sequences=state["sequences"],
@@ -78,5 +81,5 @@ def from_state(state: Mapping[str, Any], run: RunConfig) -> Progress:
     )
 
 
-def _new_scaler(run: RunConfig) -> Scaler | None:
-    return Scaler(run.train.scaling.initial) if run.train.scaling else None
+def _new_scaler(run: RunConfig) -> LossScaler | None:
+    return LossScaler(run.train.scaling.initial) if run.train.scaling else None

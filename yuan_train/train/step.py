@@ -1,4 +1,4 @@
-"""One optimizer step of one rank."""
+"""One training step of one rank, and the validation loss."""
 
 from __future__ import annotations
 
@@ -11,45 +11,47 @@ import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.data.loader import Blend
-from yuan_train.parallel.apply import Worker
+from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.groups import naming, watching
+from yuan_train.parallel.groups import as_training_error, guard_world_collective
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step."""
+    """The outcome of a step, the same on all ranks."""
 
     loss: float
+    """Mean loss of the batch, in nats per trained token."""
     grad_norm: float
+    """Global norm before clipping."""
     stop: bool
-    """Some rank was asked to stop."""
+    """Some rank requested a stop."""
     skipped: bool = False
-    """The gradients overflowed, on whichever rank: nothing was stepped, on none."""
+    """The gradients overflowed on some rank, so no rank stepped its weights."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """One rank's model, optimizer and place in the plan."""
+    """One rank's runtime, stage runners and optimizer."""
 
-    worker: Worker
+    runtime: RankRuntime
     runners: Mapping[int, StageRunner]
     """By stage."""
     optimizer: Optimizer
     stopwatch: Stopwatch
+    executor: Executor
     device: torch.device
 
     @property
-    def executor(self) -> Executor:
-        return Executor(self.runners, self.worker.bridge, self.stopwatch)
-
-    @property
     def loss(self) -> torch.Tensor:
-        """This rank's share of the batch's mean loss, fp64; one rank of a tensor-parallel group tells it."""
+        """This rank's share of the batch's mean loss, an fp64 scalar.
+
+        Only tensor rank 0 of a replica counts it; the other tensor ranks return 0.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.worker.place.position == 0:
+        if self.runtime.coord.tensor_rank == 0:
             total += sum(runner.loss for runner in self.runners.values())
         return total
 
@@ -65,28 +67,32 @@ def train_step(
     scale: float = 1.0,
     may_skip: bool = False,
 ) -> StepResult:
-    """Forward, backward, gradient sum, clipping, AdamW; collective over all ranks.
+    """Forward, backward, gradient reduction, clipping, AdamW; collective over all ranks.
 
-    A gradient sum begins as soon as the rank has its part, while the rest of its lane runs.
+    The gradient reduction of a bucket starts as soon as this rank's gradient is complete, while the rest of
+    its rank program runs.
 
     The batch is samples [first_sample, first_sample + global batch). The backward runs on `scale` times the
-    loss. Raises TrainingError, with the weights of the step before still in place, if the loss or the
-    gradient norm is not finite; if it is the norm alone and `may_skip`, the step is skipped instead.
+    loss. Gradients are clipped to the global norm `clip` (0: no clipping). `stop` requests a stop of all
+    ranks after this step.
+
+    Raises TrainingError, with the weights of the step before still in place, if the loss or the gradient norm
+    is not finite; if only the norm is not and `may_skip`, the step is skipped instead.
     """
-    worker = trainer.worker
-    for bucket in worker.buckets:
+    runtime = trainer.runtime
+    for bucket in runtime.buckets:
         bucket.gradient.zero_()
     _begin(trainer, blend, first_sample=first_sample, scale=scale)
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    with naming(worker.place):
-        trainer.executor.run(worker.lane, worker.begin_sums)
-        for state in worker.states:
-            squares += state.end_sum()
-    asked = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
-    # On the host, where all ranks can meet, whatever their cards.
-    totals = torch.stack([squares, trainer.loss, asked]).cpu()
+    with as_training_error(runtime.coord):
+        trainer.executor.run(runtime.program, runtime.start_grad_reduces)
+        for state in runtime.states:
+            squares += state.finish_grad_reduce()
+    stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
+    # On the CPU: not all cards share a communication backend, but all ranks share gloo.
+    totals = torch.stack([squares, trainer.loss, stop_flag]).cpu()
     if dist.is_initialized():
-        with watching(worker.place, "the sum of loss and gradient norm over all ranks"):
+        with guard_world_collective(runtime.coord, "the all-reduce of loss and gradient norm"):
             dist.all_reduce(totals)
     square, loss, stops = totals.tolist()
     grad_norm = math.sqrt(square) / scale if square >= 0 else math.nan
@@ -96,58 +102,65 @@ def train_step(
         raise TrainingError(_blame(trainer, loss, grad_norm))
     factor = (clip / (grad_norm + 1e-6) if clip and grad_norm > clip else 1.0) / scale
     if factor != 1.0:
-        for shard in (shard for state in worker.states for shard in state.shards):
+        for shard in (shard for state in runtime.states for shard in state.shards):
             shard.gradient.mul_(factor)
-    with naming(worker.place):
+    with as_training_error(runtime.coord):
         trainer.optimizer.step(lr)
     return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)
 
 
 def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> float:
-    """Mean loss per token over the first batches of the validation data; collective over all ranks."""
-    worker = trainer.worker
-    batch_size = worker.grid.plan.global_batch_size
+    """Mean loss over the first `num_batches` global batches of the validation data, in nats per token.
+
+    Collective over all ranks.
+    """
+    runtime = trainer.runtime
+    batch_size = runtime.grid.plan.global_batch_size
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for batch in range(num_batches):
         _begin(trainer, blend, first_sample=batch * batch_size)
-        with naming(worker.place):
-            trainer.executor.run(worker.evaluation_lane)
+        with as_training_error(runtime.coord):
+            trainer.executor.run(runtime.evaluation_program)
         total += trainer.loss
     total = total.cpu()
     if dist.is_initialized():
-        with watching(worker.place, "the sum of the validation loss over all ranks"):
+        with guard_world_collective(runtime.coord, "the all-reduce of the validation loss"):
             dist.all_reduce(total)
     return total.item() / num_batches
 
 
 def _begin(trainer: Trainer, blend: Blend, *, first_sample: int, scale: float = 1.0) -> None:
-    """Point the runner at its pipeline's share of the batch."""
-    worker = trainer.worker
+    """Point the stage runners at their pipeline's share of the batch."""
+    runtime = trainer.runtime
     # Of the whole batch, not of this pipeline's share: every rank must divide by the same number.
-    trained_tokens = blend.trained_tokens(first_sample, worker.grid.plan.global_batch_size)
+    trained_tokens = blend.trained_tokens(first_sample, runtime.grid.plan.global_batch_size)
     for runner in trainer.runners.values():
         runner.begin(
             blend,
-            first_sample=first_sample + worker.grid.first_sequence(worker.place),
+            first_sample=first_sample + runtime.grid.first_sequence(runtime.coord),
             trained_tokens=max(trained_tokens, 1),
             scale=scale,
         )
 
 
 def _blame(trainer: Trainer, loss: float, grad_norm: float) -> str:
-    """Name the first rank, in the model's order, whose output or gradient was not finite."""
-    worker = trainer.worker
-    sound_gradient = all(bool(torch.isfinite(bucket.gradient).all()) for bucket in worker.buckets)
-    sound_output = all(bool(runner.finite) for runner in trainer.runners.values())
-    mine = torch.tensor([float(sound_output), float(sound_gradient)])
-    flags = [mine]
+    """A message that names the first rank, in the model's order, whose output or gradient was not finite.
+
+    Collective over all ranks.
+    """
+    runtime = trainer.runtime
+    finite_gradient = all(bool(torch.isfinite(bucket.gradient).all()) for bucket in runtime.buckets)
+    finite_output = all(bool(runner.finite) for runner in trainer.runners.values())
+    local = torch.tensor([float(finite_output), float(finite_gradient)])
+    flags = [local]
     if dist.is_initialized():
-        flags = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(flags, mine)
+        flags = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        with guard_world_collective(runtime.coord, "the search for the first value that is not finite"):
+            dist.all_gather(flags, local)
     found = f"loss {loss}, gradient norm {grad_norm}"
-    order = sorted(worker.grid.places, key=lambda place: (place.stages, place.pipeline))
+    order = sorted(runtime.grid.coords, key=lambda coord: (coord.stages, coord.pipeline))
     for what, index in (("output", 0), ("gradient", 1)):
-        for place in order:
-            if not flags[place.rank][index]:
-                return f"{found}: the first {what} that is not finite came from {place}"
+        for coord in order:
+            if not flags[coord.rank][index]:
+                return f"{found}: the first {what} that is not finite came from {coord}"
     return f"{found}: every rank's outputs and gradients were finite; their sum was not"

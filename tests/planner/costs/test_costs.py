@@ -1,0 +1,436 @@
+"""Costs in seconds and bytes: work, profiles, links, memory."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from yuan_train.config.cluster import Card, Cluster, DedicatedLink, Link, NodeGroup
+from yuan_train.config.devices import GIB, DeviceType
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
+from yuan_train.config.run import Recompute, SearchConfig
+from yuan_train.planner.costs.links import allreduce_seconds, message_seconds
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.costs.topology import find_route, make_topology
+from yuan_train.planner.costs.unit_costs import card_costs, check_profile
+from yuan_train.planner.costs.workload import STATE_BYTES, layer_activation_bytes, model_work
+from yuan_train.planner.evaluate.messages import flow_sharers
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.report.terminal import layer_words
+from yuan_train.planner.search.instances import is_faithful, make_instance
+from yuan_train.planner.search.shapes import (
+    PipelineCut,
+    Shape,
+    assemble_plan,
+    list_shapes,
+    make_plan,
+    read_options,
+)
+from yuan_train.planner.solver.cost_tables import CostTables
+from yuan_train.planner.solver.estimate import simulate_cuts
+from yuan_train.schedule.check import peak_in_flight
+from yuan_train.schedule.in_flight import in_flight
+from yuan_train.schedule.schedules import make_schedule
+
+MODEL = ModelConfig(
+    name="toy",
+    num_layers=6,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+    vocab_size=512,
+    max_sequence_length=128,
+)
+CARD = DeviceType(memory=2 * GIB, reserved=0, fp32=1e12, bf16=4e12, memory_bandwidth=1e11)
+CLUSTER = Cluster(
+    name="c",
+    nodes=(
+        NodeGroup(
+            name="n",
+            count=2,
+            device="Card",
+            devices=2,
+            link=Link(bandwidth=100.0, latency=1.0),
+            network=Link(bandwidth=10.0, latency=2.0),
+        ),
+        NodeGroup(name="x", device="Slow", network=Link(bandwidth=4.0, latency=5.0)),
+    ),
+    links=(DedicatedLink(from_="n-0", to="x", bandwidth=50.0, latency=0.5),),
+    device_types={"Card": CARD, "Slow": replace(CARD, slowdown=3.0)},
+)
+CARDS = {card.name: card for card in CLUSTER.cards}
+
+
+def problem(**changes):
+    given = {
+        "cluster": CLUSTER,
+        "model": MODEL,
+        "sequence_length": 128,
+        "global_batch_size": 8,
+        "precision": "fp32",
+    }
+    return PlanProblem(**(given | changes))
+
+
+def slot_of(card: Card):
+    """A slot of one pipeline with one replica of one card."""
+    return (((card,),),)
+
+
+def same_recompute(recompute: Recompute, num_stages: int) -> list[Recompute]:
+    return [recompute for _ in range(num_stages)]
+
+
+def unit(seconds, *, state=1000.0, activation=100.0, output=10.0):
+    return UnitProfile(
+        forward_seconds=seconds,
+        backward_seconds=2 * seconds,
+        state_bytes=state,
+        activation_bytes=activation,
+        output_bytes=output,
+    )
+
+
+def profile(*entries, **changes):
+    return Profile(**({"sequence_length": 128, "entries": entries} | changes))
+
+
+def entry(size=1, seconds=1.0, *, layers=1, recompute: Recompute = "none", kind="Card"):
+    return ProfileEntry(
+        device_type=kind,
+        micro_batch_size=size,
+        recompute=recompute,
+        embedding=unit(seconds / 10),
+        layers=tuple(unit(seconds + i) for i in range(layers)),
+        head=unit(seconds / 2, output=0.0),
+    )
+
+
+def costs_of(given, *, size=1, recompute: Recompute = "none", width=1):
+    return card_costs(
+        MODEL,
+        sequence_length=128,
+        micro_batch_size=size,
+        precision="fp32",
+        recompute=recompute,
+        type_name="Card",
+        device=CARD,
+        profile=given,
+        tensor_parallel=width,
+    )
+
+
+# --- work ------------------------------------------------------------------------------------------------
+
+
+def test_published_sizes():
+    """36H^2 + 2SH FLOP a token and layer, 6VH in the head's forward, 18 bytes a parameter under bf16."""
+    model = replace(MODEL, hidden_size=2048, num_attention_heads=32, head_dim=64, ffn_hidden_size=8192)
+    work = model_work(model, sequence_length=100, micro_batch_size=2, precision="bf16", logit_rows=10)
+    assert work.layer.forward_flops == 200 * (36 * 2048**2 + 2 * 100 * 2048)
+    assert work.layer.backward_flops == 2 * work.layer.forward_flops
+    assert work.head.forward_flops == 200 * 6 * 512 * 2048
+    assert work.head.backward_flops == 0
+    assert work.layer.output_bytes == 200 * 2048 * 2
+    assert STATE_BYTES["bf16"].total == 18
+    assert STATE_BYTES["fp32"].total == 16
+    # reads gradient, master and moments (16), writes moments, master and weights (14)
+    assert STATE_BYTES["bf16"].update_traffic == 30
+    assert STATE_BYTES["fp32"].update_traffic == 28
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("attention", ["localized_filter", "plain"])
+def test_activation_bytes_are_what_autograd_saves(precision, attention):
+    torch = pytest.importorskip("torch")
+    from yuan_train.model.layers import rotary_tables
+    from yuan_train.model.transformer import Block
+
+    model = replace(MODEL, attention=attention)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    block = Block(model, device=torch.device("cpu"), dtype=dtype)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    tokens = 32
+    x = torch.randn(1, tokens, MODEL.hidden_size).to(dtype).requires_grad_()
+    rotary = rotary_tables(torch.arange(tokens)[None], head_dim=model.head_dim, base=1e4, dtype=dtype)
+    known = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *rotary)}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = block(x, rotary)
+    measured = sum(size for address, size in saved.items() if address not in known) / tokens
+    assert result.shape == x.shape
+    assert layer_activation_bytes(model, precision) == pytest.approx(measured, rel=0.1)
+
+
+# --- times -----------------------------------------------------------------------------------------------
+
+
+def test_a_measured_entry_takes_precedence():
+    costs = costs_of(profile(entry(seconds=7.0)))
+    assert costs.source == "measured"
+    assert [u.forward_seconds for u in costs.units] == [0.7, *[7.0] * 6, 3.5]
+    assert costs.units[1].state_bytes == pytest.approx(1000)
+    assert costs.units[1].activation_bytes == 100
+
+
+def test_one_entry_per_layer():
+    costs = costs_of(profile(entry(layers=6)))
+    assert [u.forward_seconds for u in costs.units[1:-1]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds", "word"), [(2, 2.0, "interpolated"), (6, 6.0, "extrapolated"), (4, 4.0, "measured")]
+)
+def test_other_micro_batch_sizes_lie_on_a_line(size, seconds, word):
+    costs = costs_of(profile(entry(1, 1.0), entry(4, 4.0)), size=size)
+    assert costs.units[1].forward_seconds == pytest.approx(seconds)
+    assert word in costs.note
+    assert costs.source == "measured"
+
+
+def test_a_single_size_is_scaled():
+    costs = costs_of(profile(entry(2, 3.0)), size=4)
+    assert costs.units[1].forward_seconds == pytest.approx(6.0)
+    assert costs.units[1].activation_bytes == pytest.approx(200)
+    assert costs.units[1].state_bytes == pytest.approx(1000)
+    assert "scaled from micro_batch_size 2" in costs.note
+
+
+def test_full_recompute_is_derived():
+    costs = costs_of(profile(entry(seconds=1.0)), recompute="full")
+    assert costs.units[1].backward_seconds == pytest.approx(3.0)
+    assert costs.units[1].activation_bytes == 10
+    assert costs.units[-1].backward_seconds == pytest.approx(1.0)
+    assert "derived" in costs.note
+
+
+def test_a_missing_card_is_estimated_and_the_note_says_so():
+    costs = costs_of(profile(entry(kind="Other")))
+    assert costs.source == "estimated"
+    assert "no entry for Card" in costs.note
+
+
+def test_slowdown_multiplies_estimates_but_not_measurements():
+    slow = replace(CARD, slowdown=3.0)
+    arguments = {"sequence_length": 128, "micro_batch_size": 1, "precision": "fp32", "recompute": "none"}
+    fast_units = card_costs(MODEL, **arguments, type_name="Card", device=CARD, profile=None).units
+    slow_units = card_costs(MODEL, **arguments, type_name="Card", device=slow, profile=None).units
+    assert slow_units[1].forward_seconds == pytest.approx(3 * fast_units[1].forward_seconds, rel=0.3)
+    measured = card_costs(MODEL, **arguments, type_name="Card", device=slow, profile=profile(entry()))
+    assert measured.units[1].forward_seconds == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            profile(entry(), sequence_length=64),
+            "measured at sequence_length 64, the run has 128; measure again",
+        ),
+        (profile(entry(layers=5)), r"entries\[0\].layers: 5 layers, the model has 6"),
+        (profile(entry(), precision="bf16"), "measured in bf16, the run has train.precision fp32"),
+    ],
+)
+def test_a_profile_of_another_run_is_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        check_profile(given, MODEL, sequence_length=128, precision="fp32")
+
+
+# --- links -----------------------------------------------------------------------------------------------
+
+
+def test_routes():
+    topology = make_topology(CLUSTER)
+
+    def seconds(a, b, sharers=1):
+        return message_seconds(find_route(topology, CARDS[a], CARDS[b]), 100, sharers=sharers)
+
+    assert seconds("n-0/0", "n-0/1") == 1 + 100 / 100
+    assert seconds("n-0/0", "n-1/0") == 2 + 100 / 10
+    assert seconds("n-1/0", "x/0") == 5 + 100 / 4
+    assert seconds("n-0/0", "x/0") == 0.5 + 100 / 50
+    assert seconds("x/0", "n-0/0") == 5 + 100 / 4, "the dedicated link has one direction"
+    assert seconds("n-0/0", "n-1/0", sharers=2) == 2 + 200 / 10
+    assert seconds("n-0/0", "n-0/1", sharers=2) == 2, "a node's own link is not shared"
+    assert seconds("n-0/0", "x/0", sharers=2) == 2.5, "a dedicated link is not shared"
+
+
+def test_a_measured_link_takes_precedence_and_is_interpolated():
+    link = LinkProfile(from_="n-0/0", to="n-1/0", message_bytes=(10.0, 110.0), seconds=(1.0, 3.0))
+    topology = make_topology(CLUSTER, profile(links=(link,)))
+    route = find_route(topology, CARDS["n-0/0"], CARDS["n-1/0"])
+    assert message_seconds(route, 5) == 1.0
+    assert message_seconds(route, 60) == pytest.approx(2.0)
+    assert message_seconds(route, 210) == pytest.approx(5.0)
+    assert find_route(topology, CARDS["n-0/1"], CARDS["n-1/0"]).measured is None
+
+
+def test_ring_allreduce():
+    topology = make_topology(CLUSTER)
+    pair = [CARDS["n-0/0"], CARDS["n-1/0"]]
+    # two rounds of half the bytes over the network
+    assert allreduce_seconds(topology, pair, 100) == 2 * (2 + 50 / 10)
+    assert allreduce_seconds(topology, pair[:1], 100) == 0
+
+
+def test_pipelines_share_a_nic():
+    a, b, c, d = (CARDS[name] for name in ("n-0/0", "n-0/1", "n-1/0", "n-1/1"))
+    assert flow_sharers([(a, c), (b, d)]) == [2, 2]
+    assert flow_sharers([(a, b), (c, d)]) == [1, 1]
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "m"), [(1, 4), (4, 2), (4, 9)])
+def test_in_flight_is_what_the_schedule_has(schedule, stages, m):
+    for stage, program in enumerate(make_schedule(schedule, num_stages=stages, num_micro_batches=m)):
+        assert in_flight(schedule, stage=stage, num_stages=stages, num_micro_batches=m) == peak_in_flight(
+            program
+        )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_cost_tables_and_forecast_agree(schedule, tied, recompute: Recompute):
+    """The search's cost tables and the forecast count the same seconds and bytes."""
+    costs = make_costs(problem(model=replace(MODEL, tie_embeddings=tied)))
+    keys = SearchConfig(recompute=(recompute,), schedule=(schedule,), replicas=(1,), tensor=(1,))
+    options = read_options(keys, micro_batch_size=1, model=MODEL)
+    for shape in list_shapes(list(CARDS.values()), options, global_batch_size=8):
+        instance = make_instance(costs, shape, options)
+        tables = CostTables(instance)
+        count = len(shape.slots)
+        for bounds in ([0, 8], [0, 1, 8], [0, 4, 8], [0, 7, 8], [0, 2, 4, 8]):
+            length = len(bounds) - 1
+            if length > count:
+                continue
+            order = list(range(length))
+            plan = make_plan(
+                costs, shape, order=order, bounds=bounds, recompute=same_recompute(recompute, length)
+            )
+            cost = cost_plan(costs, plan)
+            (seconds,) = simulate_cuts(tables, np.array([order]), np.array([bounds]))
+            if is_faithful(costs, shape, options) or (length == count and shape.num_pipelines == 1):
+                # A stage of the tied embedding alone reduces nothing, yet is charged a ring's latency.
+                assert seconds == pytest.approx(cost.step_seconds, rel=1e-4)
+            assert seconds >= cost.step_seconds * (1 - 1e-9), "an approximation may only be slower"
+            for s, stage in enumerate(cost.stages[:length]):
+                count_in_flight = tables.in_flights(order)[s]
+                needed = tables.needed_bytes(order[s], count_in_flight)[0, bounds[s], bounds[s + 1]]
+                assert needed + CARD.reserved == pytest.approx(stage.memory.total)
+
+
+def test_tied_embedding_counts_once_on_a_single_stage_and_twice_on_two():
+    costs = make_costs(problem())
+    cards = CARDS["n-0/0"], CARDS["n-0/1"]
+    shape = Shape(
+        schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=(slot_of(cards[0]), slot_of(cards[1]))
+    )
+    alone = cost_plan(
+        costs, make_plan(costs, shape, order=[0], bounds=[0, 8], recompute=same_recompute("none", 1))
+    )
+    pair = cost_plan(
+        costs, make_plan(costs, shape, order=[0, 1], bounds=[0, 4, 8], recompute=same_recompute("none", 2))
+    )
+    embedding_bytes = 4 * MODEL.embedding_parameters
+    total = sum(stage.memory.parameters for stage in pair.stages)
+    assert total - alone.stages[0].memory.parameters == embedding_bytes
+    assert alone.stages[0].memory.parameters == 4 * MODEL.parameters
+    assert alone.tied_embedding_seconds == 0
+    rate = costs.of("Card", 1, "none").update_bytes_per_second
+    traffic = STATE_BYTES[costs.problem.precision].update_traffic
+    assert alone.update_seconds == pytest.approx(MODEL.parameters * traffic / rate)
+    assert pair.tied_embedding_seconds == 2 * (1 + embedding_bytes / 2 / 100)
+
+
+def test_owners_of_different_widths_hold_reduced_gradients_separately():
+    costs = make_costs(problem())
+    a, b, c = (CARDS[name] for name in ("n-0/0", "n-0/1", "n-1/0"))
+
+    def gradients(*groups):
+        cuts = [
+            PipelineCut(
+                micro_batch_size=1,
+                num_micro_batches=4,
+                stage_groups=(group,),
+                bounds=(0, 8),
+                recompute=("none",),
+            )
+            for group in groups
+        ]
+        cost = cost_plan(costs, assemble_plan(costs, cuts, schedule="1f1b", sharded=True))
+        return [stage.memory.gradients for stage in cost.stages]
+
+    same = gradients(((a,),), ((c,),))
+    mixed = gradients(((a, b),), ((c,),))
+    assert same == [4 * MODEL.parameters] * 2
+    assert mixed[1] == pytest.approx(1.5 * same[1]), "half of the gradients is held again, in a copy"
+
+
+def test_ranks_are_numbered_node_by_node_over_the_cards_in_use():
+    costs = make_costs(problem())
+    slots = tuple(slot_of(CARDS[name]) for name in ("x/0", "n-1/1", "n-0/0"))
+    shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=slots)
+    plan = make_plan(costs, shape, order=[0, 1, 2], bounds=[0, 2, 4, 8], recompute=same_recompute("none", 3))
+    assert [entry.device for entry in plan.ranks] == ["n-0/0", "n-1/1", "x/0"]
+    assert [stage.ranks for stage in plan.pipelines[0].stages] == [(2,), (1,), (0,)]
+    assert set(plan.device_types) == {"Card", "Slow"}
+    assert isinstance(CARDS["x/0"], Card)
+
+
+def test_only_the_first_layers_are_recomputed():
+    """k layers run forward again and keep only their input; the others are as without recompute."""
+    costs = make_costs(problem(profile=profile(entry(seconds=1.0, layers=6))))
+    slots = (slot_of(CARDS["n-0/0"]), slot_of(CARDS["n-0/1"]))
+    shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=slots)
+    plan = make_plan(costs, shape, order=[0, 1], bounds=[0, 4, 8], recompute=["full", "none"])
+    first, second = plan.pipelines[0].stages
+    found = {}
+    for count in (None, 1, 2, 3):
+        stage = replace(first, recompute_layers=count)
+        changed = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(stage, second)),))
+        assert not list(validate_plan(changed))
+        found[count] = cost_plan(costs, changed).stages[0]
+    # Layer i takes 1 + i seconds forward and twice that back; the embedding a tenth of a second.
+    assert [found[k].forward_seconds for k in (1, 2, 3)] == pytest.approx([6.1] * 3)
+    assert [found[k].backward_seconds for k in (1, 2, 3)] == pytest.approx([13.2, 15.2, 18.2])
+    # A layer keeps 100 bytes or, recomputed, its input of 10; two micro-batches are in flight.
+    assert [found[k].memory.activations for k in (1, 2, 3)] == [2 * 310, 2 * 220, 2 * 130]
+    assert found[3].memory == found[None].memory and found[3].num_recomputed == 3
+    assert layer_words(found[2]) == "0-2 +emb recompute 2" and layer_words(found[3]) == "0-2 +emb recompute"
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_selective_recompute_lies_between_none_and_full(width):
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    for given in (None, profile(entry(seconds=1.0))):
+        none, selective, full = (costs_of(given, recompute=kind, width=width).units[1] for kind in kinds)
+        assert none.forward_seconds == selective.forward_seconds == full.forward_seconds
+        # Fewer bytes for a few passes over memory, where full recompute runs the forward again.
+        assert full.activation_bytes < selective.activation_bytes < 0.75 * none.activation_bytes
+        added = selective.backward_seconds - none.backward_seconds
+        assert 0 < added < (full.backward_seconds - none.backward_seconds) / 2
+        assert none.transient_bytes < selective.transient_bytes < full.transient_bytes or given is not None
+        assert selective.backward_collectives == none.backward_collectives
+    assert "selective recompute derived" in costs_of(profile(entry()), recompute="selective").note
+
+
+def test_selective_recompute_keeps_replicated_hidden_states_in_full():
+    arguments = {"sequence_length": 128, "micro_batch_size": 1, "precision": "fp32", "logit_rows": 128}
+    one, two = (model_work(MODEL, **arguments, tensor_parallel=width).layer for width in (1, 2))
+    # Three norms' inputs with their statistics, and the taps.
+    replicated = 128 * (4 * 4 * 64 + 3 * 4)
+    assert two.selective_bytes - replicated == (one.selective_bytes - replicated) / 2

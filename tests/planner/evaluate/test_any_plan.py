@@ -1,0 +1,282 @@
+"""Plans of every kind: tensor-parallel stages, replicas, mixed pipelines, virtual stages, ZeRO."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner.search.test_search import MODEL, NETWORK, card, find, problem
+from yuan_train.config.cluster import Cluster, NodeGroup
+from yuan_train.config.errors import ConfigError, NoPlanFits, PlanError
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.run import ScheduleName
+from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.evaluate.simulator import StageTimes, simulate, simulate_schedule
+from yuan_train.planner.report.notations import read_blocks, read_layout, to_blocks, to_layout
+from yuan_train.schedule.schedules import make_schedule
+
+EIGHT = Cluster(
+    name="eight",
+    nodes=(
+        NodeGroup(name="a", device="Card", devices=4, link=NETWORK, network=NETWORK),
+        NodeGroup(name="b", device="Card", devices=4, link=NETWORK, network=NETWORK),
+    ),
+    device_types={"Card": card(8.0)},
+)
+
+
+def plan_of(*pipelines, schedule: ScheduleName = "1f1b", sharded=False):
+    """A plan of these pipelines, each (number of micro-batches, [(replicas, number of layers), ...])."""
+    made = []
+    for count, stages in pipelines:
+        ends = [sum(n for _, n in stages[: s + 1]) for s in range(len(stages))]
+        made.append(
+            PipelinePlan(
+                micro_batch_size=1,
+                num_micro_batches=count,
+                stages=tuple(
+                    StagePlan(
+                        replicas=replicas,
+                        layers=(end - n, end),
+                        embedding=s == 0,
+                        head=s == len(stages) - 1,
+                    )
+                    for s, ((replicas, n), end) in enumerate(zip(stages, ends, strict=True))
+                ),
+            )
+        )
+    used = sorted({rank for p in made for stage in p.stages for rank in stage.ranks})
+    cards = EIGHT.cards
+    plan = Plan(
+        cluster="eight",
+        model=MODEL,
+        sequence_length=256,
+        global_batch_size=sum(p.num_sequences for p in made),
+        schedule=schedule,
+        optimizer_sharding=sharded,
+        ranks=tuple(RankPlan(rank=r, device=cards[r].name, type="Card") for r in used),
+        pipelines=tuple(made),
+        device_types=EIGHT.device_types,
+    )
+    assert not list(validate_plan(plan))
+    return plan
+
+
+def cost(plan):
+    return cost_plan(make_costs(problem(EIGHT, global_batch_size=plan.global_batch_size)), plan)
+
+
+def on_cards(plan, numbers):
+    """The plan with its ranks on other cards; 0 to 3 are in one node, 4 to 7 in the other."""
+    names = [EIGHT.cards[number].name for number in numbers]
+    ranks = tuple(replace(rank, device=name) for rank, name in zip(plan.ranks, names, strict=True))
+    return replace(plan, ranks=ranks)
+
+
+ONE = (((0,),), 8)
+PAIR = [(((0,),), 4), (((1,),), 4)]
+
+
+def test_tensor_parallel_halves_the_work_and_adds_all_reduces():
+    alone, pair = cost(plan_of((4, [ONE]))), cost(plan_of((4, [(((0, 1),), 8)])))
+    assert pair.stages[0].memory.parameters == pytest.approx(alone.stages[0].memory.parameters / 2, rel=1e-3)
+    # 3 all-reduces of a hidden state each way and layer, at 1e-4 s and two rounds each, and one at each end.
+    allreduce_seconds = 2 * (1e-4 + 256 * 128 * 2 / 2 / 1e9)
+    assert pair.stages[0].forward_seconds > 8 * 3 * allreduce_seconds
+    assert pair.stages[0].memory.total < alone.stages[0].memory.total
+
+
+def test_replicas_share_the_micro_batches():
+    single, double = cost(plan_of((8, [ONE]))), cost(plan_of((8, [(((0,), (1,)), 8)])))
+    assert double.compute_seconds == pytest.approx(single.compute_seconds / 2)
+    assert double.grad_reduce_seconds > 0 == single.grad_reduce_seconds
+    assert len(double.simulations[0].busy_seconds) == 2
+
+
+def test_owners_shard_the_optimizer():
+    pipelines = [(4, [ONE]), (4, [(((1,),), 8)])]
+    full, sharded = cost(plan_of(*pipelines)), cost(plan_of(*pipelines, sharded=True))
+    assert sharded.stages[0].memory.optimizer == pytest.approx(full.stages[0].memory.optimizer / 2)
+    assert sharded.update_seconds == pytest.approx(full.update_seconds / 2)
+
+
+def test_an_owner_holds_its_share_of_the_optimizer():
+    plan = plan_of((4, [ONE]), (4, [(((1,),), 3), (((2,),), 5)]), sharded=True)
+    equal = cost(plan)
+    (first,), second = plan.pipelines[0].stages, plan.pipelines[1].stages
+    heavy = replace(
+        plan,
+        pipelines=(
+            replace(plan.pipelines[0], stages=(replace(first, optimizer_share=3.0),)),
+            replace(plan.pipelines[1], stages=(second[0], replace(second[1], optimizer_share=0.5))),
+        ),
+    )
+    assert not list(validate_plan(heavy))
+    mixed = cost(heavy)
+    # 3 of 3 + 1, or of 3 + 0.5 for the later layers: a stage counts the most over its layers.
+    ratios = [
+        b.memory.optimizer / a.memory.optimizer for a, b in zip(equal.stages, mixed.stages, strict=True)
+    ]
+    assert ratios == pytest.approx([3 / 3.5 * 2, 1 / 4 * 2, 0.5 / 3.5 * 2])
+    updates = [b.update_seconds / a.update_seconds for a, b in zip(equal.stages, mixed.stages, strict=True)]
+    assert updates == pytest.approx(ratios)
+
+
+def test_optimizer_state_on_the_host_leaves_the_card_and_takes_time():
+    plan = plan_of((4, PAIR))
+    stages = tuple(replace(stage, optimizer_offload=0.25) for stage in plan.pipelines[0].stages)
+    here, away = cost(plan), cost(replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),)))
+    assert away.stages[0].memory.optimizer == pytest.approx(0.75 * here.stages[0].memory.optimizer)
+    assert away.stages[0].memory.parameters == here.stages[0].memory.parameters
+    # A parameter's fp32 gradient is copied to the host at 16 GB/s and its bf16 weight back; the host, at
+    # 25 GB/s, reads the gradient, reads and writes 12 bytes of state, and writes the weight.
+    n = 4 * MODEL.layer_parameters + MODEL.embedding_parameters
+    host = (4 + 2) / 16e9 + (4 + 2 * 12 + 2) / 25e9
+    assert away.update_seconds == pytest.approx(0.75 * here.update_seconds + 0.25 * n * host, rel=0.01)
+
+
+def test_mixed_pipelines_wait_for_each_other():
+    pipelines = [(5, [ONE]), (3, [(((1,),), 3), (((2,),), 5)])]
+    result = cost(plan_of(*pipelines))
+    slowest = max(simulation.step_seconds for simulation in result.simulations)
+    assert result.compute_seconds == slowest
+    assert result.grad_reduce_seconds > 0
+    assert len(result.stages) == 3
+
+
+def test_only_what_outlasts_the_drain_of_a_gradient_reduction_counts():
+    # Two pipelines, each a V of four stages: rank 0 ends stage 3 long before stage 0, so only the reduction
+    # of stage 0 outlasts the drain.
+    def two(a, b):
+        return [(4, [(((r,),), 2) for r in (x, y, y, x)]) for x, y in (a, b)]
+
+    result = cost(on_cards(plan_of(*two((0, 1), (2, 3)), schedule="zero_bubble"), [0, 1, 4, 5]))
+    simulation = result.simulations[0]
+    ends, reduce_seconds = (
+        simulation.stage_end_seconds,
+        [stage.grad_reduce_seconds for stage in result.stages[:4]],
+    )
+    assert min(reduce_seconds) > 0 and ends[3] < ends[0] == max(ends)
+    exposed = max(end + seconds for end, seconds in zip(ends, reduce_seconds, strict=True)) - max(ends)
+    assert result.grad_reduce_seconds == pytest.approx(exposed)
+    assert result.grad_reduce_seconds < sum(reduce_seconds)
+
+
+def test_the_buckets_of_a_card_are_reduced_at_once():
+    # Card 0 reduces its first layers with card 4 and the others with card 5, both through one NIC.
+    plan = plan_of((4, [ONE]), (4, [(((1,),), 4), (((2,),), 4)]))
+    result = cost(on_cards(plan, [0, 4, 5]))
+    whole, *halves = [stage.grad_reduce_seconds for stage in result.stages]
+    # Each slows the other to twice its time, and both end then; one after the other would take as long.
+    assert whole == pytest.approx(max(halves), rel=0.05)
+    near = cost(plan)
+    whole, *halves = [stage.grad_reduce_seconds for stage in near.stages]
+    assert whole == pytest.approx(sum(halves))
+
+
+def test_virtual_stages_fill_faster_and_count_the_whole_card():
+    plain = cost(plan_of((8, PAIR)))
+    looped = [(((r,),), 2) for r in (0, 1, 0, 1)]
+    virtual = cost(plan_of((8, looped), schedule="interleaved_1f1b"))
+    assert len(virtual.simulations[0].busy_seconds) == 2
+    first, third = virtual.stages[0], virtual.stages[2]
+    assert first.memory == third.memory
+    states = plain.stages[0].memory.parameters
+    assert first.memory.parameters == pytest.approx(states)
+
+
+def test_zero_bubble_splits_the_backward():
+    # 2 workers, f = 1, b = 2 in two halves, free messages, m = 2: 1F1B takes (2 + 1) * 3 = 9.
+    times = StageTimes(
+        forward_seconds=(1, 1),
+        backward_seconds=(2, 2),
+        send_activation_seconds=(0,),
+        send_gradient_seconds=(0,),
+    )
+    assert simulate_schedule("1f1b", times, num_micro_batches=2).step_seconds == 9
+    assert simulate_schedule("zero_bubble", times, num_micro_batches=2).step_seconds < 9
+
+
+def test_a_worker_sends_itself_nothing():
+    workers = ((0,), (1,), (1,), (0,))
+    times = StageTimes(
+        forward_seconds=(1,) * 4,
+        backward_seconds=(2,) * 4,
+        send_activation_seconds=(5, 1000, 5),
+        send_gradient_seconds=(5, 1000, 5),
+    )
+    steps = make_schedule("zero_bubble", num_micro_batches=1, workers=workers)
+    result = simulate(steps, times, workers=workers)
+    # 4 forwards, 2 messages down, 4 input gradients, 2 messages up, and the last weights.
+    assert result.step_seconds == 4 + 10 + 4 + 10 + 1
+    assert sum(result.busy_seconds) == 12
+
+
+def test_workers_are_numbered_where_they_first_appear():
+    plan = plan_of((8, [(((r,),), 2) for r in (0, 1, 0, 1)]), schedule="interleaved_1f1b")
+    assert plan.pipelines[0].workers == ((0,), (1,), (0,), (1,))
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "interleaved_1f1b", "gpipe"])
+def test_other_schedules_are_searched_if_named(schedule):
+    plan = find(problem(EIGHT), schedule=(schedule,), pipelines=(2,), tensor=(1,), replicas=(1,)).best.plan
+    assert plan.schedule == schedule
+    assert not list(validate_plan(plan))
+
+
+@settings(derandomize=True, deadline=None, max_examples=10)
+@given(
+    nodes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["Big", "Small"])), min_size=1, max_size=3),
+    heads=st.sampled_from([2, 4, 6]),
+    layers=st.integers(1, 9),
+    batch=st.sampled_from([4, 12]),
+    small=st.sampled_from([0.2, 0.5, 2.0]),
+)
+def test_every_plan_can_be_run(nodes, heads, layers, batch, small):
+    """Random clusters of unequal nodes, and random models."""
+    given_cluster = Cluster(
+        name="random",
+        nodes=tuple(
+            NodeGroup(name=f"n{i}", device=kind, devices=count, link=NETWORK, network=NETWORK)
+            for i, (count, kind) in enumerate(nodes)
+        ),
+        device_types={"Big": card(2.0, speed=2.0), "Small": card(small)},
+    )
+    model = replace(MODEL, num_layers=layers, num_attention_heads=heads, head_dim=32)
+    given_problem = problem(given_cluster, model=model, global_batch_size=batch)
+    try:
+        result = find(given_problem)
+    except (NoPlanFits, ConfigError):
+        return
+    for candidate in (result.best, *result.runners_up):
+        assert not list(validate_plan(candidate.plan))
+        checked = cost_plan(make_costs(given_problem), candidate.plan)
+        assert checked.fits
+        assert checked.step_seconds == pytest.approx(candidate.step_seconds)
+    assert result.lower_bound_seconds <= result.best.step_seconds
+
+
+@pytest.mark.parametrize("text", ["Ettt|tt|ttL", "E|ttttttt|L", "Et*4,|t*3L", "Et*7L"])
+def test_layouts_are_read_back(text):
+    counts = read_layout(text, num_layers=7)
+    stages = [(((r,),), n) for r, n in enumerate([*counts[:-1], counts[-1] + 1])]
+    pipeline = plan_of((8, stages)).pipelines[0]
+    again = read_layout(to_layout(pipeline), num_layers=8)
+    assert again == (*counts[:-1], counts[-1] + 1)
+    assert read_blocks(to_blocks(pipeline), num_layers=8) == again
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Ettt|tt", "wanted one E"),
+        ("Ettx|L", "not made of E, t"),
+        ("Et|L", "1 layers, but the model has 7; assign every layer once"),
+    ],
+)
+def test_wrong_layouts_are_refused(text, words):
+    with pytest.raises(PlanError, match=words):
+        read_layout(text, num_layers=7)

@@ -1,0 +1,156 @@
+"""The simulator against closed forms and pipelines solved by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yuan_train.planner.evaluate.simulator import (
+    StageTimes,
+    order_operations,
+    simulate,
+    simulate_many,
+    simulate_schedule,
+)
+from yuan_train.schedule.schedules import make_schedule
+
+
+def run(forward, backward, links, m, *, overlap=True, schedule="1f1b"):
+    times = StageTimes(
+        forward_seconds=tuple(forward),
+        backward_seconds=tuple(backward),
+        send_activation_seconds=tuple(links),
+        send_gradient_seconds=tuple(links),
+    )
+    return simulate_schedule(schedule, times, num_micro_batches=m, overlap=overlap)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.parametrize("m", [1, 3, 12])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_equal_stages_without_links(stages, m, schedule):
+    # (m + P - 1)(f + b)
+    result = run([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), m, schedule=schedule)
+    assert result.step_seconds == pytest.approx((m + stages - 1) * 3.0)
+    assert result.busy_seconds == pytest.approx([3.0 * m] * stages)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "links", "m", "overlapped", "blocking"),
+    [
+        ((1, 3, 2), (2, 6, 4), (0, 0), 6, 60, 60),
+        ((1, 3, 2), (2, 6, 4), (0.5, 1), 6, 65, 70),
+        ((1,) * 4, (2,) * 4, (0, 1.5, 0), 32, 153, 153.5),
+        ((1,) * 4, (2,) * 4, (1, 1, 1), 3, 26, 27),
+        # 5 bytes at 10 bytes/s after 0.5 s, both ways: 1 + 1 + 1 + 2 + 1 + 2
+        ((1, 1), (2, 2), (0.5 + 5 / 10,), 1, 8, 8),
+    ],
+)
+def test_known_pipelines(forward, backward, links, m, overlapped, blocking):
+    assert run(forward, backward, links, m).step_seconds == pytest.approx(overlapped)
+    assert run(forward, backward, links, m, overlap=False).step_seconds == pytest.approx(blocking)
+
+
+def test_two_stages_by_hand():
+    # f = (1, 2), b = (2, 4), link 1 each way, m = 2. Stage 0: F0 0-1, F1 1-2. Messages 1-2, 2-3.
+    # Stage 1: F0 2-4, B0 4-8, F1 8-10, B1 10-14. Gradients 8-9, 14-15. Stage 0: B0 9-11, B1 15-17.
+    result = run((1, 2), (2, 4), (1,), 2)
+    assert result.step_seconds == 17
+    assert result.stage_end_seconds == (17, 14)
+    spans = {
+        (t.step.kind, t.step.stage, t.step.micro_batch): (t.start_seconds, t.end_seconds)
+        for steps in result.timed_steps
+        for t in steps
+    }
+    assert spans["forward", 1, 0] == (2, 4)
+    assert spans["send_gradient", 1, 0] == (8, 9)
+    assert spans["backward", 0, 0] == (9, 11)
+    assert spans["backward", 0, 1] == (15, 17)
+    assert result.bubble_fraction == pytest.approx(1 - (2 * 3 + 2 * 6) / 34)
+
+
+def test_a_slow_link_is_first_in_first_out():
+    # The link takes 5 for each message, compute 1: activations arrive at 6, 11, 16.
+    result = run((1, 1), (1, 1), (5,), 3, schedule="gpipe")
+    arrivals = [t.end_seconds for t in result.timed_steps[0] if t.step.kind == "send_activation"]
+    assert arrivals == [6, 11, 16]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    data=st.data(),
+    stages=st.integers(1, 5),
+    m=st.integers(1, 7),
+    overlap=st.booleans(),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+)
+def test_many_pipelines_at_once_equal_one_at_a_time(data, stages, m, overlap, schedule):
+    seconds = st.floats(0, 3)
+    rows = [[data.draw(seconds) for _ in range(4 * stages)] for _ in range(3)]
+    steps = make_schedule(schedule, num_stages=stages, num_micro_batches=m)
+    parts = [np.array([row[i * stages : (i + 1) * stages] for row in rows]) for i in range(4)]
+    ends = simulate_many(
+        schedule,
+        num_micro_batches=m,
+        forward_seconds=parts[0],
+        backward_seconds=parts[1],
+        send_activation_seconds=parts[2][:, 1:],
+        send_gradient_seconds=parts[3][:, 1:],
+        overlap=overlap,
+    )
+    for i in range(3):
+        times = StageTimes(
+            forward_seconds=tuple(parts[0][i]),
+            backward_seconds=tuple(parts[1][i]),
+            send_activation_seconds=tuple(parts[2][i, 1:]),
+            send_gradient_seconds=tuple(parts[3][i, 1:]),
+        )
+        single = simulate(steps, times, overlap=overlap)
+        assert ends[i] == pytest.approx(single.stage_end_seconds)
+        # No stage is faster than its own work plus the first micro-batch down and its gradient back up.
+        w = parts[0][i] + parts[1][i]
+        c = np.concatenate(([0], parts[2][i, 1:] + parts[3][i, 1:]))
+        lower = max(w[:s].sum() + c[: s + 1].sum() + m * w[s] for s in range(stages))
+        assert single.step_seconds >= lower - 1e-9
+
+
+def test_every_compute_step_runs_once():
+    operations = order_operations(make_schedule("1f1b", num_stages=3, num_micro_batches=4))
+    compute = [operation[:3] for operation in operations if operation[0] in ("forward", "backward")]
+    assert len(compute) == len(set(compute)) == 2 * 3 * 4
+
+
+SLOW_MIDDLE = StageTimes(
+    forward_seconds=(1.0,) * 4,
+    backward_seconds=(2.0,) * 4,
+    send_activation_seconds=(0.0, 1.5, 0.0),
+    send_gradient_seconds=(0.0, 1.5, 0.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "seconds"),
+    [
+        (None, 153.0),
+        ((4, 3, 2, 1), 153.0),
+        # One more before the link, e = ceil((cf + cb) / w) = 1: the fifth micro-batch hides both messages.
+        ((5, 4, 2, 1), 108.0),
+        # Nothing is left to hide.
+        ((6, 5, 2, 1), 108.0),
+        # With equal depths before and after the link, both stages' compute and both messages are in series.
+        ((4, 2, 2, 1), 32 * (3 + 3 + 2 * 1.5)),
+    ],
+)
+def test_a_deeper_warm_up_hides_a_slow_link(in_flight, seconds):
+    result = simulate_schedule("1f1b", SLOW_MIDDLE, num_micro_batches=32, in_flight=in_flight)
+    assert result.step_seconds == pytest.approx(seconds)
+    ends = simulate_many(
+        "1f1b",
+        num_micro_batches=32,
+        forward_seconds=np.array([SLOW_MIDDLE.forward_seconds]),
+        backward_seconds=np.array([SLOW_MIDDLE.backward_seconds]),
+        send_activation_seconds=np.array([SLOW_MIDDLE.send_activation_seconds]),
+        send_gradient_seconds=np.array([SLOW_MIDDLE.send_gradient_seconds]),
+        in_flight=in_flight,
+    )
+    assert ends.max() == pytest.approx(seconds)

@@ -1,0 +1,145 @@
+"""`yuan-train plan` and `yuan-train simulate` from the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from yuan_train.cli.main import main
+from yuan_train.config.plan_files import load_plan
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+LAPTOP = str(CONFIGS / "cluster" / "laptop.yaml")
+TINY = str(CONFIGS / "model" / "tiny.yaml")
+RUN = str(CONFIGS / "run" / "tiny.yaml")
+
+
+def plan(*more, cluster=LAPTOP):
+    return main(["plan", "--cluster", cluster, *more])
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    assert plan("--config", RUN, "--out", str(path)) == 0
+    capsys.readouterr()
+    return path
+
+
+def test_writes_the_plan_and_the_page(tmp_path, capsys):
+    out, page = tmp_path / "plan.yaml", tmp_path / "page.html"
+    assert plan("--model", TINY, "--config", RUN, "--out", str(out), "--report", str(page)) == 0
+    shown = capsys.readouterr()
+    assert "Plan: " in shown.out
+    assert load_plan(out).forecast is not None
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_json_is_one_object(tmp_path, capsys):
+    out = tmp_path / "plan.yaml"
+    assert plan("--model", TINY, "--out", str(out), "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["plan"] == str(out)
+    assert "no --config: sequence_length 512, global_batch_size 64" in shown.err
+
+
+def test_overrides_reach_the_search(tmp_path):
+    out = tmp_path / "plan.yaml"
+    words = [
+        "search.pipelines=[1]",
+        "search.use_all_devices=true",
+        "train.global_batch_size=12",
+        "model.num_layers=9",
+    ]
+    assert plan("--model", TINY, *words, "--out", str(out)) == 0
+    written = load_plan(out)
+    assert (written.global_batch_size, written.model.num_layers, written.world_size) == (12, 9, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--config", RUN, "search.tensr=[1]"], 2, "did you mean 'tensor'"),
+        (
+            ["--config", RUN, "search.tensor=[3]"],
+            2,
+            "search.tensor: [3] asks for what training cannot run yet, or not with this model; add 1",
+        ),
+        ([], 2, "give --model F, or --config F"),
+        (
+            ["--config", RUN, "--model", str(CONFIGS / "model" / "yuan2-2b.yaml")],
+            2,
+            "name different models (num_layers",
+        ),
+        (["--model", str(CONFIGS / "model" / "yuan2-51b.yaml")], 3, "no plan fits. Nearest: "),
+        (["--model", TINY, "--profile", "none.json"], 2, "none.json: no such file"),
+    ],
+)
+def test_wrong_input_is_refused(words, code, message, capsys, tmp_path):
+    out = tmp_path / "plan.yaml"
+    assert plan(*words, "--out", str(out)) == code
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+    assert not out.exists()
+
+
+def test_simulate_repeats_the_forecast(planned, tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    words = ["--cluster", LAPTOP, "--precision", "fp32", "--trace", str(trace), "--json"]
+    assert main(["simulate", "--plan", str(planned), *words]) == 0
+    document = json.loads(capsys.readouterr().out)
+    forecast = load_plan(planned).forecast
+    assert forecast is not None
+    assert document["step_seconds"] == pytest.approx(forecast.step_seconds)
+    assert document["messages"] == "cluster"
+    assert 0 <= document["grad_reduce_seconds"] < document["step_seconds"]
+    boxes = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert max(box["ts"] + box["dur"] for box in boxes) / 1e6 == pytest.approx(
+        document["compute_seconds"], rel=1e-5
+    )
+
+
+def test_simulate_without_a_cluster_has_free_messages(planned, capsys):
+    assert main(["simulate", "--plan", str(planned), "--json"]) == 0
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert document["messages"] == "free"
+    assert document["step_seconds"] <= document["forecast_step_seconds"]
+    assert "give --cluster F" in shown.err
+
+
+def test_simulate_needs_stage_times(planned, tmp_path, capsys):
+    bare = tmp_path / "bare.yaml"
+    bare.write_text(planned.read_text().split("forecast:")[0])
+    assert main(["simulate", "--plan", str(bare)]) == 2
+    assert "forecast: no times for pipeline 0, stage 0; give --cluster F" in capsys.readouterr().err
+    assert main(["simulate", "--plan", str(bare), "--cluster", LAPTOP, "--precision", "fp32"]) == 0
+    assert (
+        main(["simulate", "--plan", str(bare), "--cluster", str(CONFIGS / "cluster" / "t4-a100.yaml")]) == 2
+    )
+    assert "is not in cluster 't4-a100'" in capsys.readouterr().err
+
+
+def test_planning_never_imports_torch(tmp_path):
+    """Nor does --help import numpy or pydantic."""
+    code = (
+        "import sys; from yuan_train.cli.main import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'numpy', 'pydantic', 'rich'} & sys.modules.keys(); "
+        "print(sorted(heavy), file=sys.stderr); sys.exit(code)"
+    )
+
+    def loaded(*words):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, timeout=120
+        )
+        return done.stderr.splitlines()[-1]
+
+    assert loaded("plan", "--help") == "[]"
+    assert loaded("simulate", "--help") == "[]"
+    out = str(tmp_path / "plan.yaml")
+    assert "torch" not in loaded("plan", "--cluster", LAPTOP, "--config", RUN, "--out", out)
+    assert "torch" not in loaded("simulate", "--plan", out)

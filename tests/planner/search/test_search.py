@@ -1,0 +1,348 @@
+"""The search from problem to plan: its plans, the inputs that it refuses, its advice if nothing fits,
+reports."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yuan_train.config.cluster import Cluster, Link, NodeGroup, load_cluster
+from yuan_train.config.devices import GIB, DeviceType
+from yuan_train.config.dump import dump
+from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.plan_files import load_plan, save_plan
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.report.page import plan_html
+from yuan_train.planner.report.terminal import layer_list, megatron_layout, plan_json, plan_table
+from yuan_train.planner.search.search import search_plan
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+MODEL = ModelConfig(
+    name="toy",
+    num_layers=8,
+    hidden_size=128,
+    num_attention_heads=4,
+    ffn_hidden_size=512,
+    vocab_size=4096,
+    max_sequence_length=256,
+)
+NETWORK = Link(bandwidth=1e9, latency=1e-4)
+
+
+def card(memory_gib: float = 4.0, *, speed: float = 1.0, bf16: bool = True) -> DeviceType:
+    rate = 1e12 * speed
+    return DeviceType(
+        memory=int(memory_gib * GIB),
+        reserved=GIB // 8,
+        fp32=rate,
+        fp16=rate,
+        bf16=rate if bf16 else None,
+        memory_bandwidth=1e11 * speed,
+    )
+
+
+def cluster(**types: tuple[int, DeviceType]) -> Cluster:
+    """A cluster with one node per type, of (number of cards, device type)."""
+    return Cluster(
+        name="test",
+        nodes=tuple(
+            NodeGroup(name=name.lower(), device=name, devices=count, link=NETWORK, network=NETWORK)
+            for name, (count, _) in types.items()
+        ),
+        device_types={name: device for name, (_, device) in types.items()},
+    )
+
+
+def problem(cards: Cluster, **changes: object) -> PlanProblem:
+    given = {
+        "cluster": cards,
+        "model": MODEL,
+        "sequence_length": 256,
+        "global_batch_size": 16,
+        "precision": "bf16",
+    }
+    return PlanProblem(**(given | changes))  # type: ignore[arg-type]
+
+
+def find(given: PlanProblem, micro_batch_size: int = 1, **search: object):
+    return search_plan(given, SearchConfig(**search), micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
+
+
+TWO_SPEEDS = cluster(Fast=(2, card(speed=3.0)), Slow=(2, card(speed=1.0)))
+
+
+# --- plans -----------------------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(
+    fast=st.integers(1, 3),
+    slow=st.integers(0, 2),
+    memory=st.sampled_from([0.2, 0.3, 4.0]),
+    batch=st.sampled_from([4, 6, 16]),
+    tied=st.booleans(),
+    use_all=st.booleans(),
+)
+def test_every_plan_is_valid_and_fits(fast, slow, memory, batch, tied, use_all):
+    types = {"Fast": (fast, card(memory, speed=3.0))} | ({"Slow": (slow, card())} if slow else {})
+    given_problem = problem(
+        cluster(**types), model=replace(MODEL, tie_embeddings=tied), global_batch_size=batch
+    )
+    try:
+        result = find(given_problem, use_all_devices=use_all)
+    except NoPlanFits as error:
+        assert "Nearest" in str(error)
+        return
+    plan = result.best.plan
+    assert not list(validate_plan(plan))
+    assert plan.forecast is not None
+    for stage in result.best.cost.stages:
+        assert stage.memory.total <= stage.capacity_bytes
+    cost = cost_plan(make_costs(given_problem), plan)
+    assert plan.forecast.step_seconds == pytest.approx(cost.step_seconds)
+    assert 0 < plan.forecast.lower_bound_seconds <= plan.forecast.step_seconds
+    assert all(result.best.step_seconds <= other.step_seconds * (1 + 1e-7) for other in result.runners_up)
+    if use_all:
+        assert len(plan.ranks) == fast + slow
+        assert not result.left_out
+
+
+def test_same_input_same_plan_byte_for_byte(tmp_path):
+    texts = []
+    for name in ("a.yaml", "b.yaml"):
+        save_plan(tmp_path / name, find(problem(TWO_SPEEDS)).best.plan)
+        texts.append((tmp_path / name).read_bytes())
+    assert texts[0] == texts[1]
+    assert dump(load_plan(tmp_path / "a.yaml")).encode() == texts[0]
+
+
+def test_uneven_cut_beats_the_even_split_on_the_laptop():
+    laptop = load_cluster(CONFIGS / "cluster" / "laptop.yaml")
+    result = find(problem(laptop, precision="fp32"))
+    assert result.even_split is not None
+    assert result.best.step_seconds < 0.7 * result.even_split.step_seconds
+    assert layer_list(result.even_split) == "3,3,2"
+
+
+def test_equal_pipelines_have_equal_cuts_and_share_the_batch():
+    result = find(problem(TWO_SPEEDS), pipelines=(2,))
+    plan = result.best.plan
+    assert len(plan.pipelines) == 2
+    cuts = [[stage.layers for stage in pipeline.stages] for pipeline in plan.pipelines]
+    assert cuts[0] == cuts[1]
+    assert [pipeline.num_sequences for pipeline in plan.pipelines] == [8, 8]
+    assert result.best.cost.grad_reduce_seconds > 0
+
+
+def test_a_slow_network_forbids_data_parallelism():
+    """Two equal cards with a slow network: data parallelism would all-reduce all gradients, so a pipeline
+    wins."""
+    slow = Link(bandwidth=1e6, latency=0.0)
+    nodes = tuple(NodeGroup(name=name, device="Fast", network=slow) for name in "ab")
+    cards = Cluster(name="slow", nodes=nodes, device_types={"Fast": card(speed=3.0)})
+    result = find(problem(cards, global_batch_size=2), use_all_devices=True, pipelines=(1, 2))
+    untied = problem(cards, global_batch_size=2, model=replace(MODEL, tie_embeddings=False))
+    assert len(find(untied, use_all_devices=True, pipelines=(1, 2)).best.plan.pipelines) == 1
+    # With a tied embedding a pipeline reduces the embedding's gradient; data parallelism, every gradient.
+    assert result.best.cost.tied_embedding_seconds > 0
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "cluster").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_cluster_file_plans(path):
+    precision = "fp32" if path.stem == "rtx-mix" else "bf16"
+    given_problem = problem(load_cluster(path), precision=precision, global_batch_size=24)
+    if path.stem == "v100-t4":
+        with pytest.raises(ConfigError, match=r"V100-16G\) have no bf16 units, and there are no other cards"):
+            find(given_problem)
+        given_problem = replace(given_problem, precision="fp16")
+    result = find(given_problem)
+    assert not list(validate_plan(result.best.plan))
+
+
+@pytest.mark.parametrize("cards", ["t4-a100", "geforce-40"])
+def test_the_2b_model_plans(cards):
+    model = load_model(CONFIGS / "model" / "yuan2-2b.yaml")
+    result = find(
+        problem(load_cluster(CONFIGS / "cluster" / f"{cards}.yaml"), model=model, sequence_length=2048),
+        pipelines=(4,),
+    )
+    assert result.best.cost.fits
+    assert result.lower_bound_seconds <= result.best.step_seconds
+
+
+def test_time_limit_keeps_the_best_so_far():
+    ticks = iter(range(10_000))
+    result = search_plan(
+        problem(TWO_SPEEDS),
+        SearchConfig(time_limit=1.0),
+        micro_batch_size=1,
+        clock=lambda: float(next(ticks)),
+    )
+    assert result.stopped
+    assert not result.exact
+    assert not list(validate_plan(result.best.plan))
+    assert result.lower_bound_seconds <= result.best.step_seconds
+
+
+def test_full_recompute_only_where_memory_requires_it():
+    model = replace(MODEL, num_layers=12)
+    roomy = find(problem(cluster(Fast=(1, card(4.0))), model=model)).best
+    assert roomy.plan.pipelines[0].stages[0].recompute == "none"
+    need = roomy.cost.stages[0].memory.total / GIB
+    tight = find(problem(cluster(Fast=(1, card(need - 0.015))), model=model)).best
+    assert tight.plan.pipelines[0].stages[0].recompute == "full"
+    assert tight.step_seconds > roomy.step_seconds
+
+
+# --- refused inputs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ({"tensor": (3,)}, r"search.tensor: \[3\] asks for .* cannot run yet, or not with this model; add 1"),
+        ({"pipelines": (5,)}, r"no pipelines can be made: 4 cards, global_batch_size 16 .* pipelines \[5\]"),
+        ({"num_micro_batches": (7,)}, r"num_micro_batches \[7\] has no solution; loosen"),
+    ],
+)
+def test_search_keys_without_a_solution_are_refused(search, words):
+    with pytest.raises(ConfigError, match=words):
+        find(problem(TWO_SPEEDS), **search)
+
+
+def test_more_cards_than_parts_of_the_model():
+    many = problem(cluster(Fast=(12, card())))
+    with pytest.raises(ConfigError, match="pipelines of at least 12 cards, but the model has only 10 parts"):
+        find(many, use_all_devices=True, pipelines=(1,), tensor=(1,), replicas=(1,))
+    assert (
+        len(find(many, use_all_devices=True, pipelines=(1, 2), tensor=(1,), replicas=(1,)).best.plan.ranks)
+        == 12
+    )
+    assert len(find(many, pipelines=(1,), tensor=(1,), replicas=(1,)).best.plan.ranks) <= 10
+
+
+def test_values_of_a_list_that_cannot_run_are_dropped():
+    result = find(
+        problem(TWO_SPEEDS),
+        tensor=(1, 3),
+        recompute=("selective", "none"),
+    )
+    plan = result.best.plan
+    assert {len(replica) for stage in plan.pipelines[0].stages for replica in stage.replicas} == {1}
+    assert {stage.recompute for stage in plan.pipelines[0].stages} == {"none"}
+
+
+def test_selective_recompute_is_chosen_where_it_is_enough():
+    """The model fits this card only if some of its activations are recomputed."""
+    given_problem = problem(cluster(Fast=(1, card(0.27))))
+    results = {
+        kinds: find(given_problem, micro_batch_size=4, recompute=kinds).best
+        for kinds in (("selective",), ("full",))
+    }
+    best = find(given_problem, micro_batch_size=4).best
+    assert {stage.recompute for stage in best.plan.pipelines[0].stages} == {"selective"}
+    assert best.step_seconds <= results["selective",].step_seconds < results["full",].step_seconds
+    with pytest.raises(NoPlanFits):
+        find(given_problem, micro_batch_size=4, recompute=("none",))
+
+
+MIXED = cluster(New=(2, card()), Old=(1, card(bf16=False)))
+
+
+def test_cards_without_bf16_are_left_out_and_named():
+    result = find(problem(MIXED))
+    assert [item.card.name for item in result.left_out if "bf16" in item.reason] == ["old/0"]
+    assert "Old" not in {entry.type for entry in result.best.plan.ranks}
+    assert "1 Old (old/0): no bf16 units; set train.precision: fp16" in plan_table(result, problem(MIXED))
+
+
+def test_fp16_uses_cards_without_bf16():
+    result = find(problem(MIXED, precision="fp16"), use_all_devices=True)
+    assert "Old" in {entry.type for entry in result.best.plan.ranks} and not result.left_out
+    oldest = cluster(New=(2, card()), Oldest=(1, replace(card(bf16=False), fp16=None)))
+    left_out = find(problem(oldest)).left_out
+    assert [item.reason for item in left_out if "bf16" in item.reason] == [
+        "no bf16 units; set train.precision: fp32 to use it"
+    ]
+
+
+def test_all_cards_cannot_be_used_where_some_lack_bf16():
+    with pytest.raises(
+        ConfigError, match=r"old/0 \(Old\) have no bf16 units, and search.use_all_devices requires them"
+    ):
+        find(problem(MIXED), use_all_devices=True)
+    fp32 = find(problem(MIXED, precision="fp32"), use_all_devices=True)
+    assert len(fp32.best.plan.ranks) == 3
+
+
+# --- nothing fits ----------------------------------------------------------------------------------------
+
+
+def test_nearest_miss_says_what_is_missing():
+    small = cluster(Fast=(2, card(0.15, speed=3.0)))
+    with pytest.raises(
+        NoPlanFits, match=r"Nearest: \d stages?; stage \d \(fast/\d.*, Fast, .*\) needs .* MiB of 153.6 MiB"
+    ):
+        find(problem(small))
+    assert NoPlanFits.exit_code == 3
+
+
+def test_nearest_miss_says_what_recompute_would_need():
+    tight = problem(cluster(Fast=(1, card(0.195))))
+    both = r"with recompute: selective it needs .* MiB, with recompute: full it needs .* MiB"
+    with pytest.raises(NoPlanFits, match=rf"needs .* of 199.7 MiB; {both}.* \[none, selective, full\]"):
+        find(tight, recompute=("none",))
+    with pytest.raises(NoPlanFits, match=r"MiB; with recompute: full it needs .*: \[none, full\]"):
+        find(tight, recompute=("none", "selective"))
+
+
+# --- reports ---------------------------------------------------------------------------------------------
+
+
+def test_the_printed_table_is_short_and_names_the_bottleneck():
+    result = find(problem(TWO_SPEEDS))
+    text = plan_table(result, problem(TWO_SPEEDS))
+    assert len(text.splitlines()) <= 24
+    assert "the slowest" in text
+    assert "even split: " in text
+    assert "Fast: estimated from the catalogue" in text.splitlines()[-1]
+    forty = problem(
+        load_cluster(CONFIGS / "cluster" / "geforce-40.yaml"), model=replace(MODEL, num_layers=60)
+    )
+    assert len(plan_table(find(forty, pipelines=(1,), use_all_devices=True), forty).splitlines()) <= 40
+
+
+def test_layouts_in_other_notations():
+    result = find(problem(TWO_SPEEDS), pipelines=(1,), use_all_devices=True)
+    assert sum(int(number) for number in layer_list(result.best).split(",")) == 8
+    layout = megatron_layout(result.best)
+    assert layout.startswith("E") and layout.endswith("L") and layout.count("|") == 3
+
+
+def test_page_is_self_contained_and_has_the_plan(tmp_path):
+    result = find(problem(TWO_SPEEDS))
+    page = plan_html(result, problem(TWO_SPEEDS))
+    assert "http" not in page and "<script" not in page
+    for word in ("prefers-color-scheme:dark", "@media print", "<svg", "Timeline of one step", "Runners-up"):
+        assert word in page
+    start = page.index('<pre id="plan">') + len('<pre id="plan">')
+    text = page[start : page.index("</pre>", start)]
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        text.replace("&quot;", '"').replace("&#x27;", "'").replace("&lt;", "<").replace("&amp;", "&")
+    )
+    assert load_plan(path) == result.best.plan
+
+
+def test_json_agrees_with_the_result():
+    result = find(problem(TWO_SPEEDS))
+    document = plan_json(result, path="plan.yaml")
+    assert document["forecast"]["step_seconds"] == result.best.step_seconds
+    assert document["exact"] is result.exact
+    assert len(document["stages"]) == len(result.best.cost.stages)

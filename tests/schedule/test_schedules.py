@@ -1,0 +1,184 @@
+"""Schedules against closed forms; the virtual clock here is independent of the simulator."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from yuan_train.schedule.check import check_schedule, peak_in_flight
+from yuan_train.schedule.schedules import forward_only, gpipe, make_schedule, one_forward_one_backward
+from yuan_train.schedule.step import RankProgram, Schedule, Step
+
+stages = st.integers(1, 7)
+micro_batches = st.integers(1, 12)
+UNSPLIT = ("1f1b", "gpipe")
+"""Schedules with one stage per worker and whole backwards."""
+
+
+def compute(program: RankProgram) -> list[str]:
+    """The compute steps of a program, as `F0`, `F1`, `B0`, ..."""
+    return [f"{step.kind[0].upper()}{step.micro_batch}" for step in program if step.is_compute]
+
+
+def seconds_of(schedule: Schedule, *, forward: list[float], backward: list[float]) -> float:
+    """When the last step ends, with free messages: each compute step waits for its stage and its input."""
+    ended: dict[Step, float] = {}
+    clock = [0.0] * len(schedule)
+    remaining = [[step for step in program if step.is_compute] for program in schedule]
+    while any(remaining):
+        for s, program in enumerate(remaining):
+            while program:
+                step = program[0]
+                neighbour = s - 1 if step.kind == "forward" else s + 1
+                needed = Step(step.kind, neighbour, step.micro_batch)
+                inside = 0 <= neighbour < len(schedule)
+                if inside and needed not in ended:
+                    break
+                seconds = (forward if step.kind == "forward" else backward)[s]
+                clock[s] = max(clock[s], ended[needed] if inside else 0.0) + seconds
+                ended[program.pop(0)] = clock[s]
+    return max(clock)
+
+
+def test_one_forward_one_backward_by_hand() -> None:
+    # Three stages, four micro-batches: warm-up of 2, 1 and 0 forwards.
+    schedule = one_forward_one_backward(num_stages=3, num_micro_batches=4)
+    assert [" ".join(compute(program)) for program in schedule] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_messages_by_hand() -> None:
+    schedule = one_forward_one_backward(num_stages=2, num_micro_batches=2)
+    assert [str(step) for step in schedule[1]] == [
+        "receive activation of micro-batch 0 on stage 1",
+        "receive activation of micro-batch 1 on stage 1",
+        "forward of micro-batch 0 on stage 1",
+        "backward of micro-batch 0 on stage 1",
+        "send gradient of micro-batch 0 on stage 1",
+        "forward of micro-batch 1 on stage 1",
+        "backward of micro-batch 1 on stage 1",
+        "send gradient of micro-batch 1 on stage 1",
+    ]
+
+
+@given(stages, micro_batches)
+def test_equal_stages_take_the_closed_form(num_stages: int, num_micro_batches: int) -> None:
+    # (m + S - 1)(f + b) for both schedules; powers of two keep the sums exact.
+    for schedule in UNSPLIT:
+        schedule = make_schedule(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches)
+        seconds = seconds_of(schedule, forward=[1.0] * num_stages, backward=[2.0] * num_stages)
+        assert seconds == (num_micro_batches + num_stages - 1) * 3.0
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), micro_batches)
+def test_unequal_stages_are_never_faster_than_the_slowest(times: list[int], num_micro_batches: int) -> None:
+    forward, backward = [float(t) for t in times], [2.0 * t for t in times]
+    for schedule in UNSPLIT:
+        schedule = make_schedule(schedule, num_stages=len(times), num_micro_batches=num_micro_batches)
+        seconds = seconds_of(schedule, forward=forward, backward=backward)
+        assert seconds >= 3.0 * max(times) * num_micro_batches
+        assert seconds >= 3.0 * sum(times)
+        if num_micro_batches == 1:
+            assert seconds == 3.0 * sum(times)
+
+
+@given(stages, micro_batches)
+def test_micro_batches_in_flight(num_stages: int, num_micro_batches: int) -> None:
+    schedule = one_forward_one_backward(num_stages=num_stages, num_micro_batches=num_micro_batches)
+    for stage, program in enumerate(schedule):
+        assert peak_in_flight(program) == min(num_stages - stage, num_micro_batches)
+    for program in gpipe(num_stages=num_stages, num_micro_batches=num_micro_batches):
+        assert peak_in_flight(program) == num_micro_batches
+
+
+@given(stages, micro_batches)
+def test_every_schedule_is_complete(num_stages: int, num_micro_batches: int) -> None:
+    for schedule in UNSPLIT:
+        schedule = make_schedule(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches)
+        check_schedule(schedule)
+        for stage, program in enumerate(schedule):
+            wanted = sorted(f"{kind}{m}" for kind in "FB" for m in range(num_micro_batches))
+            assert sorted(compute(program)) == wanted
+            assert all(step.stage == stage for step in program)
+            sends = [step for step in program if step.kind.startswith("send")]
+            inner_sides = (stage > 0) + (stage < num_stages - 1)
+            assert len(sends) == num_micro_batches * inner_sides
+    check_schedule(forward_only(num_stages=num_stages, num_micro_batches=num_micro_batches))
+
+
+@given(stages, micro_batches)
+def test_one_receive_of_each_direction_is_always_posted(num_stages: int, num_micro_batches: int) -> None:
+    """When a message is taken, the receive of the next one is posted already, and no third."""
+    for program in one_forward_one_backward(num_stages=num_stages, num_micro_batches=num_micro_batches):
+        for receive, use in (("receive_activation", "forward"), ("receive_gradient", "backward")):
+            unposted = sum(step.kind == receive for step in program)
+            num_posted = 0
+            for step in program:
+                if step.kind == receive:
+                    num_posted, unposted = num_posted + 1, unposted - 1
+                elif step.kind == use and num_posted:
+                    assert num_posted == (2 if unposted else num_posted) <= 2
+                    num_posted -= 1
+            assert num_posted == unposted == 0
+
+
+@given(stages, micro_batches)
+def test_a_receive_is_posted_one_compute_step_ahead_or_earlier(
+    num_stages: int, num_micro_batches: int
+) -> None:
+    for program in one_forward_one_backward(num_stages=num_stages, num_micro_batches=num_micro_batches):
+        computes = [step for step in program if step.is_compute]
+        for i, step in enumerate(program):
+            if not step.kind.startswith("receive"):
+                continue
+            kind = "forward" if step.kind == "receive_activation" else "backward"
+            use = computes.index(Step(kind, step.stage, step.micro_batch))
+            done = sum(other.is_compute for other in program[:i])
+            assert done <= max(use - 1, 0)
+
+
+@st.composite
+def depths(draw: st.DrawFn) -> tuple[int, ...]:
+    """Micro-batches of each stage, never fewer than the next stage's."""
+    return tuple(sorted(draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)), reverse=True))
+
+
+@given(depths(), micro_batches)
+def test_deeper_and_shallower_warm_up(in_flight: tuple[int, ...], num_micro_batches: int) -> None:
+    schedule = one_forward_one_backward(
+        num_stages=len(in_flight), num_micro_batches=num_micro_batches, in_flight=in_flight
+    )
+    # Without a window, a stage that runs far ahead would block in a send before it posts gradient receives.
+    check_schedule(schedule, window=max(in_flight))
+    assert [peak_in_flight(program) for program in schedule] == [min(k, num_micro_batches) for k in in_flight]
+    for program in schedule:
+        wanted = sorted(f"{kind}{m}" for kind in "FB" for m in range(num_micro_batches))
+        assert sorted(compute(program)) == wanted
+
+
+def test_a_stage_that_holds_fewer_than_the_next_deadlocks() -> None:
+    schedule = one_forward_one_backward(num_stages=2, num_micro_batches=4, in_flight=(1, 2))
+    with pytest.raises(ValueError, match="deadlock: the backward of micro-batch 0 on stage 0 waits"):
+        check_schedule(schedule)
+
+
+def test_evaluation_has_only_forwards() -> None:
+    schedule = forward_only(num_stages=2, num_micro_batches=2)
+    assert {step.kind for program in schedule for step in program} == {
+        "forward",
+        "send_activation",
+        "receive_activation",
+    }
+
+
+def test_an_unknown_schedule() -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'zigzag'; use one of 1f1b, gpipe"):
+        make_schedule("zigzag", num_stages=2, num_micro_batches=2)
+
+
+def test_one_stage_sends_nothing() -> None:
+    (program,) = one_forward_one_backward(num_stages=1, num_micro_batches=3)
+    assert compute(program) == ["F0", "B0", "F1", "B1", "F2", "B2"]
+    assert all(step.is_compute for step in program)

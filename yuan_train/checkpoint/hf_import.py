@@ -1,0 +1,202 @@
+"""Imports Yuan 2.0 in its published Hugging Face format into a checkpoint, every tensor by name.
+
+Streamed: one tensor is in memory at a time. Nothing is ignored silently. No code in the folder is run:
+safetensors hold none, PyTorch's `.bin` files are read by torch's restricted unpickler, and Python files are
+not read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yuan_train.checkpoint.hf_files import DTYPES, find_tokenizer_file, open_tensors, read_json_object
+from yuan_train.checkpoint.names import BUFFERS, WEIGHTS
+from yuan_train.checkpoint.stream import LazyTensor, save_streamed
+from yuan_train.checkpoint.tensor_checks import digest, is_finite
+from yuan_train.checkpoint.yuan_layout import (
+    EMBEDDING,
+    HEAD,
+    TensorMapping,
+    model_as_plain,
+    model_from_config,
+    published_layout,
+    rotary_buffer,
+)
+from yuan_train.config.errors import CheckpointError
+from yuan_train.config.model import ModelConfig
+
+MAX_LISTED = 5
+"""Differences that a message lists."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was read, and the path of the checkpoint."""
+
+    path: str
+    parameters: int
+    tensors: int
+    dtype: str
+    notes: tuple[str, ...]
+
+
+def import_hf(folder: str | Path, out: str | Path) -> Imported:
+    """Turn a folder in the published format into a checkpoint of step 0 under `out`.
+
+    Weights keep their dtype, so that an export gives the same bits. There is no optimizer state: training
+    from this checkpoint starts with a new one.
+
+    Raises CheckpointError for anything but a complete dense Yuan 2.0 model: truncated files, tensors that are
+    missing, unknown or of another shape, values that are not finite, a tied head that differs from the
+    embedding.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    model = model_from_config(config, name=folder.resolve().name, where=f"{folder}/config.json")
+    stored = open_tensors(folder)
+    layout = _check_names(folder, model, stored)
+    notes: list[str] = []
+    tensors = {f"{WEIGHTS}.{mapping.name}": _assemble(mapping, stored) for mapping in layout}
+    tensors |= _buffers(model, stored, notes)
+    if model.tie_embeddings:
+        _check_tied(stored, notes)
+    dtypes = {name: _dtype_name(t.dtype) for name, t in stored.items() if not name.endswith(".inv_freq")}
+    common = Counter(dtypes.values()).most_common(1)[0][0]
+    state = _state(model, config) | {
+        "hf": {
+            "config": config,
+            "dtype": common,
+            "dtypes": {name: dtype for name, dtype in dtypes.items() if dtype != common},
+            "head": HEAD in stored,
+        }
+    }
+    path = save_streamed(out, tensors=tensors, state=state, tokenizer=find_tokenizer_file(folder))
+    return Imported(str(path), model.parameters, len(stored), common, tuple(notes))
+
+
+def weights_state(model: ModelConfig, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """`state.json` of a checkpoint of step 0 that holds weights only.
+
+    `data` is what the model was trained to reset at document ends.
+    """
+    return {
+        "version": 1,
+        "step": 0,
+        "sequences": 0,
+        "tokens": 0,
+        "weights_only": True,
+        "run": {"model": model_as_plain(model), "data": dict(data or {})},
+    }
+
+
+def _state(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`weights_state`, with the resets of a published config."""
+    resets = {
+        "reset_position_ids": bool(config.get("reset_position_ids", True)),
+        "reset_attention": bool(config.get("reset_attention_mask", False)),
+        "reset_filter": bool(config.get("reset_filter", False)),
+    }
+    return weights_state(model, resets)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such directory; give a folder with config.json and the weights")
+    config = read_json_object(folder / "config.json")
+    return config
+
+
+def _check_names(folder: Path, model: ModelConfig, stored: Mapping[str, LazyTensor]) -> list[TensorMapping]:
+    """The model's layout, if every stored name, shape and dtype fits it. Raises CheckpointError."""
+    # Checked before the layout is made: a hostile config may claim any number of layers.
+    if model.num_layers > len(stored):
+        raise CheckpointError(
+            f"{folder}: config.json says {model.num_layers} layers, the weights hold {len(stored)} tensors"
+        )
+    layout = list(published_layout(model))
+    wanted = {part: mapping.part_shape for mapping in layout for part in mapping.parts}
+    optional: dict[str, tuple[int, ...]] = {
+        rotary_buffer(i): (model.head_dim // 2,) for i in range(model.num_layers)
+    }
+    if model.tie_embeddings:
+        optional[HEAD] = (model.vocab_size, model.hidden_size)
+    known = wanted | optional
+    wrong = [f"{name} is missing" for name in wanted if name not in stored]
+    wrong += [f"{name} is not a tensor of this model" for name in stored if name not in known]
+    wrong += [
+        f"{name} has shape {list(tensor.shape)}, wanted {list(known[name])}"
+        for name, tensor in stored.items()
+        if name in known and tensor.shape != known[name]
+    ]
+    wrong += [
+        f"{name} is of type {tensor.dtype}"
+        for name, tensor in stored.items()
+        if tensor.dtype not in DTYPES.values()
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
+        raise CheckpointError(f"{folder} does not fit its config.json: {'; '.join(wrong[:MAX_LISTED])}{more}")
+    return layout
+
+
+def _assemble(mapping: TensorMapping, stored: Mapping[str, LazyTensor]) -> LazyTensor:
+    """One of our tensors from its published parts, in the dtype that holds all of theirs."""
+    parts = [stored[part] for part in mapping.parts]
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = torch.promote_types(dtype, part.dtype)
+
+    def read() -> torch.Tensor:
+        tensors = []
+        for name, part in zip(mapping.parts, parts, strict=True):
+            tensor = part.read()
+            if not is_finite(tensor):
+                raise CheckpointError(f"{name}: holds values that are not finite (NaN or infinite)")
+            tensors.append(tensor.reshape(-1, *mapping.shape[1:]).to(dtype))
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    return LazyTensor(mapping.shape, dtype, read)
+
+
+def _buffers(model: ModelConfig, stored: Mapping[str, LazyTensor], notes: list[str]) -> dict[str, LazyTensor]:
+    """The stored rotary frequencies, to keep for an export; they must be those that the model computes.
+
+    Raises CheckpointError if they differ.
+    """
+    found = {name: t for name, t in stored.items() if name.endswith(".rotary_emb.inv_freq")}
+    if not found:
+        return {}
+    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
+    wanted = model.rope_base**-exponents
+    for name, tensor in found.items():
+        tolerance = 1e-5 if tensor.dtype == torch.float32 else 1e-2
+        if not torch.allclose(tensor.read().double(), wanted, rtol=tolerance, atol=1e-7):
+            raise CheckpointError(
+                f"{name}: these frequencies are not those of rope_theta {model.rope_base:g}; "
+                "give the right rope_theta in config.json"
+            )
+    notes.append(
+        f"{len(found)} rotary_emb.inv_freq buffers equal what the model computes; kept for an export"
+    )
+    return {f"{BUFFERS}.{name}": tensor for name, tensor in found.items()}
+
+
+def _check_tied(stored: Mapping[str, LazyTensor], notes: list[str]) -> None:
+    """Raise CheckpointError if a tied output head is stored and differs from the embedding."""
+    if HEAD not in stored:
+        notes.append(f"{HEAD} is not stored; it is tied to {EMBEDDING}")
+        return
+    if digest(stored[HEAD]) != digest(stored[EMBEDDING]):
+        raise CheckpointError(
+            f"{HEAD} differs from {EMBEDDING}, but config.json ties them (tie_word_embeddings: true)"
+        )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

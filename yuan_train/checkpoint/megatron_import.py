@@ -1,0 +1,262 @@
+"""Imports Yuan 2.0's original per-rank checkpoints, of any tensor-parallel width and number of stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yuan_train.checkpoint.hf_import import Imported, weights_state
+from yuan_train.checkpoint.inert_pickle import Inert, load_inert
+from yuan_train.checkpoint.megatron_layout import BUFFER, FILE, LAYER_NAMES, TRACKER, Tensors, join_shards
+from yuan_train.checkpoint.names import WEIGHTS
+from yuan_train.checkpoint.stream import LazyTensor, save_streamed
+from yuan_train.checkpoint.tensor_checks import is_finite
+from yuan_train.checkpoint.yuan_layout import published_layout
+from yuan_train.config.document import Document
+from yuan_train.config.errors import CheckpointError, ConfigError
+from yuan_train.config.load import build
+from yuan_train.config.model import ModelConfig, validate_model
+
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+MAX_LISTED = 5
+"""Differences that a message lists."""
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """The content of one rank's file, its tensors memory-mapped."""
+
+    path: Path
+    tensors: Tensors
+    """`layers.N...` (N local to the stage), `final_layernorm.weight`, `embedding`, `head`."""
+    arguments: Mapping[str, Any]
+    """The arguments of the run that wrote it; empty if the file has none."""
+    num_layers: int
+
+
+def import_megatron(folder: str | Path, out: str | Path, *, model: ModelConfig | None = None) -> Imported:
+    """Turn a per-rank checkpoint of any tensor and pipeline parallelism into one of ours, of step 0.
+
+    `folder` holds `mp_rank_*`, or iterations, of which the newest is taken. Sizes come from `model`, else
+    from the arguments in the files. No code in the files is run. Files are memory-mapped, not read at once.
+
+    Raises CheckpointError for files that are missing, truncated or hold anything unknown, tensors that do not
+    fit the sizes, and replicated tensors that differ between ranks.
+    """
+    folder = _newest(Path(folder))
+    stages = _open_ranks(folder)
+    widths = {len(stage) for stage in stages}
+    if len(widths) > 1:
+        raise CheckpointError(
+            f"{folder}: stages of {sorted(widths)} tensor ranks; wanted the same number in each"
+        )
+    model = model or _model_from_arguments(stages, folder)
+    notes = [f"{len(stages)} stages of {[stage[0].num_layers for stage in stages]} layers, {widths} wide"]
+    tensors = _assemble(model, stages, folder, notes)
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    state = weights_state(model, {"reset_position_ids": True})
+    state["hf"] = {"dtype": dtype}
+    path = save_streamed(out, tensors=tensors, state=state)
+    count = sum(len(file.tensors) for stage in stages for file in stage)
+    return Imported(str(path), model.parameters, count, dtype, tuple(notes))
+
+
+def _newest(folder: Path) -> Path:
+    """The folder that has `mp_rank_*`: `folder` itself, or the iteration that its tracker names."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such directory; give a folder with mp_rank_* inside")
+    if any(_RANK.fullmatch(child.name) for child in folder.iterdir()):
+        return folder
+    tracker = folder / TRACKER
+    try:
+        content = tracker.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        raise CheckpointError(f"{folder}: neither mp_rank_* nor {TRACKER} inside") from None
+    name = content if content == "release" else f"iter_{int(content):07d}" if content.isdecimal() else None
+    if name is None or not (folder / name).is_dir():
+        raise CheckpointError(f"{tracker}: says {content[:40]!r}, but there is no such iteration")
+    return folder / name
+
+
+def _open_ranks(folder: Path) -> list[list[RankFile]]:
+    """The rank files, by stage and tensor rank."""
+    found: dict[tuple[int, int], Path] = {}
+    for child in folder.iterdir():
+        if match := _RANK.fullmatch(child.name):
+            found[int(match[2] or 0), int(match[1])] = child / FILE
+    if not found:
+        raise CheckpointError(f"{folder}: no mp_rank_* inside")
+    stages, width = 1 + max(stage for stage, _ in found), 1 + max(rank for _, rank in found)
+    for key in ((stage, rank) for stage in range(stages) for rank in range(width)):
+        if key not in found:
+            raise CheckpointError(f"{folder}: the file of stage {key[0]}, tensor rank {key[1]} is missing")
+    return [[_open_rank(found[stage, rank]) for rank in range(width)] for stage in range(stages)]
+
+
+def _open_rank(path: Path) -> RankFile:
+    """One rank's file. Raises CheckpointError."""
+    loaded = load_inert(path)
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("model"), dict):
+        raise CheckpointError(f"{path}: holds no `model`; wanted a checkpoint of the original training code")
+    language = loaded["model"].get("language_model")
+    if not isinstance(language, dict):
+        raise CheckpointError(
+            f"{path}: its model has no `language_model` (interleaved stages are not supported)"
+        )
+    tensors: Tensors = {}
+    embedding = _nested(language, "embedding", "word_embeddings", "weight")
+    head = _nested(loaded["model"], "word_embeddings_for_head", "weight")
+    for name, tensor in (("embedding", embedding), ("head", head)):
+        if isinstance(tensor, torch.Tensor):
+            tensors[name] = tensor
+    encoder = language.get("encoder")
+    for name, tensor in encoder.items() if isinstance(encoder, dict) else ():
+        if isinstance(tensor, torch.Tensor) and not str(name).endswith(BUFFER):
+            tensors[str(name)] = tensor
+    local_layers = {int(match[1]) for name in tensors if (match := _LAYER.fullmatch(name))}
+    if local_layers != set(range(len(local_layers))):
+        raise CheckpointError(f"{path}: layers {sorted(local_layers)}; wanted local numbers from 0 on")
+    arguments = loaded.get("args")
+    known = arguments.state if isinstance(arguments, Inert) and isinstance(arguments.state, dict) else {}
+    return RankFile(path, tensors, known, len(local_layers))
+
+
+def _nested(value: Any, *keys: str) -> Any:
+    """`value[key][key]...`, or None if a key is missing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _model_from_arguments(stages: list[list[RankFile]], folder: Path) -> ModelConfig:
+    """The model that the arguments of the first file describe. Raises CheckpointError."""
+    arguments = stages[0][0].arguments
+    num_layers = sum(stage[0].num_layers for stage in stages)
+    wanted = ("hidden_size", "num_attention_heads", "ffn_hidden_size", "padded_vocab_size")
+    if missing := [key for key in wanted if not isinstance(arguments.get(key), int)]:
+        raise CheckpointError(
+            f"{folder}: its arguments have no {', '.join(missing)}; give the sizes with --model FILE"
+        )
+    sizes = {
+        "name": "yuan2",
+        "num_layers": num_layers,
+        "hidden_size": arguments["hidden_size"],
+        "num_attention_heads": arguments["num_attention_heads"],
+        "ffn_hidden_size": arguments["ffn_hidden_size"],
+        "vocab_size": arguments["padded_vocab_size"],
+        "max_sequence_length": arguments.get("max_position_embeddings") or 4096,
+    }
+    try:
+        return build(Document(f"{folder}", sizes, {}), ModelConfig, validate=validate_model)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: describes no model: {error}") from None
+
+
+def _assemble(
+    model: ModelConfig, stages: list[list[RankFile]], folder: Path, notes: list[str]
+) -> dict[str, LazyTensor]:
+    """Our tensors, each joined from the ranks' shards. Raises CheckpointError unless every tensor is used."""
+    unused = {
+        (stage, rank): set(file.tensors)
+        for stage, files in enumerate(stages)
+        for rank, file in enumerate(files)
+    }
+    sources = _sources(model, stages, folder)
+    wrong: list[str] = []
+    tensors: dict[str, LazyTensor] = {}
+    for mapping in published_layout(model):
+        stage, original, sharding = sources[mapping.name]
+        shards = []
+        for rank, file in enumerate(stages[stage]):
+            if original not in file.tensors:
+                wrong.append(f"{file.path.parent.name}: {original} is missing")
+                continue
+            unused[stage, rank].discard(original)
+            shards.append(file.tensors[original])
+        if len(shards) == len(stages[stage]):
+            lazy = _join(mapping.name, mapping.shape, sharding, shards, wrong)
+            if lazy is not None:
+                tensors[f"{WEIGHTS}.{mapping.name}"] = lazy
+    if len(stages) > 1 and model.tie_embeddings:
+        for rank, file in enumerate(stages[-1]):
+            _check_head(file, stages[0][rank], unused[len(stages) - 1, rank], wrong)
+    for (stage, rank), names in unused.items():
+        wrong += [f"{stages[stage][rank].path.parent.name}: {name} is not used" for name in sorted(names)]
+    if wrong:
+        more = f"; and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
+        raise CheckpointError(f"{folder} does not fit the model: {'; '.join(wrong[:MAX_LISTED])}{more}")
+    return tensors
+
+
+def _sources(
+    model: ModelConfig, stages: list[list[RankFile]], folder: Path
+) -> dict[str, tuple[int, str, str]]:
+    """By our tensor names: the stage that holds it, its original name there, and how it is sharded."""
+    counts = [stage[0].num_layers for stage in stages]
+    if sum(counts) != model.num_layers:
+        raise CheckpointError(f"{folder}: stages of {counts} layers; the model has {model.num_layers}")
+    sources = {
+        "embedding.weight": (0, "embedding", "rows"),
+        "final_norm.weight": (len(stages) - 1, "final_layernorm.weight", "whole"),
+        "head.weight": (len(stages) - 1, "head", "rows"),
+    }
+    number = 0
+    for stage, count in enumerate(counts):
+        for local in range(count):
+            for ours, (original, sharding) in LAYER_NAMES.items():
+                sources[f"layers.{number}.{ours}"] = (stage, f"layers.{local}.{original}", sharding)
+            number += 1
+    return sources
+
+
+def _join(
+    name: str, shape: tuple[int, ...], sharding: str, shards: list[torch.Tensor], wrong: list[str]
+) -> LazyTensor | None:
+    """One of our tensors from all ranks' shards; None, with the reason in `wrong`, if they do not fit."""
+    wanted = shard_shape(shape, sharding, len(shards))
+    found = [tuple(shard.shape[: len(shape)]) for shard in shards]
+    if wanted is None or any(shard != wanted for shard in found):
+        wrong.append(f"{name}: shards of shapes {found}, wanted {wanted}")
+        return None
+    if any(shard.dtype != shards[0].dtype or not shard.is_floating_point() for shard in shards):
+        wrong.append(f"{name}: shards of types {[str(shard.dtype) for shard in shards]}")
+        return None
+
+    def read() -> torch.Tensor:
+        if not all(map(is_finite, shards)):
+            raise CheckpointError(f"{name}: holds values that are not finite (NaN or infinite)")
+        if sharding == "whole":
+            if not all(torch.equal(shard, shards[0]) for shard in shards):
+                raise CheckpointError(f"{name}: differs between tensor ranks, which hold copies of it")
+            return shards[0].detach().reshape(shape)
+        return join_shards([shard.detach() for shard in shards], sharding)
+
+    return LazyTensor(shape, shards[0].dtype, read)
+
+
+def shard_shape(shape: tuple[int, ...], sharding: str, width: int) -> tuple[int, ...] | None:
+    """Shape of the shard of one of `width` tensor ranks; None if the tensor does not divide evenly."""
+    if sharding == "whole":
+        return shape
+    dim = 1 if sharding == "columns" else 0
+    parts = 2 * width if sharding == "halves" else width
+    if shape[dim] % parts:
+        return None
+    return tuple(size // width if i == dim else size for i, size in enumerate(shape))
+
+
+def _check_head(last: RankFile, first: RankFile, unused: set[str], wrong: list[str]) -> None:
+    """Check the last stage's copy of the tied embedding, which it has under one of two names."""
+    name = "head" if "head" in last.tensors else "embedding"
+    unused.discard(name)
+    copy, embedding = last.tensors.get(name), first.tensors.get("embedding")
+    if copy is not None and embedding is not None and not torch.equal(copy, embedding):
+        wrong.append(f"{last.path.parent.name}: its output matrix differs from the embedding, though tied")

@@ -1,0 +1,214 @@
+"""YAML files and `a.b=v` overrides as plain values, each with the place where it was written.
+
+A file is read into a `Document`, overrides change the document, and `load.build` turns it into a dataclass.
+PyYAML reads YAML 1.1, where `3e-4` is a string, `no` a boolean and the last of two equal keys wins silently;
+so the scalars are resolved here, and duplicate keys are refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard, cast
+
+import yaml
+
+from yuan_train.config.errors import ConfigError, Violation
+
+Keys = tuple[str | int, ...]
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+
+_BRACKET = re.compile(r"[\[\]{}]")
+_INDENT = re.compile(r"^[ \t?:-]*", re.MULTILINE)
+MAX_DEPTH = 100
+"""Levels of lists and mappings inside each other; no file of ours needs ten."""
+_Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain values of a file, and the source of each path: `run.yaml:12`, or the override."""
+
+    name: str
+    value: Any
+    sources: Mapping[Keys, str]
+
+    def source(self, keys: Keys) -> str:
+        """Where the value at `keys` was written; if unknown, where the nearest value around it was."""
+        while keys and keys not in self.sources:
+            keys = keys[:-1]
+        return self.sources.get(keys, self.name)
+
+
+def format_keys(keys: Keys) -> str:
+    """`("nodes", 0, "link")` as `nodes[0].link`."""
+    text = ""
+    for key in keys:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}"
+    return text.lstrip(".")
+
+
+def is_mapping(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a plain value is a mapping."""
+    return isinstance(value, dict)
+
+
+def is_list(value: Any) -> TypeGuard[list[Any]]:
+    """Whether a plain value is a list."""
+    return isinstance(value, list)
+
+
+def read_document(path: str | Path) -> Document:
+    """Read a YAML (or JSON) file. Raises ConfigError if it is missing, not YAML, or has a duplicate key."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return parse_document(text, name=str(path))
+
+
+def parse_document(text: str, *, name: str, numbered: bool = True) -> Document:
+    """Read YAML text. Raises ConfigError with `name`, and with the line number if lines are `numbered`."""
+
+    def source_of(line: int) -> str:
+        return f"{name}:{line + 1}" if numbered else name
+
+    sources: dict[Keys, str] = {}
+    try:
+        _check_depth(text, name)
+        node = cast("Any", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
+        value: Any = {} if node is None else _construct(node, (), source_of, sources, ())
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply to be read") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = source_of(mark.line) if mark else name
+        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    return Document(name, value, sources)
+
+
+def _check_depth(text: str, name: str) -> None:
+    """Raise ConfigError for text that is nested deeper than MAX_DEPTH.
+
+    The composer recurses in C, where too deep a nesting ends the process; the parser does not.
+    """
+    brackets = itertools.accumulate(1 if bracket in "[{" else -1 for bracket in _BRACKET.findall(text))
+    # Brackets and indentation show that most texts are not nested deeply, without parsing them twice.
+    if max(brackets, default=0) < MAX_DEPTH and max(map(len, _INDENT.findall(text)), default=0) < MAX_DEPTH:
+        return
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):  # pyright: ignore[reportUnknownMemberType]
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{name}: nested too deeply to be read (more than {MAX_DEPTH} levels)")
+
+
+def parse_scalar(text: str) -> Any:
+    """A plain scalar as null, boolean, integer, float, or else the text itself."""
+    if text in ("", "~", "null", "Null", "NULL"):
+        return None
+    if text in ("true", "True", "TRUE"):
+        return True
+    if text in ("false", "False", "FALSE"):
+        return False
+    if _INTEGER.fullmatch(text) and len(text) < 1000:
+        return int(text)
+    if _FLOAT.fullmatch(text) and math.isfinite(float(text)):
+        return float(text)
+    return text
+
+
+def _construct(
+    node: Any,
+    keys: Keys,
+    source_of: Callable[[int], str],
+    sources: dict[Keys, str],
+    enclosing: tuple[int, ...],
+) -> Any:
+    """A node as a plain value. Records in `sources` where each path was written."""
+    where = source_of(node.start_mark.line)
+    sources.setdefault(keys, where)
+    if id(node) in enclosing:
+        raise ConfigError(_message(where, keys, "an alias that contains itself"))
+    enclosing = (*enclosing, id(node))
+    plain_tag = {"scalar": "str", "sequence": "seq", "mapping": "map"}[node.id]
+    if node.tag not in ("!", f"tag:yaml.org,2002:{plain_tag}"):
+        raise ConfigError(_message(where, keys, f"tags such as {node.tag!r} are not allowed"))
+    if node.id == "scalar":
+        return parse_scalar(node.value) if not node.style else node.value
+    if node.id == "sequence":
+        return [
+            _construct(child, (*keys, i), source_of, sources, enclosing) for i, child in enumerate(node.value)
+        ]
+    result: dict[str, Any] = {}
+    for key_node, child in node.value:
+        line = source_of(key_node.start_mark.line)
+        if key_node.id != "scalar":
+            raise ConfigError(_message(line, keys, "a key must be a word"))
+        key = key_node.value
+        if key in result:
+            duplicate = f"given twice (first at {sources[(*keys, key)]}); keep one"
+            raise ConfigError(_message(line, (*keys, key), duplicate))
+        sources[(*keys, key)] = line
+        result[key] = _construct(child, (*keys, key), source_of, sources, enclosing)
+    return result
+
+
+def graft(document: Document, keys: Keys, other: Document) -> Document:
+    """Put the value of `other` at `keys`, with its sources."""
+    value = _replace(document.value, keys, other.value)
+    kept = {path: where for path, where in document.sources.items() if path[: len(keys)] != keys}
+    return Document(document.name, value, kept | {(*keys, *path): w for path, w in other.sources.items()})
+
+
+def override(document: Document, assignment: str) -> Document:
+    """Apply `a.b=v`; v is YAML, so `search.tensor=[1,2]` works. Raises ConfigError if it is malformed."""
+    path, equals, text = assignment.partition("=")
+    if not equals or not path or not all(path.split(".")):
+        raise ConfigError(f"command line {assignment!r}: wanted key.path=value")
+    where = f"command line {assignment!r}"
+    keys: Keys = tuple(int(part) if part.isdigit() else part for part in path.split("."))
+    given = parse_document(text, name=where, numbered=False)
+    value = None if text.strip() == "" else given.value
+    try:
+        value = _replace(document.value, keys, value)
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError(f"{where}: {path!r} cannot be set in {document.name}") from None
+    kept = {source: w for source, w in document.sources.items() if source[: len(keys)] != keys}
+    return Document(document.name, value, kept | {keys: where})
+
+
+def _replace(value: Any, keys: Keys, new: Any) -> Any:
+    if not keys:
+        return new
+    if isinstance(keys[0], int):
+        if not is_list(value):
+            raise TypeError
+        items = list(value)
+        items[keys[0]] = _replace(items[keys[0]], keys[1:], new)
+        return items
+    mapping: Any = {} if value is None else value
+    if not is_mapping(mapping):
+        raise TypeError
+    return {**mapping, keys[0]: _replace(mapping.get(keys[0]), keys[1:], new)}
+
+
+def describe(document: Document, violation: Violation) -> str:
+    """`file:line: path: message`."""
+    return _message(document.source(violation.path), violation.path, violation.message)
+
+
+def _message(where: str, keys: Keys, message: str) -> str:
+    return f"{where}: {format_keys(keys)}: {message}" if keys else f"{where}: {message}"

@@ -1,0 +1,251 @@
+"""Constraints on a plan, by the planner or by hand, and on a plan together with its run."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from yuan_train.config.errors import ConfigError, PlanError, Violation
+from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
+from yuan_train.config.plan import PipelinePlan, Plan, tensor_parallel_sizes
+from yuan_train.config.run import RunConfig, ScheduleName
+
+
+def validate_plan(plan: Plan) -> Iterator[Violation]:
+    """Yield every violated constraint of a plan."""
+    if plan.version != 1:
+        yield Violation(("version",), f"wanted 1, got {plan.version}; plan again with this release")
+    for violation in validate_model(plan.model):
+        yield replace(violation, path=("model", *violation.path))
+    yield from _batch_constraints(plan)
+    yield from _rank_constraints(plan)
+    for p, pipeline in enumerate(plan.pipelines):
+        checks = (
+            _layer_constraints(pipeline, plan.model),
+            _recompute_constraints(pipeline),
+            _depth_constraints(pipeline, plan.schedule),
+            _replica_constraints(pipeline, plan),
+            _share_constraints(pipeline, plan),
+        )
+        for violation in itertools.chain(*checks):
+            yield replace(violation, path=("pipelines", p, *violation.path))
+
+
+def _batch_constraints(plan: Plan) -> Iterator[Violation]:
+    total = sum(pipeline.num_sequences for pipeline in plan.pipelines)
+    if total != plan.global_batch_size:
+        yield Violation(
+            ("global_batch_size",),
+            f"{plan.global_batch_size}, but the pipelines take {total} sequences "
+            "(micro_batch_size * num_micro_batches, summed); they must be equal",
+        )
+    if plan.sequence_length > plan.model.max_sequence_length:
+        yield Violation(
+            ("sequence_length",),
+            f"{plan.sequence_length} tokens, but the model allows {plan.model.max_sequence_length}",
+        )
+
+
+def _rank_constraints(plan: Plan) -> Iterator[Violation]:
+    for i, entry in enumerate(plan.ranks):
+        if entry.rank != i:
+            yield Violation(
+                ("ranks", i, "rank"), f"wanted {i}, got {entry.rank}; list each rank once, in order, from 0"
+            )
+    for device, times in Counter(entry.device for entry in plan.ranks).items():
+        if times > 1:
+            yield Violation(("ranks",), f"card {device!r} is named {times} times; one rank per card")
+    virtual = plan.schedule in ("interleaved_1f1b", "zero_bubble")
+    stage_of: dict[int, tuple[int, int]] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            path = ("pipelines", p, "stages", s, "replicas")
+            for rank in stage.ranks:
+                if rank >= plan.world_size:
+                    yield Violation(path, f"there is no rank {rank}; ranks has {plan.world_size}, from 0")
+            for rank in sorted(rank for rank, times in Counter(stage.ranks).items() if times > 1):
+                yield Violation(
+                    path, f"rank {rank} is named twice in this stage; a rank works in one replica"
+                )
+            for rank in sorted(set(stage.ranks) & set(stage_of)):
+                first = stage_of[rank]
+                if first[0] != p:
+                    other = f"it works in pipeline {first[0]} already"
+                    yield Violation(path, f"rank {rank} is named twice: {other}")
+                elif virtual and not _same_replica(pipeline, first[1], s, rank):
+                    yield Violation(
+                        path,
+                        f"rank {rank} works in stage {first[1]} in another group; virtual stages of a rank "
+                        "must have the same replica, rank for rank",
+                    )
+                elif not virtual:
+                    yield Violation(
+                        path,
+                        f"rank {rank} is named twice: stage {first[1]} has it already, and schedule "
+                        f"{plan.schedule} gives a rank one stage",
+                    )
+            stage_of |= dict.fromkeys(stage.ranks, (p, s))
+    for rank in range(plan.world_size):
+        if rank not in stage_of:
+            yield Violation(("ranks", rank), f"rank {rank} works in no stage; leave it out or give it one")
+
+
+def _same_replica(pipeline: PipelinePlan, a: int, b: int, rank: int) -> bool:
+    groups = [next(r for r in pipeline.stages[s].replicas if rank in r) for s in (a, b)]
+    return groups[0] == groups[1]
+
+
+def _layer_constraints(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[Violation]:
+    """Every layer exactly once and in order; embedding first, head last."""
+    last = len(pipeline.stages) - 1
+    expected = 0
+    for s, stage in enumerate(pipeline.stages):
+        first, end = stage.layers
+        path = ("stages", s, "layers")
+        if end < first:
+            yield Violation(path, f"[{first}, {end}] ends before it begins; layers are [first, end)")
+            continue
+        if first < expected:
+            yield Violation(path, f"layer {first} is held twice; this stage must begin at layer {expected}")
+        elif first > expected:
+            dropped = f"layer {expected}" if first == expected + 1 else f"layers {expected} to {first - 1}"
+            what_to_do = f"this stage must begin at layer {expected}"
+            yield Violation(path, f"{dropped} dropped: no stage holds it; {what_to_do}")
+        expected = end
+        if stage.embedding != (s == 0):
+            rule = "the first stage must hold the embedding" if s == 0 else "only the first stage may hold it"
+            yield Violation(("stages", s, "embedding"), f"{rule}; set embedding: {str(s == 0).lower()}")
+        if stage.head != (s == last):
+            rule = "the last stage must hold the head" if s == last else "only the last stage may hold it"
+            yield Violation(("stages", s, "head"), f"{rule}; set head: {str(s == last).lower()}")
+    if expected != model.num_layers:
+        yield Violation(
+            ("stages", last, "layers"),
+            f"the stages hold layers up to {expected}, but the model has {model.num_layers}; "
+            f"the last stage must end at {model.num_layers}",
+        )
+
+
+def _recompute_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
+    for s, stage in enumerate(pipeline.stages):
+        count, path = stage.recompute_layers, ("stages", s, "recompute_layers")
+        if count is None:
+            continue
+        if stage.recompute == "none":
+            yield Violation(
+                path, f"{count} layers, but recompute is none; set recompute, or leave the key out"
+            )
+        elif count > stage.num_layers:
+            yield Violation(
+                path,
+                f"{count} layers, but the stage holds {stage.num_layers}; leave the key out to recompute all",
+            )
+
+
+def _depth_constraints(pipeline: PipelinePlan, schedule: ScheduleName) -> Iterator[Violation]:
+    """A stage that holds fewer micro-batches than the next waits for a gradient that the next cannot compute
+    yet. The replica with the fewest decides: each of n replicas holds at least K // n of a stage's K."""
+    depths = pipeline.depths(schedule)
+    for s, stage in enumerate(pipeline.stages):
+        path = ("stages", s, "in_flight")
+        if depths is None:
+            if stage.in_flight is not None:
+                yield Violation(path, f"{stage.in_flight}, but schedule {schedule} sets it; leave it out")
+        elif depths[s] < len(stage.replicas):
+            yield Violation(path, f"{depths[s]}, but each of {len(stage.replicas)} replicas must hold one")
+        elif s + 1 < len(depths) and depths[s] // len(stage.replicas) * len(stage.replicas) < depths[s + 1]:
+            enough = -(-depths[s + 1] // len(stage.replicas)) * len(stage.replicas)
+            yield Violation(
+                path,
+                f"stage {s} holds {depths[s]} micro-batches and stage {s + 1} holds {depths[s + 1]}; "
+                f"set in_flight: {enough} or more here",
+            )
+
+
+def _replica_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violation]:
+    sizes = tensor_parallel_sizes(plan.model)
+    known = {entry.rank for entry in plan.ranks}
+    for s, stage in enumerate(pipeline.stages):
+        for i, replica in enumerate(stage.replicas):
+            if len(replica) > 1 and known >= set(replica) and plan.via_host(replica):
+                names = " and ".join(sorted({entry.type for entry in plan.ranks if entry.rank in replica}))
+                yield Violation(
+                    ("stages", s, "replicas", i),
+                    f"{names} cards have no common backend, which a tensor-parallel group needs; "
+                    "group cards of one kind",
+                )
+        lengths = {len(replica) for replica in stage.replicas}
+        if len(lengths) > 1:
+            mixed = f"replicas of different widths {sorted(lengths)}"
+            yield Violation(("stages", s, "replicas"), f"{mixed}; make them equal")
+        for i, replica in enumerate(stage.replicas):
+            for what, number in sizes.items():
+                if number % len(replica):
+                    widths = range(1, 2 * len(replica))
+                    fitting = [str(w) for w in widths if all(n % w == 0 for n in sizes.values())]
+                    use = f"use {' or '.join(fitting)} ranks"
+                    yield Violation(
+                        ("stages", s, "replicas", i),
+                        f"{len(replica)} ranks cannot share {number} {what}; {use}",
+                    )
+                    break
+        if len(stage.replicas) > pipeline.num_micro_batches:
+            yield Violation(
+                ("stages", s, "replicas"),
+                f"{len(stage.replicas)} replicas for {pipeline.num_micro_batches} micro-batches; "
+                "some would idle; use fewer",
+            )
+
+
+def _share_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violation]:
+    first: dict[int, int] = {}
+    for s, stage in enumerate(pipeline.stages):
+        path, share = ("stages", s, "optimizer_share"), stage.optimizer_share
+        if share != 1 and not plan.optimizer_sharding:
+            unsharded = "but optimizer_sharding is false: nothing is sharded"
+            yield Violation(path, f"{share:g}, {unsharded}; set optimizer_sharding: true, or leave this out")
+        for rank in stage.ranks:
+            # All stages of a rank are in the memory of one card.
+            before = first.setdefault(rank, s)
+            other = pipeline.stages[before].optimizer_share
+            if other != share:
+                earlier = f"rank {rank} has {other:g} in stage {before}"
+                yield Violation(path, f"{share:g}, but {earlier}; give all stages of a rank the same")
+                break
+
+
+def check_plan_of_run(plan: Plan, run: RunConfig) -> None:
+    """Raise PlanError with every difference unless the plan was made for this run."""
+    pairs = {
+        f"model.{key}": (getattr(plan.model, key), getattr(run.model, key))
+        for key in ModelConfig.__dataclass_fields__
+        if key not in ("name", *ONLY_IN_TRAINING)
+    }
+    pairs["sequence_length"] = (plan.sequence_length, run.data.sequence_length)
+    pairs["global_batch_size"] = (plan.global_batch_size, run.train.global_batch_size)
+    differences = [
+        f"{key}: the plan was made for {planned!r}, the run has {wanted!r}"
+        for key, (planned, wanted) in pairs.items()
+        if planned != wanted
+    ]
+    if differences:
+        raise PlanError(
+            "\n".join(f"the plan belongs to another run: {line}; plan again" for line in differences)
+        )
+
+
+def check_precision(plan: Plan, run: RunConfig) -> None:
+    """Raise ConfigError if a card of the plan lacks the run's precision. Cards of unknown type pass."""
+    precision = run.train.precision
+    cards = {entry: plan.device_type(entry.rank) for entry in plan.ranks}
+    lacking = [entry for entry, card in cards.items() if card is not None and card.peak(precision) is None]
+    if lacking:
+        others = all(card is None or card.fp16 is not None for card in cards.values())
+        usable = "fp16" if precision == "bf16" and others else "fp32"
+        names = ", ".join(f"{entry.device} ({entry.type})" for entry in lacking)
+        raise ConfigError(
+            f"train.precision: {precision}, but the plan uses {names} without {precision} units; "
+            f"set train.precision: {usable}, or plan again: the planner leaves such cards out"
+        )

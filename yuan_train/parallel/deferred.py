@@ -1,0 +1,140 @@
+"""Splits the backward in two: input gradients now, weight gradients later (zero bubble, Qi et al. 2023).
+
+In a split backward the linears and the filter of a stage compute the gradient of their input and defer that
+of their weights, until `flush` computes it. All other weight gradients (norms, embedding, head) are small, or
+were computed in the forward, and belong to the first part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from yuan_kernels import ops
+
+from yuan_train.parallel.shard import sharding_style
+
+WeightGrad = Callable[[], None]
+"""Computes the weight gradient of one op and accumulates it."""
+
+
+class DeferredWeightGrads:
+    """The deferred weight gradients of one stage, by micro-batch."""
+
+    def __init__(self) -> None:
+        self._deferred: dict[int, list[WeightGrad]] = {}
+        self._recording: list[WeightGrad] | None = None
+
+    @contextmanager
+    def splitting(self, micro_batch: int, split: bool) -> Iterator[None]:
+        """Around a backward of a micro-batch: if `split`, its weight gradients are deferred until `flush`."""
+        self._recording = self._deferred.setdefault(micro_batch, []) if split else None
+        try:
+            yield
+        finally:
+            self._recording = None
+
+    def flush(self, micro_batch: int) -> None:
+        """Compute and accumulate the deferred weight gradients of a micro-batch, in the order of deferral."""
+        for weight_grad in self._deferred.pop(micro_batch):
+            weight_grad()
+
+    def defer(self, weight_grad: WeightGrad) -> bool:
+        """Keep `weight_grad` for `flush` if a split backward is running; else return False."""
+        if self._recording is None:
+            return False
+        self._recording.append(weight_grad)
+        return True
+
+
+def split_backward(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> None:
+    """Make the linears and filters of a model defer their weight gradients in split backwards.
+
+    The linears are the modules whose style in `sharding` is column or row.
+    """
+    for path, module in model.named_modules():
+        if sharding_style(path, sharding) in ("column", "row"):
+            module.forward = _linear(module, deferred)
+        if hasattr(module, "convolution"):
+            module.convolution = _filter(deferred)
+
+
+def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Tensor]:
+    return lambda x: _Linear.apply(x, module.weight, deferred)  # pyright: ignore[reportReturnType]
+
+
+def _filter(deferred: DeferredWeightGrads) -> Callable[..., Tensor]:
+    def convolution(u_BSH: Tensor, *weights: Tensor | None, document_start: Tensor | None = None) -> Tensor:
+        return _Filter.apply(u_BSH, *weights, document_start, deferred)  # pyright: ignore[reportReturnType]
+
+    return convolution
+
+
+def _add(weight: Tensor, gradient: Tensor) -> None:
+    """Accumulate a gradient into `weight.grad` as autograd does, post-accumulate hooks included."""
+    torch.autograd.backward(weight, gradient)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeightGrads) -> Tensor:
+        # Not a saved tensor: under recompute that comes back as a copy, whose gradient would be lost.
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.deferred = weight, deferred
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        dy = gradients[0]
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+
+        def dw() -> Tensor:
+            return dy.flatten(0, -2).T @ x.flatten(0, -2)
+
+        is_deferred = ctx.deferred.defer(lambda: _add(weight, dw()))
+        return dx, None if is_deferred else dw(), None
+
+
+class _Filter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        u: Tensor,
+        conv1_weight: Tensor,
+        conv1_bias: Tensor,
+        conv2_weight: Tensor,
+        conv2_bias: Tensor | None,
+        document_start: Tensor | None,
+        deferred: DeferredWeightGrads,
+    ) -> Tensor:
+        y, taps = ops.localized_filter_forward(
+            u, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start
+        )
+        ctx.save_for_backward(u, taps, document_start)
+        ctx.weights, ctx.deferred = (conv1_weight, conv1_bias, conv2_weight, conv2_bias), deferred
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        u, taps, document_start = ctx.saved_tensors
+        weights = ctx.weights
+        dy = gradients[0].contiguous()
+        dx, dz, _ = ops.localized_filter_data_gradient(
+            dy, weights[0], weights[2], document_start=document_start
+        )
+
+        def add() -> None:
+            for weight, gradient in zip(
+                weights, ops.localized_filter_weight_gradient(u, taps, dz, dy), strict=True
+            ):
+                if weight is not None:
+                    _add(weight, gradient)
+
+        if ctx.deferred.defer(add):
+            return dx, None, None, None, None, None, None
+        weight_gradients = ops.localized_filter_weight_gradient(u, taps, dz, dy)
+        return dx, *weight_gradients[:3], weight_gradients[3] if weights[3] is not None else None, None, None

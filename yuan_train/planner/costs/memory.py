@@ -1,0 +1,52 @@
+"""Peak bytes of a stage on each of its cards, by category. Never pooled over cards.
+
+    M = parameters + gradients + optimizer + in_flight * activations + logits + buffers + reserved
+
+The first four are sums over the stage's units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from yuan_train.config.plan import MemoryForecast
+from yuan_train.planner.costs.unit_costs import UnitCost
+from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE
+
+
+def stage_memory(
+    units: Sequence[UnitCost],
+    *,
+    has_embedding: bool,
+    has_head: bool,
+    tied: bool,
+    in_flight: int,
+    boundary_bytes: float,
+    reserved_bytes: float,
+    optimizer_share: float = 1.0,
+    packed_share: float = 0.0,
+) -> MemoryForecast:
+    """Peak bytes of a stage that holds `units` in the model's order, embedding and head where it has them.
+
+    `boundary_bytes` is one hidden state at the end of a stage; it is kept for each micro-batch in flight,
+    and each edge has MESSAGES_PER_EDGE messages on the way (what a stage received is among its first unit's
+    activations). A stage with both ends of a tied model holds the embedding matrix once. The head's transient
+    (blocks of logits) counts as logits, the largest of the other units' as buffers. `optimizer_share` is the
+    share of the optimizer state that the card itself holds; `packed_share` is the share of its gradients that
+    it holds twice, because the reduced ones lie in a buffer of their own.
+    """
+    stored = units[1:] if tied and has_embedding and has_head else units
+    body = units[:-1] if has_head else units
+    tail = units[-1:] if has_head else ()
+    num_edges = (not has_embedding) + (not has_head)
+    return MemoryForecast(
+        parameters=math.fsum(unit.parameter_bytes for unit in stored),
+        gradients=(1.0 + packed_share) * math.fsum(unit.gradient_bytes for unit in stored),
+        optimizer=optimizer_share * math.fsum(unit.optimizer_bytes for unit in stored),
+        activations=in_flight * math.fsum(unit.activation_bytes for unit in units),
+        logits=math.fsum(unit.transient_bytes for unit in tail),
+        buffers=max((unit.transient_bytes for unit in body), default=0.0)
+        + boundary_bytes * ((not has_head) * in_flight + num_edges * MESSAGES_PER_EDGE),
+        reserved=reserved_bytes,
+    )

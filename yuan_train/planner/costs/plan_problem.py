@@ -1,0 +1,159 @@
+"""The plan problem, and what every part of the model costs on every card, each looked up once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from yuan_train.config.cluster import Card, Cluster
+from yuan_train.config.devices import Precision
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import StagePlan
+from yuan_train.config.profile import Profile
+from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.links import allreduce_seconds
+from yuan_train.planner.costs.topology import Topology, make_topology
+from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost, card_costs, check_profile
+from yuan_train.planner.costs.workload import ELEMENT_BYTES
+
+Replica = tuple[Card, ...]
+"""The cards of a tensor-parallel group, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanProblem:
+    """What to plan for: cluster, model, batch, and the profile that the costs come from."""
+
+    cluster: Cluster
+    model: ModelConfig
+    sequence_length: int
+    global_batch_size: int
+    precision: Precision
+    profile: Profile | None = None
+    overlap: bool = True
+    """Whether messages overlap compute; otherwise the sender waits for them."""
+
+    @property
+    def has_external_profile(self) -> bool:
+        """Whether the costs come from an external profile, which does not cover the optimizer's step."""
+        return self.profile is not None and self.profile.is_whole
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Card costs and links of a plan problem, each looked up once."""
+
+    problem: PlanProblem
+    topology: Topology
+    cards: dict[str, Card]
+    known: dict[tuple[str, int, Recompute, int], CardCosts]
+    """What `of` has looked up, by its arguments."""
+    groups: dict[tuple[object, ...], CardCosts]
+    """What `of_replica` has looked up for tensor-parallel groups, their collectives included."""
+
+    def of(
+        self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1
+    ) -> CardCosts:
+        """Every unit's cost on a type of card, collectives not included."""
+        key = (type_name, micro_batch_size, recompute, tensor_parallel)
+        if key not in self.known:
+            self.known[key] = card_costs(
+                self.problem.model,
+                sequence_length=self.problem.sequence_length,
+                micro_batch_size=micro_batch_size,
+                precision=self.problem.precision,
+                recompute=recompute,
+                type_name=type_name,
+                device=self.problem.cluster.device_type(type_name),
+                profile=self.problem.profile,
+                tensor_parallel=tensor_parallel,
+            )
+        return self.known[key]
+
+    def of_replica(self, replica: Replica, micro_batch_size: int, recompute: Recompute) -> CardCosts:
+        """Every unit's cost on each card of a group: the slowest card's, plus the collectives."""
+        width = len(replica)
+        types = tuple(dict.fromkeys(card.type for card in replica))
+        if width == 1:
+            return self.of(types[0], micro_batch_size, recompute)
+        location = replica if self.topology.measured else tuple(card.node for card in replica)
+        key = (location, types, micro_batch_size, recompute)
+        if key not in self.groups:
+            self.groups[key] = self._of_group(replica, types, micro_batch_size, recompute)
+        return self.groups[key]
+
+    def _of_group(
+        self, replica: Replica, types: tuple[str, ...], micro_batch_size: int, recompute: Recompute
+    ) -> CardCosts:
+        """The costs of a group: one object for all groups of these types whose links are equally fast."""
+        width = len(replica)
+        ring = allreduce_seconds(self.topology, replica, self.hidden_bytes(micro_batch_size))
+        key = (types, width, micro_batch_size, recompute, ring)
+        if key not in self.groups:
+            parts = [self.of(name, micro_batch_size, recompute, width) for name in types]
+            slowest = max(parts, key=lambda part: sum(u.forward_seconds for u in part.units))
+            self.groups[key] = replace(
+                slowest, units=tuple(_with_collectives(u, ring) for u in slowest.units)
+            )
+        return self.groups[key]
+
+    def of_stage(self, replica: Replica, micro_batch_size: int, stage: StagePlan) -> CardCosts:
+        """`of_replica` with a stage's recompute: of all its layers, or of its first ones."""
+        part = self.of_replica(replica, micro_batch_size, stage.recompute)
+        if stage.num_recomputed in (0, stage.num_layers):
+            return part
+        plain = self.of_replica(replica, micro_batch_size, "none")
+        # Units count the embedding before the layers.
+        first_kept = 1 + stage.layers[0] + stage.num_recomputed
+        return replace(
+            part,
+            units=(*part.units[:first_kept], *plain.units[first_kept:]),
+            source=part.source if plain.source == "measured" else "estimated",
+        )
+
+    def hidden_bytes(self, micro_batch_size: int) -> float:
+        """Bytes of one hidden state, as it is sent between stages and inside a tensor-parallel group."""
+        problem = self.problem
+        tokens = micro_batch_size * problem.sequence_length
+        return float(tokens * problem.model.hidden_size * ELEMENT_BYTES[problem.precision])
+
+
+def _with_collectives(unit: UnitCost, allreduce_seconds: float) -> UnitCost:
+    return replace(
+        unit,
+        forward_seconds=unit.forward_seconds + unit.forward_collectives * allreduce_seconds,
+        backward_seconds=unit.backward_seconds + unit.backward_collectives * allreduce_seconds,
+    )
+
+
+def make_costs(problem: PlanProblem) -> Costs:
+    """The costs of a problem; the cluster's `reserved` bytes are the profile's where it measured them.
+
+    Raises ConfigError if the profile does not belong to the problem.
+    """
+    if problem.profile is not None:
+        check_profile(
+            problem.profile,
+            problem.model,
+            sequence_length=problem.sequence_length,
+            precision=problem.precision,
+        )
+        problem = replace(problem, cluster=_with_measured_reserve(problem.cluster, problem.profile))
+    cards = {card.name: card for card in problem.cluster.cards}
+    return Costs(problem, make_topology(problem.cluster, problem.profile), cards, {}, {})
+
+
+def _with_measured_reserve(cluster: Cluster, profile: Profile) -> Cluster:
+    """The cluster with its cards' `reserved` as the profile measured it, where it did."""
+    types = dict(cluster.device_types)
+    for name in {group.device for group in cluster.nodes}:
+        measured = profile.reserved_bytes(name)
+        if measured is not None:
+            types[name] = replace(cluster.device_type(name), reserved=math.ceil(measured))
+    return replace(cluster, device_types=types)
+
+
+def stage_units(plan_stage: StagePlan, num_layers: int) -> slice:
+    """The stage's units among all num_layers + 2: embedding, layers, head."""
+    first, end = plan_stage.layers
+    return slice(0 if plan_stage.embedding else first + 1, num_layers + 2 if plan_stage.head else end + 1)

@@ -1,0 +1,377 @@
+"""Seconds and bytes of each unit on one type of card: a measured entry, else a roofline estimate.
+
+A measured entry always takes precedence. What the profile lacks is derived from its entries where that is
+sound (another micro-batch size, recompute), and `note` says so; the rest is estimated from the catalogue.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
+from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.workload import STATE_BYTES, ModelWork, StateBytes, UnitWork, model_work
+
+# Policy, not measurement: what a well-tuned dense model commonly reaches of the stated peaks.
+MATRIX_EFFICIENCY = 0.5
+MEMORY_EFFICIENCY = 0.75
+UNIT_OVERHEAD_SECONDS = 50e-6
+"""Launching the kernels of one unit, each way."""
+
+CUDA_LOGIT_ROWS = 2048
+CPU_LOGIT_ROWS = 256
+"""Tokens whose logits the loss holds at a time, as the kernels choose it; a card with `slowdown` is a CPU."""
+
+Source = Literal["measured", "estimated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCost:
+    """One unit of the model on one type of card, for one micro-batch; all that cost and memory need."""
+
+    forward_seconds: float
+    backward_seconds: float
+    parameters: int
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    activation_bytes: float
+    """Kept for each micro-batch in flight."""
+    transient_bytes: float
+    """Held for one micro-batch at a time."""
+    output_bytes: float
+    weight_seconds: float = 0.0
+    """The weight-gradient part of the backward, for schedules that split it."""
+    forward_collectives: int = 0
+    """All-reduces of a hidden state over the tensor-parallel group that the seconds above do not include."""
+    backward_collectives: int = 0
+
+    @property
+    def state_bytes(self) -> float:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardCosts:
+    """All units (embedding, layers, head) on one type of card, and where the numbers come from."""
+
+    units: tuple[UnitCost, ...]
+    source: Source
+    note: str
+    update_bytes_per_second: float
+    """Rate of the optimizer step's memory traffic."""
+    boundary_bytes: float
+    """One hidden state at the end of a stage; 0 with an external profile, whose activations include it."""
+
+    @cached_property
+    def layer(self) -> UnitCost:
+        """The first layer, with seconds and bytes averaged over all layers."""
+        layers = self.units[1:-1]
+        names = ("forward_seconds", "backward_seconds", "parameter_bytes", "gradient_bytes")
+        names += ("optimizer_bytes", "activation_bytes", "transient_bytes")
+        means = {name: statistics.fmean(getattr(unit, name) for unit in layers) for name in names}
+        return replace(layers[0], **means)
+
+
+def check_profile(
+    profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision
+) -> None:
+    """Raise ConfigError unless the profile was measured for this model's depth, length and precision."""
+    if profile.sequence_length != sequence_length:
+        raise ConfigError(
+            f"profile: measured at sequence_length {profile.sequence_length}, the run has {sequence_length}; "
+            "measure again with this length"
+        )
+    if profile.precision is not None and profile.precision != precision:
+        raise ConfigError(
+            f"profile: measured in {profile.precision}, the run has train.precision {precision}; "
+            "measure again in this precision"
+        )
+    for i, entry in enumerate(profile.entries):
+        if len(entry.layers) not in (1, model.num_layers):
+            raise ConfigError(
+                f"profile: entries[{i}].layers: {len(entry.layers)} layers, "
+                f"the model has {model.num_layers}; "
+                "give one for all layers, or one per layer"
+            )
+
+
+def card_costs(
+    model: ModelConfig,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    precision: Precision,
+    recompute: Recompute,
+    type_name: str,
+    device: DeviceType,
+    profile: Profile | None,
+    tensor_parallel: int = 1,
+) -> CardCosts:
+    """Every unit's seconds and bytes on one card of this type in a group of `tensor_parallel`; `recompute`
+    applies to the layers.
+
+    The device must have a peak in `precision`, unless a profile entry covers it.
+    """
+    work = model_work(
+        model,
+        sequence_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        precision=precision,
+        logit_rows=CPU_LOGIT_ROWS if device.slowdown is not None else CUDA_LOGIT_ROWS,
+        tensor_parallel=tensor_parallel,
+    )
+    update_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
+    if profile is not None:
+        partial_recompute = _PartialRecompute(
+            kept_share=work.layer.kept_bytes(recompute) / work.layer.activation_bytes,
+            seconds=work.layer.recomputed_traffic_bytes / update_rate,
+        )
+        found = _measured(profile, type_name, micro_batch_size, recompute, tensor_parallel, partial_recompute)
+        if found is not None:
+            entry, note = found
+            return CardCosts(
+                units=_from_profile(entry, work, STATE_BYTES[precision], recompute, note),
+                source="measured",
+                note=note,
+                update_bytes_per_second=update_rate,
+                boundary_bytes=0.0 if entry.is_whole else work.layer.output_bytes,
+            )
+    note = "estimated from the catalogue" + (
+        f": the profile has no entry for {type_name} with recompute {recompute}" if profile else ""
+    )
+    return CardCosts(
+        units=_estimate(work, device, precision, recompute),
+        source="estimated",
+        note=note,
+        update_bytes_per_second=update_rate,
+        boundary_bytes=work.layer.output_bytes,
+    )
+
+
+# --- measured --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _PartialRecompute:
+    """What selective recompute changes in a layer, by the catalogue."""
+
+    kept_share: float
+    """Share of the layer's activation bytes that it still keeps."""
+    seconds: float
+    """Time to recompute the rest."""
+
+
+def _measured(
+    profile: Profile,
+    type_name: str,
+    micro_batch_size: int,
+    recompute: Recompute,
+    tensor_parallel: int,
+    partial_recompute: _PartialRecompute,
+) -> tuple[ProfileEntry, str] | None:
+    """The profile's entry for this card, if need be derived from others, and a note that says how; None if
+    there is none to derive it from."""
+    for width in dict.fromkeys((tensor_parallel, 1)):
+        for measured_as in (recompute, "none") if recompute != "none" else (recompute,):
+            entries = sorted(
+                (
+                    entry
+                    for entry in profile.entries
+                    if entry.device_type == type_name
+                    and entry.tensor_parallel == width
+                    and entry.recompute == measured_as
+                ),
+                key=lambda entry: entry.micro_batch_size,
+            )
+            if not entries:
+                continue
+            entry, note = _at_size(entries, micro_batch_size)
+            if measured_as != recompute:
+                layers = tuple(_recomputed(layer, recompute, partial_recompute) for layer in entry.layers)
+                entry = replace(entry, layers=layers, recompute=recompute)
+                note += f"; {recompute} recompute derived from an entry without"
+            if width != tensor_parallel:
+                entry = _divided_by_width(entry, tensor_parallel)
+                note += f"; {SCALED_WIDTH} {width}"
+            return entry, note
+    return None
+
+
+SCALED_WIDTH = "estimated from tensor_parallel"
+
+
+def _divided_by_width(entry: ProfileEntry, width: int) -> ProfileEntry:
+    """An entry without tensor parallelism as one card of `width` has it, collectives not included: an
+    estimate."""
+
+    def share(unit: UnitProfile) -> UnitProfile:
+        hidden = min(unit.output_bytes * 4, unit.activation_bytes)
+        return replace(
+            unit,
+            forward_seconds=unit.forward_seconds / width,
+            backward_seconds=unit.backward_seconds / width,
+            state_bytes=unit.state_bytes / width,
+            activation_bytes=hidden + (unit.activation_bytes - hidden) / width,
+            transient_bytes=unit.transient_bytes and unit.transient_bytes / width,
+        )
+
+    return replace(
+        entry,
+        tensor_parallel=width,
+        embedding=share(entry.embedding),
+        layers=tuple(map(share, entry.layers)),
+        head=share(entry.head),
+    )
+
+
+def _recomputed(
+    layer: UnitProfile, recompute: Recompute, partial_recompute: _PartialRecompute
+) -> UnitProfile:
+    """The same layer under recompute. Full: it keeps only its input; its backward runs the forward first."""
+    selective = recompute == "selective"
+    kept = (
+        layer.activation_bytes * partial_recompute.kept_share
+        if selective
+        else min(layer.output_bytes, layer.activation_bytes)
+    )
+    transient = layer.transient_bytes
+    return replace(
+        layer,
+        backward_seconds=layer.backward_seconds
+        + (partial_recompute.seconds if selective else layer.forward_seconds),
+        activation_bytes=kept,
+        transient_bytes=None if transient is None else transient + layer.activation_bytes - kept,
+    )
+
+
+def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, str]:
+    """The entry for a micro-batch size, on the line through the two nearest measured sizes, and a note."""
+    sizes = [entry.micro_batch_size for entry in entries]
+    if size in sizes:
+        return entries[sizes.index(size)], "measured"
+    if len(entries) == 1:
+        share = size / sizes[0]
+        low = high = entries[0]
+        note = f"scaled from micro_batch_size {sizes[0]}"
+    else:
+        after = min(max(bisect.bisect(sizes, size), 1), len(sizes) - 1)
+        low, high = entries[after - 1], entries[after]
+        share = (size - sizes[after - 1]) / (sizes[after] - sizes[after - 1])
+        word = "interpolated" if sizes[0] < size < sizes[-1] else "extrapolated"
+        note = f"{word} from micro_batch_size {sizes[after - 1]} and {sizes[after]}"
+
+    def line(a: UnitProfile, b: UnitProfile) -> UnitProfile:
+        def at(x: float, y: float) -> float:
+            return share * x if low is high else max(0.0, x + share * (y - x))
+
+        return UnitProfile(
+            forward_seconds=at(a.forward_seconds, b.forward_seconds),
+            backward_seconds=at(a.backward_seconds, b.backward_seconds),
+            state_bytes=max(a.state_bytes, b.state_bytes),
+            activation_bytes=at(a.activation_bytes, b.activation_bytes),
+            output_bytes=at(a.output_bytes, b.output_bytes),
+            transient_bytes=None
+            if a.transient_bytes is None or b.transient_bytes is None
+            else at(a.transient_bytes, b.transient_bytes),
+        )
+
+    count = max(len(low.layers), len(high.layers))
+    entry = replace(
+        low,
+        micro_batch_size=size,
+        embedding=line(low.embedding, high.embedding),
+        layers=tuple(line(low.layer(i), high.layer(i)) for i in range(count)),
+        head=line(low.head, high.head),
+    )
+    return entry, note
+
+
+def _from_profile(
+    entry: ProfileEntry, work: ModelWork, state: StateBytes, recompute: Recompute, note: str
+) -> tuple[UnitCost, ...]:
+    """The entry's seconds and bytes of each unit: embedding, layers, head."""
+    layers = [entry.layer(i) for i in range(work.num_layers)]
+    scaled = SCALED_WIDTH in note
+    # A layer of an external profile, recomputed here, holds for one micro-batch what it no longer keeps.
+    add_recomputed = entry.is_whole and "recompute derived" in note
+    costs: list[UnitCost] = []
+    for unit, measured in zip(work.units, (entry.embedding, *layers, entry.head), strict=True):
+        recomputed_bytes = _recomputed_bytes(unit, recompute) if unit is work.layer else 0.0
+        forward_again = measured.forward_seconds if recomputed_bytes and recompute == "full" else 0.0
+        costs.append(
+            UnitCost(
+                forward_seconds=measured.forward_seconds,
+                backward_seconds=measured.backward_seconds,
+                parameters=unit.parameters,
+                parameter_bytes=measured.state_bytes * state.parameters / state.total,
+                gradient_bytes=measured.state_bytes * state.gradients / state.total,
+                optimizer_bytes=measured.state_bytes * state.optimizer / state.total,
+                activation_bytes=measured.activation_bytes,
+                transient_bytes=measured.transient_bytes or (recomputed_bytes if add_recomputed else 0.0),
+                output_bytes=measured.output_bytes,
+                weight_seconds=max(measured.backward_seconds - forward_again, 0.0) / 2,
+                forward_collectives=unit.forward_collectives if scaled else 0,
+                backward_collectives=unit.backward_collectives if scaled else 0,
+            )
+        )
+    return tuple(costs)
+
+
+# --- estimated -------------------------------------------------------------------------------------------
+
+
+def _recomputed_bytes(unit: UnitWork, recompute: Recompute) -> float:
+    """Bytes of the activations that a unit did not keep and holds while its backward runs."""
+    if recompute == "full":
+        return unit.activation_bytes
+    return unit.activation_bytes - unit.kept_bytes(recompute)
+
+
+def _estimate(
+    work: ModelWork, device: DeviceType, precision: Precision, recompute: Recompute
+) -> tuple[UnitCost, ...]:
+    peak = device.peak(precision)
+    assert peak is not None, "a card without this precision gets no work"
+    matrix_rate = MATRIX_EFFICIENCY * peak
+    memory_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
+    state = STATE_BYTES[precision]
+
+    def seconds(flops: float, traffic_bytes: float) -> float:
+        return flops / matrix_rate + traffic_bytes / memory_rate + UNIT_OVERHEAD_SECONDS
+
+    def cost(unit: UnitWork, recompute: Recompute = "none") -> UnitCost:
+        forward = seconds(unit.forward_flops, unit.forward_traffic_bytes)
+        backward = seconds(unit.backward_flops, unit.backward_traffic_bytes)
+        recompute_seconds = {
+            "none": 0.0,
+            "selective": unit.recomputed_traffic_bytes / memory_rate,
+            "full": forward,
+        }
+        return UnitCost(
+            forward_seconds=forward,
+            backward_seconds=backward + recompute_seconds[recompute],
+            parameters=unit.parameters,
+            parameter_bytes=float(state.parameters * unit.parameters),
+            gradient_bytes=float(state.gradients * unit.parameters),
+            optimizer_bytes=float(state.optimizer * unit.parameters),
+            activation_bytes=unit.kept_bytes(recompute),
+            transient_bytes=float(unit.transient_bytes + _recomputed_bytes(unit, recompute)),
+            output_bytes=unit.output_bytes,
+            weight_seconds=backward / 2,
+            forward_collectives=unit.forward_collectives,
+            backward_collectives=unit.backward_collectives
+            + (unit.forward_collectives if recompute == "full" else 0),
+        )
+
+    layer = cost(work.layer, recompute)
+    ends = [cost(unit) for unit in (work.embedding, work.head)]
+    return (ends[0], *[layer] * work.num_layers, ends[1])

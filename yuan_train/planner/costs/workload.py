@@ -1,0 +1,277 @@
+"""Work and bytes of each unit of the model (embedding, layers, head) for a micro-batch of `tokens` tokens.
+
+H = hidden size, P = heads * head size, F = feed-forward width, V = vocabulary, N = heads, S = sequence
+length, e = bytes of an element (2 for bf16 and fp16, 4 for fp32, 8 for fp64), w = bytes of a statistic (8 for
+fp64, else 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from yuan_train.config.devices import Precision
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.run import Recompute
+
+ELEMENT_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes per parameter that stay on the card from step to step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def update_traffic(self) -> int:
+        """Bytes per parameter that an AdamW step moves: it reads the gradients and the optimizer state (where
+        the weights are the master, these too), and writes the state and the weights."""
+        master_read = self.parameters if self.optimizer == 2 * self.parameters else 0
+        return self.gradients + 2 * self.optimizer + self.parameters + master_read
+
+
+STATE_BYTES: dict[Precision, StateBytes] = {
+    "bf16": StateBytes(parameters=2, gradients=4, optimizer=12),
+    "fp16": StateBytes(parameters=2, gradients=4, optimizer=12),
+    "fp32": StateBytes(parameters=4, gradients=4, optimizer=8),
+    "fp64": StateBytes(parameters=8, gradients=8, optimizer=16),
+}
+"""16-bit runs keep fp32 gradients and an fp32 master with Adam's moments; else weights are the master."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitWork:
+    """One unit of the model for one micro-batch, without recompute."""
+
+    parameters: int
+    forward_flops: float
+    backward_flops: float
+    forward_traffic_bytes: float
+    """Bytes that elementwise passes and weights move through the card's memory."""
+    backward_traffic_bytes: float
+    activation_bytes: float
+    """Kept from the forward to the backward."""
+    input_bytes: float
+    """Kept instead under full recompute."""
+    selective_bytes: float
+    """Kept instead under selective recompute."""
+    transient_bytes: float
+    """Held only while the unit's backward runs (the head: also its forward), one micro-batch at a time."""
+    output_bytes: float
+    replicated_bytes: float = 0.0
+    """The part of the activations that every card of a tensor-parallel group keeps in full."""
+    selective_replicated_bytes: float = 0.0
+    """The same under selective recompute."""
+    recomputed_traffic_bytes: float = 0.0
+    """Moved in the backward to recompute what selective recompute does not keep."""
+    forward_collectives: int = 0
+    """All-reduces of a hidden state over the tensor-parallel group."""
+    backward_collectives: int = 0
+
+    def kept_bytes(self, recompute: Recompute) -> float:
+        """Bytes kept from the forward to the backward."""
+        if recompute == "none":
+            return self.activation_bytes
+        return self.input_bytes if recompute == "full" else self.selective_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWork:
+    """All units of a model. Every layer is the same; the head includes the final norm and the loss."""
+
+    num_layers: int
+    embedding: UnitWork
+    layer: UnitWork
+    head: UnitWork
+
+    @property
+    def units(self) -> tuple[UnitWork, ...]:
+        """Embedding, layers, head: num_layers + 2 units."""
+        return (self.embedding, *[self.layer] * self.num_layers, self.head)
+
+
+def model_work(
+    model: ModelConfig,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    precision: Precision,
+    logit_rows: int,
+    tensor_parallel: int = 1,
+) -> ModelWork:
+    """The work of each unit for a micro-batch of micro_batch_size * sequence_length tokens, on one card of a
+    tensor-parallel group of `tensor_parallel` cards.
+
+    `logit_rows` is how many tokens' logits the loss holds at a time.
+    """
+    tokens = sequence_length * micro_batch_size
+    return ModelWork(
+        num_layers=model.num_layers,
+        embedding=_share_of(_embedding_work(model, tokens, precision), tensor_parallel),
+        layer=_share_of(_layer_work(model, tokens, sequence_length, precision), tensor_parallel),
+        head=_share_of(_head_work(model, tokens, precision, min(logit_rows, tokens)), tensor_parallel),
+    )
+
+
+def _share_of(unit: UnitWork, width: int) -> UnitWork:
+    """A card's share in a tensor-parallel group of `width`: all but the replicated bytes is divided. The few
+    weights of the norms, which every card holds, are divided too."""
+    if width == 1:
+        return unit
+
+    def share(bytes_: float, replicated_bytes: float = unit.replicated_bytes) -> float:
+        replicated = min(replicated_bytes, bytes_)
+        return replicated + (bytes_ - replicated) / width
+
+    return replace(
+        unit,
+        parameters=-(-unit.parameters // width),
+        forward_flops=unit.forward_flops / width,
+        backward_flops=unit.backward_flops / width,
+        forward_traffic_bytes=share(unit.forward_traffic_bytes),
+        backward_traffic_bytes=share(unit.backward_traffic_bytes),
+        activation_bytes=share(unit.activation_bytes),
+        selective_bytes=share(unit.selective_bytes, unit.selective_replicated_bytes),
+        recomputed_traffic_bytes=share(unit.recomputed_traffic_bytes),
+        transient_bytes=unit.transient_bytes / width,
+    )
+
+
+def layer_activation_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Bytes per token that one layer keeps for its backward: 14H + 8P + 8F + 4N + 12 in bf16.
+
+    What autograd saves in the model's code (equal to a count with `saved_tensors_hooks`):
+      each of the norms (attention, filter, feed-forward)   the input in e, 1/rms in w
+      u (also the filter's input), f, feed-forward input    eH each
+      taps of the filter's two convolutions                 eH
+      q, k, v, heads' output; their log-sum-exp             eP each; wN
+      up (2F), silu of its first half, product              4eF
+    Plain attention has neither the filter's norm nor taps, and f is u. No attention scores are stored.
+    """
+    return _replicated_layer_bytes(model, precision) + _sharded_layer_bytes(model, precision)
+
+
+def selective_layer_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Bytes per token that one layer keeps under selective recompute: 8H + 8P + 4F + 4N + 12 in bf16.
+
+    Of the above u, f, the feed-forward's input, silu and product are recomputed: by the norms from their
+    inputs, and from `up`.
+    """
+    return _replicated_selective_bytes(model, precision) + _sharded_layer_bytes(
+        model, precision, feed_forwards=2
+    )
+
+
+def _replicated_selective_bytes(model: ModelConfig, precision: Precision) -> int:
+    """What every card of a tensor-parallel group keeps under selective recompute, bytes per token."""
+    e, hidden = ELEMENT_BYTES[precision], model.hidden_size
+    norms, taps = (3, 1) if model.attention == "localized_filter" else (2, 0)
+    return norms * (e * hidden + _statistic_bytes(precision)) + taps * e * hidden
+
+
+def _replicated_layer_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Hidden states, which every card of a tensor-parallel group keeps in full, bytes per token."""
+    e, w, hidden = ELEMENT_BYTES[precision], _statistic_bytes(precision), model.hidden_size
+    norms, kept = (3, 4) if model.attention == "localized_filter" else (2, 2)
+    return norms * (e * hidden + w) + kept * e * hidden
+
+
+def _sharded_layer_bytes(model: ModelConfig, precision: Precision, *, feed_forwards: int = 4) -> int:
+    """What tensor parallelism divides, bytes per token, with `feed_forwards` tensors of width F."""
+    e, w = ELEMENT_BYTES[precision], _statistic_bytes(precision)
+    heads = 4 * e * model.projection_size + w * model.num_attention_heads
+    return heads + feed_forwards * e * model.ffn_hidden_size
+
+
+def _statistic_bytes(precision: Precision) -> int:
+    """w: bytes of a statistic."""
+    return 8 if precision == "fp64" else 4
+
+
+def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision: Precision) -> UnitWork:
+    """Forward 36H^2 + 2SH FLOP a token for the published shapes, the filter's 4H^2 in it; backward twice."""
+    e, hidden, ffn = ELEMENT_BYTES[precision], model.hidden_size, model.ffn_hidden_size
+    flops = float(tokens * model.layer_forward_flops(sequence_length))
+    kept = tokens * layer_activation_bytes(model, precision)
+    # Each kept tensor is written once and read about once; the filter's shift and residual add a pass.
+    shifts = 3 * e * hidden * tokens if model.attention == "localized_filter" else 0
+    traffic = 2.0 * kept + shifts + e * model.layer_parameters
+    # In the backward: gradients of `up` and of its product, of two hidden states, and of the largest weight.
+    w = _statistic_bytes(precision)
+    transient = tokens * (3 * e * ffn + 2 * e * hidden + 2 * w * hidden) + 2 * e * ffn * hidden
+    filters = 1 if model.attention == "localized_filter" else 0
+    # A norm reads and writes a hidden state; silu runs twice (for itself, and for the product that it is in).
+    partial_recompute = tokens * ((2 + filters) * 2 * e * hidden + 7 * e * ffn)
+    return UnitWork(
+        parameters=model.layer_parameters,
+        replicated_bytes=tokens * _replicated_layer_bytes(model, precision),
+        forward_collectives=2 + filters,
+        backward_collectives=2 + filters,
+        forward_flops=flops,
+        backward_flops=2 * flops,
+        forward_traffic_bytes=traffic,
+        backward_traffic_bytes=2 * traffic + STATE_BYTES[precision].gradients * 2 * model.layer_parameters,
+        activation_bytes=kept,
+        input_bytes=e * hidden * tokens,
+        selective_bytes=tokens * selective_layer_bytes(model, precision),
+        selective_replicated_bytes=tokens * _replicated_selective_bytes(model, precision),
+        recomputed_traffic_bytes=partial_recompute,
+        transient_bytes=transient,
+        output_bytes=e * hidden * tokens,
+    )
+
+
+def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> UnitWork:
+    """Forward, a gather of rows; backward, a dense gradient of V * H, added to the main gradient."""
+    e, matrix = ELEMENT_BYTES[precision], model.embedding_parameters
+    rows = e * model.hidden_size * tokens
+    return UnitWork(
+        parameters=matrix,
+        replicated_bytes=rows,
+        forward_collectives=1,
+        forward_flops=0.0,
+        backward_flops=0.0,
+        forward_traffic_bytes=2.0 * rows,
+        backward_traffic_bytes=2.0 * rows + (2 * e + 2 * STATE_BYTES[precision].gradients) * matrix,
+        activation_bytes=8 * tokens,
+        input_bytes=8 * tokens,
+        selective_bytes=8 * tokens,
+        transient_bytes=e * matrix,
+        output_bytes=rows,
+    )
+
+
+def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows: int) -> UnitWork:
+    """The block-wise loss computes its gradients in the forward: all 6VH FLOP a token are there, and about
+    none in the backward.
+
+    dW [V, H] is added to the main gradient at once; dh is kept in w until the backward. At most three blocks
+    of logits are held at a time.
+    """
+    e, w = ELEMENT_BYTES[precision], _statistic_bytes(precision)
+    hidden, matrix = model.hidden_size, model.vocab_size * model.hidden_size
+    norm_bytes = tokens * (2 * e * hidden + w)
+    blocks = -(-tokens // logit_rows)
+    return UnitWork(
+        parameters=model.head_parameters,
+        replicated_bytes=norm_bytes + w * hidden * tokens,
+        forward_collectives=1,
+        forward_flops=3.0 * tokens * model.head_forward_flops,
+        backward_flops=0.0,
+        forward_traffic_bytes=2.0 * norm_bytes
+        + 6.0 * w * model.vocab_size * tokens
+        + blocks * (2 * w + 2 * e) * matrix,
+        backward_traffic_bytes=2.0 * norm_bytes,
+        activation_bytes=norm_bytes + w * hidden * tokens,
+        input_bytes=norm_bytes + w * hidden * tokens,
+        selective_bytes=norm_bytes + w * hidden * tokens,
+        selective_replicated_bytes=norm_bytes + w * hidden * tokens,
+        transient_bytes=3 * w * logit_rows * model.vocab_size,
+        output_bytes=0,
+    )

@@ -1,0 +1,213 @@
+"""What a plan costs: seconds and bytes of each stage, and of the step, from the simulation of its schedule.
+
+A step is the forwards and backwards of every pipeline. The owners of the same part of the model reduce its
+gradients as soon as all of them have run its last backward, while other stages drain, so that only what
+outlasts the drain counts. Then the tied embedding is reduced over all that hold it, and every card runs its
+optimizer step:
+
+    step = max over pipelines and stages (last backward + gradient reduction)
+           + tied embedding + slowest optimizer step
+
+With a sharded optimizer the reduction is a reduce-scatter of gradients and, after the optimizer step, an
+all-gather of weights; each owner updates its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from yuan_train.config.plan import Forecast, Plan, StageForecast
+from yuan_train.planner.costs.grad_reduce import stage_grad_reduce_seconds, tied_embedding_seconds
+from yuan_train.planner.costs.owners import (
+    PlanCards,
+    holds_slices,
+    optimizer_shares,
+    owner_sets,
+    units_by_stage,
+)
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.unit_costs import Source
+from yuan_train.planner.evaluate.messages import edge_seconds
+from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
+from yuan_train.planner.evaluate.stage_cost import StageCost, card_memory, cards_of, stage_cost
+from yuan_train.schedule.step import Workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCost:
+    """What a plan costs, part by part."""
+
+    stages: tuple[StageCost, ...]
+    simulations: tuple[Simulation, ...]
+    """One per pipeline."""
+    times: tuple[StageTimes, ...]
+    workers: tuple[Workers, ...]
+    compute_seconds: float
+    """Until the last backward of any pipeline ends."""
+    grad_reduce_seconds: float
+    """What the gradient reduction adds to that."""
+    tied_embedding_seconds: float
+    """Gradient reduction of the tied embedding."""
+    update_seconds: float
+    """The slowest card's optimizer step."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the whole step."""
+        return (
+            self.compute_seconds
+            + self.grad_reduce_seconds
+            + self.tied_embedding_seconds
+            + self.update_seconds
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits the memory of its cards."""
+        return all(stage.fits for stage in self.stages)
+
+    @property
+    def source(self) -> Source:
+        """`measured` if the costs of all stages are."""
+        return "measured" if all(stage.source == "measured" for stage in self.stages) else "estimated"
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the workers' step time in which they run no forward or backward."""
+        busy = sum(sum(simulation.busy_seconds) for simulation in self.simulations)
+        count = sum(len(simulation.busy_seconds) for simulation in self.simulations)
+        return 1.0 - busy / (self.step_seconds * count) if self.step_seconds else 0.0
+
+
+def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
+    """The cost of any valid plan.
+
+    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision.
+    """
+    cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
+    owners = owner_sets(plan, cards)
+    shares = optimizer_shares(plan, cards)
+    packed = holds_slices(plan, cards)
+    reduce_seconds = stage_grad_reduce_seconds(costs, plan, cards, owners)
+    stages: list[StageCost] = []
+    times: list[StageTimes] = []
+    simulations: list[Simulation] = []
+    workers = [pipeline.workers for pipeline in plan.pipelines]
+    simulated: dict[tuple[object, ...], Simulation] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        pipeline_stages = [
+            stage_cost(
+                costs,
+                plan,
+                cards[p][s],
+                p,
+                s,
+                grad_reduce_seconds=reduce_seconds[p, s],
+                optimizer_share=shares[p, s],
+                packed=packed[p, s],
+            )
+            for s in range(len(pipeline.stages))
+        ]
+        pipeline_stages = card_memory(plan, pipeline, workers[p], pipeline_stages)
+        times.append(_stage_times(costs, plan, cards, p, pipeline_stages))
+        depths = pipeline.depths(plan.schedule)
+        key = (times[-1], workers[p], pipeline.num_micro_batches, depths)
+        if key not in simulated:
+            simulated[key] = simulate_schedule(
+                plan.schedule,
+                times[-1],
+                num_micro_batches=pipeline.num_micro_batches,
+                workers=workers[p],
+                in_flight=depths,
+                overlap=costs.problem.overlap,
+            )
+        simulations.append(simulated[key])
+        stages += pipeline_stages
+    compute = max(simulation.step_seconds for simulation in simulations)
+    return PlanCost(
+        stages=tuple(stages),
+        simulations=tuple(simulations),
+        times=tuple(times),
+        workers=tuple(workers),
+        compute_seconds=compute,
+        grad_reduce_seconds=grad_reduce_end(plan, reduce_seconds, simulations) - compute,
+        tied_embedding_seconds=tied_embedding_seconds(
+            costs,
+            [replica[0] for row in cards for replica in row[0]],
+            [replica[0] for row in cards for replica in row[-1]] if plan.model.tie_embeddings else [],
+            width=min(len(replica) for row in cards for replica in (*row[0], *row[-1])),
+            sharded=plan.optimizer_sharding,
+        ),
+        update_seconds=max(stage.update_seconds for stage in stages),
+    )
+
+
+def _stage_times(
+    costs: Costs, plan: Plan, cards: PlanCards, p: int, pipeline_stages: Sequence[StageCost]
+) -> StageTimes:
+    """What the simulator needs of pipeline p: its stages' compute, and the messages between them."""
+    activation_seconds, gradient_seconds = (
+        tuple(
+            edge_seconds(costs, plan, cards, p, s, is_activation=is_activation)
+            for s in range(len(pipeline_stages) - 1)
+        )
+        for is_activation in (True, False)
+    )
+    return StageTimes(
+        forward_seconds=tuple(stage.forward_seconds for stage in pipeline_stages),
+        backward_seconds=tuple(stage.backward_seconds for stage in pipeline_stages),
+        weight_seconds=tuple(stage.weight_seconds for stage in pipeline_stages),
+        send_activation_seconds=activation_seconds,
+        send_gradient_seconds=gradient_seconds,
+    )
+
+
+def make_forecast(costs: Costs, cost: PlanCost, *, lower_bound_seconds: float) -> Forecast:
+    """The forecast to store in a plan; the bound is at most the plan's own step."""
+    problem = costs.problem
+    return Forecast(
+        step_seconds=cost.step_seconds,
+        tokens_per_second=problem.global_batch_size * problem.sequence_length / cost.step_seconds,
+        bubble_fraction=cost.bubble_fraction,
+        lower_bound_seconds=min(lower_bound_seconds, cost.step_seconds),
+        source=cost.source,
+        stages=tuple(
+            StageForecast(
+                pipeline=stage.pipeline,
+                stage=stage.stage,
+                forward_seconds=stage.forward_seconds,
+                backward_seconds=stage.backward_seconds,
+                peak_memory_bytes=stage.memory.total,
+                memory=stage.memory,
+            )
+            for stage in cost.stages
+        ),
+    )
+
+
+def grad_reduce_end(
+    plan: Plan, reduce_seconds: dict[tuple[int, int], float], simulations: Sequence[Simulation]
+) -> float:
+    """End of the last gradient reduction or backward, in seconds from the step's start.
+
+    A stage's reduction, of `reduce_seconds` by pipeline and stage, starts when all owners of its units have
+    run their last backward.
+    """
+    ends = {
+        (p, s): end
+        for p, simulation in enumerate(simulations)
+        for s, end in enumerate(simulation.stage_end_seconds)
+    }
+    latest = max(ends.values())
+    if not any(reduce_seconds.values()):
+        return latest
+    units = units_by_stage(plan)
+    done = [0.0] * (plan.model.num_layers + 2)
+    for key, end in ends.items():
+        for u in units[key]:
+            done[u] = max(done[u], end)
+    for key, seconds in reduce_seconds.items():
+        ready = max((done[u] for u in units[key]), default=ends[key])
+        latest = max(latest, ready + seconds)
+    return latest

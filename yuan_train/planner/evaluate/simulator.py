@@ -1,0 +1,282 @@
+"""A schedule in virtual time: the same schedule that the trainer runs.
+
+A worker takes its steps in the schedule's order, without pre-emption. A compute step starts when the worker
+is free and its message has arrived. A message goes over the directed link between two workers when the
+compute before it has ended and the link has finished the message before (FIFO), and occupies the link until
+it arrives. With blocking sends the sender waits for that too; the receiver is never blocked. Between two
+stages of one worker (virtual stages) there is no message.
+
+All durations are known beforehand, so the order in which steps can be evaluated depends on the schedule
+alone: it is computed once, and then one plan is a loop over numbers, and many plans are a loop over vectors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.step import (
+    COMPUTE,
+    Kind,
+    Schedule,
+    Step,
+    Workers,
+    num_workers,
+    one_worker_each,
+    worker_of,
+)
+from yuan_train.schedule.trace import TimedStep
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+
+class Operation(NamedTuple):
+    """A step of the simulation: compute, or the sending of a message."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    worker: int
+    peer: int
+    """The worker that receives the message; -1 for compute."""
+    waits: bool
+    """Whether a compute step waits for a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds of one micro-batch on a pipeline of P stages; sends over the P - 1 edges, each way."""
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    send_activation_seconds: tuple[float, ...]
+    """Edge s leads from stage s to s + 1."""
+    send_gradient_seconds: tuple[float, ...]
+    """Edge s leads from stage s + 1 to s."""
+    weight_seconds: tuple[float, ...] = ()
+    """The weight-gradient part of the backward, for schedules that split it; half of it if empty."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_seconds)
+
+    def compute_seconds(self, kind: Kind, stage: int) -> float:
+        """Seconds of a compute step of this kind: forward, backward, backward_input or backward_weight."""
+        if kind == "forward":
+            return self.forward_seconds[stage]
+        backward = self.backward_seconds[stage]
+        if kind == "backward":
+            return backward
+        weight = self.weight_seconds[stage] if self.weight_seconds else backward / 2
+        return weight if kind == "backward_weight" else backward - weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """The forwards and backwards of one optimizer step, on one pipeline."""
+
+    step_seconds: float
+    """End of the last compute step."""
+    stage_end_seconds: tuple[float, ...]
+    """End of each stage's last compute step, over all its workers."""
+    busy_seconds: tuple[float, ...]
+    """Compute of each worker."""
+    worker_end_seconds: tuple[float, ...]
+    """End of each worker's last compute step."""
+    operations: tuple[Operation, ...]
+    spans: tuple[tuple[float, float], ...]
+    """Start and end of each of `operations`."""
+
+    @property
+    def timed_steps(self) -> tuple[tuple[TimedStep, ...], ...]:
+        """Compute and sends of each worker, in the order of its rank program."""
+        timed_steps: list[list[TimedStep]] = [[] for _ in self.busy_seconds]
+        for operation, (start, end) in zip(self.operations, self.spans, strict=True):
+            step = Step(operation.kind, operation.stage, operation.micro_batch)
+            timed_steps[operation.worker].append(TimedStep(step, start, end))
+        return tuple(tuple(steps) for steps in timed_steps)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the workers' time without compute."""
+        total = self.step_seconds * len(self.busy_seconds)
+        return 1.0 - sum(self.busy_seconds) / total if total > 0 else 0.0
+
+
+def simulate(
+    schedule: Schedule, times: StageTimes, *, workers: Workers | None = None, overlap: bool = True
+) -> Simulation:
+    """Run a schedule in virtual time; by default stage s is on worker s. The schedule must have passed
+    `schedule.check.check_schedule`."""
+    workers = workers or one_worker_each(len(schedule))
+    return _run(order_operations(schedule, workers), workers, times, overlap=overlap)
+
+
+def simulate_schedule(
+    schedule: str,
+    times: StageTimes,
+    *,
+    num_micro_batches: int,
+    workers: Workers | None = None,
+    in_flight: tuple[int, ...] | None = None,
+    overlap: bool = True,
+) -> Simulation:
+    """The same for a named schedule; `in_flight`, if given, is the depth of each stage under 1f1b."""
+    workers = workers or one_worker_each(times.num_stages)
+    operations = _operations(schedule, workers, num_micro_batches, in_flight)
+    return _run(operations, workers, times, overlap=overlap)
+
+
+def simulate_many(
+    schedule: str,
+    *,
+    num_micro_batches: int,
+    forward_seconds: Floats,
+    backward_seconds: Floats,
+    send_activation_seconds: Floats,
+    send_gradient_seconds: Floats,
+    weight_seconds: Floats | None = None,
+    workers: Workers | None = None,
+    in_flight: tuple[int, ...] | None = None,
+    overlap: bool = True,
+) -> Floats:
+    """End of the last compute step of each stage, in seconds, [N, P], of N pipelines of P stages that run the
+    same schedule on equally many workers.
+
+    The times are those of StageTimes for all pipelines: compute [N, P], sends [N, P - 1].
+    """
+    import numpy as np
+
+    count, stages = forward_seconds.shape
+    workers = workers or one_worker_each(stages)
+    backward = backward_seconds.T.copy()
+    weight = backward / 2 if weight_seconds is None else weight_seconds.T.copy()
+    compute = {
+        "forward": list(forward_seconds.T.copy()),
+        "backward": list(backward),
+        "backward_input": list(backward - weight),
+        "backward_weight": list(weight),
+    }
+    sends = {
+        "send_activation": list(send_activation_seconds.T.copy()),
+        "send_gradient": list(send_gradient_seconds.T.copy()),
+    }
+    free = [np.zeros(count) for _ in range(num_workers(workers))]
+    ends = [np.zeros(count) for _ in range(stages)]
+    link_free: dict[tuple[int, int], Floats] = {}
+    arrivals: dict[tuple[bool, int, int], Floats] = {}
+    for kind, stage, micro_batch, worker, peer, waits in _operations(
+        schedule, workers, num_micro_batches, in_flight
+    ):
+        now = free[worker]
+        if peer < 0:
+            if waits:
+                np.maximum(now, arrivals.pop((kind == "forward", stage, micro_batch)), out=now)
+            now += compute[kind][stage]
+            # A worker's last step on a stage is a backward.
+            if kind != "forward":
+                np.maximum(ends[stage], now, out=ends[stage])
+            continue
+        is_activation = kind == "send_activation"
+        link = link_free.get((worker, peer))
+        arrival = now.copy() if link is None else np.maximum(link, now)
+        arrival += sends[kind][stage if is_activation else stage - 1]
+        link_free[worker, peer] = arrival
+        arrivals[is_activation, stage + 1 if is_activation else stage - 1, micro_batch] = arrival
+        if not overlap:
+            now[:] = arrival
+    return np.stack(ends, axis=1)
+
+
+def order_operations(schedule: Schedule, workers: Workers | None = None) -> tuple[Operation, ...]:
+    """The schedule's compute and sends, in an order in which each follows what it waits for."""
+    workers = workers or one_worker_each(len(schedule))
+    operations: list[Operation] = []
+    position = [0] * len(schedule)
+    sent: set[tuple[bool, int, int]] = set()
+    awaited: set[tuple[bool, int, int]] = set()
+    ready = list(range(len(schedule)))
+    while ready:
+        worker = ready.pop()
+        steps = schedule[worker]
+        while position[worker] < len(steps):
+            step = steps[position[worker]]
+            kind, stage, micro_batch = step.kind, step.stage, step.micro_batch
+            if kind == "receive_activation" or kind == "receive_gradient":
+                awaited.add((kind == "receive_activation", stage, micro_batch))
+            elif kind in COMPUTE:
+                key = (kind == "forward", stage, micro_batch)
+                # The weight-gradient part of a backward waits for no message: the input part received it.
+                waits = kind != "backward_weight" and key in awaited
+                if waits and key not in sent:
+                    break
+                operations.append(Operation(kind, stage, micro_batch, worker, -1, waits))
+            else:
+                is_activation = kind == "send_activation"
+                target = stage + 1 if is_activation else stage - 1
+                peer = worker_of(workers, target, micro_batch)
+                operations.append(Operation(kind, stage, micro_batch, worker, peer, False))
+                sent.add((is_activation, target, micro_batch))
+                if peer not in ready:
+                    ready.append(peer)
+            position[worker] += 1
+    assert all(p == len(steps) for p, steps in zip(position, schedule, strict=True)), "deadlock"
+    return tuple(operations)
+
+
+@functools.lru_cache(maxsize=64)
+def _operations(
+    schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None
+) -> tuple[Operation, ...]:
+    return order_operations(
+        make_schedule(schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight),
+        workers,
+    )
+
+
+def _run(
+    operations: Sequence[Operation], workers: Workers, times: StageTimes, *, overlap: bool
+) -> Simulation:
+    count, stages = num_workers(workers), range(len(workers))
+    free, busy, last = [0.0] * count, [0.0] * count, [0.0] * count
+    ends = [0.0] * len(workers)
+    compute = {kind: [times.compute_seconds(kind, stage) for stage in stages] for kind in COMPUTE}
+    activation_seconds, gradient_seconds = times.send_activation_seconds, (0.0, *times.send_gradient_seconds)
+    links: dict[tuple[int, int], float] = {}
+    arrivals: dict[tuple[bool, int, int], float] = {}
+    spans: list[tuple[float, float]] = []
+    for kind, stage, micro_batch, worker, peer, waits in operations:
+        start = free[worker]
+        if peer < 0:
+            if waits:
+                arrived = arrivals[kind == "forward", stage, micro_batch]
+                start = arrived if arrived > start else start
+            seconds = compute[kind][stage]
+            free[worker] = last[worker] = end = start + seconds
+            ends[stage] = end if end > ends[stage] else ends[stage]
+            busy[worker] += seconds
+        else:
+            link_free = links.get((worker, peer), 0.0)
+            start = link_free if link_free > start else start
+            is_activation = kind == "send_activation"
+            end = start + (activation_seconds[stage] if is_activation else gradient_seconds[stage])
+            links[worker, peer] = end
+            arrivals[is_activation, stage + 1 if is_activation else stage - 1, micro_batch] = end
+            if not overlap:
+                free[worker] = end
+        spans.append((start, end))
+    return Simulation(
+        step_seconds=max(ends, default=0.0),
+        stage_end_seconds=tuple(ends),
+        busy_seconds=tuple(busy),
+        worker_end_seconds=tuple(last),
+        operations=tuple(operations),
+        spans=tuple(spans),
+    )

@@ -1,0 +1,254 @@
+"""What one stage of a plan costs: seconds of a micro-batch, and bytes on each of its cards."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.devices import DeviceType
+from yuan_train.config.errors import PlanError
+from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
+from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.memory import stage_memory
+from yuan_train.planner.costs.plan_problem import Costs, Replica, stage_units
+from yuan_train.planner.costs.unit_costs import CardCosts, Source
+from yuan_train.planner.costs.workload import STATE_BYTES
+from yuan_train.schedule.check import peak_in_flight
+from yuan_train.schedule.in_flight import in_flight
+from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.step import RankProgram, Workers, num_workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One stage of one pipeline."""
+
+    pipeline: int
+    stage: int
+    replicas: tuple[Replica, ...]
+    layers: tuple[int, int]
+    embedding: bool
+    head: bool
+    recompute: Recompute
+    num_recomputed: int
+    """How many of its layers are recomputed: the first ones."""
+    in_flight: int
+    """Most micro-batches that one of the replicas holds at once."""
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float
+    """The weight-gradient part of the backward, for schedules that split it."""
+    grad_reduce_seconds: float
+    packed: bool
+    """Whether each card holds several slices of the sharded optimizer; see `owners.holds_slices`."""
+    optimizer_share: float
+    """Share of the stage's optimizer state that each of its replicas holds."""
+    update_seconds: float
+    """The optimizer step of its slowest replica."""
+    memory: MemoryForecast
+    """Of each card; with several stages on a card, all of them together."""
+    capacity_bytes: float
+    """Memory of its tightest card."""
+    one_more_layer_bytes: float
+    """What another layer would add."""
+    source: Source
+    note: str
+
+    @property
+    def card(self) -> Card:
+        """The first card, named for all of them in reports."""
+        return self.replicas[0][0]
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        """The cards of all replicas."""
+        return tuple(card for replica in self.replicas for card in replica)
+
+    @property
+    def fits(self) -> bool:
+        """Whether each card's memory suffices."""
+        return self.memory.total <= self.capacity_bytes
+
+
+def cards_of(costs: Costs, plan: Plan, stage: StagePlan) -> tuple[Replica, ...]:
+    """The cards of a stage's replicas.
+
+    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision.
+    """
+    return tuple(tuple(_card_of(costs, plan, rank) for rank in replica) for replica in stage.replicas)
+
+
+def _card_of(costs: Costs, plan: Plan, rank: int) -> Card:
+    entry = plan.ranks[rank]
+    card = costs.cards.get(entry.device)
+    if card is None:
+        raise PlanError(
+            f"card {entry.device!r} of the plan is not in cluster {costs.problem.cluster.name!r}; "
+            f"give the cluster that the plan was made for ({plan.cluster or 'unnamed'})"
+        )
+    if card.type != entry.type:
+        raise PlanError(
+            f"card {entry.device!r} is a {entry.type} in the plan and a {card.type} in the cluster; "
+            "plan again"
+        )
+    precision = costs.problem.precision
+    if costs.problem.cluster.device_type(card.type).peak(precision) is None:
+        raise PlanError(f"card {card.name!r} ({card.type}) has no {precision}; use another precision or card")
+    return card
+
+
+def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> StageCost:
+    """The cost of stage `old` of a plan if `stage`, with another recompute or depth, replaces it."""
+    p, s = old.pipeline, old.stage
+    pipeline = plan.pipelines[p]
+    pipelines = list(plan.pipelines)
+    pipelines[p] = replace(pipeline, stages=(*pipeline.stages[:s], stage, *pipeline.stages[s + 1 :]))
+    return stage_cost(
+        costs,
+        replace(plan, pipelines=tuple(pipelines)),
+        old.replicas,
+        p,
+        s,
+        grad_reduce_seconds=old.grad_reduce_seconds,
+        optimizer_share=old.optimizer_share,
+        packed=old.packed,
+    )
+
+
+def stage_cost(
+    costs: Costs,
+    plan: Plan,
+    replicas: tuple[Replica, ...],
+    p: int,
+    s: int,
+    *,
+    grad_reduce_seconds: float,
+    optimizer_share: float,
+    packed: bool,
+) -> StageCost:
+    """The cost of stage s of pipeline p on `replicas`, by its slowest replica and its tightest card."""
+    pipeline, model = plan.pipelines[p], plan.model
+    stage = pipeline.stages[s]
+    size = pipeline.micro_batch_size
+    parts = [costs.of_stage(replica, size, stage) for replica in replicas]
+    span = stage_units(stage, model.num_layers)
+    slowest = max(
+        parts, key=lambda part: sum(u.forward_seconds + u.backward_seconds for u in part.units[span])
+    )
+    units = slowest.units[span]
+    tied = model.tie_embeddings and not costs.problem.has_external_profile
+    updated = slice(1, None) if tied and stage.embedding and stage.head else span
+    types = [costs.problem.cluster.device_type(card.type) for replica in replicas for card in replica]
+    tightest = min(types, key=lambda device: device.memory - device.reserved)
+    count = _stage_in_flight(plan, pipeline, s)
+    layer = slowest.units[1]
+    return StageCost(
+        pipeline=p,
+        stage=s,
+        replicas=replicas,
+        layers=stage.layers,
+        embedding=stage.embedding,
+        head=stage.head,
+        recompute=stage.recompute,
+        num_recomputed=stage.num_recomputed,
+        in_flight=count,
+        forward_seconds=math.fsum(unit.forward_seconds for unit in units),
+        backward_seconds=math.fsum(unit.backward_seconds for unit in units),
+        weight_seconds=math.fsum(unit.weight_seconds for unit in units),
+        grad_reduce_seconds=grad_reduce_seconds,
+        packed=packed,
+        optimizer_share=optimizer_share,
+        update_seconds=max(
+            sum(unit.parameters for unit in part.units[updated])
+            * optimizer_share
+            * _update_seconds(costs, part, types, stage.optimizer_offload)
+            for part in parts
+        ),
+        memory=stage_memory(
+            units,
+            has_embedding=stage.embedding,
+            has_head=stage.head,
+            tied=tied,
+            in_flight=count,
+            boundary_bytes=slowest.boundary_bytes,
+            reserved_bytes=float(tightest.reserved),
+            optimizer_share=optimizer_share * (1.0 - stage.optimizer_offload),
+            packed_share=optimizer_share if packed else 0.0,
+        ),
+        capacity_bytes=float(tightest.memory),
+        one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
+        source=slowest.source,
+        note=slowest.note,
+    )
+
+
+def _update_seconds(costs: Costs, part: CardCosts, cards: Sequence[DeviceType], offload: float) -> float:
+    """Seconds of the optimizer step per parameter: on the card, then on the host for the fraction `offload`,
+    whose gradients are copied to the host and whose weights are copied back."""
+    state = STATE_BYTES[costs.problem.precision]
+    on_card = state.update_traffic / part.update_bytes_per_second
+    if not offload:
+        return on_card
+    copies = (state.gradients + state.parameters) / min(card.host_link for card in cards)
+    on_host = state.update_traffic / min(card.host_memory_bandwidth for card in cards)
+    return (1.0 - offload) * on_card + offload * (copies + on_host)
+
+
+def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
+    """Most micro-batches in flight on a stage: by formula where there is one, else counted in a schedule."""
+    replicas = [len(stage.replicas) for stage in pipeline.stages]
+    m = pipeline.num_micro_batches
+    if plan.schedule in ("1f1b", "gpipe"):
+        return in_flight(
+            plan.schedule,
+            stage=s,
+            num_stages=len(replicas),
+            num_micro_batches=m,
+            replicas=replicas,
+            depths=pipeline.depths(plan.schedule),
+        )
+    workers = pipeline.workers
+    schedule = make_schedule(plan.schedule, num_micro_batches=m, workers=workers)
+    return max(peak_in_flight(schedule[worker], s) for worker in workers[s])
+
+
+def card_memory(
+    plan: Plan, pipeline: PipelinePlan, workers: Workers, stages: Sequence[StageCost]
+) -> list[StageCost]:
+    """The stages of a pipeline, each with the memory of the whole card where a card has several of them."""
+    stages_per_worker = Counter(worker for row in workers for worker in row)
+    if max(stages_per_worker.values()) == 1:
+        return list(stages)
+    schedule = make_schedule(plan.schedule, num_micro_batches=pipeline.num_micro_batches, workers=workers)
+    memory: dict[int, MemoryForecast] = {}
+    for worker in range(num_workers(workers)):
+        on_card = [stage for stage in stages if worker in workers[stage.stage]]
+        memory[worker] = _combined_memory(on_card, schedule[worker], tied=plan.model.tie_embeddings)
+    return [replace(stage, memory=memory[workers[stage.stage][0]]) for stage in stages]
+
+
+def _combined_memory(stages: Sequence[StageCost], program: RankProgram, *, tied: bool) -> MemoryForecast:
+    """Several stages on a card: their states add up; activations as the rank program has them in flight."""
+    last = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
+    counts = {stage.stage: max(peak_in_flight(program, stage.stage), 1) for stage in stages}
+    per_micro_batch = {stage.stage: stage.memory.activations / counts[stage.stage] for stage in stages}
+    alive = peak = 0.0
+    for step in program:
+        if step.kind == "forward":
+            alive += per_micro_batch[step.stage]
+            peak = max(peak, alive)
+        elif step.kind == last:
+            alive -= per_micro_batch[step.stage]
+    parts = [stage.memory for stage in stages]
+    return MemoryForecast(
+        parameters=math.fsum(part.parameters for part in parts),
+        gradients=math.fsum(part.gradients for part in parts),
+        optimizer=math.fsum(part.optimizer for part in parts),
+        activations=peak,
+        logits=math.fsum(part.logits for part in parts),
+        buffers=math.fsum(part.buffers for part in parts),
+        reserved=parts[0].reserved,
+    )

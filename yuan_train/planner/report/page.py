@@ -1,0 +1,300 @@
+"""The search result as one HTML page.
+
+The page is one file without network access or scripts: inline SVG, light and dark, a pattern as well as
+colours, and the plan's own text, so that plan.yaml can be recovered from the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from yuan_train.config.dump import dump
+from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.evaluate.plan_cost import PlanCost
+from yuan_train.planner.evaluate.simulator import Simulation
+from yuan_train.planner.report.terminal import (
+    CATEGORIES,
+    GIB,
+    best_reasons,
+    describe_shape,
+    even_words,
+    layer_list,
+    layer_words,
+    left_out_lines,
+    limited_by,
+    megatron_layout,
+    runner_lines,
+    step_words,
+)
+from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.search import SearchResult
+
+MAX_DRAWN_PIPELINES = 8
+MAX_DRAWN_CARDS = 128
+
+_STYLE = """
+:root{--ink:#1b1f24;--paper:#fff;--soft:#eef1f4;--line:#c5ccd3;
+--c0:#3566a8;--c1:#7d9fd0;--c2:#1f8a70;--c3:#e0a030;--c4:#a05195;--c5:#d45087;--c6:#8a939c;--f:#3566a8;--b:#e0a030}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--paper:#15181c;--soft:#23282e;--line:#475059;
+--c0:#6c9be0;--c1:#3f5f8f;--c2:#45b899;--c3:#e6b455;--c4:#c382ba;--c5:#e07ba5;--c6:#6b747d;--f:#6c9be0;--b:#e6b455}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);
+max-width:1080px;margin:2em auto;padding:0 1em}
+table{border-collapse:collapse;width:100%}
+th,td{text-align:left;padding:.25em .6em;border-bottom:1px solid var(--line)}
+td.n{font-variant-numeric:tabular-nums}pre{background:var(--soft);padding:1em;overflow:auto;font-size:12px}
+svg{width:100%;height:auto;display:block}svg text{fill:var(--ink);font:11px system-ui,sans-serif}
+.card{fill:var(--soft);stroke:var(--line)}.idle{stroke-dasharray:3 3}
+.grid{stroke:var(--line);stroke-width:.5}
+.limit{stroke:var(--ink);stroke-width:1.5}.f{fill:var(--f)}.b{fill:var(--b)}.rest{fill:var(--soft)}.wait{fill:url(#hatch)}
+.key{display:inline-block;margin-right:1em}.key svg{display:inline;width:14px;height:14px;vertical-align:-2px}
+@media print{body{max-width:none;margin:0}section{break-inside:avoid}pre{white-space:pre-wrap}}
+"""
+_HATCH = (
+    '<svg width="0" height="0" style="position:absolute;width:0" aria-hidden="true"><defs>'
+    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="5" height="5" fill="var(--soft)"/><rect width="1.5" height="5" fill="var(--line)"/>'
+    "</pattern></defs></svg>"
+)
+
+
+def plan_html(result: SearchResult, problem: PlanProblem) -> str:
+    """The report page."""
+    best = result.best
+    title = f"Plan for {problem.model.name} on {problem.cluster.name}"
+    sections = [
+        ("Summary", _summary_html(result, problem)),
+        ("Cluster", _cluster_svg(result, problem)),
+        ("Stages", _stages_html(best)),
+        ("Memory on each card", _memory_svg(best.cost)),
+        ("Timeline of one step", _timeline_svg(best.cost)),
+        ("Runners-up and what was left out", _runners_up_html(result)),
+        ("Assumptions", _assumptions_html(result, problem)),
+        ("plan.yaml", f'<pre id="plan">{escape(dump(best.plan))}</pre>'),
+    ]
+    body = "".join(f"<section><h2>{escape(name)}</h2>{html}</section>\n" for name, html in sections)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
+        f"<style>{_STYLE}</style></head>\n<body>{_HATCH}<h1>{escape(title)}</h1>\n{body}</body></html>\n"
+    )
+
+
+def _summary_html(result: SearchResult, problem: PlanProblem) -> str:
+    lines = [describe_shape(result.best) + even_words(result).replace("     ", "; ")]
+    lines += [step_words(result, problem), *best_reasons(result)]
+    lines.append(
+        f"Layers per stage {layer_list(result.best)}; Megatron layout {megatron_layout(result.best)}"
+    )
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def _cluster_svg(result: SearchResult, problem: PlanProblem) -> str:
+    """Nodes as rows of cards; each card with the stage that it runs, idle ones dashed."""
+    cluster, working = (
+        problem.cluster,
+        {card.name: stage for stage in result.best.cost.stages for card in stage.cards},
+    )
+    rows: list[str] = []
+    y = 0
+    for node, group in cluster.groups.items():
+        cards = [card for card in cluster.cards if card.node == node]
+        words = f"{node}: {len(cards)} x {group.device}"
+        if group.link:
+            words += f", inside {group.link.bandwidth / 1e9:.3g} GB/s {show_seconds(group.link.latency)}"
+        if group.network:
+            words += (
+                f", network {group.network.bandwidth / 1e9:.3g} GB/s {show_seconds(group.network.latency)}"
+            )
+        rows.append(f'<text x="0" y="{y + 12}">{escape(words)}</text>')
+        for i, card in enumerate(cards):
+            x, top = 130 * (i % 8), y + 18 + 42 * (i // 8)
+            stage = working.get(card.name)
+            label = f"p{stage.pipeline} s{stage.stage}: {layer_words(stage)}" if stage else "left out"
+            short = label if len(label) <= 19 else label[:18] + "…"
+            kind = "card" if stage else "card idle"
+            rows.append(
+                f'<rect class="{kind}" x="{x}" y="{top}" width="124" height="36" rx="4"/>'
+                f'<text x="{x + 6}" y="{top + 15}">{escape(card.name)}</text>'
+                f'<text x="{x + 6}" y="{top + 29}">{escape(short)}<title>{escape(label)}</title></text>'
+            )
+        y += 30 + 42 * (-(-len(cards) // 8))
+    for link in cluster.links:
+        words = f"{link.from_} {'<->' if link.both_ways else '->'} {link.to}: {link.bandwidth / 1e9:.3g} GB/s"
+        rows.append(f'<text x="0" y="{y + 12}">{escape(words)}</text>')
+        y += 16
+    return _svg(1040, y, "cards and their stages", rows)
+
+
+def _stages_html(best: Candidate) -> str:
+    head = (
+        "pipeline",
+        "stage",
+        "card",
+        "layers",
+        "forward",
+        "backward",
+        "peak",
+        "capacity",
+        "limited by",
+        "source",
+    )
+    rows = [
+        (
+            str(stage.pipeline),
+            str(stage.stage),
+            f"{stage.card.name} ({stage.card.type})",
+            layer_words(stage),
+            show_seconds(stage.forward_seconds),
+            show_seconds(stage.backward_seconds),
+            show_bytes(stage.memory.total),
+            show_bytes(stage.capacity_bytes),
+            limited_by(stage, best.cost),
+            stage.source,
+        )
+        for stage in best.cost.stages
+    ]
+    return _table(head, rows)
+
+
+def _memory_svg(cost: PlanCost) -> str:
+    """A bar per stage's card, stacked by category, against the card's limit; all on one scale."""
+    scale = 760 / max(max(s.capacity_bytes, s.memory.total) for s in cost.stages)
+    shapes: list[str] = []
+    for row, stage in enumerate(cost.stages):
+        y, x = 22 * row, 200.0
+        shapes.append(
+            f'<text x="0" y="{y + 13}">{escape(stage.card.name)} ({escape(stage.card.type)})</text>'
+        )
+        for i, category in enumerate(CATEGORIES):
+            size = getattr(stage.memory, category)
+            width = size * scale
+            shapes.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="16" fill="var(--c{i})">'
+                f"<title>{category}: {show_bytes(size)}</title></rect>"
+            )
+            x += width
+        limit = 200 + stage.capacity_bytes * scale
+        shapes.append(f'<line class="limit" x1="{limit:.2f}" x2="{limit:.2f}" y1="{y - 1}" y2="{y + 17}"/>')
+        shapes.append(
+            f'<text x="{max(x, limit) + 6:.2f}" y="{y + 13}">{stage.memory.total / GIB:.1f} / '
+            f"{stage.capacity_bytes / GIB:.1f} GiB</text>"
+        )
+    keys = "".join(_key(f"var(--c{i})", name) for i, name in enumerate(CATEGORIES))
+    return f"<p>{keys}<span class=key>| limit</span></p>" + _svg(
+        1080, 22 * len(cost.stages), "memory", shapes
+    )
+
+
+def _timeline_svg(cost: PlanCost) -> str:
+    """A row per worker, to scale: forward, backward, and the time between in grey, by reason."""
+    step, width = cost.step_seconds, 880.0
+    scale = width / step
+    shapes: list[str] = []
+    y = 0
+    for p, simulation in enumerate(cost.simulations):
+        if p >= MAX_DRAWN_PIPELINES:
+            shapes.append(f'<text x="0" y="{y + 13}">and {len(cost.simulations) - p} more pipelines</text>')
+            y += 22
+            break
+        stage_costs = {s: stage for s, stage in enumerate(q for q in cost.stages if q.pipeline == p)}
+        for worker, shape in enumerate(_timeline_rows(simulation, step, scale)):
+            worker_stages = [s for s, row in enumerate(cost.workers[p]) if worker in row]
+            first = stage_costs[worker_stages[0]]
+            card = first.replicas[cost.workers[p][worker_stages[0]].index(worker)][0]
+            label = f"p{p} s{','.join(map(str, worker_stages))} {card.name}"
+            shapes.append(
+                f'<text x="0" y="{y + 13}">{escape(label)}</text>'
+                f'<g transform="translate(150 {y})">{shape}</g>'
+            )
+            y += 22
+        y += 6
+    axis = "".join(
+        f'<line class="grid" x1="{150 + width * i / 8:.1f}" x2="{150 + width * i / 8:.1f}" y1="0" y2="{y}"/>'
+        f'<text x="{150 + width * i / 8:.0f}" y="{y + 12}" text-anchor="middle">'
+        f"{show_seconds(step * i / 8)}</text>"
+        for i in range(9)
+    )
+    keys = (
+        _key("var(--f)", "forward")
+        + _key("var(--b)", "backward")
+        + _key("var(--soft)", "warm-up, drain, gradient reduction and optimizer step")
+        + _key("url(#hatch)", "waiting for a neighbour or a message")
+    )
+    return f"<p>{keys}</p>" + _svg(1060, y + 20, "one step", [*shapes, axis])
+
+
+def _timeline_rows(simulation: Simulation, step_seconds: float, scale: float) -> list[str]:
+    """The SVG shapes of each worker's row: a background bar, the waits, then forwards and backwards, a path
+    each."""
+    num_workers = len(simulation.busy_seconds)
+    boxes: list[dict[str, list[tuple[float, float]]]] = [
+        {"f": [], "b": [], "wait": []} for _ in range(num_workers)
+    ]
+    last_end: list[float | None] = [None] * num_workers
+    for operation, (start, end) in zip(simulation.operations, simulation.spans, strict=True):
+        if operation.peer >= 0:
+            continue
+        worker = operation.worker
+        previous = last_end[worker]
+        if previous is not None and start > previous:
+            boxes[worker]["wait"].append((previous, start))
+        boxes[worker][operation.kind[0]].append((start, end))
+        last_end[worker] = end
+    result: list[str] = []
+    for row in boxes:
+        text = f'<rect class="rest" width="{step_seconds * scale:.2f}" height="16"/>'
+        for name in ("wait", "f", "b"):
+            path = "".join(
+                f"M{a * scale:.2f} 0h{(b - a) * scale:.2f}v16h{(a - b) * scale:.2f}z" for a, b in row[name]
+            )
+            text += f'<path class="{name}" d="{path}"/>'
+        result.append(text)
+    return result
+
+
+def _runners_up_html(result: SearchResult) -> str:
+    items = [*runner_lines(result), *(f"left out: {line}" for line in left_out_lines(result.left_out))]
+    even = result.even_split
+    if even is not None:
+        items.append(
+            f"even split over the cluster's order, layers {layer_list(even)}: "
+            f"{show_seconds(even.step_seconds)}" + ("" if even.cost.fits else ", does not fit the memory")
+        )
+    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+
+
+def _assumptions_html(result: SearchResult, problem: PlanProblem) -> str:
+    items = [
+        *result.notes,
+        f"precision {problem.precision}, sequence length {problem.sequence_length}, global batch "
+        f"{problem.global_batch_size} sequences",
+        "sends overlap compute" if problem.overlap else "the sender waits for its messages",
+        "messages: latency + bytes / bandwidth, first in first out on each link; equal pipelines share a "
+        "node's NIC",
+    ]
+    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
+
+
+def _key(fill: str, name: str) -> str:
+    return (
+        f'<span class="key"><svg viewBox="0 0 14 14" aria-hidden="true">'
+        f'<rect width="14" height="14" fill="{fill}"/>'
+        f"</svg> {escape(name)}</span>"
+    )
+
+
+def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {width} {max(height, 1)}" role="img" aria-label="{escape(label)}">'
+        + "".join(parts)
+        + "</svg>"
+    )

@@ -1,0 +1,63 @@
+"""Lower bounds of the step over all plans of a shape, and over all plans of any shape."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from yuan_train.config.cluster import Card
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.unit_costs import CardCosts
+from yuan_train.planner.search.shapes import Options, Shape
+from yuan_train.planner.solver.area_bound import area_bound
+from yuan_train.planner.solver.instance import SPLIT_SCHEDULES
+
+
+def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
+    """Seconds that no plan of the shape can beat: `area_bound`, without building the shape's instance."""
+    kinds: dict[tuple[tuple[int, ...], int], int] = {}
+    parts: dict[tuple[int, ...], list[CardCosts]] = {}
+    for slot in shape.slots:
+        own = [costs.of_replica(slot[0][0], shape.micro_batch_size, r) for r in options.recompute]
+        same = tuple(map(id, own))
+        parts[same] = own
+        kinds[same, len(slot[0])] = kinds.get((same, len(slot[0])), 0) + 1
+    rows: list[list[float]] = []
+    for same, _ in kinds:
+        times = [[u.forward_seconds + u.backward_seconds for u in part.units] for part in parts[same]]
+        rows.append([min(values) for values in zip(*times, strict=True)])
+    return area_bound(
+        np.array(rows),
+        np.array(list(kinds.values())),
+        np.array([replicas for _, replicas in kinds]),
+        shape.num_micro_batches,
+        split=shape.schedule in SPLIT_SCHEDULES,
+    )
+
+
+def any_bound(costs: Costs, cards: Sequence[Card], options: Options) -> float:
+    """Seconds that no plan of any shape can beat: every card is busy all the time, with its fastest
+    micro-batch size, width and recompute.
+
+    For weights l that sum to 1 over the cards, their weighted work is at least sum_u min_type l * w_u, as in
+    `solver.area_bound`.
+    """
+    rows: list[list[float]] = []
+    for name in dict.fromkeys(card.type for card in cards):
+        ways = itertools.product(options.micro_batch_sizes, options.tensor, options.recompute)
+        each = [
+            [
+                width * (u.forward_seconds + u.backward_seconds) / size
+                for u in costs.of(name, size, r, width).units
+            ]
+            for size, width, r in ways
+        ]
+        rows.append([min(values) for values in zip(*each, strict=True)])
+    work = np.array(rows)
+    numbers = np.array(list(Counter(card.type for card in cards).values()))
+    share = 1.0 / np.maximum(work.sum(axis=1), 1e-300)
+    share /= (numbers * share).sum()
+    return costs.problem.global_batch_size * float((share[:, None] * work).min(axis=0).sum())

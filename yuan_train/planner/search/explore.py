@@ -1,0 +1,267 @@
+"""Which shapes are cut, in which order, and with how much work.
+
+A shape's relaxed estimate decides the order, the most promising first; its lower bound excludes it. Small
+shapes are solved and proven; the large ones are sketched within a budget, and the best sketches are refined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.plan import Plan
+from yuan_train.planner.costs.grad_reduce import grad_reduce_seconds, unit_parameters
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.search.bounds import shape_bound
+from yuan_train.planner.search.instances import is_faithful, make_instance
+from yuan_train.planner.search.polish import polish_plan
+from yuan_train.planner.search.relaxation import PRUNE_FACTOR, relaxed_seconds
+from yuan_train.planner.search.shapes import Options, Shape, make_plan, stage_recompute
+from yuan_train.planner.solver.cost_tables import make_cut
+from yuan_train.planner.solver.estimate import may_hide
+from yuan_train.planner.solver.instance import Cut
+from yuan_train.planner.solver.sketch import Sketch, refine, sketch
+from yuan_train.planner.solver.solve import MAX_SMALL_SLOTS, Solution, is_small, solve
+
+FEW_CARDS = 16
+"""Cards up to which the larger budgets below hold."""
+MAX_SMALL_STEPS, MAX_SMALL_STEPS_OF_FEW = 640, 10_000
+"""Stages * micro-batches up to which a shape is solved; the second number is for few cards."""
+SOLVED_STEPS, SOLVED_STEPS_OF_FEW = 1_000, 40_000
+"""Budget of the same, summed over all solved shapes; the other shapes are sketched."""
+PROOF_WORK, PROOF_WORK_OF_FEW = 100_000_000, 4_000_000_000
+"""Budget of all proofs together; see `solve.Solution.work`."""
+SKETCH_WORK_PER_CARD = 250_000
+"""Budget of all sketches together: cells of dynamic programming (stages * units^2), per card."""
+MANY_CARDS, KEPT_OF_MANY = 48, 3
+"""On more cards than these, so many cuts of a shape become candidates."""
+MAX_REFINED_SHAPES, MAX_POLISHED_SHAPES = 3, 12
+"""Sketches that are refined; sketches whose best cut is polished to choose among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan, its cost, and the shape that it is a cut of."""
+
+    plan: Plan
+    cost: PlanCost
+    shape: Shape
+
+    @property
+    def step_seconds(self) -> float:
+        return self.cost.step_seconds
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """Layers of each stage of the first pipeline."""
+        return tuple(stage.layers for stage in self.plan.pipelines[0].stages)
+
+    @property
+    def cards(self) -> frozenset[Card]:
+        return frozenset(card for stage in self.cost.stages for card in stage.cards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Candidates of all shapes, and what is known of the other plans."""
+
+    candidates: tuple[Candidate, ...]
+    lower_bound_seconds: float
+    """No plan of these shapes takes less."""
+    exact: bool
+    """Whether no plan of these shapes is faster than the best candidate, post-optimisation not counted."""
+    num_simulated: int
+
+
+def solve_shapes(
+    costs: Costs, shapes: Sequence[Shape], options: Options, stopped: Callable[[], bool]
+) -> Found:
+    """Solve every small shape that no bound excludes, the most promising first; sketch the large ones, and
+    refine the best sketches. Once `stopped()` is true and there is a candidate, the other shapes are
+    skipped."""
+    search = _Search(costs, options, stopped)
+    scored_shapes: list[ScoredShape] = []
+    for shape in shapes:
+        lower_bound_seconds = shape_bound(costs, shape, options)
+        relaxed = lower_bound_seconds if stopped() else relaxed_seconds(costs, shape, options)
+        scored_shapes.append(
+            ScoredShape(
+                shape=shape,
+                lower_bound_seconds=lower_bound_seconds,
+                estimated_seconds=relaxed + _grad_reduce_estimate(costs, shape),
+            )
+        )
+    # Shapes that do not seem to fit come last (their estimate is infinite). Estimates of stages with several
+    # replicas are too low, because no deeper warm-up hides their transfers; so these shapes come second, and
+    # do not use up the budget of the others.
+    ranked = sorted(scored_shapes, key=lambda s: (s.estimated_seconds, s.lower_bound_seconds))
+    for several in (False, True):
+        own = [s for s in ranked if any(len(slot[0]) > 1 for slot in s.shape.slots) == several]
+        search.explore(own, solving=not several or len(costs.problem.cluster.cards) <= MAX_SMALL_SLOTS)
+    return Found(
+        candidates=tuple(search.candidates),
+        lower_bound_seconds=search.lower_bound,
+        exact=search.exact,
+        num_simulated=search.num_simulated,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredShape:
+    """A shape with two numbers of its best plan's step; of both, less is more promising."""
+
+    shape: Shape
+    lower_bound_seconds: float
+    """No plan of the shape takes less: it can exclude the shape."""
+    estimated_seconds: float
+    """Relaxed estimate plus gradient reduction: ranks shapes, proves nothing; inf if no plan seems to fit."""
+
+
+class _Search:
+    """State of one search: what was found so far, and what is left of the budgets."""
+
+    def __init__(self, costs: Costs, options: Options, stopped: Callable[[], bool]) -> None:
+        self.costs, self.options, self.stopped = costs, options, stopped
+        self.candidates: list[Candidate] = []
+        self.best = self.lower_bound = float("inf")
+        self.exact = True
+        self.num_simulated = self.solved_steps = 0
+        self.few = len(costs.problem.cluster.cards) <= FEW_CARDS
+        self.many = len(costs.problem.cluster.cards) > MANY_CARDS
+        self.max_steps = MAX_SMALL_STEPS_OF_FEW if self.few else MAX_SMALL_STEPS
+        self.max_solved = SOLVED_STEPS_OF_FEW if self.few else SOLVED_STEPS
+        self.proof_work = PROOF_WORK_OF_FEW if self.few else PROOF_WORK
+
+    def prunes(self, scored: ScoredShape) -> bool:
+        """Whether a shape is skipped: it cannot win, is unlikely to (on many cards), or the time is over."""
+        unpromising = not self.few and scored.estimated_seconds > PRUNE_FACTOR * self.best
+        return (
+            scored.lower_bound_seconds >= self.best
+            or unpromising
+            or (self.stopped() and bool(self.candidates))
+        )
+
+    def explore(self, ranked: Sequence[ScoredShape], *, solving: bool) -> None:
+        """Solve the small shapes, if `solving`, and sketch the others, in the order of `ranked`."""
+        large: list[ScoredShape] = []
+        for scored in ranked:
+            if self.prunes(scored):
+                self.skip(scored.lower_bound_seconds)
+            elif not (solving and self.may_solve(scored.shape) and self.solve(scored.shape)):
+                large.append(scored)
+        self.sketch_shapes(large)
+
+    def skip(self, lower_bound_seconds: float) -> None:
+        """Record a skipped shape: nothing is proven any more unless its bound excludes it."""
+        self.exact = self.exact and lower_bound_seconds >= self.best
+        self.lower_bound = min(self.lower_bound, lower_bound_seconds)
+
+    def may_solve(self, shape: Shape) -> bool:
+        """Whether a shape looks small, and the budget of solved shapes is not used up."""
+        depth = min(len(shape.slots), self.costs.problem.model.num_layers + 2)
+        small = len(shape.slots) <= MAX_SMALL_SLOTS and depth * shape.num_micro_batches <= self.max_steps
+        return small and self.solved_steps < self.max_solved
+
+    def solve(self, shape: Shape) -> bool:
+        """Solve a shape and take its candidates; False, and nothing done, if its instance is not small."""
+        instance = make_instance(self.costs, shape, self.options)
+        if not is_small(instance):
+            return False
+        solution = solve(instance, max_work=max(self.proof_work, 0), stopped=self.stopped)
+        self.solved_steps += instance.num_slots * shape.num_micro_batches
+        self.proof_work -= solution.work
+        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
+        self._take(shape, solution, proven=proven)
+        if instance.num_slots > 1 and may_hide(instance) and instance.message_seconds.any():
+            # The proof covers 1F1B's own warm-up depths only; `polish_plan` may make these cuts faster.
+            deeper = refine(sketch(instance), hidden=True, stopped=self.stopped)
+            self.candidates += _as_candidates(self.costs, shape, self.options, deeper.cuts)
+        return True
+
+    def sketch_shapes(self, large: Sequence[ScoredShape]) -> None:
+        """Sketch large shapes in order while the budget lasts; refine the best sketches."""
+        sketches: list[tuple[Shape, Sketch]] = []
+        least = self.best
+        budget = SKETCH_WORK_PER_CARD * len(self.costs.problem.cluster.cards)
+        for scored in large:
+            done = bool(sketches or self.candidates) and (budget <= 0 or self.stopped())
+            if done or min(scored.lower_bound_seconds, scored.estimated_seconds / PRUNE_FACTOR) >= least:
+                self.skip(scored.lower_bound_seconds)
+                continue
+            instance = make_instance(self.costs, scored.shape, self.options)
+            found = sketch(instance)
+            budget -= min(instance.num_slots, instance.num_units) * instance.num_units**2 * 40
+            self.exact = False
+            self.lower_bound = min(self.lower_bound, scored.lower_bound_seconds)
+            if found.plain:
+                sketches.append((scored.shape, found))
+                least = min(least, *found.plain.values())
+        # Sorting is stable: among equals, the more promising shape comes first.
+        ranked = sorted(sketches, key=lambda item: min(item[1].plain.values()))
+        for shape, found in ranked[:MAX_REFINED_SHAPES]:
+            self._take(shape, refine(found, stopped=self.stopped), proven=False)
+        for shape, found in self._best_if_deepened([item for item in sketches if item[1].hidden]):
+            self._take(shape, refine(found, hidden=True, stopped=self.stopped), proven=False)
+
+    def _best_if_deepened(self, sketches: Sequence[tuple[Shape, Sketch]]) -> list[tuple[Shape, Sketch]]:
+        """The best sketches if deeper warm-ups hide the transfers.
+
+        First ranked by estimate, which ignores the memory that deeper warm-ups need; then, unless there are
+        many cards, by the step of each sketch's best cut after `polish_plan`.
+        """
+        chosen = sorted(sketches, key=lambda item: min(item[1].hidden.values()))
+        if self.many:
+            return chosen[:MAX_REFINED_SHAPES]
+        seconds: dict[int, float] = {}
+        for i, (shape, found) in enumerate(chosen[:MAX_POLISHED_SHAPES]):
+            (order, bounds), estimate = next(iter(found.hidden.items()))
+            plan = _plan_of(self.costs, shape, self.options, make_cut(found.tables, order, bounds, estimate))
+            _, cost = polish_plan(self.costs, plan, cost_plan(self.costs, plan), self.options.recompute)
+            seconds[i] = cost.step_seconds
+        return [chosen[i] for i in sorted(seconds, key=lambda i: (seconds[i], i))[:MAX_REFINED_SHAPES]]
+
+    def _take(self, shape: Shape, solution: Solution, *, proven: bool) -> None:
+        """Add a solution's candidates, its bound and its count of simulated cuts."""
+        self.exact = self.exact and proven
+        self.num_simulated += solution.num_simulated
+        if not proven:
+            self.lower_bound = min(self.lower_bound, shape_bound(self.costs, shape, self.options))
+        elif solution.cuts:
+            self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
+        cuts = solution.cuts[:KEPT_OF_MANY] if self.many else solution.cuts
+        self.candidates += _as_candidates(self.costs, shape, self.options, cuts)
+        self.best = min((choice_seconds(self.costs, c.cost) for c in self.candidates), default=self.best)
+
+
+def choice_seconds(costs: Costs, cost: PlanCost) -> float:
+    """Seconds by which plans are compared: the step's; under an external profile, which does not describe the
+    optimizer step, compute and gradient reduction only."""
+    if costs.problem.has_external_profile:
+        return cost.compute_seconds + cost.grad_reduce_seconds
+    return cost.step_seconds
+
+
+def _grad_reduce_estimate(costs: Costs, shape: Shape) -> float:
+    """Approximate seconds of a shape's gradient reduction; only ranks shapes."""
+    slot = shape.slots[0]
+    leads = [replica[0] for group in slot for replica in group]
+    share = sum(unit_parameters(costs.problem.model)) / min(len(shape.slots), costs.problem.model.num_layers)
+    return grad_reduce_seconds(costs, leads, share / len(slot[0][0]), sharded=shape.sharded)
+
+
+def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[Cut]) -> list[Candidate]:
+    """The cuts as plans with their full cost; those that do not fit are dropped."""
+    result: list[Candidate] = []
+    for cut in cuts:
+        plan = _plan_of(costs, shape, options, cut)
+        cost = cost_plan(costs, plan)
+        if cost.fits:
+            result.append(Candidate(plan=plan, cost=cost, shape=shape))
+    return result
+
+
+def _plan_of(costs: Costs, shape: Shape, options: Options, cut: Cut) -> Plan:
+    recompute = stage_recompute(cut.bounds, cut.choices, options.recompute, costs.problem.model.num_layers)
+    return make_plan(costs, shape, order=cut.order, bounds=cut.bounds, recompute=recompute)

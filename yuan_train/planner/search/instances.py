@@ -1,0 +1,248 @@
+"""A shape as an `Instance`: the partitioning problem that the solver solves, in arrays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from yuan_train.config.cluster import Card
+from yuan_train.planner.costs.grad_reduce import (
+    grad_reduce_seconds,
+    ring_sharers,
+    tied_embedding_seconds,
+    unit_parameters,
+)
+from yuan_train.planner.costs.links import broadcast_seconds, message_seconds
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.topology import find_route
+from yuan_train.planner.costs.workload import STATE_BYTES
+from yuan_train.planner.search.shapes import Options, Shape, Slot
+from yuan_train.planner.solver.instance import Instance
+
+
+def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
+    """The partitioning problem of a shape. Units: embedding, layers, head; choices: options.recompute."""
+    problem, slots = costs.problem, shape.slots
+    # An external profile does not describe the optimizer step, so the step must not decide between cuts.
+    ignores_update = problem.has_external_profile and shape.num_pipelines == 1 and len(slots[0][0]) == 1
+    tied = problem.model.tie_embeddings and not ignores_update
+    table = [
+        [costs.of_replica(slot[0][0], shape.micro_batch_size, recompute) for slot in slots]
+        for recompute in options.recompute
+    ]
+
+    def numbers(name: str) -> np.ndarray:
+        distinct = {id(card): [getattr(unit, name) for unit in card.units] for row in table for card in row}
+        return np.array([[distinct[id(card)] for card in row] for row in table], dtype=float)
+
+    transient = numbers("transient_bytes")
+    owners = np.array([shape.peers * shape.num_pipelines * len(slot[0]) for slot in slots], dtype=float)
+    optimizer = numbers("optimizer_bytes")
+    if shape.sharded:
+        optimizer /= owners[None, :, None]
+    resident = numbers("parameter_bytes") + numbers("gradient_bytes") + optimizer
+    once = problem.model.tie_embeddings and not problem.has_external_profile
+    saving = resident[0, :, 0].copy() if once else np.zeros(len(slots))
+    # The head's transient bytes add to the largest of the other units'; see `costs.memory.stage_memory`.
+    resident[:, :, -1] += transient[:, :, -1]
+    transient[:, :, -1] = 0.0
+    devices = [[problem.cluster.device_type(c.type) for c in _cards(slot)] for slot in slots]
+    seconds, message_of = _message_table(costs, shape)
+    forward, backward = numbers("forward_seconds"), numbers("backward_seconds")
+    grad_reduce, start = _grad_reduce_seconds(costs, shape)
+    update = _update_table(costs, shape, owners if shape.sharded else np.ones(len(slots)))
+    ends = _tied_embedding_matrix(costs, shape) if tied else np.zeros((len(slots), len(slots)))
+    if once and not ignores_update:
+        # A slot with the first and the last unit holds the tied embedding once and updates it once.
+        ends -= np.diag(update[:, 0])
+    # An embedding or a head that costs nothing cannot form a stage alone.
+    has_work = (forward + backward + resident).max(axis=(0, 1)) > 0
+    has_work[1:-1] = True
+    return Instance(
+        schedule=shape.schedule,
+        num_micro_batches=shape.num_micro_batches,
+        overlap=problem.overlap,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        weight_seconds=numbers("weight_seconds"),
+        resident_bytes=resident,
+        activation_bytes=numbers("activation_bytes"),
+        transient_bytes=transient,
+        capacity_bytes=np.array([float(min(d.memory - d.reserved for d in row)) for row in devices]),
+        whole_model_saving_bytes=saving,
+        boundary_bytes=np.array([card.boundary_bytes for card in table[0]]),
+        message_seconds=seconds,
+        message_of=message_of,
+        grad_reduce_seconds=grad_reduce,
+        grad_reduce_start_seconds=start,
+        update_seconds=np.zeros_like(update) if ignores_update else update,
+        ends_seconds=ends,
+        order=tuple(range(len(slots))) if options.fixed_order else None,
+        use_all=options.use_all_devices,
+        replicas=np.array([len(slot[0]) for slot in slots], dtype=np.int64),
+        has_work=has_work,
+    )
+
+
+def is_faithful(costs: Costs, shape: Shape, options: Options) -> bool:
+    """Whether the instance of a shape costs every cut exactly as `cost_plan` does.
+
+    It takes the slowest pipeline's messages for all pipelines, lets the gradient reductions of all slots
+    share the network, and adds them up unit by unit. So it overestimates where equal pipelines have different
+    links, where slots that share a NIC may stay idle, and on measured links.
+    """
+    if shape.num_pipelines == 1 and max(len(slot[0]) for slot in shape.slots) == 1:
+        return True
+    if costs.topology.measured or max(len(slot[0]) for slot in shape.slots) > 1:
+        return False
+    sizes = [costs.hidden_bytes(shape.micro_batch_size)]
+    messages = _pipeline_messages(costs, shape, sizes)[0]
+    shares_nic = max(ring_sharers([_leads(slot) for slot in shape.slots])) > 1
+    same = bool((messages.min(axis=0) == messages.max(axis=0)).all())
+    return same and not (shares_nic and not options.use_all_devices)
+
+
+def _cards(slot: Slot) -> list[Card]:
+    return [card for group in slot for replica in group for card in replica]
+
+
+def _leads(slot: Slot) -> list[Card]:
+    """The first card of each replica, over all pipelines: the ring of the gradient reduction."""
+    return [replica[0] for group in slot for replica in group]
+
+
+def _message_table(costs: Costs, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds [M, D, D] from slot to slot for each message size, index [U] of the size after each unit).
+
+    The size after a unit is the largest over the slots; a hidden state has the same size on every card.
+    """
+    mixed = [costs.of_replica(slot[0][0], shape.micro_batch_size, "none").units for slot in shape.slots]
+    outputs = np.array([[unit.output_bytes for unit in units] for units in mixed]).max(axis=0)
+    sizes, message_of = np.unique(outputs[:-1], return_inverse=True)
+    seconds = _pipeline_messages(costs, shape, sizes.tolist()).max(axis=1)
+    return seconds, np.append(message_of.reshape(-1), 0).astype(np.int64)
+
+
+def _pipeline_messages(costs: Costs, shape: Shape, sizes: Sequence[float]) -> np.ndarray:
+    """[M, pipelines, D, D]: seconds of a message from slot i to slot j in each pipeline, by size.
+
+    Each distinct route is looked up once; it depends on the two nodes and on how many flows share their NICs.
+    """
+    slots, count = shape.slots, shape.num_pipelines
+    leads = [[slot[d][0][0] for slot in slots] for d in range(count)]
+    names = {node: i for i, node in enumerate(dict.fromkeys(card.node for row in leads for card in row))}
+    nodes = np.array([[names[card.node] for card in row] for row in leads])
+    seconds = np.zeros((len(sizes), count, len(slots), len(slots)))
+    broadcasts = [_group_broadcast_seconds(costs, slots, d, sizes) for d in range(count)]
+    for d in range(count):
+        sharers = _sharers(nodes, d)
+        if costs.topology.measured:
+            keys = np.arange(len(slots) ** 2)
+        else:
+            pair = nodes[d][:, None] * len(names) + nodes[d][None, :]
+            keys = (pair * (int(sharers.max()) + 1) + sharers).ravel()
+        _, firsts, which = np.unique(keys, return_index=True, return_inverse=True)
+        times = np.zeros((len(sizes), len(firsts)))
+        for k, first in enumerate(firsts.tolist()):
+            i, j = divmod(first, len(slots))
+            if i == j and len(slots) > 1 and not costs.topology.measured:
+                # The pair of a slot with itself has the same key as two slots of its node.
+                i, j = _pair_in_node(nodes[d], i)
+            if i != j:
+                route = find_route(costs.topology, leads[d][i], leads[d][j])
+                flows = int(sharers[i, j])
+                times[:, k] = [message_seconds(route, size, sharers=flows) for size in sizes]
+        seconds[:, d] = times[:, which.reshape(-1)].reshape(len(sizes), len(slots), len(slots))
+        seconds[:, d] += broadcasts[d][:, None, :]
+        seconds[:, d, np.arange(len(slots)), np.arange(len(slots))] = 0.0
+    return seconds
+
+
+def _pair_in_node(nodes: np.ndarray, i: int) -> tuple[int, int]:
+    """Two slots of the node of slot i; (i, i) if it is alone there."""
+    same = np.flatnonzero(nodes == nodes[i])
+    return (int(same[0]), int(same[1])) if len(same) > 1 else (i, i)
+
+
+def _group_broadcast_seconds(
+    costs: Costs, slots: Sequence[Slot], d: int, sizes: Sequence[float]
+) -> np.ndarray:
+    """[M, D]: broadcast of a message inside the tensor-parallel group that received it, in pipeline d."""
+    rows = [
+        [broadcast_seconds(costs.topology, slot[d][0], size) for slot in slots]
+        if any(len(slot[d][0]) > 1 for slot in slots)
+        else [0.0] * len(slots)
+        for size in sizes
+    ]
+    return np.array(rows)
+
+
+def _sharers(nodes: np.ndarray, d: int) -> np.ndarray:
+    """[D, D]: flows of the same edge of all pipelines that share the busier NIC of pipeline d's flow."""
+    same = nodes == nodes[d]
+    away = nodes[:, :, None] != nodes[:, None, :]
+    leaving = (same[:, :, None] & away).sum(axis=0)
+    entering = (same[:, None, :] & away).sum(axis=0)
+    return np.where(away[d], np.maximum(leaving, entering), 1)
+
+
+def _grad_reduce_seconds(costs: Costs, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds [D, U] of each unit's gradient reduction over its owners, latency [D] once per stage)."""
+    parameters = unit_parameters(costs.problem.model)
+    rings = [_leads(slot) for slot in shape.slots]
+    zeros = np.zeros((len(rings), len(parameters)))
+    if max(map(len, rings)) == 1:
+        return zeros, np.zeros(len(rings))
+    known: dict[tuple[object, ...], tuple[list[float], float]] = {}
+    rows: list[tuple[list[float], float]] = []
+    for slot, ring, sharers in zip(shape.slots, rings, ring_sharers(rings), strict=True):
+        measured = tuple(card.name for card in ring) if costs.topology.measured else None
+        key = (tuple(card.node for card in ring), len(slot[0][0]), sharers, measured)
+        if key not in known:
+            sizes = [n / len(slot[0][0]) for n in parameters]
+            known[key] = _ring_seconds(costs, ring, sizes, sharers, shape)
+        rows.append(known[key])
+    return np.array([row for row, _ in rows]), np.array([start for _, start in rows])
+
+
+def _ring_seconds(
+    costs: Costs, ring: Sequence[Card], parameters: Sequence[float], sharers: int, shape: Shape
+) -> tuple[list[float], float]:
+    """(seconds of each unit, latency) of a gradient reduction; `sharers` rings share the ring's NICs."""
+
+    def seconds(count: float) -> float:
+        return grad_reduce_seconds(costs, ring, count, sharded=shape.sharded, sharers=sharers)
+
+    total = sum(parameters)
+    # A line through two sizes: exact for latency + bytes / bandwidth.
+    slope = (seconds(total) - seconds(total / 2)) / (total / 2)
+    return [slope * count for count in parameters], max(seconds(total) - slope * total, 0.0)
+
+
+def _update_table(costs: Costs, shape: Shape, owners: np.ndarray) -> np.ndarray:
+    """[D, U]: seconds of the optimizer step of each unit, shared by `owners` [D]."""
+    traffic = STATE_BYTES[costs.problem.precision].update_traffic
+    rows: list[list[float]] = []
+    for slot, share in zip(shape.slots, owners.tolist(), strict=True):
+        card = costs.of_replica(slot[0][0], shape.micro_batch_size, "none")
+        rate = card.update_bytes_per_second * share
+        rows.append([unit.parameters * traffic / rate for unit in card.units])
+    return np.array(rows)
+
+
+def _tied_embedding_matrix(costs: Costs, shape: Shape) -> np.ndarray:
+    """[D, D]: seconds of the tied embedding's reduction; slot i has the first stage and slot j the last."""
+    leads = [_leads(slot) for slot in shape.slots]
+    keys = [tuple(card.node for card in row) for row in leads]
+    measured = bool(costs.topology.measured)
+    known: dict[tuple[object, ...], float] = {}
+    result = np.zeros((len(leads), len(leads)))
+    for i, j in itertools.product(range(len(leads)), repeat=2):
+        key = (i, j) if measured else (keys[i], keys[j], i == j)
+        if key not in known:
+            width = min(len(shape.slots[i][0][0]), len(shape.slots[j][0][0]))
+            known[key] = tied_embedding_seconds(costs, leads[i], leads[j], width=width, sharded=shape.sharded)
+        result[i, j] = known[key]
+    return result

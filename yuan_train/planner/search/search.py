@@ -1,0 +1,370 @@
+"""The search for the fastest plan: shapes are pruned or cut and simulated, and the finalists are ranked.
+
+The same input gives the same plan, byte for byte, unless the time limit ends the search; then the best plan
+found so far is returned, and `SearchResult.stopped` says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.run import Recompute, SearchConfig
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
+from yuan_train.planner.search.bounds import any_bound
+from yuan_train.planner.search.explore import Candidate, choice_seconds, solve_shapes
+from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
+from yuan_train.planner.search.polish import polish_plan, polished_estimate
+from yuan_train.planner.search.shapes import Options, Shape, list_shapes, make_plan, read_options
+from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
+
+NUM_RUNNERS_UP = 4
+MAX_FINALISTS = 100
+"""Fastest candidates that are kept when candidates are ranked."""
+NUM_POLISHED, NUM_PROMISING = 4, 12
+"""Plans that are polished: the fastest ones, and those with the best `polished_estimate`."""
+NUM_SPLIT = 3
+"""Plans whose stages are also tried as virtual stages."""
+NO_VIRTUAL_STAGES = (
+    "no plan fits search.schedule: none of the cuts that fit can be split into virtual stages; each pipeline "
+    "must have two stages or more, and each of these two layers or more. Add 1f1b to search.schedule, or "
+    "allow fewer cards"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A card that the plan does not use, and why."""
+
+    card: Card
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The plan found, and what the report says about it."""
+
+    best: Candidate
+    """Its plan carries the forecast."""
+    runners_up: tuple[Candidate, ...]
+    even_split: Candidate | None
+    """The naive plan, see `even_split`; None with more slots than layers, or without shapes."""
+    left_out: tuple[LeftOut, ...]
+    lower_bound_seconds: float
+    exact: bool
+    """Whether it is proven that no other plan of the searched space is faster in the simulation."""
+    stopped: bool
+    """Whether the time limit ended the search."""
+    num_shapes: int
+    num_simulated: int
+    notes: tuple[str, ...]
+    """Sources of the numbers, one line per type of card."""
+
+
+@contextmanager
+def _without_garbage_collector() -> Generator[None, None, None]:
+    """Disable Python's cyclic garbage collector: the search keeps millions of small values without any
+    cycles, and scanning them again and again would take a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_garbage_collector()
+def search_plan(
+    problem: PlanProblem,
+    search: SearchConfig,
+    *,
+    micro_batch_size: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> SearchResult:
+    """The fastest plan that fits, with its forecast.
+
+    `micro_batch_size` is the default of `search.micro_batch_size`; `clock` returns seconds, for the time
+    limit. Raises ConfigError if the search keys, the batch or the precision exclude every plan, NoPlanFits
+    (with the nearest miss) if no plan fits the cards.
+    """
+    options = read_options(
+        search,
+        micro_batch_size=micro_batch_size,
+        model=problem.model,
+        measured_widths=_widths(problem),
+        num_cards=len(problem.cluster.cards),
+    )
+    started = clock()
+
+    def stopped() -> bool:
+        return clock() - started > search.time_limit
+
+    costs = make_costs(problem)
+    cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
+    shapes = list(list_shapes(cards, options, global_batch_size=problem.global_batch_size))
+    mixed = (shape for pipelines in deal_mixed(costs, cards, options) for shape in pipelines)
+    any_shapes = shapes or list(mixed)
+    if not any_shapes:
+        raise ConfigError(describe_no_shape(problem, options, cards))
+    if options.use_all_devices and shapes:
+        shapes = _not_longer_than_model(problem, shapes)
+    found = solve_shapes(costs, shapes, options, stopped)
+    ranked = _rank(costs, _valid(found.candidates))
+    ranked = _rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
+    if not ranked:
+        raise NoPlanFits(describe_shortfall(costs, any_shapes, options))
+    ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
+    if not ranked:
+        raise NoPlanFits(NO_VIRTUAL_STAGES)
+    ranked = _rank(costs, _with_polished(costs, ranked, options, stopped))
+    lowest = found.lower_bound_seconds
+    has_unproven = _may_mix(options, cards) or "interleaved_1f1b" in options.schedules
+    exact = found.exact and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
+    if has_unproven or (not exact and not problem.has_external_profile):
+        lowest = min(lowest, any_bound(costs, cards, options))
+    bound = min(lowest, ranked[0].step_seconds)
+    best = _with_forecast(costs, ranked[0], bound)
+    violations = list(validate_plan(best.plan))
+    assert not violations, f"the planner made a plan that violates constraints: {violations}"
+    even_shape = best.shape if len(best.shape.slots) > 1 or not shapes else shapes[0]
+    return SearchResult(
+        best=best,
+        runners_up=_runners_up(ranked),
+        even_split=even_split(costs, even_shape, options) if shapes else None,
+        left_out=(*without_precision, *_idle(cards, best)),
+        lower_bound_seconds=bound,
+        exact=exact,
+        stopped=stopped(),
+        num_shapes=len(shapes),
+        num_simulated=found.num_simulated,
+        notes=_notes(best.cost),
+    )
+
+
+def _may_mix(options: Options, cards: Sequence[Card]) -> bool:
+    """Whether mixed pipelines, which no proof covers, are among the searched plans."""
+    several = options.pipelines is None or max(options.pipelines) > 1
+    return several and options.num_micro_batches is None and len(cards) > 1
+
+
+def _widths(problem: PlanProblem) -> tuple[int, ...]:
+    """Tensor-parallel widths that the profile has measured; none without a profile."""
+    entries = problem.profile.entries if problem.profile else ()
+    return tuple(sorted({entry.tensor_parallel for entry in entries}))
+
+
+def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:
+    """(cards that support the problem's precision, the others with the reason).
+
+    Raises ConfigError if no card does, or if one does not and `use_all` is set.
+    """
+    cluster, precision = problem.cluster, problem.precision
+    lacking = [card for card in cluster.cards if cluster.device_type(card.type).peak(precision) is None]
+    usable = [card for card in cluster.cards if card not in lacking]
+    has_fp16 = all(cluster.device_type(card.type).fp16 is not None for card in cluster.cards)
+    advice = f"set train.precision: {'fp16' if precision == 'bf16' and has_fp16 else 'fp32'}"
+    if lacking and (use_all or not usable):
+        types = ", ".join(sorted({card.type for card in lacking}))
+        demand = "search.use_all_devices requires them" if usable else "there are no other cards"
+        raise ConfigError(
+            f"train.precision: {precision}: {_names(lacking)} ({types}) have no {precision} units, "
+            f"and {demand}; " + advice + (", or use_all_devices: false to leave them out" if usable else "")
+        )
+    reason = f"no {precision} units; {advice} to use it"
+    return usable, [LeftOut(card=card, reason=reason) for card in lacking]
+
+
+def even_split(costs: Costs, shape: Shape, options: Options) -> Candidate | None:
+    """The naive plan: all slots in the cluster's order, layers divided evenly; the first slots get one more.
+
+    All stages have the first recompute of the options that fits; the first of all if none does. None if there
+    are more slots than layers.
+    """
+    num_layers, num_stages = costs.problem.model.num_layers, len(shape.slots)
+    if num_stages > num_layers:
+        return None
+    size, rest = divmod(num_layers, num_stages)
+    bounds = [0] + [1 + (s + 1) * size + min(s + 1, rest) for s in range(num_stages)]
+    bounds[-1] += 1
+    tried: list[Candidate] = []
+    for recompute in options.recompute:
+        same: list[Recompute] = [recompute] * num_stages
+        plan = make_plan(costs, shape, order=range(num_stages), bounds=bounds, recompute=same)
+        tried.append(Candidate(plan=plan, cost=cost_plan(costs, plan), shape=shape))
+        if tried[-1].cost.fits:
+            return tried[-1]
+    return tried[0]
+
+
+def _valid(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [c for c in candidates if not list(validate_plan(c.plan))]
+
+
+def _more_plans(
+    costs: Costs,
+    ranked: Sequence[Candidate],
+    cards: Sequence[Card],
+    options: Options,
+    stopped: Callable[[], bool],
+) -> list[Candidate]:
+    """Plans that are no cut of a shape: mixed pipelines, and good plans with virtual stages."""
+    made: list[tuple[Shape | None, Plan]] = []
+    if "interleaved_1f1b" in options.schedules:
+        plain = (candidate for candidate in ranked if candidate.plan.schedule == "1f1b")
+        split = ((candidate.shape, list(split_stages(candidate.plan))) for candidate in plain)
+        splittable = itertools.islice((item for item in split if item[1]), NUM_SPLIT)
+        made += [(shape, plan) for shape, plans in splittable for plan in plans]
+    if _may_mix(options, cards) and not (ranked and stopped()):
+        limit = ranked[0].step_seconds if ranked else math.inf
+        mixed = mix_pipelines(costs, cards, options, limit_seconds=limit)
+        made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
+    result: list[Candidate] = []
+    for shape, plan in made:
+        if list(validate_plan(plan)):
+            continue
+        cost = cost_plan(costs, plan)
+        if cost.fits and _fits_memory(cost):
+            own = replace(shape or _first_shape(plan, cost), schedule=plan.schedule)
+            result.append(Candidate(plan=plan, cost=cost, shape=own))
+    return result
+
+
+def _first_shape(plan: Plan, cost: PlanCost) -> Shape:
+    """The shape of a plan's first pipeline; for mixed pipelines where no shape has a candidate."""
+    return Shape(
+        schedule=plan.schedule,
+        micro_batch_size=plan.pipelines[0].micro_batch_size,
+        num_micro_batches=plan.pipelines[0].num_micro_batches,
+        slots=tuple((tuple(stage.replicas),) for stage in cost.stages if stage.pipeline == 0),
+    )
+
+
+def _with_polished(
+    costs: Costs, ranked: Sequence[Candidate], options: Options, stopped: Callable[[], bool]
+) -> list[Candidate]:
+    """The candidates, the most promising ones polished. Under an external profile none is: its plans are
+    compared under plain 1F1B."""
+    if costs.problem.has_external_profile:
+        return list(ranked)
+    result = list(ranked)
+    estimates = [polished_estimate(candidate.plan, candidate.cost) for candidate in ranked]
+    promising = sorted(range(len(ranked)), key=lambda i: (estimates[i], i))[:NUM_PROMISING]
+    best = ranked[0].step_seconds
+    for i in dict.fromkeys([*range(min(NUM_POLISHED, len(ranked))), *promising]):
+        if not stopped() and (i < NUM_POLISHED or estimates[i] < best):
+            plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options.recompute)
+            result[i] = replace(ranked[i], plan=plan, cost=cost)
+            best = min(best, cost.step_seconds)
+    return result
+
+
+def _fits_memory(cost: PlanCost) -> bool:
+    return all(stage.memory.total <= stage.capacity_bytes for stage in cost.stages)
+
+
+def _rank(costs: Costs, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by `_text`."""
+
+    def seconds(candidate: Candidate) -> float:
+        return choice_seconds(costs, candidate.cost)
+
+    finalists = sorted(candidates, key=seconds)[:MAX_FINALISTS]
+    return sorted(
+        finalists,
+        key=lambda c: (float(f"{seconds(c):.8e}"), len(c.plan.ranks), _text(c.plan)),
+    )
+
+
+def _text(plan: Plan) -> str:
+    """A text that identifies a plan within a search."""
+    return repr((plan.schedule, plan.optimizer_sharding, [r.device for r in plan.ranks], plan.pipelines))
+
+
+def _runners_up(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The next best: one plan of each other `_family`, then other cuts of the same families."""
+    seen: set[object] = {_family(ranked[0])}
+    cuts: set[object] = {(_family(ranked[0]), ranked[0].bounds)}
+    distinct: list[Candidate] = []
+    others: list[Candidate] = []
+    for candidate in ranked[1:]:
+        family = _family(candidate)
+        if family not in seen:
+            distinct.append(candidate)
+        elif (family, candidate.bounds) not in cuts:
+            others.append(candidate)
+        seen.add(family)
+        cuts.add((family, candidate.bounds))
+    return tuple(sorted([*distinct, *others][:NUM_RUNNERS_UP], key=lambda c: c.step_seconds))
+
+
+def _family(candidate: Candidate) -> object:
+    """Schedule, pipelines, micro-batch size, and the first pipeline's stages by type and number of cards."""
+    shape = candidate.shape
+    return (
+        shape.schedule,
+        len(candidate.plan.pipelines),
+        shape.micro_batch_size,
+        tuple((s.card.type, len(s.cards)) for s in candidate.cost.stages if s.pipeline == 0),
+    )
+
+
+def _with_forecast(costs: Costs, candidate: Candidate, lower_bound_seconds: float) -> Candidate:
+    forecast = make_forecast(costs, candidate.cost, lower_bound_seconds=lower_bound_seconds)
+    return replace(candidate, plan=replace(candidate.plan, forecast=forecast))
+
+
+def _idle(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
+    """The cards that the best plan does not use, and why."""
+    used = {entry.device for entry in best.plan.ranks}
+    assigned = best.shape.cards
+    result: list[LeftOut] = []
+    for card in cards:
+        if card.name in used:
+            continue
+        reason = (
+            "the fastest plan found does not use it"
+            if card in assigned
+            else f"the {card.type}s do not divide into {best.shape.num_pipelines} equal pipelines"
+        )
+        result.append(LeftOut(card=card, reason=reason))
+    return result
+
+
+def _notes(cost: PlanCost) -> tuple[str, ...]:
+    notes = (f"{s.card.type}: {s.note}" + _width_note(s.replicas, s.source) for s in cost.stages)
+    return tuple(dict.fromkeys(notes))
+
+
+def _width_note(replicas: Sequence[Sequence[Card]], source: str) -> str:
+    width = len(replicas[0])
+    return f", tensor_parallel {width}" if width > 1 and source == "estimated" else ""
+
+
+def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes with at most as many slots as the model has units. Raises ConfigError if there are none."""
+    num_units = problem.model.num_layers + 2
+    kept = [shape for shape in shapes if len(shape.slots) <= num_units]
+    if not kept:
+        shortest = min(len(shape.slots) for shape in shapes)
+        raise ConfigError(
+            f"search.use_all_devices: pipelines of at least {shortest} cards, but the model has only "
+            f"{num_units} parts (embedding, layers, head) to give to them; allow more search.pipelines, "
+            "or leave cards out with use_all_devices: false"
+        )
+    return kept
+
+
+def _names(cards: Sequence[Card]) -> str:
+    names = [card.name for card in cards]
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:8])} and {len(names) - 8} more"

@@ -1,0 +1,370 @@
+"""The shapes that a plan may have, and plans made from cuts of them; the solver finds the cuts.
+
+A shape fixes the number of equal pipelines, the micro-batches, the schedule, the tensor-parallel width and
+the replicas of each type of card, and which cards each pipeline gets. Slot i holds the stage groups in the
+same position of every pipeline, all of one type of card, so one cut suits all pipelines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, get_args
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import (
+    PipelinePlan,
+    Plan,
+    RankPlan,
+    StagePlan,
+    tensor_parallel_sizes,
+    uncatalogued_types,
+)
+from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
+from yuan_train.planner.costs.plan_problem import Costs, Replica
+
+StageGroup = tuple[Replica, ...]
+"""The replicas of one stage of one pipeline."""
+Slot = tuple[StageGroup, ...]
+"""The stage groups in the same position of every equal pipeline."""
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""Tensor-parallel widths that are tried if neither `search.tensor` nor a profile names any."""
+MAX_REPLICATED_CARDS = 48
+"""Cards up to which stages with several replicas are tried without `search.replicas`."""
+MAX_MIXES, MAX_MIXES_OF_THOUSANDS, THOUSANDS = 256, 64, 2048
+"""Most ways to give each type of card a width or a number of replicas, and the same for more than THOUSANDS
+cards; if there are more ways, only equal values and single exceptions are tried."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The search keys, restricted to what the engine runs."""
+
+    recompute: tuple[Recompute, ...]
+    schedules: tuple[ScheduleName, ...]
+    pipelines: tuple[int, ...] | None
+    num_micro_batches: tuple[int, ...] | None
+    micro_batch_sizes: tuple[int, ...]
+    tensor: tuple[int, ...]
+    replicas: tuple[int, ...]
+    sharded: tuple[bool, ...]
+    tied: bool
+    """Whether the first and the last stage share the ownership of a tied embedding."""
+    fixed_order: bool
+    use_all_devices: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Equal pipelines of equal micro-batches, and their cards."""
+
+    schedule: ScheduleName
+    micro_batch_size: int
+    num_micro_batches: int
+    slots: tuple[Slot, ...]
+    """In the cluster's order."""
+    sharded: bool = False
+    """Whether the owners of a unit shard its optimizer state among them."""
+    peers: int = 1
+    """Mixed pipelines that hold the same model, this shape's included."""
+
+    @property
+    def num_pipelines(self) -> int:
+        return len(self.slots[0])
+
+    @property
+    def cards(self) -> frozenset[Card]:
+        return frozenset(
+            card for slot in self.slots for group in slot for replica in group for card in replica
+        )
+
+
+def read_options(
+    search: SearchConfig,
+    *,
+    micro_batch_size: int,
+    model: ModelConfig,
+    measured_widths: tuple[int, ...] = (),
+    num_cards: int = 1,
+) -> Options:
+    """The search keys, restricted to what the engine runs.
+
+    With a profile, only the widths that it has measured are tried unless search.tensor names others:
+    estimates must not compete with measurements. Values that cannot run are dropped from a list; raises
+    ConfigError for a key that has no others.
+    """
+
+    def joined(values: Sequence[str]) -> str:
+        return ", ".join(values)
+
+    widths = tuple(search.tensor or measured_widths or WIDTHS)
+    tensor = _allowed(
+        "tensor", search.tensor, tuple(w for w in sorted(set(widths)) if _can_shard(model, w)), "1"
+    )
+    replicas = search.replicas or ((1,) if measured_widths or num_cards > MAX_REPLICATED_CARDS else (1, 2))
+    kinds: tuple[Recompute, ...] = get_args(Recompute)
+    schedules: tuple[ScheduleName, ...] = get_args(ScheduleName)
+    recompute: tuple[Recompute, ...] = _allowed("recompute", search.recompute, kinds, joined(kinds))
+    named: tuple[ScheduleName, ...] = _allowed(
+        "schedule", search.schedule or schedules[:1], schedules, joined(schedules)
+    )
+    return Options(
+        recompute=recompute,
+        schedules=named,
+        pipelines=search.pipelines,
+        num_micro_batches=search.num_micro_batches,
+        micro_batch_sizes=tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,))),
+        tensor=tensor,
+        replicas=tuple(sorted(set(replicas))),
+        sharded=_allowed("optimizer_sharding", search.optimizer_sharding, (True, False), "false"),
+        tied=model.tie_embeddings,
+        fixed_order=search.device_order == "fixed",
+        use_all_devices=search.use_all_devices,
+    )
+
+
+def _can_shard(model: ModelConfig, width: int) -> bool:
+    """Whether a tensor-parallel group of this width can shard the model evenly."""
+    return all(size % width == 0 for size in tensor_parallel_sizes(model).values())
+
+
+def _allowed(key: str, given: Sequence[T] | None, known: tuple[T, ...], add: str) -> tuple[T, ...]:
+    """The known values that are given, in the order of `known`; all known ones if the key is not given.
+
+    Raises ConfigError, with the advice to add `add`, if none is left.
+    """
+    kept = tuple(value for value in known if given is None or value in given)
+    if not kept:
+        words = ", ".join(
+            str(value).lower() if isinstance(value, bool) else str(value) for value in given or ()
+        )
+        raise ConfigError(
+            f"search.{key}: [{words}] asks for what training cannot run yet, or not with this model; "
+            f"add {add} to the list, or leave the key out"
+        )
+    return kept
+
+
+# --- assigning cards -------------------------------------------------------------------------------------
+
+
+def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: int) -> Iterator[Shape]:
+    """Every shape that the options allow."""
+    # Interleaved plans are made from 1F1B cuts, by splitting their stages.
+    bases: list[ScheduleName] = ["1f1b" if name == "interleaved_1f1b" else name for name in options.schedules]
+    most = MAX_MIXES if len(cards) <= THOUSANDS else MAX_MIXES_OF_THOUSANDS
+    seen: set[object] = set()
+    for schedule in dict.fromkeys(bases):
+        for widths in _mixes(_most_per_node(cards), options.tensor, most=most):
+            num_replicas = {name: len(own) // widths[name] for name, own in _by_type(cards).items()}
+            for replicas in _mixes(num_replicas, options.replicas, most=most):
+                groups = _stage_groups(cards, widths, replicas, use_all=options.use_all_devices)
+                for num_pipelines in _pipeline_counts(groups, options):
+                    # A type with fewer groups than pipelines is left out, whatever its width and replicas.
+                    enough = {name for name, own in groups.items() if len(own) >= num_pipelines}
+                    kinds = tuple((name, widths[name], replicas[name]) for name in sorted(enough))
+                    without = num_replicas.keys() - enough
+                    fewest = all(replicas[name] == min(options.replicas) for name in without)
+                    if fewest and (schedule, num_pipelines, kinds) not in seen:
+                        seen.add((schedule, num_pipelines, kinds))
+                        yield from _batches(schedule, num_pipelines, groups, options, global_batch_size)
+
+
+def _batches(
+    schedule: ScheduleName,
+    num_pipelines: int,
+    groups: dict[str, list[StageGroup]],
+    options: Options,
+    global_batch_size: int,
+) -> Iterator[Shape]:
+    """The shapes of so many equal pipelines over these stage groups by type of card, for each micro-batch
+    size that divides the batch."""
+    most = max(len(own[0]) for own in groups.values())
+    for size in options.micro_batch_sizes:
+        count, rest = divmod(global_batch_size, num_pipelines * size)
+        allowed = options.num_micro_batches
+        if rest or count < most or (allowed is not None and count not in allowed):
+            continue
+        for slots in deal(groups, num_pipelines, use_all=options.use_all_devices):
+            shared = num_pipelines * most > 1 or (options.tied and len(slots) > 1)
+            yield Shape(
+                schedule=schedule,
+                micro_batch_size=size,
+                num_micro_batches=count,
+                slots=slots,
+                sharded=options.sharded[0] if shared else options.sharded[-1],
+            )
+
+
+def _mixes(limits: dict[str, int], values: Sequence[int], *, most: int) -> Iterator[dict[str, int]]:
+    """Ways to give each type of card one of the values, up to its limit; of more than `most` ways only equal
+    values and single exceptions."""
+    own = {name: [v for v in values if v <= limit] or [min(values)] for name, limit in limits.items()}
+    ways = list(itertools.islice(itertools.product(*own.values()), most + 1))
+    if len(ways) <= most:
+        yield from (dict(zip(own, mix, strict=True)) for mix in ways)
+        return
+    found: dict[tuple[int, ...], dict[str, int]] = {}
+    for value in values:
+        common = {name: max(v for v in few if v <= max(value, few[0])) for name, few in own.items()}
+        others = (common | {name: other} for name, few in own.items() for other in few)
+        found |= {tuple(mix.values()): mix for mix in (common, *others)}
+    yield from found.values()
+
+
+def _most_per_node(cards: Sequence[Card]) -> dict[str, int]:
+    """Cards of each type in the node that has most of them."""
+    return {name: max(Counter(card.node for card in own).values()) for name, own in _by_type(cards).items()}
+
+
+def _stage_groups(
+    cards: Sequence[Card], widths: dict[str, int], replicas: dict[str, int], *, use_all: bool
+) -> dict[str, list[StageGroup]]:
+    """The stage groups of each type of card: replicas inside a node, and as many to a group as `replicas`
+    says. A type with too few cards is missing; if all cards must be used and some are left over, there are
+    none."""
+    result: dict[str, list[StageGroup]] = {}
+    for name, own in _by_type(cards).items():
+        width, count = widths[name], replicas[name]
+        members: list[Replica] = []
+        for _, node in itertools.groupby(own, key=lambda card: card.node):
+            local = list(node)
+            num_whole = len(local) // width
+            members += [tuple(local[i * width : (i + 1) * width]) for i in range(num_whole)]
+        groups = [tuple(members[i : i + count]) for i in range(0, len(members) - count + 1, count)]
+        if use_all and len(groups) * count * width != len(own):
+            return {}
+        if groups:
+            result[name] = groups
+    return result
+
+
+def _pipeline_counts(groups: dict[str, list[StageGroup]], options: Options) -> list[int]:
+    """Numbers of equal pipelines that the stage groups allow."""
+    counts = [len(own) for own in groups.values()]
+    most = max(counts, default=0)
+    wanted = range(1, most + 1) if options.pipelines is None else sorted(set(options.pipelines))
+    if not options.use_all_devices:
+        return [d for d in wanted if d <= most]
+    return [d for d in wanted if counts and all(count % d == 0 for count in counts)]
+
+
+def deal(groups: dict[str, list[StageGroup]], num_pipelines: int, *, use_all: bool) -> list[tuple[Slot, ...]]:
+    """Ways to assign the stage groups of each type to equal pipelines, as slots in the cluster's order.
+
+    In runs: a pipeline gets neighbouring groups, so its messages stay inside a node and gradient reductions
+    cross nodes. In turn: neighbouring groups get the same position in different pipelines, so reductions stay
+    inside a node. Groups left over by the division (the last ones of their type) are not used; with `use_all`
+    there is then no way.
+    """
+    runs: list[Slot] = []
+    turns: list[Slot] = []
+    for own in groups.values():
+        each = len(own) // num_pipelines
+        if use_all and len(own) % num_pipelines:
+            return []
+        runs += [tuple(own[i + d * each] for d in range(num_pipelines)) for i in range(each)]
+        turns += [tuple(own[i * num_pipelines : (i + 1) * num_pipelines]) for i in range(each)]
+    position = {id(group): i for i, group in enumerate(g for own in groups.values() for g in own)}
+    ways = [tuple(sorted(slots, key=lambda slot: position[id(slot[0])])) for slots in (runs, turns)]
+    return [way for i, way in enumerate(ways) if way and way not in ways[:i]]
+
+
+def _by_type(cards: Sequence[Card]) -> dict[str, list[Card]]:
+    groups: dict[str, list[Card]] = {}
+    for card in cards:
+        groups.setdefault(card.type, []).append(card)
+    return groups
+
+
+# --- a cut as a plan -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineCut:
+    """One pipeline of a plan: stage s runs units [bounds[s], bounds[s + 1]) on stage group places[s]."""
+
+    micro_batch_size: int
+    num_micro_batches: int
+    stage_groups: tuple[StageGroup, ...]
+    bounds: tuple[int, ...]
+    recompute: tuple[Recompute, ...]
+
+
+def stage_recompute(
+    bounds: Sequence[int], choices: Sequence[int], recompute: Sequence[Recompute], num_layers: int
+) -> tuple[Recompute, ...]:
+    """Each stage's choice, an index of `recompute`, by name; "none" for a stage without layers."""
+    names: list[Recompute] = []
+    for choice, first, end in zip(choices, bounds, bounds[1:], strict=False):
+        has_layers = min(end - 1, num_layers) > max(first - 1, 0)
+        names.append(recompute[choice] if has_layers else "none")
+    return tuple(names)
+
+
+def make_plan(
+    costs: Costs,
+    shape: Shape,
+    *,
+    order: Sequence[int],
+    bounds: Sequence[int],
+    recompute: Sequence[Recompute],
+) -> Plan:
+    """The plan whose stage s has units [bounds[s], bounds[s + 1]) on slot order[s], in every pipeline."""
+    cuts = [
+        PipelineCut(
+            micro_batch_size=shape.micro_batch_size,
+            num_micro_batches=shape.num_micro_batches,
+            stage_groups=tuple(shape.slots[slot][d] for slot in order),
+            bounds=tuple(bounds),
+            recompute=tuple(recompute),
+        )
+        for d in range(shape.num_pipelines)
+    ]
+    return assemble_plan(costs, cuts, schedule=shape.schedule, sharded=shape.sharded)
+
+
+def assemble_plan(
+    costs: Costs, cuts: Sequence[PipelineCut], *, schedule: ScheduleName, sharded: bool = False
+) -> Plan:
+    """The plan of any pipelines. Ranks number the used cards node by node, in the cluster file's order."""
+    problem = costs.problem
+    used = {card for cut in cuts for group in cut.stage_groups for replica in group for card in replica}
+    cards = [card for card in problem.cluster.cards if card in used]
+    rank_of = {card: rank for rank, card in enumerate(cards)}
+    return Plan(
+        cluster=problem.cluster.name,
+        model=problem.model,
+        sequence_length=problem.sequence_length,
+        global_batch_size=problem.global_batch_size,
+        schedule=schedule,
+        optimizer_sharding=sharded,
+        ranks=tuple(RankPlan(rank=r, device=c.name, type=c.type) for r, c in enumerate(cards)),
+        pipelines=tuple(_pipeline_of(cut, rank_of, problem.model.num_layers) for cut in cuts),
+        device_types=uncatalogued_types(problem.cluster, {card.type for card in cards}),
+    )
+
+
+def _pipeline_of(cut: PipelineCut, rank_of: dict[Card, int], num_layers: int) -> PipelinePlan:
+    last = len(cut.stage_groups) - 1
+    return PipelinePlan(
+        micro_batch_size=cut.micro_batch_size,
+        num_micro_batches=cut.num_micro_batches,
+        stages=tuple(
+            StagePlan(
+                replicas=tuple(tuple(rank_of[card] for card in replica) for replica in group),
+                layers=(min(max(cut.bounds[s] - 1, 0), num_layers), min(cut.bounds[s + 1] - 1, num_layers)),
+                embedding=s == 0,
+                head=s == last,
+                recompute=cut.recompute[s],
+            )
+            for s, group in enumerate(cut.stage_groups)
+        ),
+    )

@@ -1,0 +1,243 @@
+"""Pipeline schedules as data: one rank program (the steps of a worker, in order) per worker.
+
+The planner runs a schedule in virtual time, the trainer on devices: what was forecast is what runs. A
+schedule follows from its name, the workers of the stages and the number of micro-batches alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from yuan_train.schedule.list_scheduling import Limits, list_schedule
+from yuan_train.schedule.step import (
+    Kind,
+    RankProgram,
+    Schedule,
+    Step,
+    Workers,
+    num_workers,
+    one_worker_each,
+    worker_of,
+)
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
+"""The names that `make_schedule` accepts."""
+
+
+@functools.lru_cache(maxsize=64)
+def make_schedule(
+    schedule: str,
+    *,
+    num_micro_batches: int,
+    num_stages: int | None = None,
+    workers: Workers | None = None,
+    in_flight: tuple[int, ...] | None = None,
+) -> Schedule:
+    """The schedule of the given name, messages included.
+
+    Give either `num_stages`, for one worker per stage, or `workers`; `in_flight` is for 1f1b alone. Raises
+    ValueError for a name that is not in SCHEDULES, and for virtual stages under 1f1b and gpipe.
+    """
+    if workers is None:
+        assert num_stages is not None
+        workers = one_worker_each(num_stages)
+    if schedule == "1f1b":
+        return one_forward_one_backward(
+            workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight
+        )
+    assert in_flight is None, f"schedule {schedule} decides by itself how many micro-batches a stage holds"
+    if schedule == "gpipe":
+        return gpipe(workers=workers, num_micro_batches=num_micro_batches)
+    if schedule == "interleaved_1f1b":
+        return interleaved(workers=workers, num_micro_batches=num_micro_batches)
+    if schedule == "zero_bubble":
+        return zero_bubble(workers=workers, num_micro_batches=num_micro_batches)
+    raise ValueError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
+
+
+def one_forward_one_backward(
+    *,
+    num_micro_batches: int,
+    num_stages: int | None = None,
+    workers: Workers | None = None,
+    in_flight: tuple[int, ...] | None = None,
+) -> Schedule:
+    """1F1B (PipeDream-Flush, Narayanan et al., ICML 2021): warm up, alternate forward and backward, drain.
+
+    Stage s of P keeps at most min(P - s, m) micro-batches in flight, however large their number m; with
+    replicas, as many as there are workers from s to the end, shared among the replicas of s. With equal
+    stages (f and b seconds of forward and backward) and free messages a step takes (m + P - 1)(f + b).
+
+    `in_flight` gives every stage s its own count K_s instead; rounded up to whole rounds of its replicas, it
+    must not be less than the next stage's. Before a slow link K_s = P - s is too small: with messages of cf
+    and cb seconds between adjacent stages s and t, a micro-batch takes
+    (w_s + w_t + cf + cb) / (K_s - K_t + 1), w = f + b; ceil((cf + cb) / max w) more micro-batches on every
+    stage before the link hide the messages.
+    """
+    workers = _workers(num_stages, workers)
+    _reject_virtual_stages(workers, "1f1b")
+    programs: list[RankProgram] = [()] * num_workers(workers)
+    for stage, replicas in enumerate(workers):
+        depth = in_flight[stage] if in_flight else sum(map(len, workers[stage:]))
+        for r, worker in enumerate(replicas):
+            own = range(r, num_micro_batches, len(replicas))
+            # This replica's part of the first `depth` micro-batches, minus the one that alternates.
+            num_warmup = min(max(len(range(r, depth, len(replicas))) - 1, 0), len(own))
+            program = [Step("forward", stage, m) for m in own[:num_warmup]]
+            for forward, backward in zip(own[num_warmup:], own, strict=False):
+                program += [Step("forward", stage, forward), Step("backward", stage, backward)]
+            program += [Step("backward", stage, m) for m in own[len(own) - num_warmup :]]
+            programs[worker] = tuple(program)
+    return with_messages(programs, workers)
+
+
+def gpipe(
+    *, num_micro_batches: int, num_stages: int | None = None, workers: Workers | None = None
+) -> Schedule:
+    """GPipe (Huang et al. 2019): all forwards, then all backwards; every micro-batch is in flight at once."""
+    workers = _workers(num_stages, workers)
+    _reject_virtual_stages(workers, "gpipe")
+    programs: list[RankProgram] = [()] * num_workers(workers)
+    for stage, replicas in enumerate(workers):
+        for r, worker in enumerate(replicas):
+            own = range(r, num_micro_batches, len(replicas))
+            programs[worker] = (
+                *(Step("forward", stage, m) for m in own),
+                *(Step("backward", stage, m) for m in own),
+            )
+    return with_messages(programs, workers)
+
+
+def interleaved(*, workers: Workers, num_micro_batches: int) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al., SC 2021): virtual stages, any number of them per worker.
+
+    Micro-batches run in groups as large as the number of workers. Worker r of P with v virtual stages keeps
+    at most (v - 1) P + 2 (P - 1 - r) + 1 activations of virtual stages. If every worker has equally many
+    stages, one in each round (0 1 2 0 1 2), and the groups are full, the rank programs have a closed form;
+    otherwise list scheduling makes them.
+    """
+    count = num_workers(workers)
+    looped = workers == tuple((stage % count,) for stage in range(len(workers)))
+    if looped and len(workers) % count == 0 and num_micro_batches % count == 0:
+        return with_messages(_looped_programs(count, len(workers) // count, num_micro_batches), workers)
+    stages_of = [sum(worker in replicas for replicas in workers) for worker in range(count)]
+    caps = tuple((stages_of[worker] - 1) * count + 2 * (count - 1 - worker) + 1 for worker in range(count))
+    limits = Limits(caps=caps, split=False, group=count)
+    return with_messages(list_schedule(workers, num_micro_batches, limits), workers)
+
+
+def _looped_programs(num_workers: int, num_rounds: int, num_micro_batches: int) -> list[RankProgram]:
+    programs: list[RankProgram] = []
+    for worker in range(num_workers):
+        stages = range(worker, num_workers * num_rounds, num_workers)
+        steps = [(stage, m) for stage in stages for m in range(num_micro_batches)]
+        forwards = sorted(steps, key=lambda step: (step[1] // num_workers, step[0], step[1]))
+        backwards = sorted(steps, key=lambda step: (step[1] // num_workers, -step[0], step[1]))
+        num_warmup = min(2 * (num_workers - worker - 1) + (num_rounds - 1) * num_workers, len(steps))
+        program = [Step("forward", *step) for step in forwards[:num_warmup]]
+        for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
+            program += [Step("forward", *forward), Step("backward", *backward)]
+        program += [Step("backward", *step) for step in backwards[len(steps) - num_warmup :]]
+        programs.append(tuple(program))
+    return programs
+
+
+def zero_bubble(*, workers: Workers, num_micro_batches: int) -> Schedule:
+    """Zero bubble (Qi et al. 2023): weight gradients fill the time in which a worker would be idle.
+
+    One stage per worker gives their ZB-H1, two per worker in a V (0 1 2 2 1 0) their ZB-V. In both a worker
+    keeps at most P micro-batches' activations of all its stages, as much as the first stage of 1F1B.
+    """
+    count = num_workers(workers)
+    stages_of = [sum(worker in replicas for replicas in workers) for worker in range(count)]
+    limits = Limits(caps=tuple(number * count for number in stages_of), split=True, group=None)
+    return with_messages(list_schedule(workers, num_micro_batches, limits), workers)
+
+
+def forward_only(
+    *, num_micro_batches: int, num_stages: int | None = None, workers: Workers | None = None
+) -> Schedule:
+    """The schedule of an evaluation: every stage forwards every micro-batch."""
+    workers = _workers(num_stages, workers)
+    programs: list[list[Step]] = [[] for _ in range(num_workers(workers))]
+    group = len(programs)
+    for first in range(0, num_micro_batches, group):
+        # A worker of several stages runs one stage for the whole group before the next stage.
+        for stage in range(len(workers)):
+            for m in range(first, min(first + group, num_micro_batches)):
+                programs[worker_of(workers, stage, m)].append(Step("forward", stage, m))
+    return with_messages(map(tuple, programs), workers)
+
+
+def with_messages(compute: Iterable[RankProgram], workers: Workers | None = None) -> Schedule:
+    """Add the sends and receives that rank programs of compute steps need.
+
+    A send directly follows its compute step. A receive is posted before the compute step that uses the
+    previous message of the same stage and direction, and at the latest one compute step before its own use.
+    So one receive is always posted, and a link that takes as long as a forward and a backward of the worker
+    is never idle, even if the transport starts to move a message only when its receive is posted. A receive
+    buffer lives from its posting to its use.
+    """
+    programs = tuple(compute)
+    if workers is None:
+        workers = one_worker_each(len(programs))
+    return tuple(_program_with_messages(program, workers) for program in programs)
+
+
+def _program_with_messages(program: RankProgram, workers: Workers) -> RankProgram:
+    posted: list[list[Step]] = [[] for _ in program]
+    taken_at: dict[tuple[Kind, int], int] = {}
+    for i, step in enumerate(program):
+        if receive := receive_for(step, workers):
+            before = taken_at.get((receive.kind, receive.stage), i)
+            posted[min(before, max(i - 1, 0))].append(receive)
+            taken_at[receive.kind, receive.stage] = i
+    steps: list[Step] = []
+    for step, receives in zip(program, posted, strict=True):
+        steps += [*receives, step]
+        if send := send_after(step, workers):
+            steps.append(send)
+    return tuple(steps)
+
+
+def receive_for(step: Step, workers: Workers) -> Step | None:
+    """The receive that a compute step waits for; None if its input does not come from another worker."""
+    if step.kind == "forward" and _crosses(workers, step.stage - 1, step.stage, step.micro_batch):
+        return Step("receive_activation", step.stage, step.micro_batch)
+    backward = step.kind in ("backward", "backward_input")
+    if backward and _crosses(workers, step.stage, step.stage + 1, step.micro_batch):
+        return Step("receive_gradient", step.stage, step.micro_batch)
+    return None
+
+
+def send_after(step: Step, workers: Workers) -> Step | None:
+    """The send of a compute step's result; None if no other worker needs it."""
+    if step.kind == "forward" and _crosses(workers, step.stage, step.stage + 1, step.micro_batch):
+        return Step("send_activation", step.stage, step.micro_batch)
+    backward = step.kind in ("backward", "backward_input")
+    if backward and _crosses(workers, step.stage - 1, step.stage, step.micro_batch):
+        return Step("send_gradient", step.stage, step.micro_batch)
+    return None
+
+
+def _crosses(workers: Workers, left: int, right: int, micro_batch: int) -> bool:
+    """Whether two adjacent stages have different workers for a micro-batch, so that a message is sent."""
+    if left < 0 or right >= len(workers):
+        return False
+    # `worker_of`, inlined: a large schedule calls this a million times.
+    sources, targets = workers[left], workers[right]
+    return sources[micro_batch % len(sources)] != targets[micro_batch % len(targets)]
+
+
+def _workers(num_stages: int | None, workers: Workers | None) -> Workers:
+    if workers is not None:
+        return workers
+    assert num_stages is not None
+    return one_worker_each(num_stages)
+
+
+def _reject_virtual_stages(workers: Workers, schedule: str) -> None:
+    named = [worker for replicas in workers for worker in replicas]
+    if len(set(named)) != len(named):
+        raise ValueError(f"schedule {schedule} gives a worker one stage; use interleaved_1f1b or zero_bubble")

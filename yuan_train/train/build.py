@@ -1,0 +1,116 @@
+"""Builds this rank's trainer from a job, with initial weights or those of a checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import torch
+
+from yuan_train.checkpoint.load import Checkpoint, holds_optimizer_state, load_tensors
+from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.names import WEIGHTS
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import StagePlan
+from yuan_train.config.run import RunConfig
+from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
+from yuan_train.model.transformer import Transformer, initial_weight
+from yuan_train.parallel.apply import ModelParts, parallelize
+from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.zero import STATES
+from yuan_train.train.job import Job
+from yuan_train.train.optimizer import Optimizer
+from yuan_train.train.stage import StageRunner
+from yuan_train.train.state import Progress, from_state
+from yuan_train.train.step import Trainer
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def build(job: Job) -> tuple[Trainer, Progress]:
+    """This rank's trainer and the progress to start from; with the checkpoint's state if the job has one.
+
+    Collective over all ranks. Raises CheckpointError if the checkpoint cannot be read.
+    """
+    run, plan, rank = job.run, job.plan, job.position.rank
+    dtype = DTYPES[run.train.precision]
+    parts = ModelParts(
+        build=partial(_build_part, run.model, dtype),
+        initial=partial(initial_weight, run.model, seed=run.train.seed),
+        sharding=SHARDING,
+        row_blocks=ROW_BLOCKS,
+    )
+    runtime = parallelize(
+        plan, rank, parts, device=job.device, dtype=dtype, timeout_seconds=run.train.timeout
+    )
+    device_type = plan.device_type(rank)
+    slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
+    eod_id = job.tokenizer.eod_id if job.tokenizer is not None else None
+    pipeline = runtime.grid.pipeline(runtime.coord)
+    runners = {
+        stage: StageRunner(
+            cast(Transformer, part),
+            pipeline,
+            run.data,
+            seed=run.train.seed,
+            eod_id=eod_id,
+            device=job.device,
+            deferred=runtime.deferred[stage],
+        )
+        for stage, part in runtime.parts.items()
+    }
+    stopwatch = Stopwatch(job.device, slowdown=slowdown)
+    trainer = Trainer(
+        runtime=runtime,
+        runners=runners,
+        optimizer=Optimizer(runtime.states, run.optimizer),
+        stopwatch=stopwatch,
+        executor=Executor(runners, runtime.bridge, stopwatch),
+        device=job.device,
+    )
+    if job.checkpoint is None:
+        return trainer, Progress.initial(run)
+    return trainer, _restore(job.checkpoint, trainer, run)
+
+
+def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:
+    """One stage's part of the model, on the meta device."""
+    return Transformer(
+        model,
+        layers=stage.layers,
+        embedding=stage.embedding,
+        head=stage.head,
+        recompute=stage.recompute,
+        recompute_layers=stage.recompute_layers,
+        device="meta",
+        dtype=dtype,
+    )
+
+
+def _restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:
+    """Fill weights and optimizer state from a checkpoint; collective over all ranks."""
+    full_states = [state.full_state() for state in trainer.runtime.states]
+    kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
+    wanted = [{kind: tensors[kind] for kind in kinds} for tensors in full_states]
+    load_tensors(checkpoint, checkpoint_tensors(trainer, wanted))
+    for state, tensors in zip(trainer.runtime.states, full_states, strict=True):
+        state.load(tensors)
+    progress = from_state(checkpoint.state, run)
+    trainer.optimizer.set_step(progress.step - progress.skipped)
+    return progress
+
+
+def checkpoint_tensors(
+    trainer: Trainer, full_states: list[dict[str, dict[str, torch.Tensor]]]
+) -> dict[str, LocalShard]:
+    """The local shards that a checkpoint stores and fills, by global name; `weights` are the masters.
+
+    `full_states` has an entry per bucket: tensors by state (`master`, `exp_avg`, `exp_avg_sq`) and global
+    name.
+    """
+    return {
+        f"{WEIGHTS if kind == 'master' else kind}.{name}": LocalShard(tensor, trainer.runtime.shards[name])
+        for tensors in full_states
+        for kind, named in tensors.items()
+        for name, tensor in named.items()
+    }

@@ -1,0 +1,185 @@
+"""The job of a rank: reads and checks everything a run needs, before the ranks connect to each other.
+
+From top to bottom: this process's rank (`find_position`), the job (`prepare`), then what it is made of: the
+device, the data, the checkpoint to resume from.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest
+from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
+from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
+from yuan_train.config.plan import Plan, single_card_plan
+from yuan_train.config.plan_constraints import check_plan_of_run, check_precision
+from yuan_train.config.run import RunConfig
+from yuan_train.data.loader import Blend, open_corpora
+from yuan_train.data.rules import sample_rules
+from yuan_train.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Position:
+    """Global and local rank of this process, and the numbers of processes; by default a single process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def find_position() -> Position:
+    """The position that the launcher's environment variables (RANK, WORLD_SIZE, ...) give.
+
+    Raises ConfigError for a variable that is not a number.
+    """
+    rank, world_size = _read_number("RANK", 0), _read_number("WORLD_SIZE", 1)
+    return Position(
+        rank, world_size, _read_number("LOCAL_RANK", rank), _read_number("LOCAL_WORLD_SIZE", world_size)
+    )
+
+
+def _read_number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(f"environment variable {name}: wanted a number, got {text!r}; the launcher sets it")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs, checked; the ranks are not connected yet."""
+
+    run: RunConfig
+    plan: Plan
+    position: Position
+    device: torch.device
+    train: Blend
+    validation: Blend | None
+    tokenizer: Tokenizer | None
+    checkpoint: Checkpoint | None
+
+
+def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
+    """Check all files of a run and return its job; without a plan, one process runs the whole model.
+
+    Succeeds or fails on every rank alike. Raises YuanError.
+    """
+    plan = plan or single_card_plan(run)
+    check_plan_of_run(plan, run)
+    check_precision(plan, run)
+    if plan.world_size != position.world_size:
+        raise PlanError(
+            f"the plan has {plan.world_size} ranks, but {position.world_size} "
+            f"{'process was' if position.world_size == 1 else 'processes were'} started; start one per rank "
+            "(yuan-train launch), or make a plan for the available cards"
+        )
+    device = choose_device(run.train.device, position)
+    if device.type == "cuda" and run.train.precision == "bf16":
+        _check_bf16(device)
+    device_type = plan.device_type(position.rank)
+    if device.type == "cuda" and device_type is not None and device_type.slowdown:
+        raise PlanError(
+            f"rank {position.rank} is a simulated card (slowdown), which runs on a CPU: set train.device=cpu"
+        )
+    tokenizer = Tokenizer.load(run.data.tokenizer) if run.data.tokenizer else None
+    if tokenizer is not None and tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {run.model.vocab_size} rows, but tokenizer {run.data.tokenizer} has "
+            f"{tokenizer.vocab_size} pieces; use a larger vocab_size, or the tokenizer of this model"
+        )
+    train, validation = open_data(run, tokenizer)
+    return Job(run, plan, position, device, train, validation, tokenizer, find_resume(run))
+
+
+def choose_device(wanted: str, position: Position) -> torch.device:
+    """The device of this process: its own card, by local rank, or the CPU.
+
+    `wanted` is cuda, cpu or auto (a card if there is one). Raises ConfigError if `cuda` is wanted and torch
+    finds no card, or if more processes than cards run on this machine.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("train.device: cuda, but torch finds no card; use cpu or auto")
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if position.local_world_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"this machine has {torch.cuda.device_count()} cards, but {position.local_world_size} processes; "
+            "start one per card"
+        )
+    torch.cuda.set_device(position.local_rank)
+    return torch.device("cuda", position.local_rank)
+
+
+def _check_bf16(device: torch.device) -> None:
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(
+            f"train.precision: bf16, but {torch.cuda.get_device_name(device)} has no bf16 units; "
+            "set train.precision: fp16"
+        )
+
+
+def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend, Blend | None]:
+    """Training samples, and validation samples if the run has any. Raises DataError."""
+    data = run.data
+    sources = [(source.prefix, source.weight) for source in data.train]
+    length, seed, vocab = data.sequence_length, run.train.seed, run.model.vocab_size
+    rules = sample_rules(data, tokenizer)
+    train = open_corpora(
+        sources, sequence_length=length, seed=seed, vocab_size=vocab, split=data.split, rules=rules
+    )
+    if data.split is not None:
+        return train, open_corpora(
+            sources,
+            sequence_length=length,
+            seed=seed,
+            vocab_size=vocab,
+            split=data.split,
+            part="validation",
+            rules=rules,
+        )
+    if not data.validation:
+        return train, None
+    held_out = [(source.prefix, source.weight) for source in data.validation]
+    return train, open_corpora(
+        held_out, sequence_length=length, seed=seed, vocab_size=vocab, part="validation", rules=rules
+    )
+
+
+def find_resume(run: RunConfig) -> Checkpoint | None:
+    """The checkpoint to resume from, or None.
+
+    Raises CheckpointError if it is incomplete or holds another model.
+    """
+    config = run.checkpoint
+    if config.resume == "never" or (config.resume == "auto" and config.directory is None):
+        return None
+    if config.resume == "auto":
+        assert config.directory is not None
+        found = find_latest(config.directory)
+    else:
+        found = find_checkpoint(config.resume)
+    if found is not None:
+        check_same_model(found, run.model)
+    return found
+
+
+def check_same_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Raise CheckpointError, listing every difference, unless the checkpoint holds this model."""
+    saved = checkpoint.model
+    differences = [
+        f"{key} {getattr(saved, key)!r} there, {getattr(model, key)!r} here"
+        for key in ModelConfig.__dataclass_fields__
+        if key not in ("name", "max_sequence_length", "init_std", *ONLY_IN_TRAINING)
+        and getattr(saved, key) != getattr(model, key)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{checkpoint.path} holds another model: {'; '.join(differences)}. "
+            "Use the model it was trained with, or another checkpoint.directory"
+        )

@@ -1,0 +1,232 @@
+"""A training run of one rank, from the first step to the last checkpoint.
+
+Reads top to bottom: connect and build, open the log, step, measure, save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.checkpoint.load import holds_optimizer_state
+from yuan_train.config.dump import as_plain, dump, write_text
+from yuan_train.config.errors import TrainingError, YuanError
+from yuan_train.config.plan_files import save_plan
+from yuan_train.parallel.groups import guard_world_collective, init_distributed, shutdown
+from yuan_train.train.agreement import check_same_directory, check_same_job, raise_together
+from yuan_train.train.build import build
+from yuan_train.train.footprint import keep_freed_memory, peak_memory_bytes
+from yuan_train.train.job import Job, Position
+from yuan_train.train.metrics import Log, StepMetrics, peak_flops
+from yuan_train.train.optimizer import learning_rate
+from yuan_train.train.saver import Saver, make_saver, save_progress
+from yuan_train.train.signals import stop_on_sigterm
+from yuan_train.train.state import Progress
+from yuan_train.train.step import StepResult, Trainer, train_step, validation_loss
+
+FAILURE_TIMEOUT = 60.0
+"""Seconds in which a rank that cannot start reaches the others, to tell them why."""
+
+
+def train(job: Job) -> None:
+    """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError."""
+    if job.position.world_size > 1:
+        _connect(job)
+    keep_freed_memory(job.device)
+    try:
+        check_same_job(job)
+        if job.run.checkpoint.directory is not None:
+            check_same_directory(job.run.checkpoint.directory)
+        trainer, progress = build(job)
+        with (
+            stop_on_sigterm() as stop_requested,
+            _open_log(job, progress) as log,
+            make_saver(job, trainer, log) as saver,
+        ):
+            _run_steps(job, trainer, progress, log, saver, stop_requested)
+    finally:
+        shutdown()
+
+
+def _connect(job: Job) -> None:
+    """Connect to the other ranks, and raise with them what one of them has found wrong with its files."""
+    init_distributed(
+        device=job.device,
+        timeout_seconds=job.run.train.timeout,
+        startup_timeout_seconds=job.run.train.startup_timeout,
+    )
+    try:
+        raise_together(None)
+    except YuanError:
+        shutdown()
+        raise
+
+
+def fail_together(error: YuanError, position: Position) -> NoReturn:
+    """Raise, on all ranks, what this rank has found wrong with its files; the others are in `train`.
+
+    If the others cannot be reached within a while, this rank raises its own error alone.
+    """
+    if position.world_size > 1:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            init_distributed(
+                device=device, timeout_seconds=FAILURE_TIMEOUT, startup_timeout_seconds=FAILURE_TIMEOUT
+            )
+        except TrainingError:
+            raise error from None
+        try:
+            raise_together(error)
+        finally:
+            shutdown()
+    raise error
+
+
+@contextmanager
+def _open_log(job: Job, progress: Progress) -> Iterator[Log | None]:
+    """The log of the run; None on every rank but 0."""
+    if job.position.rank > 0:
+        yield None
+        return
+    log = Log(job.run, first_step=progress.step + 1)
+    try:
+        _log_start(job, progress, log)
+        yield log
+    finally:
+        log.close()
+
+
+def _log_start(job: Job, progress: Progress, log: Log) -> None:
+    """Log what the run starts from, and save the resolved config and the plan in the log directory."""
+    run, plan = job.run, job.plan
+    if job.checkpoint is not None:
+        for note in job.checkpoint.notes:
+            log.say(f"note: {note}")
+        weights_only = "" if holds_optimizer_state(job.checkpoint) else " (weights only; new optimizer state)"
+        log.say(f"resumed from {job.checkpoint.path} after step {progress.step}{weights_only}")
+        if progress.step and _blend_differs(job):
+            log.say(
+                "note: data.train has other corpora or weights than when the checkpoint was saved: samples "
+                "are assigned to steps anew, so some may be read twice and others not at all"
+            )
+    layers = " | ".join(
+        ",".join(str(stage.num_layers) for stage in pipeline.stages) for pipeline in plan.pipelines
+    )
+    log.say(
+        f"{run.model.name}: {run.model.parameters:,} parameters, {plan.world_size} ranks, "
+        f"layers per stage {layers}, {run.train.precision} on {job.device.type}"
+    )
+    if run.log.directory is not None:
+        write_text(Path(run.log.directory) / "config.yaml", dump(run))
+        save_plan(Path(run.log.directory) / "plan.yaml", plan)
+
+
+def _blend_differs(job: Job) -> bool:
+    """Whether the training corpora, or their weights, are others than those of the checkpoint's run."""
+    assert job.checkpoint is not None
+    saved = job.checkpoint.state.get("run", {}).get("data", {}).get("train")
+    return saved is not None and saved != as_plain(job.run)["data"]["train"]
+
+
+def _run_steps(
+    job: Job, trainer: Trainer, progress: Progress, log: Log | None, saver: Saver, stop_requested: list[bool]
+) -> None:
+    """Train from `progress` to the last step, logging and saving on the way; save at the end."""
+    run = job.run
+    if log is not None and progress.step >= run.train.steps:
+        log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
+    while progress.step < run.train.steps:
+        start = time.perf_counter()
+        lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
+        result = _step(
+            job, trainer, progress, lr, stop=stop_requested[0] or saver.failed(), saved=saver.saved
+        )
+        seconds = time.perf_counter() - start
+        scale = progress.scaler.scale if progress.scaler else None
+        progress = progress.advance(run, skipped=result.skipped)
+        metrics = _measure(job, trainer, progress, result, lr, seconds, loss_scale=scale)
+        if log is not None:
+            log.write(metrics)
+        if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
+            save_progress(job, trainer, progress, saver)
+        if result.stop:
+            saver.wait()  # Raises if the reason to stop is a failed save.
+            if log is not None:
+                log.say(f"stopped by SIGTERM after step {progress.step}")
+            break
+    if saver.started != progress.step:
+        save_progress(job, trainer, progress, saver)
+
+
+def _step(
+    job: Job, trainer: Trainer, progress: Progress, lr: float, *, stop: bool, saved: int | None
+) -> StepResult:
+    """One training step. Raises TrainingError that names the step and the last good checkpoint (`saved`)."""
+    scaling, scaler = job.run.train.scaling, progress.scaler
+    try:
+        return train_step(
+            trainer,
+            job.train,
+            first_sample=progress.sequences,
+            lr=lr,
+            clip=job.run.optimizer.clip_grad_norm,
+            stop=stop,
+            scale=scaler.scale if scaler else 1.0,
+            may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
+        )
+    except TrainingError as error:
+        last_good = (
+            f"the last good checkpoint is that of step {saved}"
+            if saved is not None
+            else "no checkpoint is saved yet"
+        )
+        raise TrainingError(f"step {progress.step + 1}: {error}; {last_good}") from error
+
+
+def _measure(
+    job: Job,
+    trainer: Trainer,
+    progress: Progress,
+    result: StepResult,
+    lr: float,
+    seconds: float,
+    *,
+    loss_scale: float | None,
+) -> StepMetrics:
+    """Metrics of the step, gathered from all ranks (collective); with the validation loss when it is due."""
+    run, plan = job.run, job.plan
+    local = torch.tensor([trainer.stopwatch.read(), peak_memory_bytes(job.device)], dtype=torch.float64)
+    all_ranks = [local]
+    if dist.is_initialized():
+        all_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        with guard_world_collective(trainer.runtime.coord, "the all-gather of measurements"):
+            dist.all_gather(all_ranks, local)
+    validation = None
+    if job.validation is not None and run.validation.every and progress.step % run.validation.every == 0:
+        validation = validation_loss(trainer, job.validation, num_batches=run.validation.batches)
+        trainer.stopwatch.read()
+    tokens = run.train.global_batch_size * run.data.sequence_length
+    peak = peak_flops(plan, run.train.precision)
+    flops = tokens * run.model.training_flops(run.data.sequence_length)
+    return StepMetrics(
+        step=progress.step,
+        loss=result.loss,
+        lr=lr,
+        grad_norm=result.grad_norm,
+        tokens=progress.tokens,
+        step_seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        mfu=flops / seconds / peak if peak else None,
+        peak_memory_bytes=[int(rank[1]) for rank in all_ranks],
+        forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
+        stage_seconds=[float(rank[0]) for rank in all_ranks],
+        validation_loss=validation,
+        loss_scale=loss_scale,
+        skipped_steps=progress.skipped if loss_scale is not None else None,
+    )
