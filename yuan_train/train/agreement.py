@@ -1,0 +1,223 @@
+"""Before anything is built: all ranks run the same job, or none does.
+
+Each rank reads run, plan, checkpoint and corpora by itself. A stale file on one node would train garbage
+without an error, for owners of the same layers never compare their weights. So the ranks compare hashes of
+all that they have read, and check that they see one checkpoint directory. A difference ends the run on all
+ranks, with a message that names the rank, its host, and what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import yuan_train
+from yuan_train.config.dump import as_plain
+from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
+from yuan_train.train.job import Job
+
+NODE_LOCAL = (
+    "data.train",
+    "data.validation",
+    "data.tokenizer",
+    "log.directory",
+    "checkpoint.directory",
+    "train.device",
+)
+"""Keys of a run that may differ from node to node: paths, whose contents are compared instead."""
+
+MAX_LISTED = 4
+"""Ranks, and differences of each, that a message lists."""
+
+SEEN_WITHIN_SECONDS = 10.0
+"""A network file system may show another node's new file only after some seconds."""
+
+
+def raise_together(error: YuanError | None) -> None:
+    """Raise, on all ranks, what any rank has found wrong by itself; collective over all ranks.
+
+    An error that all ranks have is raised as it is; one of some ranks alone is preceded by their names.
+    """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    if not _any_rank(error is not None):
+        return
+    mine = None if error is None else (type(error), str(error))
+    found = [(rank, host, kind, text) for rank, host, (kind, text) in _gather(mine)]
+    texts = {text for _, _, _, text in found}
+    kinds = [kind for _, _, kind, _ in found]
+    if len(found) == dist.get_world_size() and len(texts) == 1:
+        raise kinds[0](found[0][3])
+    lines = [f"rank {rank} ({host}): {text}" for rank, host, _, text in found[:MAX_LISTED]]
+    raise kinds[0]("\n".join([*lines, *_more(len(found))]))
+
+
+def check_same_job(job: Job) -> None:
+    """Raise ConfigError, on all ranks, unless all have read the same; collective over all ranks."""
+    if not dist.is_initialized():
+        return
+    facts = job_facts(job)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
+    if not _differs(digest):
+        return
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    # What most ranks have; of equals, what the lowest rank has.
+    reference = Counter(digests).most_common(1)[0][0]
+    source = digests.index(reference)
+    shared: list[Any] = [facts if dist.get_rank() == source else None]
+    dist.broadcast_object_list(shared, src=source)
+    mine = None
+    if digest != reference:
+        mine = list(_differences(flatten(facts), flatten(shared[0])))
+    odd = _gather(mine)
+    lines = [
+        f"rank {rank} ({host}) has another job than rank {source}: {'; '.join(found[:MAX_LISTED])}"
+        + (f"; and {len(found) - MAX_LISTED} more differences" if len(found) > MAX_LISTED else "")
+        for rank, host, found in odd[:MAX_LISTED]
+    ]
+    advice = "give every node the same run file, overrides, plan, corpora, tokenizer and release"
+    raise ConfigError("\n".join([*lines, *_more(len(odd)), advice]))
+
+
+def check_same_directory(directory: str | Path) -> None:
+    """Raise CheckpointError, on all ranks, unless all see the same directory; collective over all ranks.
+
+    Rank 0 writes a file of a random name there, which every other rank must see.
+    """
+    if not dist.is_initialized():
+        return
+    directory = Path(directory)
+    name: list[Any] = [f".seen-by-all-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(name, src=0)
+    token = directory / name[0]
+    fault: YuanError | None = None
+    try:
+        if dist.get_rank() == 0:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                token.write_text("every rank of a run must see this file\n", encoding="utf-8")
+            except OSError as error:
+                fault = CheckpointError(f"checkpoint.directory: {directory} cannot be written: {error}")
+        raise_together(fault)
+        hosts: list[Any] = [socket.gethostname()]
+        dist.broadcast_object_list(hosts, src=0)
+        if not _appears(token):
+            fault = CheckpointError(
+                f"checkpoint.directory: {directory.absolute()} is not the directory that rank 0 ({hosts[0]}) "
+                "writes to; give a directory on a file system that all nodes share"
+            )
+        raise_together(fault)
+    finally:
+        if dist.get_rank() == 0:
+            token.unlink(missing_ok=True)
+
+
+def job_facts(job: Job) -> dict[str, Any]:
+    """All that must be the same on every rank, as plain values."""
+    data = {
+        part: [corpus.fingerprint for corpus in blend.corpora]
+        for part, blend in (("train", job.train), ("validation", job.validation))
+        if blend is not None
+    }
+    return {
+        "run": _without(as_plain(job.run), NODE_LOCAL),
+        "plan": as_plain(job.plan),
+        "saves checkpoints": job.run.checkpoint.directory is not None,
+        "resumed step": None if job.checkpoint is None else job.checkpoint.step,
+        "corpora": data,
+        "tokenizer": None if job.tokenizer is None else job.tokenizer.digest,
+        "yuan_train": yuan_train.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Nested plain values by dotted path: `run.optimizer.learning_rate`."""
+    if isinstance(value, Mapping) and value:
+        return {k: v for key, item in value.items() for k, v in flatten(item, _joined(path, key)).items()}
+    if isinstance(value, list) and value:
+        return {k: v for i, item in enumerate(value) for k, v in flatten(item, f"{path}[{i}]").items()}
+    return {path: value}
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _differences(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> Iterator[str]:
+    for path in dict.fromkeys([*reference, *mine]):
+        here, there = (_shown(facts, path) for facts in (mine, reference))
+        if here != there:
+            # Of a run its keys are known by themselves, as on the command line.
+            yield f"{path.removeprefix('run.')} is {here}, there {there}"
+
+
+def _shown(facts: Mapping[str, Any], path: str) -> str:
+    return repr(facts[path]) if path in facts else "absent"
+
+
+def _without(plain: Any, paths: tuple[str, ...]) -> Any:
+    """Nested plain values without some dotted paths."""
+    for path in paths:
+        section, _, key = path.partition(".")
+        plain = {
+            name: {k: v for k, v in item.items() if k != key}
+            if name == section and isinstance(item, dict)
+            else item
+            for name, item in plain.items()
+        }
+    return plain
+
+
+def _appears(token: Path) -> bool:
+    """Whether a file is there, or comes to be seen within a while."""
+    deadline = time.monotonic() + SEEN_WITHIN_SECONDS
+    while not token.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+        with contextlib.suppress(OSError):
+            # Listing a directory makes a network file system look again.
+            os.listdir(token.parent)
+    return True
+
+
+def _any_rank(flag: bool) -> bool:
+    votes = torch.tensor(int(flag))
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes)
+
+
+def _differs(digest: bytes) -> bool:
+    """Whether some rank has another digest: two numbers instead of one from each rank."""
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return not torch.equal(least, most)
+
+
+def _gather(mine: Any | None) -> list[tuple[int, str, Any]]:
+    """(rank, host, what it says) of every rank that says something; collective."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if mine is None else (socket.gethostname(), mine))
+    return [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
+
+
+def _more(count: int) -> list[str]:
+    return [f"and {count - MAX_LISTED} more ranks"] if count > MAX_LISTED else []
