@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -106,7 +106,8 @@ def _check_depth(text: str, name: str) -> None:
     if max(brackets, default=0) < MAX_DEPTH and max(map(len, _INDENT.findall(text)), default=0) < MAX_DEPTH:
         return
     depth = 0
-    for event in yaml.parse(text, Loader=_Loader):  # pyright: ignore[reportUnknownMemberType]
+    parsed = cast("Any", yaml.parse(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
+    for event in cast("Iterable[Any]", parsed):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
