@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from yuan_train.config.run import RunConfig
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer, initial_weight
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
-from yuan_train.parallel.zero import ShardedState
+from yuan_train.parallel.zero import OwnedState
 
 
 def runtimes_of(plan: Plan) -> list[RankRuntime]:
@@ -88,7 +89,7 @@ def test_ranges_of_different_widths_cover_every_slice_once(run: RunConfig) -> No
     shares = plan.optimizer_shares
     for runtime in runtimes_of(plan):
         for state, bucket in zip(runtime.states, runtime.buckets, strict=True):
-            assert isinstance(state, ShardedState)
+            assert isinstance(state, OwnedState) and state._ranges is not None
             for part, ranges in zip(bucket.slices, state._ranges, strict=True):
                 assert ranges.keys() == set(part.group) and runtime.coord.rank in ranges
                 ends = tuple(ranges.values())
@@ -99,6 +100,50 @@ def test_ranges_of_different_widths_cover_every_slice_once(run: RunConfig) -> No
                     assert end - start == pytest.approx(part.num_elements * shares[rank] / total, abs=1)
                 seen.setdefault((next(iter(bucket.parameters)), part.index), set()).add(ends)
     assert seen and all(len(views) == 1 for views in seen.values()), "owners disagree about the ranges"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1x8: 6@0",
+        "1x2: 6@0 / 1x2: 6@1 / 1x2: 6@2 / 1x2: 6@3",
+        "1x4: 6@0,1 / 1x4: 6@2,3",
+        "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
+        "1x8: 2@0 | 3@1;2 | 1@3",
+    ],
+)
+@pytest.mark.parametrize("offload", [0.0, 0.4])
+def test_a_checkpoint_holds_every_element_once(
+    run: RunConfig, text: str, sharded: bool, offload: float
+) -> None:
+    """What all ranks write covers each global tensor once; what they hold covers it, at the same places."""
+    num_stages = text.count("|") + text.count("/") + 1
+    plan = parse_plan(run, text, optimizer_sharding=sharded, optimizer_offload=[offload] * num_stages)
+    written: dict[str, torch.Tensor] = {}
+    held: dict[str, torch.Tensor] = {}
+    for runtime in runtimes_of(plan):
+        for state, (counts, boxes_of) in itertools.product(
+            runtime.states, ((written, OwnedState.written_boxes), (held, OwnedState.held_boxes))
+        ):
+            for name, box in boxes_of(state, "exp_avg"):
+                count = counts.setdefault(name, torch.zeros(runtime.shards[name].shape))
+                assert tuple(box.tensor.shape) == box.sizes
+                index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                count[index] += 1
+    assert written and written.keys() == held.keys()
+    assert all(bool((count == 1).all()) for count in written.values())
+    assert all(bool((count >= 1).all()) for count in held.values())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_owners_share_the_writing(run: RunConfig, sharded: bool) -> None:
+    plan = parse_plan(run, "1x2: 6@0 / 1x2: 6@1 / 1x2: 6@2 / 1x2: 6@3", optimizer_sharding=sharded)
+    sizes = [
+        sum(box.tensor.nbytes for state in runtime.states for _, box in state.written_boxes("master"))
+        for runtime in runtimes_of(plan)
+    ]
+    assert max(sizes) <= 1.1 * min(sizes)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -17,7 +17,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.model.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import bridge, collectives
 from yuan_train.parallel.apply import RankRuntime
-from yuan_train.parallel.zero import ReplicatedState, ShardedState
+from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import train
@@ -76,10 +76,10 @@ def _disabled(key: str) -> Iterator[None]:
         yield
         return
     owner, name, replacement = {
-        "grad_all_reduce": (ReplicatedState, "start_grad_reduce", lambda self: None),
-        "sharded_grad_reduce": (ShardedState, "start_grad_reduce", _keep_own_gradient),
-        "sharded_weight_sync": (ShardedState, "sync_weights", lambda self: None),
-        "host_weight_sync": (ReplicatedState, "sync_weights", lambda self: None),
+        "grad_all_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
+        "sharded_grad_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
+        "sharded_weight_sync": (OwnedState, "sync_weights", lambda self: None),
+        "host_weight_sync": (OwnedState, "sync_weights", lambda self: None),
         "host_copy": (bridge, "_host_copy", torch.zeros_like),
         "grad_reduce_overlap": (RankRuntime, "start_grad_reduces", _start_all_at_the_end),
         "tensor_all_reduce": (collectives.dist, "all_reduce", _skip_activations(collectives.dist.all_reduce)),
@@ -95,7 +95,7 @@ def _disabled(key: str) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _keep_own_gradient(self: ShardedState) -> None:
+def _keep_own_gradient(self: OwnedState) -> None:
     self._packed += [self._bucket.pack(self._bucket.gradient, part) for part in self._bucket.slices]
 
 

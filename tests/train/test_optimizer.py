@@ -14,7 +14,7 @@ from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.zero import ReplicatedState, ShardedState
+from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.optimizer import Optimizer, learning_rate
 
 
@@ -37,7 +37,7 @@ def test_linear_and_constant_schedules() -> None:
     assert learning_rate(50, config(schedule="constant"), decay_steps=10) == 1.0
 
 
-STATES = {"replicated": ReplicatedState, "sharded": partial(ShardedState, shares=(1.0,))}
+STATES = {"replicated": partial(OwnedState, shares=None), "sharded": partial(OwnedState, shares=(1.0,))}
 
 
 def flat_bucket(model: torch.nn.Module) -> FlatBucket:
@@ -84,7 +84,7 @@ def test_flat_buckets_match_plain_adamw(dtype: torch.dtype, kind: str) -> None:
 def test_small_steps_are_not_lost_in_bf16() -> None:
     model = module().to(torch.bfloat16)
     bucket = flat_bucket(model)
-    state = ReplicatedState(bucket, Groups({}, {}))
+    state = OwnedState(bucket, Groups({}, {}), None)
     optimizer = Optimizer([state], config(weight_decay=0.0))
     before = state.shards[0].master.clone()
     weight = model[0].weight.detach().clone()  # pyright: ignore
@@ -147,7 +147,7 @@ def test_the_heads_weight_gradient_is_accumulated_in_the_forward_and_not_rounded
 def test_a_bucket_of_vectors_only_and_no_bucket_at_all() -> None:
     norm = torch.nn.LayerNorm(3)
     bucket = flat_bucket(norm)
-    optimizer = Optimizer([ReplicatedState(bucket, Groups({}, {}))], config())
+    optimizer = Optimizer([OwnedState(bucket, Groups({}, {}), None)], config())
     bucket.gradient.fill_(1.0)
     optimizer.step(0.1)
     assert float(norm.weight[0].detach()) == pytest.approx(0.9)

@@ -24,23 +24,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
-from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.shard import TensorBox
 
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """A rank's local tensor of a global tensor, and its `Shard` layout.
+    """What a rank holds of a global tensor [shape]: boxes, in any number.
 
     The double-underscored methods are the interface that torch.distributed.checkpoint calls.
     """
 
-    tensor: torch.Tensor
-    shard: Shard
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the global tensor."""
-        return torch.Size(self.shard.shape)
+    shape: torch.Size
+    boxes: tuple[TensorBox, ...]
 
     def size(self) -> torch.Size:
         """Shape of the global tensor, as `torch.Tensor.size`."""
@@ -53,7 +48,7 @@ class LocalShard:
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self.tensor),
+                    properties=TensorProperties.create_from_tensor(self.boxes[0].tensor),
                     size=self.shape,
                 ),
             )
@@ -62,16 +57,17 @@ class LocalShard:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            for offsets, sizes, _ in self.shard.boxes()
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            for box in self.boxes
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for offsets, sizes, start in self.shard.boxes():
-            if index.offset is None or tuple(index.offset) == offsets:
-                if self.shard.dim is None:
-                    return self.tensor
-                return self.tensor.narrow(self.shard.dim, start, sizes[self.shard.dim])
+        # For a load, a replicated vector may be held twice, in two slices: the number tells them apart. For a
+        # save, offsets are unique, and numbers count the boxes of all ranks.
+        numbered = self.boxes[index.index : index.index + 1] if index.index is not None else ()
+        for box in (*numbered, *self.boxes):
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return box.tensor
         raise ValueError(f"{index.fqn}: no box begins at {index.offset}")
 
 
@@ -80,7 +76,13 @@ Tensors = Mapping[str, torch.Tensor | LocalShard]
 
 def snapshot(shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
     """Copies of local shards in host memory, which later steps do not change."""
-    return {name: replace(shard, tensor=shard.tensor.to("cpu", copy=True)) for name, shard in shards.items()}
+    return {
+        name: replace(
+            shard,
+            boxes=tuple(replace(box, tensor=box.tensor.to("cpu", copy=True)) for box in shard.boxes),
+        )
+        for name, shard in shards.items()
+    }
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -15,7 +15,7 @@ from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
-from yuan_train.parallel.zero import BucketState, ReplicatedState, ShardedState
+from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.check import check_schedule, peak_in_flight
 from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import RankProgram, Schedule, Step
@@ -49,7 +49,7 @@ class RankRuntime:
     """By stage: the weight gradients that a split backward defers."""
     shards: Mapping[str, Shard]
     """The shard that this rank holds of each parameter, by global name."""
-    states: tuple[BucketState, ...]
+    states: tuple[OwnedState, ...]
     buckets: tuple[FlatBucket, ...]
     grad_reduce_after: Mapping[Step, tuple[int, ...]]
     """The states (indices into `states`) whose gradient reductions start after a step of the program."""
@@ -169,12 +169,12 @@ def _stages_of(bucket: FlatBucket, modules: Mapping[int, torch.nn.Module]) -> fr
     )
 
 
-def _state(plan: Plan, bucket: FlatBucket, groups: Groups, stages: Iterable[StagePlan]) -> BucketState:
+def _state(plan: Plan, bucket: FlatBucket, groups: Groups, stages: Iterable[StagePlan]) -> OwnedState:
     """The optimizer state of a bucket that `stages` of this rank hold."""
     offload = max(stage.optimizer_offload for stage in stages)
     if plan.optimizer_sharding:
-        return ShardedState(bucket, groups, plan.optimizer_shares, offload=offload)
-    return ReplicatedState(bucket, groups, offload=offload)
+        return OwnedState(bucket, groups, plan.optimizer_shares, offload=offload)
+    return OwnedState(bucket, groups, None, offload=offload)
 
 
 def _flatten(

@@ -76,9 +76,11 @@ class FlatBucket:
         rank: int,
     ) -> None:
         self.rank = rank
+        self.num_slices = bucket.num_slices
+        self.owners_are_alike = len({len(owner) for owner in bucket.owners}) == 1
+        """Whether all owners have the same tensor-parallel width, so that each holds a single slice."""
         self.is_first_owner = rank in bucket.owners[0]
-        """Whether this rank belongs to the owner that writes the bucket into checkpoints. Only one owner may:
-        the parts of owners of different widths overlap."""
+        """Whether this rank belongs to the first owner, which writes what owners of different widths hold."""
         order = {name: _order(p, shards[name]) for name, p in parameters.items()}
         self.parameters = dict(sorted(parameters.items(), key=lambda item: order[item[0]]))
         self.shards = {name: shards[name] for name in self.parameters}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -37,17 +37,14 @@ class Shard:
         """This shard of a global tensor [shape], as a tensor [local_shape]."""
         return part_of(whole, self, self.index, self.count).reshape(self.local_shape)
 
-    def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """(offsets in the global tensor, sizes, offset along `dim` in the part), one for each block."""
-        if self.dim is None:
-            yield (0,) * len(self.shape), self.shape, 0
-            return
-        size = self.shape[self.dim] // (self.blocks * self.count)
-        for block in range(self.blocks):
-            start = block * self.shape[self.dim] // self.blocks + self.index * size
-            offsets = tuple(start if d == self.dim else 0 for d in range(len(self.shape)))
-            sizes = tuple(size if d == self.dim else n for d, n in enumerate(self.shape))
-            yield offsets, sizes, block * size
+
+@dataclass(frozen=True, eq=False)
+class TensorBox:
+    """A box of a global tensor, and the local tensor [sizes] that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: torch.Tensor
 
 
 def part_of(tensor: torch.Tensor, shard: Shard, index: int, count: int) -> torch.Tensor:

@@ -1,32 +1,45 @@
-"""Optimizer state: replicated on every owner, or sharded over the owners of a slice (ZeRO-1).
+"""Optimizer state, owned in ranges: each owner of a bucket steps all of it, or a range of its own (ZeRO-1).
 
 Sharded (Rajbhandari et al. 2020, stage 1), a rank holds masters and AdamW's two moments for its range of each
 of its slices. Gradients are reduced to the rank that holds the range, and the stepped weights are broadcast
 from it. Both take one operation per rank instead of a reduce-scatter and an all-gather: ranges are unequal,
-and gloo has no uneven all-gather. A part of what a rank holds may be offloaded to the host, and is stepped
-there.
+and gloo has no uneven all-gather. Not sharded, gradients are all-reduced, and every owner steps everything. A
+part of what a rank holds may be offloaded to the host, and is stepped there.
+
+Checkpoints store and fill what a rank holds as boxes of the global tensors, in place: nothing is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from yuan_train.parallel.gradients import FlatBucket, Slice, master_dtype, squared_norm, sum_of_squares
+from yuan_train.parallel.boxes import global_boxes
+from yuan_train.parallel.gradients import (
+    FlatBucket,
+    Piece,
+    Slice,
+    master_dtype,
+    squared_norm,
+    sum_of_squares,
+)
 from yuan_train.parallel.groups import Groups, blame_peers
+from yuan_train.parallel.shard import TensorBox
 
-STATES = ("master", "exp_avg", "exp_avg_sq")
-"""What is kept per element: the master weight and AdamW's moments."""
+State = Literal["master", "exp_avg", "exp_avg_sq"]
+STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
+"""What is kept per element."""
 
 
 @dataclass(frozen=True)
 class OptimizerShard:
     """Consecutive elements that this rank steps: flat buffers [k], k = end - start, matrices first.
 
-    They are [start, end) of a slice of a bucket (of the bucket, if the state is replicated). On the host, the
+    They are [start, end) of a slice of a bucket; of the bucket, if the state is not sharded. On the host, the
     gradient is a copy, and the weights on the card are copied from the master.
     """
 
@@ -40,190 +53,206 @@ class OptimizerShard:
     on_host: bool = False
 
 
-class ReplicatedState:
-    """The full optimizer state of a bucket, on every owner; the fraction `offload` of it on the host.
+class OwnedState:
+    """The optimizer state that this rank owns of a bucket, and the collectives that keep owners equal.
 
-    Gradients are all-reduced over the owners.
-    """
-
-    def __init__(self, bucket: FlatBucket, groups: Groups, *, offload: float = 0.0) -> None:
-        self._bucket = bucket
-        self._groups = groups
-        self._under_way: list[tuple[Slice, torch.Tensor, dist.Work]] = []
-        # Weights in fp32 or fp64 are their own master.
-        low = bucket.is_low_precision
-        self.shards = _make_shards(
-            bucket.weights,
-            bucket.gradient,
-            num_matrix_elements=bucket.num_matrix_elements,
-            offload=offload,
-            own_master=low,
-        )
-
-    def start_grad_reduce(self) -> None:
-        """Start the all-reduce of the gradient over owners, slice by slice; does not wait."""
-        for part in self._bucket.slices:
-            if len(part.group) > 1:
-                packed = self._bucket.pack(self._bucket.gradient, part)
-                work = dist.all_reduce(packed, group=self._groups.owners[part.group], async_op=True)
-                assert work is not None
-                self._under_way.append((part, packed, work))
-
-    def finish_grad_reduce(self) -> torch.Tensor:
-        """Wait for the all-reduces; return this rank's term of the squared global norm, a scalar, fp64.
-
-        Raises LostPeer if an owner is lost.
-        """
-        for part, packed, work in self._under_way:
-            with blame_peers("the gradient all-reduce over owners", part.group):
-                work.wait()
-            self._bucket.unpack(packed, part, self._bucket.gradient)
-        self._under_way.clear()
-        for shard in self.shards:
-            _copy(self._bucket.gradient[shard.start : shard.end], shard.gradient)
-        return squared_norm([self._bucket], device=self._bucket.gradient.device)
-
-    def sync_weights(self) -> None:
-        """Copy the stepped masters into the model's weights."""
-        for shard in self.shards:
-            _copy(shard.master, self._bucket.weights[shard.start : shard.end])
-
-    def full_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """This rank's part of every tensor, by state and global name; views, unless a part is on the host."""
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for state in STATES:
-            flat = getattr(self.shards[0], state)
-            if len(self.shards) > 1 or self.shards[0].on_host:
-                flat = torch.empty_like(self._bucket.gradient)
-                for shard in self.shards:
-                    flat[shard.start : shard.end].copy_(getattr(shard, state))
-            found[state] = {name: self._bucket.view(flat, name) for name in self._bucket.parameters}
-        return found
-
-    def load(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Load what `full_state` returns, possibly the same views, filled in place; then sync the weights."""
-        flat = torch.empty_like(self._bucket.gradient)
-        for state, named in tensors.items():
-            for name, tensor in named.items():
-                self._bucket.view(flat, name).copy_(tensor)
-            for shard in self.shards:
-                getattr(shard, state).copy_(flat[shard.start : shard.end])
-        self.sync_weights()
-
-
-class ShardedState:
-    """The optimizer state of a bucket, sharded over its owners in proportion to `shares`, by rank (ZeRO-1).
-
-    Each rank keeps the fraction `offload` of its own shard on the host.
+    `shares`, by rank, are the parts in which the owners of a slice share its state; None: each owner holds
+    all of it. Of its own part a rank keeps the fraction `offload` on the host.
     """
 
     def __init__(
-        self, bucket: FlatBucket, groups: Groups, shares: Sequence[float], *, offload: float = 0.0
+        self, bucket: FlatBucket, groups: Groups, shares: Sequence[float] | None, *, offload: float = 0.0
     ) -> None:
         self._bucket = bucket
         self._groups = groups
         self._packed: list[torch.Tensor] = []
-        self._under_way: list[tuple[Slice, dist.Work]] = []
-        self._ranges = [_ranges(part, shares) for part in bucket.slices]
-        self._shards_by_slice = [self._new_shards(part, i, offload) for i, part in enumerate(bucket.slices)]
-        """This rank's shards, by slice."""
-        self.shards = [shard for own_shards in self._shards_by_slice for shard in own_shards]
+        self._pending: list[tuple[Slice, dist.Work]] = []
+        self._ranges = None if shares is None else [_ranges(part, shares) for part in bucket.slices]
+        """By slice: the range of each owner."""
+        if self._ranges is None:
+            self._held = [self._whole_shards(offload)]
+        else:
+            self._held = [self._range_shards(i, ranges, offload) for i, ranges in enumerate(self._ranges)]
+        """By slice; one entry for the whole bucket where the state is not sharded."""
+        self.shards = [shard for held in self._held for shard in held]
 
-    def _new_shards(self, part: Slice, index: int, offload: float) -> list[OptimizerShard]:
-        start, end = self._ranges[index][self._bucket.rank]
-        bucket, single_slice = self._bucket, len(self._bucket.slices) == 1
+    def _whole_shards(self, offload: float) -> list[OptimizerShard]:
+        return _make_shards(
+            self._bucket.weights,
+            self._bucket.gradient,
+            num_matrix_elements=self._bucket.num_matrix_elements,
+            offload=offload,
+            # Weights in full precision are their own master.
+            own_master=self._bucket.is_low_precision,
+        )
+
+    def _range_shards(
+        self, index: int, ranges: dict[int, tuple[int, int]], offload: float
+    ) -> list[OptimizerShard]:
+        bucket, part = self._bucket, self._bucket.slices[index]
+        start, end = ranges[bucket.rank]
+        alone = len(bucket.slices) == 1
         return _make_shards(
             bucket.pack(bucket.weights, part)[start:end],
-            # With a single slice, a range is part of the bucket's own buffer.
-            bucket.gradient[start:end] if single_slice else None,
+            # A range of a slice that is not packed lies in the bucket itself.
+            bucket.gradient[start:end] if alone else None,
             start=start,
             num_matrix_elements=min(max(part.num_matrix_elements - start, 0), end - start),
             offload=offload,
-            own_master=bucket.is_low_precision or not single_slice,
+            own_master=bucket.is_low_precision or not alone,
         )
 
+    # --- gradients and weights ---------------------------------------------------------------------------
+
     def start_grad_reduce(self) -> None:
-        """Start to reduce each range of the gradient to the rank that holds it; does not wait."""
-        for part, ranges in zip(self._bucket.slices, self._ranges, strict=True):
+        """Start to reduce the gradient over owners, slice by slice; does not wait."""
+        for i, part in enumerate(self._bucket.slices):
             packed = self._bucket.pack(self._bucket.gradient, part)
             self._packed.append(packed)
-            for rank, (start, end) in ranges.items():
-                if len(part.group) > 1 and end > start:
-                    group = self._groups.owners[part.group]
+            if len(part.group) == 1:
+                continue
+            group = self._groups.owners[part.group]
+            if self._ranges is None:
+                self._await_later(part, dist.all_reduce(packed, group=group, async_op=True))
+                continue
+            for rank, (start, end) in self._ranges[i].items():
+                if end > start:
                     work = dist.reduce(packed[start:end], rank, group=group, async_op=True)
-                    assert work is not None
-                    self._under_way.append((part, work))
+                    self._await_later(part, work)
+
+    def _await_later(self, part: Slice, work: dist.Work | None) -> None:
+        assert work is not None
+        self._pending.append((part, work))
 
     def finish_grad_reduce(self) -> torch.Tensor:
-        """Wait for the reductions; return this rank's term of the squared global norm, a scalar, fp64.
-
-        Raises LostPeer if an owner is lost.
-        """
-        for part, work in self._under_way:
+        """Wait until this rank's shards have the reduced gradient; return their share of its squared global
+        norm, fp64."""
+        for part, work in self._pending:
             with blame_peers("the gradient reduction over owners", part.group):
                 work.wait()
+        norm = self._take_all() if self._ranges is None else self._take_ranges(self._ranges)
+        self._pending.clear()
+        self._packed.clear()
+        return norm
+
+    def _take_all(self) -> torch.Tensor:
+        for part, packed in zip(self._bucket.slices, self._packed, strict=True):
+            self._bucket.unpack(packed, part, self._bucket.gradient)
+        for shard in self.shards:
+            _copy(self._bucket.gradient[shard.start : shard.end], shard.gradient)
+        return squared_norm([self._bucket], device=self._bucket.gradient.device)
+
+    def _take_ranges(self, slice_ranges: list[dict[int, tuple[int, int]]]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._bucket.gradient.device)
-        for part, own_shards, packed, ranges in zip(
-            self._bucket.slices, self._shards_by_slice, self._packed, self._ranges, strict=True
+        for part, held, packed, ranges in zip(
+            self._bucket.slices, self._held, self._packed, slice_ranges, strict=True
         ):
-            for shard in own_shards:
+            for shard in held:
                 _copy(packed[shard.start : shard.end], shard.gradient)
             start, end = ranges[self._bucket.rank]
-            counted = packed[start : max(min(end, part.num_counted_elements), start)]
-            total += sum_of_squares(counted)
-        self._under_way.clear()
-        self._packed.clear()
+            total += sum_of_squares(packed[start : max(min(end, part.num_counted_elements), start)])
         return total
 
     def sync_weights(self) -> None:
-        """Broadcast the stepped masters from their ranks into every owner's weights; collective."""
-        self._broadcast_state("master", self._bucket.weights)
-
-    def full_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """This rank's part of every tensor, by state and name, gathered from all owners; collective."""
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for state in STATES:
-            flat = torch.empty_like(self._bucket.gradient)
-            self._broadcast_state(state, flat)
-            found[state] = {name: self._bucket.view(flat, name) for name in self._bucket.parameters}
-        return found
-
-    def load(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Load this rank's ranges from what `full_state` returns, then sync the weights; collective."""
-        flat = torch.empty_like(self._bucket.gradient)
-        for state, named in tensors.items():
-            for name, tensor in named.items():
-                self._bucket.view(flat, name).copy_(tensor)
-            for part, own_shards in zip(self._bucket.slices, self._shards_by_slice, strict=True):
-                packed = self._bucket.pack(flat, part)
-                for shard in own_shards:
-                    getattr(shard, state).copy_(packed[shard.start : shard.end])
-        self.sync_weights()
-
-    def _broadcast_state(self, state: str, flat: torch.Tensor) -> None:
-        """Broadcast every rank's range of a state into a flat buffer [n], in the buffer's precision."""
-        packed = [self._bucket.pack(flat, part) for part in self._bucket.slices]
+        """Set the model's weights from the masters; sharded, broadcast them from their owners to all."""
+        if self._ranges is None:
+            for shard in self.shards:
+                _copy(shard.master, self._bucket.weights[shard.start : shard.end])
+            return
+        packed = [self._bucket.pack(self._bucket.weights, part) for part in self._bucket.slices]
         works: list[tuple[Slice, dist.Work]] = []
-        for part, buffer, own_shards, ranges in zip(
-            self._bucket.slices, packed, self._shards_by_slice, self._ranges, strict=True
+        for part, buffer, held, ranges in zip(
+            self._bucket.slices, packed, self._held, self._ranges, strict=True
         ):
-            for shard in own_shards:
-                _copy(getattr(shard, state), buffer[shard.start : shard.end])
-            if len(part.group) > 1:
-                for rank, (first, last) in ranges.items():
-                    if last > first:
-                        group = self._groups.owners[part.group]
-                        work = dist.broadcast(buffer[first:last], rank, group=group, async_op=True)
-                        assert work is not None
-                        works.append((part, work))
+            for shard in held:
+                _copy(shard.master, buffer[shard.start : shard.end])
+            if len(part.group) == 1:
+                continue
+            group = self._groups.owners[part.group]
+            for rank, (start, end) in ranges.items():
+                if end > start:
+                    work = dist.broadcast(buffer[start:end], rank, group=group, async_op=True)
+                    assert work is not None
+                    works.append((part, work))
         for part, work in works:
-            with blame_peers(f"the broadcast of {state} to all owners", part.group):
+            with blame_peers("the broadcast of stepped weights to all owners", part.group):
                 work.wait()
         for part, buffer in zip(self._bucket.slices, packed, strict=True):
-            self._bucket.unpack(buffer, part, flat)
+            self._bucket.unpack(buffer, part, self._bucket.weights)
+
+    # --- checkpoints -------------------------------------------------------------------------------------
+
+    def held_boxes(self, state: State) -> Iterator[tuple[str, TensorBox]]:
+        """All that this rank holds of a state: names, and boxes of the global tensors, as views."""
+        for pieces, held in zip(self._layouts(), self._held, strict=True):
+            for shard in held:
+                yield from self._boxes(shard, state, pieces, shard.start, shard.end)
+
+    def written_boxes(self, state: State) -> Iterator[tuple[str, TensorBox]]:
+        """What this rank writes into a checkpoint: over all owners, each element of the model once.
+
+        Sharded, its own ranges. Else the owners, whose states are equal, share the writing equally; owners of
+        different widths hold overlapping parts, of which the first one writes all.
+        """
+        for number, (pieces, held) in enumerate(zip(self._layouts(), self._held, strict=True)):
+            start, end = self._written_range(number)
+            written = [located for located in pieces if self._counts(located)]
+            for shard in held:
+                first, last = max(start, shard.start), min(end, shard.end)
+                yield from self._boxes(shard, state, written, first, last)
+
+    def _layouts(self) -> list[list[_Located]]:
+        """The parameters in each of `_held`'s flat layouts, and which part of the global tensor each is."""
+        bucket = self._bucket
+        if self._ranges is None:
+            return [[_Located(piece, piece.shard.index, piece.shard.count) for piece in bucket.pieces]]
+        return [
+            [_Located(piece, part.index, bucket.num_slices) for piece in part.pieces]
+            for part in bucket.slices
+        ]
+
+    def _written_range(self, number: int) -> tuple[int, int]:
+        bucket = self._bucket
+        if self._ranges is not None:
+            return self._ranges[number][bucket.rank]
+        total = bucket.weights.numel()
+        if not bucket.owners_are_alike:
+            return (0, total) if bucket.is_first_owner else (0, 0)
+        group = bucket.slices[0].group
+        place = group.index(bucket.rank)
+        return total * place // len(group), total * (place + 1) // len(group)
+
+    def _counts(self, located: _Located) -> bool:
+        """Whether this slice's owners write a parameter; those of slice 0 write replicated vectors."""
+        if located.piece.shard.dim is not None:
+            return True
+        return located.index == 0 if self._ranges is not None else self._bucket.slices[0].index == 0
+
+    @staticmethod
+    def _boxes(
+        shard: OptimizerShard, state: State, layout: Sequence[_Located], start: int, end: int
+    ) -> Iterator[tuple[str, TensorBox]]:
+        """The boxes of the elements [start, end) of a layout, as views of a shard that holds them."""
+        flat: torch.Tensor = getattr(shard, state)
+        for located in layout:
+            piece = located.piece
+            first, last = max(start, piece.start), min(end, piece.start + piece.length)
+            if first >= last:
+                continue
+            run = (first - piece.start, last - piece.start)
+            for box in global_boxes(piece.shard, located.index, located.count, *run):
+                at = first - shard.start + box.start
+                view = flat[at : at + box.num_elements].view(box.sizes)
+                yield piece.name, TensorBox(box.offsets, box.sizes, view)
 
 
-BucketState = ReplicatedState | ShardedState
+@dataclass(frozen=True)
+class _Located:
+    """A parameter in a flat layout: part `index` of `count` of its global tensor."""
+
+    piece: Piece
+    index: int
+    count: int
 
 
 def _ranges(part: Slice, shares: Sequence[float]) -> dict[int, tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -17,7 +18,8 @@ from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer, initial_weight
 from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.zero import STATES
+from yuan_train.parallel.shard import TensorBox
+from yuan_train.parallel.zero import STATES, OwnedState, State
 from yuan_train.train.job import Job
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
@@ -89,28 +91,29 @@ def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Tra
 
 def _restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:
     """Fill weights and optimizer state from a checkpoint; collective over all ranks."""
-    full_states = [state.full_state() for state in trainer.runtime.states]
     kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
-    wanted = [{kind: tensors[kind] for kind in kinds} for tensors in full_states]
-    load_tensors(checkpoint, checkpoint_tensors(trainer, wanted))
-    for state, tensors in zip(trainer.runtime.states, full_states, strict=True):
-        state.load(tensors)
+    load_tensors(checkpoint, checkpoint_tensors(trainer, OwnedState.held_boxes, kinds))
+    for state in trainer.runtime.states:
+        state.sync_weights()
     progress = from_state(checkpoint.state, run)
     trainer.optimizer.set_step(progress.step - progress.skipped)
     return progress
 
 
 def checkpoint_tensors(
-    trainer: Trainer, full_states: list[dict[str, dict[str, torch.Tensor]]]
+    trainer: Trainer,
+    boxes_of: Callable[[OwnedState, State], Iterator[tuple[str, TensorBox]]],
+    kinds: Sequence[State] = STATES,
 ) -> dict[str, LocalShard]:
-    """The local shards that a checkpoint stores and fills, by global name; `weights` are the masters.
+    """What a checkpoint stores or fills of this rank, by global name; `weights` are the masters.
 
-    `full_states` has an entry per bucket: tensors by state (`master`, `exp_avg`, `exp_avg_sq`) and global
-    name.
+    `boxes_of` is `OwnedState.written_boxes` for a save, `OwnedState.held_boxes` for a load.
     """
-    return {
-        f"{WEIGHTS if kind == 'master' else kind}.{name}": LocalShard(tensor, trainer.runtime.shards[name])
-        for tensors in full_states
-        for kind, named in tensors.items()
-        for name, tensor in named.items()
-    }
+    found: dict[str, list[TensorBox]] = {}
+    for kind in kinds:
+        prefix = WEIGHTS if kind == "master" else kind
+        for state in trainer.runtime.states:
+            for name, box in boxes_of(state, kind):
+                found.setdefault(f"{prefix}.{name}", []).append(box)
+    shapes = {name: torch.Size(shard.shape) for name, shard in trainer.runtime.shards.items()}
+    return {key: LocalShard(shapes[key.partition(".")[2]], tuple(boxes)) for key, boxes in found.items()}

@@ -32,7 +32,7 @@ from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
-from yuan_train.parallel.zero import ReplicatedState
+from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.footprint import (
     can_track_memory,
     held_bytes,
@@ -257,7 +257,7 @@ class _Unit:
         ranks = tuple(range(case.width))
         parameters = dict(self.part.named_parameters())
         self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)
-        self.state = ReplicatedState(self.bucket, Groups({}, {}))
+        self.state = OwnedState(self.bucket, Groups({}, {}), None)
         random_data = DataConfig(
             train=(Source(prefix="random"),),
             sequence_length=case.sequence_length,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from yuan_train.config.run import OptimizerConfig
-from yuan_train.parallel.zero import BucketState, OptimizerShard
+from yuan_train.parallel.zero import OptimizerShard, OwnedState
 
 
 def learning_rate(step: int, config: OptimizerConfig, *, decay_steps: int) -> float:
@@ -33,7 +33,7 @@ class Optimizer:
     Weight decay applies to matrices and not to vectors (norms and biases), as in the published runs.
     """
 
-    def __init__(self, states: Sequence[BucketState], config: OptimizerConfig) -> None:
+    def __init__(self, states: Sequence[OwnedState], config: OptimizerConfig) -> None:
         self.states = states
         self._adamw: torch.optim.AdamW | None = None
         groups = [group for state in states for shard in state.shards for group in _param_groups(shard)]

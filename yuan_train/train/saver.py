@@ -21,6 +21,7 @@ from yuan_train.checkpoint.local_shards import snapshot
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import guard_world_collective, make_save_group
+from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.build import checkpoint_tensors
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import Log
@@ -152,12 +153,7 @@ def save_progress(job: Job, trainer: Trainer, progress: Progress, saver: Saver) 
     if job.run.checkpoint.directory is None:
         return
     saver.wait()
-    runtime = trainer.runtime
-    full_states = [state.full_state() for state in runtime.states]
-    owned = [
-        tensors for tensors, bucket in zip(full_states, runtime.buckets, strict=True) if bucket.is_first_owner
-    ]
-    tensors = checkpoint_tensors(trainer, owned)
+    tensors = checkpoint_tensors(trainer, OwnedState.written_boxes)
     save = partial(
         save_checkpoint,
         job.run.checkpoint.directory,
