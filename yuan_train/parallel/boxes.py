@@ -83,7 +83,7 @@ def global_boxes(shard: Shard, index: int, count: int, start: int, end: int) -> 
         # Blocks are apart in the global tensor, though not in the part.
         blocks = range(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
         sizes = (*box.sizes[:dim], *box.sizes[dim + 1 :])
-        # Several blocks in one box are whole from the sharded dim on; the dims before it are then of size 1.
+        # A box over several blocks has all of each: one box per block, and per index of the dims before.
         outer = list(itertools.product(*(range(n) for n in box.sizes[:dim])))
         if len(blocks) == 1:
             offset = blocks[0] * block + index * size + box.offsets[dim + 1]
