@@ -37,9 +37,15 @@ FAILURE_TIMEOUT = 60.0
 def train(job: Job) -> None:
     """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError."""
     if job.position.world_size > 1:
-        _connect(job)
+        init_distributed(
+            device=job.device,
+            timeout_seconds=job.run.train.timeout,
+            startup_timeout_seconds=job.run.train.startup_timeout,
+        )
     keep_freed_memory(job.device)
     try:
+        # Another rank may have found its own files wrong, and be in `fail_together`.
+        raise_together(None)
         check_same_job(job)
         if job.run.checkpoint.directory is not None:
             check_same_directory(job.run.checkpoint.directory)
@@ -52,20 +58,6 @@ def train(job: Job) -> None:
             _run_steps(job, trainer, progress, log, saver, stop_requested)
     finally:
         shutdown()
-
-
-def _connect(job: Job) -> None:
-    """Connect to the other ranks, and raise with them what one of them has found wrong with its files."""
-    init_distributed(
-        device=job.device,
-        timeout_seconds=job.run.train.timeout,
-        startup_timeout_seconds=job.run.train.startup_timeout,
-    )
-    try:
-        raise_together(None)
-    except YuanError:
-        shutdown()
-        raise
 
 
 def fail_together(error: YuanError, position: Position) -> NoReturn:
