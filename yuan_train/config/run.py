@@ -23,6 +23,10 @@ Counts = Annotated[tuple[Count, ...], MinLen(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 Recompute = Literal["none", "selective", "full"]
+ReduceDtype = Literal["fp32", "bf16"]
+
+BUCKET_SIZE = 40_000_000
+"""Megatron-LM's default (`DistributedDataParallelConfig.bucket_size`: at least 40M parameters)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +134,12 @@ class OptimizerConfig:
     weight_decay: Annotated[float, Ge(0)] = 0.1
     clip_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0 disables clipping."""
+    reduce_dtype: ReduceDtype = "fp32"
+    """Of gradients on their way between owners. bf16 halves the bytes, and rounds each owner's gradient and
+    every partial sum to 8 bits; fp32 is what gradients are accumulated in (fp64 for fp64 models)."""
+    bucket_size: Count = BUCKET_SIZE
+    """The most parameters whose gradients are reduced in one operation. Smaller buckets start earlier in the
+    backward, each at the cost of one latency; a layer is never divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
