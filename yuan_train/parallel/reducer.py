@@ -3,7 +3,7 @@
 A bucket's reduction may start when its last gradient is complete: inside the last backward of the stages that
 hold its units or, where backwards are split, inside the last weight gradients. All ranks start their
 reductions in the reverse of the model's order, in which gradients mostly become complete; a bucket that is
-complete before its turn waits for it. One order on all ranks is what two ranks need that share several groups.
+complete before its turn waits for it. Two ranks that share several groups need one order.
 
 This cannot deadlock: starting does not block; a rank waits for the ends when its program has ended and all
 its reductions have started; and no program waits for a reduction. So every rank of a reduction starts it, in
@@ -12,7 +12,7 @@ the same order as the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -61,7 +61,7 @@ class GradReducer:
         self._next = len(self._missing) - 1
 
     def before_step(self, step: Step) -> None:
-        """A step of the rank program begins: count the gradients that it completes, if it is a stage's last."""
+        """A step begins: if it is the last of its stage that completes gradients, count those that arrive."""
         if step.is_compute:
             self._end_stages()
         self._step = step if self._closing.get(step.stage) == step else None
@@ -89,7 +89,7 @@ class GradReducer:
         return lambda _: self.arrived(name)
 
     def _end_stages(self) -> None:
-        # Not before the messages that follow the step: another stage waits for them, and for no reduction yet.
+        # Not before the messages that follow the step: another stage waits for those, none for a reduction.
         if self._ended:
             self._complete(lambda stage, name: stage in self._ended)
             self._ended.clear()

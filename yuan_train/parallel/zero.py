@@ -1,10 +1,11 @@
 """Optimizer state, owned in ranges: each owner of a bucket steps all of it, or a range of its own (ZeRO-1).
 
-Sharded (Rajbhandari et al. 2020, stage 1), a rank holds masters and AdamW's two moments for its range of each
-of its slices. Gradients are reduced to the rank that holds the range, and the stepped weights are sent from it
-while the next forward begins. Equal ranges take one reduce-scatter and one all-gather on NCCL; unequal ones an
-operation per owner, because gloo has no uneven all-gather. Not sharded, gradients are all-reduced, and every
-owner steps everything. A part of what a rank holds may be offloaded to the host, and is stepped there.
+Sharded (Rajbhandari et al. 2020, stage 1), a rank holds masters and AdamW's two moments for its range of
+each of its slices. Gradients are reduced to the rank that holds the range, and the stepped weights are sent
+from it while the next forward begins. Equal ranges take one reduce-scatter and one all-gather on NCCL;
+unequal ones an operation per owner, because gloo has no uneven all-gather. Not sharded, gradients are
+all-reduced, and every owner steps everything. A part of what a rank holds may be offloaded to the host, and
+is stepped there.
 
 Checkpoints store and fill what a rank holds as boxes of the global tensors, in place: nothing is gathered.
 """
