@@ -78,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         precision=run_config.train.precision,
         profile=profile,
         overlap=run_config.search.overlap,
+        reduce_dtype=run_config.optimizer.reduce_dtype,
+        bucket_size=run_config.optimizer.bucket_size,
     )
     result = search_plan(problem, run_config.search, micro_batch_size=run_config.train.micro_batch_size)
     if arguments.report:

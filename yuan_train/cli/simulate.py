@@ -46,6 +46,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32", "fp64"), help="with --cluster; bf16 if not given"
     )
+    parser.add_argument(
+        "--reduce-dtype",
+        choices=("fp32", "bf16"),
+        help="of gradients on their way between owners, with --cluster; fp32 if not given",
+    )
+    parser.add_argument(
+        "--bucket-size",
+        type=int,
+        metavar="N",
+        help="the most parameters reduced in one operation, with --cluster; 40000000 if not given",
+    )
     parser.add_argument("--blocking", action="store_true", help="the sender waits for its messages")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
@@ -60,6 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     _check_schedule(plan)
     if arguments.profile and not arguments.cluster:
         raise ConfigError("--profile: needs --cluster F too, for the cards' types and links")
+    for option in ("reduce_dtype", "bucket_size"):
+        if getattr(arguments, option) is not None and not arguments.cluster:
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name}: needs --cluster F too, for the links that gradients go over")
+    if arguments.bucket_size is not None and arguments.bucket_size < 1:
+        raise ConfigError(f"--bucket-size: wanted at least 1 parameter, got {arguments.bucket_size}")
     cost: PlanCost | None = None
     if arguments.cluster:
         cost = _cost(arguments, plan)
@@ -96,7 +113,7 @@ def _read_plan(arguments: argparse.Namespace) -> Plan:
 def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     """The plan of --layout or --blocks: one pipeline, stage s on the cluster's card s.
 
-    Sets `arguments.precision` to the run's if it is not given.
+    Sets `precision`, `reduce_dtype` and `bucket_size` of the arguments to the run's if they are not given.
     """
     from yuan_train.cli.plan import read_run_config
     from yuan_train.config.cluster import load_cluster
@@ -109,6 +126,8 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
         raise ConfigError("a hand-made cut needs --cluster F: its cards, in their order, take the stages")
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
     arguments.precision = arguments.precision or run_config.train.precision
+    arguments.reduce_dtype = arguments.reduce_dtype or run_config.optimizer.reduce_dtype
+    arguments.bucket_size = arguments.bucket_size or run_config.optimizer.bucket_size
     cluster = load_cluster(arguments.cluster)
     num_layers = run_config.model.num_layers
     if arguments.layout:
@@ -159,6 +178,7 @@ def _check_schedule(plan: Plan) -> None:
 def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     from yuan_train.cli.plan import read_profiles
     from yuan_train.config.cluster import load_cluster
+    from yuan_train.config.run import BUCKET_SIZE
     from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
     from yuan_train.planner.evaluate.plan_cost import cost_plan
 
@@ -170,6 +190,8 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
         precision=arguments.precision or "bf16",
         profile=read_profiles(arguments.profile),
         overlap=not arguments.blocking,
+        reduce_dtype=arguments.reduce_dtype or "fp32",
+        bucket_size=arguments.bucket_size or BUCKET_SIZE,
     )
     return cost_plan(make_costs(problem), plan)
 
@@ -224,6 +246,7 @@ def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) 
         "compute_seconds": compute,
         "grad_reduce_seconds": cost.grad_reduce_seconds + cost.tied_embedding_seconds if cost else None,
         "update_seconds": cost.update_seconds if cost else None,
+        "weight_sync_seconds": cost.weight_sync_seconds if cost else None,
         "tokens_per_second": plan.global_batch_size * plan.sequence_length / step if step else None,
         "bubble_fraction": 1.0 - busy / (step * num_workers) if step else 0.0,
         "messages": "cluster" if cost else "free",

@@ -147,36 +147,6 @@ def test_mixed_pipelines_wait_for_each_other():
     assert len(result.stages) == 3
 
 
-def test_only_what_outlasts_the_drain_of_a_gradient_reduction_counts():
-    # Two pipelines, each a V of four stages: rank 0 ends stage 3 long before stage 0, so only the reduction
-    # of stage 0 outlasts the drain.
-    def two(a, b):
-        return [(4, [(((r,),), 2) for r in (x, y, y, x)]) for x, y in (a, b)]
-
-    result = cost(on_cards(plan_of(*two((0, 1), (2, 3)), schedule="zero_bubble"), [0, 1, 4, 5]))
-    simulation = result.simulations[0]
-    ends, reduce_seconds = (
-        simulation.stage_end_seconds,
-        [stage.grad_reduce_seconds for stage in result.stages[:4]],
-    )
-    assert min(reduce_seconds) > 0 and ends[3] < ends[0] == max(ends)
-    exposed = max(end + seconds for end, seconds in zip(ends, reduce_seconds, strict=True)) - max(ends)
-    assert result.grad_reduce_seconds == pytest.approx(exposed)
-    assert result.grad_reduce_seconds < sum(reduce_seconds)
-
-
-def test_the_buckets_of_a_card_are_reduced_at_once():
-    # Card 0 reduces its first layers with card 4 and the others with card 5, both through one NIC.
-    plan = plan_of((4, [ONE]), (4, [(((1,),), 4), (((2,),), 4)]))
-    result = cost(on_cards(plan, [0, 4, 5]))
-    whole, *halves = [stage.grad_reduce_seconds for stage in result.stages]
-    # Each slows the other to twice its time, and both end then; one after the other would take as long.
-    assert whole == pytest.approx(max(halves), rel=0.05)
-    near = cost(plan)
-    whole, *halves = [stage.grad_reduce_seconds for stage in near.stages]
-    assert whole == pytest.approx(sum(halves))
-
-
 def test_virtual_stages_fill_faster_and_count_the_whole_card():
     plain = cost(plan_of((8, PAIR)))
     looped = [(((r,),), 2) for r in (0, 1, 0, 1)]

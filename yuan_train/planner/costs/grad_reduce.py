@@ -1,25 +1,118 @@
-"""Gradient reduction: how long the owners of the same part of the model take to reduce its gradients.
+"""Buckets of a plan: how long their owners take to reduce the gradients, and to send the weights back.
 
-Adjacent units with the same owners are one bucket. All owners start a bucket's reduction as soon as the last
-of them has run its last backward.
+A ring of one card per owner reduces a bucket's gradients. With a sharded optimizer the ring does so in a
+reduce-scatter, and after the optimizer step it gathers the weights: each is half of an all-reduce.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.links import allreduce_seconds
-from yuan_train.planner.costs.owners import PlanCards, unit_holders, units_by_stage
+from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.workload import STATE_BYTES
+from yuan_train.schedule.buckets import group_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCost:
+    """Adjacent units that several owners hold, and what their ring takes for them."""
+
+    units: range
+    owners: tuple[Replica, ...]
+    grad_reduce_seconds: float
+    weight_sync_seconds: float
+    """Of the weights' way back after the optimizer step; 0 unless the optimizer is sharded."""
+
+    @property
+    def cards(self) -> list[Card]:
+        return [card for replica in self.owners for card in replica]
+
+
+def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost, ...]:
+    """The buckets that several owners hold, in the model's order; the tied embedding is not among them."""
+    holders = unit_holders(plan, cards)
+    if max(map(len, holders)) == 1:
+        return ()
+    sizes = unit_parameters(costs.problem.model)
+    groups = [
+        units
+        for units in bucket_units(costs, holders)
+        if len(holders[units.start]) > 1 and sum(sizes[u] for u in units)
+    ]
+    owners = list(dict.fromkeys(holders[units.start] for units in groups))
+    sharers = dict(zip(owners, owner_sharers(owners), strict=True))
+    known: dict[tuple[tuple[Replica, ...], float], tuple[float, float]] = {}
+    found: list[BucketCost] = []
+    for units in groups:
+        replicas = holders[units.start]
+        key = (replicas, sum(sizes[u] for u in units) / min(map(len, replicas)))
+        if key not in known:
+            ring, flows = [replica[0] for replica in replicas], sharers[replicas]
+            sharded = plan.optimizer_sharding
+            known[key] = (
+                grad_reduce_seconds(costs, ring, key[1], sharded=sharded, sharers=flows),
+                weight_sync_seconds(costs, ring, key[1], sharers=flows) if sharded else 0.0,
+            )
+        reduce_seconds, sync_seconds = known[key]
+        found.append(
+            BucketCost(
+                units=units,
+                owners=replicas,
+                grad_reduce_seconds=reduce_seconds,
+                weight_sync_seconds=sync_seconds,
+            )
+        )
+    return tuple(found)
+
+
+def bucket_units(costs: Costs, owners: Sequence[Hashable]) -> tuple[range, ...]:
+    """The buckets of units with these owners. A tied embedding is a bucket of its own: the first and the last
+    stages hold it."""
+    problem = costs.problem
+    if problem.model.tie_embeddings:
+        owners = [None, *owners[1:]]
+    return group_units(owners, unit_parameters(problem.model), bucket_size=problem.bucket_size)
+
+
+def owner_sharers(owners: Sequence[tuple[Replica, ...]]) -> list[int]:
+    """For the ring of each set of owners, how many rings at a time share the busiest NIC on its way.
+
+    Rings that have a card in common take turns; of the others, those count that can all run at once.
+    """
+    members = [frozenset(card for replica in replicas for card in replica) for replicas in owners]
+    rings = [[replica[0] for replica in replicas] for replicas in owners]
+    if sum(map(len, members)) == len(frozenset().union(*members)):
+        return ring_sharers(rings)
+    result: list[int] = []
+    for i, ring in enumerate(rings):
+        others = [j for j, other in enumerate(rings) if j != i and _crosses(other)]
+        flows = [1]
+        for node in {card.node for card in ring} if _crosses(ring) else ():
+            busy = members[i]
+            at_once = 1
+            for j in others:
+                if busy.isdisjoint(members[j]) and any(card.node == node for card in rings[j]):
+                    busy, at_once = busy | members[j], at_once + 1
+            flows.append(at_once)
+        result.append(max(flows))
+    return result
+
+
+def _crosses(ring: Sequence[Card]) -> bool:
+    """Whether a ring leaves its node."""
+    return len({card.node for card in ring}) > 1
 
 
 def ring_sharers(rings: Sequence[Sequence[Card]]) -> list[int]:
-    """For each ring, how many rings share the busiest NIC on its way; 1 inside a node. All run at once."""
+    """For each of these rings without a common card, how many share the busiest NIC on its way; 1 inside a
+    node. All run at once."""
     ring_nodes = [{card.node for card in ring} for ring in rings]
     crossing = Counter(node for nodes in ring_nodes if len(nodes) > 1 for node in nodes)
     return [
@@ -30,72 +123,40 @@ def ring_sharers(rings: Sequence[Sequence[Card]]) -> list[int]:
 def tied_embedding_seconds(
     costs: Costs, firsts: Sequence[Card], lasts: Sequence[Card], *, width: int = 1, sharded: bool = False
 ) -> float:
-    """Seconds to reduce the tied embedding's gradient over all that hold it; 0 without `lasts` or for a
-    single card.
+    """Seconds to reduce the tied embedding's gradient over all that hold it, and with a `sharded` optimizer
+    to gather it again; 0 without `lasts` or for a single card.
 
     `firsts` and `lasts` are the first card of each replica of all first and last stages; `width` is the
-    tensor-parallel size that divides the embedding matrix; `sharded`: the optimizer is.
+    tensor-parallel size that divides the embedding matrix.
     """
     if not lasts:
         return 0.0
     owners = list(dict.fromkeys([*firsts, *lasts]))
     size = costs.problem.model.embedding_parameters / width
-    return grad_reduce_seconds(costs, owners, size, sharded=sharded)
+    seconds = grad_reduce_seconds(costs, owners, size, sharded=sharded)
+    return seconds + (weight_sync_seconds(costs, owners, size) if sharded else 0.0)
 
 
 def grad_reduce_seconds(
     costs: Costs, owners: Sequence[Card], parameters: float, *, sharded: bool, sharers: int = 1
 ) -> float:
     """Seconds to reduce the gradients of `parameters` parameters over a ring of owners: an all-reduce; with a
-    sharded optimizer a reduce-scatter, and an all-gather of the weights, each half an all-reduce.
+    sharded optimizer a reduce-scatter, its first half.
 
     `sharers` is how many rings share a NIC.
     """
-    state = STATE_BYTES[costs.problem.precision]
-    ring = allreduce_seconds(costs.topology, owners, parameters * state.gradients, sharers=sharers)
-    if not sharded:
-        return ring
-    weights = allreduce_seconds(costs.topology, owners, parameters * state.parameters, sharers=sharers)
-    return (ring + weights) / 2
+    size = parameters * costs.problem.reduce_bytes
+    ring = allreduce_seconds(costs.topology, owners, size, sharers=sharers)
+    return ring / 2 if sharded else ring
 
 
-def stage_grad_reduce_seconds(
-    costs: Costs, plan: Plan, cards: PlanCards, owners: dict[tuple[int, int], int]
-) -> dict[tuple[int, int], float]:
-    """Seconds of each stage's gradient reduction, by pipeline and stage; a bucket is reduced over one ring.
-
-    `owners` is what `owner_sets` returns.
-    """
-    if max(owners.values()) == 1:
-        return dict.fromkeys(owners, 0.0)
-    holders = unit_holders(plan, cards)
-    sizes = unit_parameters(costs.problem.model)
-    buckets: dict[tuple[Replica, ...], float] = {}
-    for replicas, size in zip(holders, sizes, strict=True):
-        buckets[replicas] = buckets.get(replicas, 0.0) + size
-    rings = {replicas: [replica[0] for replica in replicas] for replicas in buckets}
-    sharers = ring_sharers(list(rings.values()))
-    alone, shared = (
-        {
-            replicas: grad_reduce_seconds(
-                costs,
-                rings[replicas],
-                size / min(map(len, replicas)),
-                sharded=plan.optimizer_sharding,
-                sharers=count,
-            )
-            for (replicas, size), count in zip(buckets.items(), counts, strict=True)
-        }
-        for counts in ([1] * len(sharers), sharers)
-    )
-    result: dict[tuple[int, int], float] = {}
-    for (p, s), units in units_by_stage(plan).items():
-        stage_buckets = dict.fromkeys(holders[u] for u in units)
-        # A stage's buckets run at once: they take as long as the slowest one takes on its shared NIC, and at
-        # least as long as all of them one after the other on the card's stage_buckets link.
-        total = sum(alone[replicas] for replicas in stage_buckets)
-        result[p, s] = max(total, max((shared[replicas] for replicas in stage_buckets), default=0.0))
-    return result
+def weight_sync_seconds(
+    costs: Costs, owners: Sequence[Card], parameters: float, *, sharers: int = 1
+) -> float:
+    """Seconds to gather the stepped weights of a sharded optimizer over a ring of owners: half of an
+    all-reduce of that size."""
+    size = parameters * STATE_BYTES[costs.problem.precision].parameters
+    return allreduce_seconds(costs.topology, owners, size, sharers=sharers) / 2
 
 
 def unit_parameters(model: ModelConfig) -> list[float]:

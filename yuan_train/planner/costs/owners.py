@@ -12,14 +12,6 @@ PlanCards = Sequence[Sequence[tuple[Replica, ...]]]
 """The replicas of each stage, by pipeline and stage."""
 
 
-def owner_sets(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], int]:
-    """How many replicas own a stage's units: the fewest over its units, by pipeline and stage."""
-    holders = unit_holders(plan, cards)
-    return {
-        key: min((len(holders[u]) for u in units), default=1) for key, units in units_by_stage(plan).items()
-    }
-
-
 def optimizer_shares(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], float]:
     """The share of its units' optimizer state that a replica of a stage holds: the largest over the units, by
     pipeline and stage."""
@@ -40,18 +32,40 @@ def optimizer_shares(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], floa
     }
 
 
-def holds_slices(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], bool]:
-    """Whether each card of a stage holds several slices of its sharded optimizer, because other owners have
-    another tensor-parallel size; by pipeline and stage.
+def packed_shares(plan: Plan, cards: PlanCards, *, reduce_copy_share: float) -> dict[tuple[int, int], float]:
+    """The share of its gradients that each card of a stage holds twice, because their reduction runs in
+    buffers of its own; by pipeline and stage.
 
-    The slices of a unit are as many as the least common multiple of its owners' sizes.
+    If other owners have another tensor-parallel size, a card holds several slices of its sharded optimizer,
+    whose reduced gradients lie apart. A reduction in another dtype packs the gradients that have several
+    owners, which adds `reduce_copy_share` of these.
     """
-    if not plan.optimizer_sharding:
-        return dict.fromkeys(units_by_stage(plan), False)
-    slices = [math.lcm(*(len(replica) for replica in replicas)) for replicas in unit_holders(plan, cards)]
+    holders, stages = unit_holders(plan, cards), units_by_stage(plan)
+    # The slices of a unit are as many as the least common multiple of its owners' sizes.
+    slices = [math.lcm(*(len(replica) for replica in replicas)) for replicas in holders]
+    shares = optimizer_shares(plan, cards)
+    reduced = _reduced_shares(plan, holders) if reduce_copy_share else dict.fromkeys(stages, 0.0)
     return {
-        (p, s): any(slices[u] > len(cards[p][s][0]) for u in units)
-        for (p, s), units in units_by_stage(plan).items()
+        (p, s): reduce_copy_share * reduced[p, s]
+        + (
+            shares[p, s]
+            if plan.optimizer_sharding and any(slices[u] > len(cards[p][s][0]) for u in units)
+            else 0.0
+        )
+        for (p, s), units in stages.items()
+    }
+
+
+def _reduced_shares(plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> dict[tuple[int, int], float]:
+    """The share of its gradients that a stage has in common with other owners, by pipeline and stage. A tied
+    embedding is held by the first and the last stages."""
+    model, last = plan.model, plan.model.num_layers + 1
+    sizes = [model.embedding_parameters, *[model.layer_parameters] * model.num_layers, model.head_parameters]
+    tied = len({*holders[0], *holders[last]}) if model.tie_embeddings else 0
+    several = [len(replicas) > 1 or (tied > 1 and u in (0, last)) for u, replicas in enumerate(holders)]
+    return {
+        key: sum(sizes[u] for u in units if several[u]) / max(sum(sizes[u] for u in units), 1)
+        for key, units in units_by_stage(plan).items()
     }
 
 

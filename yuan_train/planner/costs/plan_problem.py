@@ -10,11 +10,11 @@ from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.profile import Profile
-from yuan_train.config.run import Recompute
+from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology, make_topology
 from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost, card_costs, check_profile
-from yuan_train.planner.costs.workload import ELEMENT_BYTES
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 
 Replica = tuple[Card, ...]
 """The cards of a tensor-parallel group, in order."""
@@ -32,6 +32,24 @@ class PlanProblem:
     profile: Profile | None = None
     overlap: bool = True
     """Whether messages overlap compute; otherwise the sender waits for them."""
+    reduce_dtype: ReduceDtype = "fp32"
+    """Of gradients on their way between owners; see `OptimizerConfig`."""
+    bucket_size: int = BUCKET_SIZE
+    """The most parameters whose gradients are reduced in one operation."""
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a parameter's gradient on its way between owners."""
+        if self.reduce_dtype == "bf16":
+            return ELEMENT_BYTES["bf16"]
+        return STATE_BYTES[self.precision].gradients
+
+    @property
+    def reduce_copy_share(self) -> float:
+        """The share of its gradients that a reduction in another dtype holds again, packed; at most: all
+        buckets of a stage may be under way at once."""
+        gradient_bytes = STATE_BYTES[self.precision].gradients
+        return self.reduce_bytes / gradient_bytes if self.reduce_bytes != gradient_bytes else 0.0
 
     @property
     def has_external_profile(self) -> bool:

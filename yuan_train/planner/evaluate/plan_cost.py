@@ -1,15 +1,15 @@
 """What a plan costs: seconds and bytes of each stage, and of the step, from the simulation of its schedule.
 
 A step is the forwards and backwards of every pipeline. The owners of the same part of the model reduce its
-gradients as soon as all of them have run its last backward, while other stages drain, so that only what
-outlasts the drain counts. Then the tied embedding is reduced over all that hold it, and every card runs its
-optimizer step:
+gradients bucket by bucket while the last backward still runs and other stages drain, so that only what
+outlasts all compute counts. Then the tied embedding is reduced over all that hold it, and every card runs its
+optimizer step. With a sharded optimizer each owner updates its share, and the weights come back bucket by
+bucket while the next step's forward begins, which waits where they come too late:
 
-    step = max over pipelines and stages (last backward + gradient reduction)
-           + tied embedding + slowest optimizer step
+    step = compute + gradient reductions that outlast it
+           + tied embedding + slowest optimizer step + longest wait for weights
 
-With a sharded optimizer the reduction is a reduce-scatter of gradients and, after the optimizer step, an
-all-gather of weights; each owner updates its share.
+`evaluate/overlap.py` says which parts are hidden.
 """
 
 from __future__ import annotations
@@ -18,17 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from yuan_train.config.plan import Forecast, Plan, StageForecast
-from yuan_train.planner.costs.grad_reduce import stage_grad_reduce_seconds, tied_embedding_seconds
-from yuan_train.planner.costs.owners import (
-    PlanCards,
-    holds_slices,
-    optimizer_shares,
-    owner_sets,
-    units_by_stage,
-)
+from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
+from yuan_train.planner.costs.owners import PlanCards, optimizer_shares, packed_shares
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.unit_costs import Source
 from yuan_train.planner.evaluate.messages import edge_seconds
+from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, card_memory, cards_of, stage_cost
 from yuan_train.schedule.step import Workers
@@ -46,11 +41,13 @@ class PlanCost:
     compute_seconds: float
     """Until the last backward of any pipeline ends."""
     grad_reduce_seconds: float
-    """What the gradient reduction adds to that."""
+    """What the gradient reductions add to that."""
     tied_embedding_seconds: float
-    """Gradient reduction of the tied embedding."""
+    """Gradient reduction of the tied embedding; with a sharded optimizer its weights' way back too."""
     update_seconds: float
     """The slowest card's optimizer step."""
+    weight_sync_seconds: float
+    """How long forwards wait for the weights of a sharded optimizer."""
 
     @property
     def step_seconds(self) -> float:
@@ -60,6 +57,7 @@ class PlanCost:
             + self.grad_reduce_seconds
             + self.tied_embedding_seconds
             + self.update_seconds
+            + self.weight_sync_seconds
         )
 
     @property
@@ -86,10 +84,8 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision.
     """
     cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
-    owners = owner_sets(plan, cards)
     shares = optimizer_shares(plan, cards)
-    packed = holds_slices(plan, cards)
-    reduce_seconds = stage_grad_reduce_seconds(costs, plan, cards, owners)
+    packed = packed_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
     simulations: list[Simulation] = []
@@ -103,9 +99,8 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
                 cards[p][s],
                 p,
                 s,
-                grad_reduce_seconds=reduce_seconds[p, s],
                 optimizer_share=shares[p, s],
-                packed=packed[p, s],
+                packed_share=packed[p, s],
             )
             for s in range(len(pipeline.stages))
         ]
@@ -125,13 +120,14 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         simulations.append(simulated[key])
         stages += pipeline_stages
     compute = max(simulation.step_seconds for simulation in simulations)
+    buckets = bucket_costs(costs, plan, cards)
     return PlanCost(
         stages=tuple(stages),
         simulations=tuple(simulations),
         times=tuple(times),
         workers=tuple(workers),
         compute_seconds=compute,
-        grad_reduce_seconds=grad_reduce_end(plan, reduce_seconds, simulations) - compute,
+        grad_reduce_seconds=grad_reduce_end(plan, buckets, stages, simulations) - compute,
         tied_embedding_seconds=tied_embedding_seconds(
             costs,
             [replica[0] for row in cards for replica in row[0]],
@@ -140,6 +136,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
             sharded=plan.optimizer_sharding,
         ),
         update_seconds=max(stage.update_seconds for stage in stages),
+        weight_sync_seconds=exposed_weight_sync_seconds(plan, buckets, stages, simulations),
     )
 
 
@@ -184,30 +181,3 @@ def make_forecast(costs: Costs, cost: PlanCost, *, lower_bound_seconds: float) -
             for stage in cost.stages
         ),
     )
-
-
-def grad_reduce_end(
-    plan: Plan, reduce_seconds: dict[tuple[int, int], float], simulations: Sequence[Simulation]
-) -> float:
-    """End of the last gradient reduction or backward, in seconds from the step's start.
-
-    A stage's reduction, of `reduce_seconds` by pipeline and stage, starts when all owners of its units have
-    run their last backward.
-    """
-    ends = {
-        (p, s): end
-        for p, simulation in enumerate(simulations)
-        for s, end in enumerate(simulation.stage_end_seconds)
-    }
-    latest = max(ends.values())
-    if not any(reduce_seconds.values()):
-        return latest
-    units = units_by_stage(plan)
-    done = [0.0] * (plan.model.num_layers + 2)
-    for key, end in ends.items():
-        for u in units[key]:
-            done[u] = max(done[u], end)
-    for key, seconds in reduce_seconds.items():
-        ready = max((done[u] for u in units[key]), default=ends[key])
-        latest = max(latest, ready + seconds)
-    return latest

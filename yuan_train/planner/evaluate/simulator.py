@@ -13,6 +13,7 @@ alone: it is computed once, and then one plan is a loop over numbers, and many p
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -93,6 +94,15 @@ class Simulation:
     operations: tuple[Operation, ...]
     spans: tuple[tuple[float, float], ...]
     """Start and end of each of `operations`."""
+
+    @property
+    def stage_start_seconds(self) -> tuple[float, ...]:
+        """Start of each stage's first forward."""
+        starts = [math.inf] * len(self.stage_end_seconds)
+        for operation, (start, _) in zip(self.operations, self.spans, strict=True):
+            if operation.kind == "forward" and start < starts[operation.stage]:
+                starts[operation.stage] = start
+        return tuple(starts)
 
     @property
     def timed_steps(self) -> tuple[tuple[TimedStep, ...], ...]:

@@ -14,7 +14,7 @@ from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.plan_problem import Costs, Replica, stage_units
-from yuan_train.planner.costs.unit_costs import CardCosts, Source
+from yuan_train.planner.costs.unit_costs import CardCosts, Source, UnitCost
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.in_flight import in_flight
@@ -41,9 +41,10 @@ class StageCost:
     backward_seconds: float
     weight_seconds: float
     """The weight-gradient part of the backward, for schedules that split it."""
-    grad_reduce_seconds: float
-    packed: bool
-    """Whether each card holds several slices of the sharded optimizer; see `owners.holds_slices`."""
+    units: tuple[UnitCost, ...]
+    """What these are sums of."""
+    packed_share: float
+    """Share of its gradients that each card holds twice; see `owners.packed_shares`."""
     optimizer_share: float
     """Share of the stage's optimizer state that each of its replicas holds."""
     update_seconds: float
@@ -112,9 +113,8 @@ def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> 
         old.replicas,
         p,
         s,
-        grad_reduce_seconds=old.grad_reduce_seconds,
         optimizer_share=old.optimizer_share,
-        packed=old.packed,
+        packed_share=old.packed_share,
     )
 
 
@@ -125,9 +125,8 @@ def stage_cost(
     p: int,
     s: int,
     *,
-    grad_reduce_seconds: float,
     optimizer_share: float,
-    packed: bool,
+    packed_share: float,
 ) -> StageCost:
     """The cost of stage s of pipeline p on `replicas`, by its slowest replica and its tightest card."""
     pipeline, model = plan.pipelines[p], plan.model
@@ -158,8 +157,8 @@ def stage_cost(
         forward_seconds=math.fsum(unit.forward_seconds for unit in units),
         backward_seconds=math.fsum(unit.backward_seconds for unit in units),
         weight_seconds=math.fsum(unit.weight_seconds for unit in units),
-        grad_reduce_seconds=grad_reduce_seconds,
-        packed=packed,
+        units=units,
+        packed_share=packed_share,
         optimizer_share=optimizer_share,
         update_seconds=max(
             sum(unit.parameters for unit in part.units[updated])
@@ -176,7 +175,7 @@ def stage_cost(
             boundary_bytes=slowest.boundary_bytes,
             reserved_bytes=float(tightest.reserved),
             optimizer_share=optimizer_share * (1.0 - stage.optimizer_offload),
-            packed_share=optimizer_share if packed else 0.0,
+            packed_share=packed_share,
         ),
         capacity_bytes=float(tightest.memory),
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,

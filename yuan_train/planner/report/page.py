@@ -219,7 +219,7 @@ def _timeline_svg(cost: PlanCost) -> str:
     keys = (
         _key("var(--f)", "forward")
         + _key("var(--b)", "backward")
-        + _key("var(--soft)", "warm-up, drain, gradient reduction and optimizer step")
+        + _key("var(--soft)", "warm-up, drain, gradient reduction, optimizer step and weight sync")
         + _key("url(#hatch)", "waiting for a neighbour or a message")
     )
     return f"<p>{keys}</p>" + _svg(1060, y + 20, "one step", [*shapes, axis])

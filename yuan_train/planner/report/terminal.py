@@ -111,6 +111,8 @@ def step_words(result: SearchResult, problem: PlanProblem) -> str:
         f"gradient reduction {(cost.grad_reduce_seconds + cost.tied_embedding_seconds) / step:.0%}",
         f"optimizer step {cost.update_seconds / step:.0%}",
     ]
+    if result.best.plan.optimizer_sharding:
+        parts.append(f"weight sync {cost.weight_sync_seconds / step:.0%}")
     return " | ".join(parts)
 
 
@@ -264,6 +266,7 @@ def _parts(cost: PlanCost) -> dict[str, float]:
         "bubble and waiting": cost.compute_seconds - work,
         "gradient reduction": cost.grad_reduce_seconds + cost.tied_embedding_seconds,
         "optimizer step": cost.update_seconds,
+        "weight sync": cost.weight_sync_seconds,
     }
 
 

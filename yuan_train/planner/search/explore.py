@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
-from yuan_train.planner.costs.grad_reduce import grad_reduce_seconds, unit_parameters
+from yuan_train.planner.costs.grad_reduce import (
+    grad_reduce_seconds,
+    unit_parameters,
+    weight_sync_seconds,
+)
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.bounds import shape_bound
@@ -90,7 +94,7 @@ def solve_shapes(
             ScoredShape(
                 shape=shape,
                 lower_bound_seconds=lower_bound_seconds,
-                estimated_seconds=relaxed + _grad_reduce_estimate(costs, shape),
+                estimated_seconds=relaxed + _exposed_estimate(costs, shape, options),
             )
         )
     # Shapes that do not seem to fit come last (their estimate is infinite). Estimates of stages with several
@@ -116,7 +120,8 @@ class ScoredShape:
     lower_bound_seconds: float
     """No plan of the shape takes less: it can exclude the shape."""
     estimated_seconds: float
-    """Relaxed estimate plus gradient reduction: ranks shapes, proves nothing; inf if no plan seems to fit."""
+    """Relaxed estimate plus what is exposed of gradient reduction and weight sync: ranks shapes, proves
+    nothing; inf if no plan seems to fit."""
 
 
 class _Search:
@@ -237,18 +242,39 @@ class _Search:
 
 def choice_seconds(costs: Costs, cost: PlanCost) -> float:
     """Seconds by which plans are compared: the step's; under an external profile, which does not describe the
-    optimizer step, compute and gradient reduction only."""
+    optimizer step, compute, gradient reduction and weight sync only."""
     if costs.problem.has_external_profile:
-        return cost.compute_seconds + cost.grad_reduce_seconds
+        return cost.compute_seconds + cost.grad_reduce_seconds + cost.weight_sync_seconds
     return cost.step_seconds
 
 
-def _grad_reduce_estimate(costs: Costs, shape: Shape) -> float:
-    """Approximate seconds of a shape's gradient reduction; only ranks shapes."""
-    slot = shape.slots[0]
+def _exposed_estimate(costs: Costs, shape: Shape, options: Options) -> float:
+    """Approximate seconds of a shape's gradient reduction and weight sync that no compute hides, on the first
+    slot and for equal stages of layers; only ranks shapes.
+
+    The reduction of all n buckets of a stage starts with the first of them, when 1/n of its last backward has
+    ended; the last bucket starts after all of it. Weights come back likewise, before the first forward.
+    """
+    slot, problem = shape.slots[0], costs.problem
     leads = [replica[0] for group in slot for replica in group]
-    share = sum(unit_parameters(costs.problem.model)) / min(len(shape.slots), costs.problem.model.num_layers)
-    return grad_reduce_seconds(costs, leads, share / len(slot[0][0]), sharded=shape.sharded)
+    if len(leads) == 1:
+        return 0.0
+    depth = min(len(shape.slots), problem.model.num_layers)
+    num_layers, width = problem.model.num_layers / depth, len(slot[0][0])
+    share = sum(unit_parameters(problem.model)) / depth
+    bucket = min(share, max(problem.bucket_size, problem.model.layer_parameters))
+    layer = costs.of_replica(slot[0][0], shape.micro_batch_size, options.recompute[0]).layer
+
+    def exposed(seconds: Callable[[float], float], layer_seconds: float) -> float:
+        hidden = num_layers * layer_seconds * (1.0 - bucket / share)
+        return max(seconds(bucket / width), seconds(share / width) - hidden)
+
+    reduce = exposed(
+        lambda n: grad_reduce_seconds(costs, leads, n, sharded=shape.sharded), layer.backward_seconds
+    )
+    if not shape.sharded:
+        return reduce
+    return reduce + exposed(lambda n: weight_sync_seconds(costs, leads, n), layer.forward_seconds)
 
 
 def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[Cut]) -> list[Candidate]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.grad_reduce import (
+    bucket_units,
     grad_reduce_seconds,
     ring_sharers,
     tied_embedding_seconds,
     unit_parameters,
+    weight_sync_seconds,
 )
 from yuan_train.planner.costs.links import broadcast_seconds, message_seconds
 from yuan_train.planner.costs.plan_problem import Costs
@@ -42,16 +44,20 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     optimizer = numbers("optimizer_bytes")
     if shape.sharded:
         optimizer /= owners[None, :, None]
-    resident = numbers("parameter_bytes") + numbers("gradient_bytes") + optimizer
+    gradients = numbers("gradient_bytes")
+    copies = gradients * problem.reduce_copy_share * _is_reduced(costs, owners)
+    resident = numbers("parameter_bytes") + gradients + copies + optimizer
     once = problem.model.tie_embeddings and not problem.has_external_profile
     saving = resident[0, :, 0].copy() if once else np.zeros(len(slots))
+    # A stage with both ends of a tied model that has no other owner reduces nothing.
+    saving += np.where(owners > 1, 0.0, copies[0].sum(axis=1) - (copies[0, :, 0] if once else 0.0))
     # The head's transient bytes add to the largest of the other units'; see `costs.memory.stage_memory`.
     resident[:, :, -1] += transient[:, :, -1]
     transient[:, :, -1] = 0.0
     devices = [[problem.cluster.device_type(c.type) for c in _cards(slot)] for slot in slots]
     seconds, message_of = _message_table(costs, shape)
     forward, backward = numbers("forward_seconds"), numbers("backward_seconds")
-    grad_reduce, start = _grad_reduce_seconds(costs, shape)
+    (grad_reduce, start), (weight_sync, sync_start) = _bucket_seconds(costs, shape)
     update = _update_table(costs, shape, owners if shape.sharded else np.ones(len(slots)))
     ends = _tied_embedding_matrix(costs, shape) if tied else np.zeros((len(slots), len(slots)))
     if once and not ignores_update:
@@ -75,8 +81,11 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         boundary_bytes=np.array([card.boundary_bytes for card in table[0]]),
         message_seconds=seconds,
         message_of=message_of,
+        bucket_starts=_bucket_starts(costs),
         grad_reduce_seconds=grad_reduce,
         grad_reduce_start_seconds=start,
+        weight_sync_seconds=weight_sync,
+        weight_sync_start_seconds=sync_start,
         update_seconds=np.zeros_like(update) if ignores_update else update,
         ends_seconds=ends,
         order=tuple(range(len(slots))) if options.fixed_order else None,
@@ -90,8 +99,8 @@ def is_faithful(costs: Costs, shape: Shape, options: Options) -> bool:
     """Whether the instance of a shape costs every cut exactly as `cost_plan` does.
 
     It takes the slowest pipeline's messages for all pipelines, lets the gradient reductions of all slots
-    share the network, and adds them up unit by unit. So it overestimates where equal pipelines have different
-    links, where slots that share a NIC may stay idle, and on measured links.
+    share the network, and takes them for latency + bytes / bandwidth. So it overestimates where equal
+    pipelines have different links, where slots that share a NIC may stay idle, and on measured links.
     """
     if shape.num_pipelines == 1 and max(len(slot[0]) for slot in shape.slots) == 1:
         return True
@@ -188,37 +197,60 @@ def _sharers(nodes: np.ndarray, d: int) -> np.ndarray:
     return np.where(away[d], np.maximum(leaving, entering), 1)
 
 
-def _grad_reduce_seconds(costs: Costs, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds [D, U] of each unit's gradient reduction over its owners, latency [D] once per stage)."""
+def _is_reduced(costs: Costs, owners: np.ndarray) -> np.ndarray:
+    """[D, U]: whether a unit's gradient is reduced over other owners, of `owners` [D] owners of each slot's
+    units; a tied embedding's always, unless one stage has both ends."""
+    model = costs.problem.model
+    reduced = np.repeat((owners > 1)[:, None], model.num_layers + 2, axis=1)
+    if model.tie_embeddings:
+        reduced[:, [0, -1]] = True
+    return reduced
+
+
+def _bucket_starts(costs: Costs) -> np.ndarray:
+    """[U+1]: first unit of the bucket that ends before each unit, in a stage that begins early enough."""
+    num_units = costs.problem.model.num_layers + 2
+    starts = [bucket_units(costs, [0] * end)[-1].start for end in range(1, num_units + 1)]
+    return np.array([0, *starts], dtype=np.int64)
+
+
+def _bucket_seconds(
+    costs: Costs, shape: Shape
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Of gradient reductions, and of the weights' way back: (seconds [D, U] of each unit over its owners,
+    latency [D] once per bucket)."""
     parameters = unit_parameters(costs.problem.model)
     rings = [_leads(slot) for slot in shape.slots]
-    zeros = np.zeros((len(rings), len(parameters)))
+    nothing = np.zeros((len(rings), len(parameters))), np.zeros(len(rings))
     if max(map(len, rings)) == 1:
-        return zeros, np.zeros(len(rings))
-    known: dict[tuple[object, ...], tuple[list[float], float]] = {}
-    rows: list[tuple[list[float], float]] = []
-    for slot, ring, sharers in zip(shape.slots, rings, ring_sharers(rings), strict=True):
-        measured = tuple(card.name for card in ring) if costs.topology.measured else None
-        key = (tuple(card.node for card in ring), len(slot[0][0]), sharers, measured)
-        if key not in known:
-            sizes = [n / len(slot[0][0]) for n in parameters]
-            known[key] = _ring_seconds(costs, ring, sizes, sharers, shape)
-        rows.append(known[key])
-    return np.array([row for row, _ in rows]), np.array([start for _, start in rows])
+        return nothing, nothing
+    sharers = ring_sharers(rings)
+
+    def table(seconds: Callable[[Sequence[Card], float, int], float]) -> tuple[np.ndarray, np.ndarray]:
+        known: dict[tuple[object, ...], tuple[list[float], float]] = {}
+        rows: list[tuple[list[float], float]] = []
+        for slot, ring, flows in zip(shape.slots, rings, sharers, strict=True):
+            measured = tuple(card.name for card in ring) if costs.topology.measured else None
+            key = (tuple(card.node for card in ring), len(slot[0][0]), flows, measured)
+            if key not in known:
+                sizes = [n / len(slot[0][0]) for n in parameters]
+                known[key] = _as_line(lambda n, ring=ring, flows=flows: seconds(ring, n, flows), sizes)
+            rows.append(known[key])
+        return np.array([row for row, _ in rows]), np.array([start for _, start in rows])
+
+    reduce = table(
+        lambda ring, n, flows: grad_reduce_seconds(costs, ring, n, sharded=shape.sharded, sharers=flows)
+    )
+    if not shape.sharded:
+        return reduce, nothing
+    return reduce, table(lambda ring, n, flows: weight_sync_seconds(costs, ring, n, sharers=flows))
 
 
-def _ring_seconds(
-    costs: Costs, ring: Sequence[Card], parameters: Sequence[float], sharers: int, shape: Shape
-) -> tuple[list[float], float]:
-    """(seconds of each unit, latency) of a gradient reduction; `sharers` rings share the ring's NICs."""
-
-    def seconds(count: float) -> float:
-        return grad_reduce_seconds(costs, ring, count, sharded=shape.sharded, sharers=sharers)
-
-    total = sum(parameters)
-    # A line through two sizes: exact for latency + bytes / bandwidth.
+def _as_line(seconds: Callable[[float], float], sizes: Sequence[float]) -> tuple[list[float], float]:
+    """(seconds of each size, latency): a line through two sizes, exact for latency + bytes / bandwidth."""
+    total = sum(sizes)
     slope = (seconds(total) - seconds(total / 2)) / (total / 2)
-    return [slope * count for count in parameters], max(seconds(total) - slope * total, 0.0)
+    return [slope * size for size in sizes], max(seconds(total) - slope * total, 0.0)
 
 
 def _update_table(costs: Costs, shape: Shape, owners: np.ndarray) -> np.ndarray:

@@ -6,11 +6,13 @@ a distance from the last stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
-from yuan_train.planner.solver.instance import Cut, Floats, Instance, Integers
+from yuan_train.planner.solver.instance import SPLIT_SCHEDULES, Cut, Floats, Instance, Integers
+from yuan_train.planner.solver.overlap import exposed_grad_reduce, exposed_weight_sync
 from yuan_train.planner.solver.ranges import prefix_sums, range_maxima, range_sums
 from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE, in_flight
 
@@ -24,6 +26,8 @@ class CostTables:
         self.kinds = np.unique(self.kind_of).tolist()
         self.number_of = np.searchsorted(self.kinds, self.kind_of)
         """[D]: index of each slot's kind in `kinds`."""
+        self._rings, self.ring_of = _distinct_rings(instance, self.kind_of)
+        """`ring_of` [D]: index of what a slot's kind and its reductions together cost."""
         self._seconds: dict[int, tuple[Floats, Integers]] = {}
         self._prefix: dict[str, Floats] = {}
         self._bytes: dict[int, tuple[Floats, Floats]] = {}
@@ -123,6 +127,37 @@ class CostTables:
             for s in range(len(replicas))
         ]
 
+    @cached_property
+    def exposed_grad_reduce(self) -> Floats:
+        """[C, R, U+1, U+1]: seconds of a stage's reductions after its last backward, by `ring_of`."""
+        x = self.instance
+        backward = x.weight_seconds if x.schedule in SPLIT_SCHEDULES else x.backward_seconds
+        return self._exposed(
+            exposed_grad_reduce, backward, x.grad_reduce_seconds, x.grad_reduce_start_seconds
+        )
+
+    @cached_property
+    def exposed_weight_sync(self) -> Floats:
+        """[C, R, U+1, U+1]: seconds by which a stage's weights come back later than its first forward needs
+        them, if that starts at once; by `ring_of`."""
+        x = self.instance
+        return self._exposed(
+            exposed_weight_sync, x.forward_seconds, x.weight_sync_seconds, x.weight_sync_start_seconds
+        )
+
+    def _exposed(
+        self,
+        table: Callable[[Floats, Floats, Floats, Integers], Floats],
+        compute: Floats,
+        seconds: Floats,
+        latency: Floats,
+    ) -> Floats:
+        choices, _, units = compute.shape
+        if not seconds.any():
+            return np.broadcast_to(0.0, (choices, len(self._rings), units + 1, units + 1))
+        first = self._rings
+        return table(compute[:, first], seconds[first], latency[first], self.instance.bucket_starts)
+
     def micro_batches_per_replica(self, slot: int) -> int:
         """Most micro-batches that one replica of a slot runs in a step."""
         return -(-self.instance.num_micro_batches // int(self.instance.replicas[slot]))
@@ -177,3 +212,18 @@ def _kinds(instance: Instance) -> Integers:
     ]
     first: dict[object, int] = {}
     return np.array([first.setdefault(row, d) for d, row in enumerate(rows)], dtype=np.int64)
+
+
+def _distinct_rings(instance: Instance, kind_of: Integers) -> tuple[list[int], Integers]:
+    """(first slots of each kind with the same reductions, index of each slot's among them [D])."""
+    numbers: dict[object, int] = {}
+    first: list[int] = []
+    ring_of: list[int] = []
+    for d, kind in enumerate(kind_of.tolist()):
+        reduce = instance.grad_reduce_seconds[d].tobytes(), float(instance.grad_reduce_start_seconds[d])
+        sync = instance.weight_sync_seconds[d].tobytes(), float(instance.weight_sync_start_seconds[d])
+        ring = numbers.setdefault((kind, reduce, sync), len(first))
+        if ring == len(first):
+            first.append(d)
+        ring_of.append(ring)
+    return first, np.array(ring_of, dtype=np.int64)

@@ -55,8 +55,9 @@ class _CutTimes:
     forward_sends: Floats
     backward_sends: Floats
     grad_reduce: Floats
+    """After the stage's last backward."""
     after: Floats
-    """[N]: reduction of the tied embedding and the slowest optimizer step."""
+    """[N]: reduction of the tied embedding, slowest optimizer step, longest wait for its weights."""
     fits: NDArray[np.bool_]
     """[N]"""
 
@@ -82,14 +83,20 @@ def _cut_times(tables: CostTables, orders: Integers, bounds: Integers) -> _CutTi
     size = x.message_of[bounds[:, 1:-1] - 1]
     forward_sends = x.message_seconds[size, orders[:, :-1], orders[:, 1:]]
     update = ranges("update_seconds", orders).max(axis=1)
+    forward = ranges("forward_seconds", choice, orders)
+    exposed = (choice, tables.ring_of[orders], first, end)
+    arrival = np.zeros((count, stages))
+    # The first micro-batch passes all stages unhindered.
+    arrival[:, 1:] = (forward[:, :-1] + forward_sends).cumsum(axis=1)
+    weight_sync = (tables.exposed_weight_sync[exposed] - arrival).max(axis=1)
     return _CutTimes(
-        forward=ranges("forward_seconds", choice, orders),
+        forward=forward,
         backward=ranges("backward_seconds", choice, orders),
         weight=ranges("weight_seconds", choice, orders),
         forward_sends=forward_sends,
         backward_sends=x.message_seconds[size, orders[:, 1:], orders[:, :-1]],
-        grad_reduce=ranges("grad_reduce_seconds", orders) + x.grad_reduce_start_seconds[orders],
-        after=x.ends_seconds[orders[:, 0], orders[:, -1]] + update,
+        grad_reduce=tables.exposed_grad_reduce[exposed],
+        after=x.ends_seconds[orders[:, 0], orders[:, -1]] + update + np.maximum(weight_sync, 0.0),
         fits=fits,
     )
 
@@ -147,5 +154,9 @@ def _estimate_batch(tables: CostTables, orders: Integers, bounds: Integers, *, h
         slowest_blocked = with_sends.max(axis=1)
         period = np.maximum(period, slowest if x.overlap else slowest_blocked)
     fill = work.sum(axis=1) + edge.sum(axis=1)
-    step = fill + (x.num_micro_batches - 1) * period + times.grad_reduce[:, 0] + times.after
+    # A stage has its last backward earlier than the first stage by what the last gradient still has to pass.
+    earlier = np.zeros(work.shape)
+    earlier[:, 1:] = (times.backward[:, :-1] + times.backward_sends).cumsum(axis=1)
+    grad_reduce = (times.grad_reduce - earlier).max(axis=1)
+    step = fill + (x.num_micro_batches - 1) * period + grad_reduce + times.after
     return np.where(times.fits, step, np.inf)

@@ -48,10 +48,16 @@ class Instance:
     """[M, D, D]: a message of each size from slot i to slot j."""
     message_of: Integers
     """[U]: index of the size of the message after each unit; its gradient has the same size."""
+    bucket_starts: Integers
+    """[U+1]: first unit of the bucket that ends before each unit, unless the stage begins later."""
     grad_reduce_seconds: Floats
-    """[D, U]: gradient reduction after the last backward, summed over a stage."""
+    """[D, U]: gradient reduction, summed over a bucket."""
     grad_reduce_start_seconds: Floats
-    """[D]: latency of that reduction, once per stage."""
+    """[D]: latency of that reduction, once per bucket."""
+    weight_sync_seconds: Floats
+    """[D, U]: the stepped weights' way back from a sharded optimizer, summed over a bucket."""
+    weight_sync_start_seconds: Floats
+    """[D]: latency of that, once per bucket."""
     update_seconds: Floats
     """[D, U]: optimizer step after all reductions, summed over a stage; the slowest stage counts."""
     ends_seconds: Floats

@@ -62,7 +62,9 @@ def _swappable(instance: Instance, a: int, b: int) -> bool:
     swapped[[a, b]] = b, a
     links = [*instance.message_seconds, instance.ends_seconds]
     off_diagonal = ~np.eye(instance.num_slots, dtype=bool)
-    per_slot = [instance.grad_reduce_seconds, instance.update_seconds]
+    x = instance
+    per_slot = [x.grad_reduce_seconds, x.weight_sync_seconds, x.update_seconds]
+    per_slot += [x.grad_reduce_start_seconds, x.weight_sync_start_seconds]
     return all(
         np.array_equal(link[off_diagonal], link[np.ix_(swapped, swapped)][off_diagonal]) for link in links
     ) and all(np.array_equal(values[a], values[b]) for values in per_slot)

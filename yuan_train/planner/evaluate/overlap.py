@@ -1,0 +1,93 @@
+"""What of the gradient reductions, and of the weights' way back, the compute of a step does not hide."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.plan import Plan
+from yuan_train.planner.costs.grad_reduce import BucketCost
+from yuan_train.planner.costs.owners import units_by_stage
+from yuan_train.planner.costs.unit_costs import UnitCost
+from yuan_train.planner.evaluate.simulator import Simulation
+from yuan_train.planner.evaluate.stage_cost import StageCost
+
+
+def grad_reduce_end(
+    plan: Plan,
+    buckets: Sequence[BucketCost],
+    stages: Sequence[StageCost],
+    simulations: Sequence[Simulation],
+) -> float:
+    """End of the last gradient reduction or backward, in seconds from the step's start.
+
+    The last backward of a stage completes its gradients unit by unit, the last unit first; under zero_bubble
+    the last weight-gradient part does. A bucket can start when its lowest unit is complete on all owners; and
+    buckets start in the reverse of the model's order, on each card one after the other.
+    """
+    latest = max(simulation.step_seconds for simulation in simulations)
+    if not buckets:
+        return latest
+    split = plan.schedule == "zero_bubble"
+
+    def seconds(unit: UnitCost) -> float:
+        return unit.weight_seconds if split else unit.backward_seconds
+
+    complete = [0.0] * (plan.model.num_layers + 2)
+    for stage, units in _with_units(plan, stages):
+        end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
+        for u, below in zip(units, _seconds_before(stage, seconds), strict=False):
+            complete[u] = max(complete[u], end - below)
+    free: dict[Card, float] = {}
+    for bucket in reversed(buckets):
+        ready = max(complete[u] for u in bucket.units)
+        latest = max(latest, _occupy(free, bucket, ready, bucket.grad_reduce_seconds))
+    return latest
+
+
+def exposed_weight_sync_seconds(
+    plan: Plan,
+    buckets: Sequence[BucketCost],
+    stages: Sequence[StageCost],
+    simulations: Sequence[Simulation],
+) -> float:
+    """Seconds by which a step starts later because forwards wait for stepped weights.
+
+    The buckets' weights come back in the model's order, on each card one after the other, from the end of the
+    optimizer step on; the next step's forwards begin at the same time, and each unit's waits for its weights.
+    """
+    if not any(bucket.weight_sync_seconds for bucket in buckets):
+        return 0.0
+    needed = [float("inf")] * (plan.model.num_layers + 2)
+    starts = {id(simulation): simulation.stage_start_seconds for simulation in simulations}
+    for stage, units in _with_units(plan, stages):
+        start = starts[id(simulations[stage.pipeline])][stage.stage]
+        before = _seconds_before(stage, lambda unit: unit.forward_seconds)
+        for u, earlier in zip(units, before, strict=False):
+            needed[u] = min(needed[u], start + earlier)
+    free: dict[Card, float] = {}
+    exposed = 0.0
+    for bucket in buckets:
+        end = _occupy(free, bucket, 0.0, bucket.weight_sync_seconds)
+        exposed = max(exposed, *(end - needed[u] for u in bucket.units))
+    return exposed
+
+
+def _with_units(plan: Plan, stages: Sequence[StageCost]) -> Iterator[tuple[StageCost, range]]:
+    units = units_by_stage(plan)
+    for stage in stages:
+        yield stage, units[stage.pipeline, stage.stage]
+
+
+def _seconds_before(stage: StageCost, seconds: Callable[[UnitCost], float]) -> Iterator[float]:
+    """Seconds of the stage's units before each of them, and of all."""
+    return itertools.accumulate(map(seconds, stage.units), initial=0.0)
+
+
+def _occupy(free: dict[Card, float], bucket: BucketCost, ready: float, seconds: float) -> float:
+    """When a bucket that takes `seconds` from `ready` on is through; `free` says when each card is."""
+    cards = bucket.cards
+    end = max(ready, *(free.get(card, 0.0) for card in cards)) + seconds
+    free.update(dict.fromkeys(cards, end))
+    return end
