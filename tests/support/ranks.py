@@ -16,7 +16,7 @@ from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
 from yuan_train.model.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import bridge, collectives
-from yuan_train.parallel.apply import RankRuntime
+from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
 from yuan_train.train.job import Position, prepare
@@ -78,10 +78,11 @@ def _disabled(key: str) -> Iterator[None]:
     owner, name, replacement = {
         "grad_all_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
         "sharded_grad_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
-        "sharded_weight_sync": (OwnedState, "sync_weights", lambda self: None),
-        "host_weight_sync": (OwnedState, "sync_weights", lambda self: None),
+        "sharded_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
+        "host_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
         "host_copy": (bridge, "_host_copy", torch.zeros_like),
-        "grad_reduce_overlap": (RankRuntime, "start_grad_reduces", _start_all_at_the_end),
+        "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
+        "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
         "tensor_all_reduce": (collectives.dist, "all_reduce", _skip_activations(collectives.dist.all_reduce)),
         "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),
         "norm_all_reduce": (collectives.dist, "all_reduce", _skip_norm(collectives.dist.all_reduce)),
@@ -99,10 +100,15 @@ def _keep_own_gradient(self: OwnedState) -> None:
     self._packed += [self._bucket.pack(self._bucket.gradient, part) for part in self._bucket.slices]
 
 
-def _start_all_at_the_end(self: RankRuntime, step: Step) -> None:
-    if step == self.program[-1]:
-        for state in reversed(self.states):
-            state.start_grad_reduce()
+def _start_all_at_the_end(self: GradReducer) -> None:
+    while self._next >= 0 and not any(self._missing):
+        self._next -= 1
+        self._start(self._next + 1)
+
+
+def _start_before_the_last_backward(self: GradReducer, step: Step) -> None:
+    if self._closing.get(step.stage) == step:
+        self._complete(lambda stage, name: stage == step.stage)
 
 
 def _skip_activations(all_reduce: Callable[..., Any]) -> Callable[..., Any]:

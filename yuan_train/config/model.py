@@ -84,10 +84,15 @@ class ModelConfig:
         return self.hidden_size + self.vocab_size * self.hidden_size
 
     @property
+    def unit_parameters(self) -> tuple[int, ...]:
+        """Parameters of each unit: embedding, layers, head (the final norm alone if the embedding is tied)."""
+        head = self.hidden_size if self.tie_embeddings else self.head_parameters
+        return (self.embedding_parameters, *[self.layer_parameters] * self.num_layers, head)
+
+    @property
     def parameters(self) -> int:
         """All parameters, a tied embedding counted once."""
-        head = self.hidden_size if self.tie_embeddings else self.head_parameters
-        return self.embedding_parameters + self.num_layers * self.layer_parameters + head
+        return sum(self.unit_parameters)
 
     def layer_forward_flops(self, sequence_length: int) -> int:
         """Forward FLOP of one layer per token: 36H^2 + 2SH for the published shapes, causal attention.

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, split_backward
-from yuan_train.parallel.gradients import FlatBucket, grad_reduce_after
+from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
+from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.check import check_schedule, peak_in_flight
 from yuan_train.schedule.schedules import forward_only, make_schedule
-from yuan_train.schedule.step import RankProgram, Schedule, Step
+from yuan_train.schedule.step import RankProgram, Schedule
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,11 @@ class RankRuntime:
     """The shard that this rank holds of each parameter, by global name."""
     states: tuple[OwnedState, ...]
     buckets: tuple[FlatBucket, ...]
-    grad_reduce_after: Mapping[Step, tuple[int, ...]]
-    """The states (indices into `states`) whose gradient reductions start after a step of the program."""
+    reducer: GradReducer
+    """Starts the gradient reductions of `states` inside the program."""
     groups: Groups
     bridge: Bridge | None
     """None in a pipeline of one stage."""
-
-    def start_grad_reduces(self, step: Step) -> None:
-        """Start the gradient reductions that follow a step of the rank program; does not wait."""
-        for number in self.grad_reduce_after.get(step, ()):
-            self.states[number].start_grad_reduce()
 
 
 def parallelize(
@@ -71,14 +68,18 @@ def parallelize(
     device: torch.device,
     dtype: torch.dtype,
     timeout_seconds: float = 600.0,
+    bucket_size: int = BUCKET_SIZE,
+    reduce_dtype: torch.dtype | None = None,
 ) -> RankRuntime:
     """Build this rank's parts of the model, move their weights into flat buckets, create its process groups.
 
     `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another.
+    Gradients are reduced in buckets of at most `bucket_size` parameters, in `reduce_dtype` (None: as they are
+    accumulated).
     Collective over all ranks. Raises TrainingError if a link or a group fails, ValueError for a schedule that
     cannot run.
     """
-    grid = Grid(plan)
+    grid = Grid(plan, bucket_size)
     coord = grid.coords[rank]
     groups = make_groups(grid, device=device, timeout_seconds=timeout_seconds)
     pipeline = grid.pipeline(coord)
@@ -88,12 +89,24 @@ def parallelize(
         for module in modules.values():
             apply_tensor_parallel(module, spec, groups.tensor)
     deferred = {stage: DeferredWeightGrads() for stage in modules}
+    deferred_names: set[str] = set()
     if plan.schedule == "zero_bubble":
         for stage, module in modules.items():
-            split_backward(module, deferred[stage], parts.sharding)
-    parameters = {name: p for module in modules.values() for name, p in module.named_parameters()}
-    buckets = _flatten(grid, rank, parameters, shards)
-    stages_of = [_stages_of(bucket, modules) for bucket in buckets]
+            deferred_names |= split_backward(module, deferred[stage], parts.sharding)
+    parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
+    buckets = _flatten(grid, rank, {n: p for held in parameters.values() for n, p in held.items()}, shards)
+    states = tuple(
+        _state(
+            plan,
+            bucket,
+            groups,
+            [pipeline.stages[s] for s, held in parameters.items() if bucket.parameters.keys() & held.keys()],
+            reduce_dtype,
+        )
+        for bucket in buckets
+    )
+    for module in modules.values():
+        _await_weights(module, states, buckets)
     workers = grid.workers(coord.pipeline)
     schedule = pipeline_schedule(plan, coord.pipeline)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
@@ -108,12 +121,15 @@ def parallelize(
         parts=modules,
         deferred=deferred,
         shards=shards,
-        states=tuple(
-            _state(plan, bucket, groups, [pipeline.stages[s] for s in stages])
-            for bucket, stages in zip(buckets, stages_of, strict=True)
-        ),
+        states=states,
         buckets=tuple(buckets),
-        grad_reduce_after=grad_reduce_after(schedule[coord.worker], stages_of),
+        reducer=GradReducer(
+            schedule[coord.worker],
+            parameters,
+            {name: number for number, bucket in enumerate(buckets) for name in bucket.parameters},
+            deferred=deferred_names,
+            start=lambda number: states[number].start_grad_reduce(),
+        ),
         groups=groups,
         bridge=Bridge(grid, coord, groups, Boundary(shape, dtype, device), window=window)
         if len(pipeline.stages) > 1
@@ -160,21 +176,43 @@ def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None
             module._modules["embedding"].weight = other._modules["embedding"].weight  # pyright: ignore
 
 
-def _stages_of(bucket: FlatBucket, modules: Mapping[int, torch.nn.Module]) -> frozenset[int]:
-    """The stages of this rank whose backwards accumulate into a bucket's gradient."""
-    return frozenset(
-        stage
-        for stage, module in modules.items()
-        if any(name in bucket.parameters for name, _ in module.named_parameters())
-    )
+def _await_weights(
+    module: torch.nn.Module, states: Sequence[OwnedState], buckets: Sequence[FlatBucket]
+) -> None:
+    """Make the forward of each unit of a stage's part wait until its stepped weights are there."""
+    for name in dict(module.named_parameters()):
+        state = next(s for s, bucket in zip(states, buckets, strict=True) if name in bucket.parameters)
+        for path in _entries(name):
+            # A part without an embedding lookup may hold a tied embedding: its head uses it.
+            if path in dict(module.named_modules()):
+                module.get_submodule(path).register_forward_pre_hook(_finish_weight_sync(state))
 
 
-def _state(plan: Plan, bucket: FlatBucket, groups: Groups, stages: Iterable[StagePlan]) -> OwnedState:
+def _entries(parameter: str) -> tuple[str, ...]:
+    """The modules that run first, of those that use a parameter."""
+    unit = unit_of(parameter)
+    return {"head": ("final_norm",), "embedding": ("embedding", "final_norm")}.get(unit, (unit,))
+
+
+def _finish_weight_sync(state: OwnedState) -> Callable[..., None]:
+    return lambda module, inputs: state.finish_weight_sync()
+
+
+def _state(
+    plan: Plan,
+    bucket: FlatBucket,
+    groups: Groups,
+    stages: Iterable[StagePlan],
+    reduce_dtype: torch.dtype | None,
+) -> OwnedState:
     """The optimizer state of a bucket that `stages` of this rank hold."""
-    offload = max(stage.optimizer_offload for stage in stages)
-    if plan.optimizer_sharding:
-        return OwnedState(bucket, groups, plan.optimizer_shares, offload=offload)
-    return OwnedState(bucket, groups, None, offload=offload)
+    return OwnedState(
+        bucket,
+        groups,
+        plan.optimizer_shares if plan.optimizer_sharding else None,
+        offload=max(stage.optimizer_offload for stage in stages),
+        reduce_dtype=reduce_dtype,
+    )
 
 
 def _flatten(

@@ -50,16 +50,19 @@ class DeferredWeightGrads:
         return True
 
 
-def split_backward(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> None:
+def split_backward(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:
     """Make the linears and filters of a model defer their weight gradients in split backwards.
 
-    The linears are the modules whose style in `sharding` is column or row.
+    The linears are the modules whose style in `sharding` is column or row. Returns the names of the
+    parameters whose gradients are deferred.
     """
     for path, module in model.named_modules():
         if sharding_style(path, sharding) in ("column", "row"):
             module.forward = _linear(module, deferred)
         if hasattr(module, "convolution"):
             module.convolution = _filter(deferred)
+    styles = {name: sharding_style(name.rpartition(".")[0], sharding) for name, _ in model.named_parameters()}
+    return {name for name, style in styles.items() if style in ("column", "row", "filter")}
 
 
 def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Tensor]:

@@ -1,15 +1,14 @@
-"""Flat buffers of weights and gradients, the order of gradient reductions, and the gradient norm."""
+"""Flat buffers of weights and gradients, and the gradient norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard, num_elements, part_of
-from yuan_train.schedule.step import RankProgram, Step
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -177,33 +176,6 @@ def _slices(bucket: Bucket, shards: Mapping[str, Shard], rank: int) -> Iterator[
     )
     for local_index, index in enumerate(indices):
         yield Slice(index, local_index, bucket.slice_group(index), pieces, num_matrix, sharded)
-
-
-def grad_reduce_after(
-    program: RankProgram, stages_of: Sequence[frozenset[int]]
-) -> dict[Step, tuple[int, ...]]:
-    """The buckets whose gradient reductions start after a step of a rank program, by step.
-
-    They overlap the rest of the program. `stages_of` are the stages of the rank that hold each of its
-    buckets, in the model's order. A reduction may start when the last backward of those stages has ended. All
-    ranks start their reductions in the same order, because two ranks may share several groups: in the reverse
-    of the model's order, in which backwards mostly end. A reduction that is ready before its turn waits for
-    it.
-
-    This cannot deadlock: starting does not block; a rank waits for the ends when its program has ended and
-    all its reductions have started; and no program waits for a reduction. So every rank of a reduction starts
-    it, in the same order as the others.
-    """
-    last = {step.stage: position for position, step in enumerate(program) if step.kind.startswith("backward")}
-    found: dict[Step, tuple[int, ...]] = {}
-    start_at = 0
-    for number in reversed(range(len(stages_of))):
-        start_at = max(start_at, *(last[stage] for stage in stages_of[number]))
-        # Another stage waits for the messages after a backward; no rank waits for the reduction yet.
-        while start_at + 1 < len(program) and not program[start_at + 1].is_compute:
-            start_at += 1
-        found[program[start_at]] = (*found.get(program[start_at], ()), number)
-    return found
 
 
 def squared_norm(buckets: list[FlatBucket], *, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.run import BUCKET_SIZE
+from yuan_train.schedule.buckets import group_units
 from yuan_train.schedule.step import Workers, worker_of
 
 Replica = tuple[int, ...]
@@ -86,6 +88,8 @@ class Grid:
     """The layout of a plan: coordinates of every rank, edges between workers, owners of every unit."""
 
     plan: Plan
+    bucket_size: int = BUCKET_SIZE
+    """The most parameters of a bucket of several units."""
 
     @cached_property
     def coords(self) -> tuple[RankCoord, ...]:
@@ -131,14 +135,10 @@ class Grid:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """All units of the model, grouped by owners, in the model's order."""
-        grouped: list[Bucket] = []
-        for unit, owners in self._owners():
-            if grouped and grouped[-1].owners == owners:
-                grouped[-1] = Bucket((*grouped[-1].units, unit), owners)
-            else:
-                grouped.append(Bucket((unit,), owners))
-        return tuple(grouped)
+        """All units of the model, in the model's order; see `schedule.buckets.group_units`."""
+        units, owners = zip(*self._owners(), strict=True)
+        groups = group_units(owners, self.plan.model.unit_parameters, bucket_size=self.bucket_size)
+        return tuple(Bucket(units[group.start : group.stop], owners[group.start]) for group in groups)
 
     def first_sequence(self, coord: RankCoord) -> int:
         """Offset of the share of the rank's pipeline in a global batch, in sequences."""

@@ -3,7 +3,8 @@
 The model names a sharding style for each module (`model/sharding.py`). Every rank of a group holds the full
 activations between modules; f and g are Megatron's operators (`collectives.copy_to_tp`, `reduce_from_tp`):
 
-    column      f on the input (its gradient is all-reduced); the output is sharded
+    column      f on the input (its gradient is all-reduced, once for all modules of a layer that read the
+                same tensor); the output is sharded
     row         the input is sharded; g all-reduces the output
     filter      conv1 as column, conv2 as row, over the H/2 channels; conv2's bias is added after g
     vocabulary  each rank looks up its own rows, and g all-reduces the output; the head all-gathers two
@@ -67,38 +68,67 @@ def apply_tensor_parallel(model: Any, spec: ShardSpec, group: dist.ProcessGroup)
     Hooks copy the inputs of column and reduce the outputs of row modules; the filter, the vocabulary lookup
     and the loss are replaced by their parallel forms.
     """
+    inputs_of: dict[str, _LayerInputs] = {}
+    """By layer: the first two parts of its modules' names."""
     for path, module in model.named_modules():
         style = sharding_style(path, spec.sharding)
+        inputs = inputs_of.setdefault(".".join(path.split(".")[:2]), _LayerInputs(group))
         if style == "column":
-            module.register_forward_pre_hook(_copy_input_hook(group))
+            module.register_forward_pre_hook(_copy_input_hook(inputs))
         elif style == "row":
-            module.register_forward_hook(_reduce_output_hook(group))
+            module.register_forward_hook(_reduce_output_hook(inputs, group))
         elif style == "vocabulary" and path == "embedding":
             module.forward = _parallel_lookup(module, spec, group)
         if hasattr(module, "convolve"):
-            module.convolve = _parallel_filter(module, group)
+            module.convolve = _parallel_filter(module, inputs, group)
     if model.has_head:
         model.loss = _parallel_loss(model, spec, group)
 
 
-def _copy_input_hook(group: dist.ProcessGroup) -> Callable[..., tuple[Tensor, ...]]:
+class _LayerInputs:
+    """The tensors that a layer has copied to the group, each once, however many of its modules read it.
+
+    Value and filter read the same tensor: with one copy the backward adds their gradients before it
+    all-reduces them. Kept until a row module has run: by then, all modules beside it have their inputs.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def copy(self, x: Tensor) -> Tensor:
+        for original, copy in self._copies:
+            if original is x:
+                return copy
+        copy = copy_to_tp(x, self._group)
+        self._copies.append((x, copy))
+        return copy
+
+    def clear(self) -> None:
+        self._copies.clear()
+
+
+def _copy_input_hook(layer_inputs: _LayerInputs) -> Callable[..., tuple[Tensor, ...]]:
     def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (copy_to_tp(inputs[0], group), *inputs[1:])
+        return (layer_inputs.copy(inputs[0]), *inputs[1:])
 
     return hook
 
 
-def _reduce_output_hook(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _reduce_output_hook(layer_inputs: _LayerInputs, group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        layer_inputs.clear()
         return reduce_from_tp(output, group)
 
     return hook
 
 
-def _parallel_filter(module: Any, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _parallel_filter(
+    module: Any, layer_inputs: _LayerInputs, group: dist.ProcessGroup
+) -> Callable[..., Tensor]:
     def convolve(u_BSH: Tensor, document_start: Tensor | None) -> Tensor:
         part_BSH = module.convolution(
-            copy_to_tp(u_BSH, group),
+            layer_inputs.copy(u_BSH),
             module.conv1.weight,
             module.conv1.bias,
             module.conv2.weight,

@@ -1,17 +1,18 @@
 """Optimizer state, owned in ranges: each owner of a bucket steps all of it, or a range of its own (ZeRO-1).
 
-Sharded (Rajbhandari et al. 2020, stage 1), a rank holds masters and AdamW's two moments for its range of each
-of its slices. Gradients are reduced to the rank that holds the range, and the stepped weights are broadcast
-from it. Both take one operation per rank instead of a reduce-scatter and an all-gather: ranges are unequal,
-and gloo has no uneven all-gather. Not sharded, gradients are all-reduced, and every owner steps everything. A
-part of what a rank holds may be offloaded to the host, and is stepped there.
+Sharded (Rajbhandari et al. 2020, stage 1), a rank holds masters and AdamW's two moments for its range of
+each of its slices. Gradients are reduced to the rank that holds the range, and the stepped weights are sent
+from it while the next forward begins. Equal ranges take one reduce-scatter and one all-gather on NCCL;
+unequal ones an operation per owner, because gloo has no uneven all-gather. Not sharded, gradients are
+all-reduced, and every owner steps everything. A part of what a rank holds may be offloaded to the host, and
+is stepped there.
 
 Checkpoints store and fill what a rank holds as boxes of the global tensors, in place: nothing is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,16 +58,27 @@ class OwnedState:
     """The optimizer state that this rank owns of a bucket, and the collectives that keep owners equal.
 
     `shares`, by rank, are the parts in which the owners of a slice share its state; None: each owner holds
-    all of it. Of its own part a rank keeps the fraction `offload` on the host.
+    all of it. Of its own part a rank keeps the fraction `offload` on the host. Gradients travel in
+    `reduce_dtype` (None: as they are accumulated).
     """
 
     def __init__(
-        self, bucket: FlatBucket, groups: Groups, shares: Sequence[float] | None, *, offload: float = 0.0
+        self,
+        bucket: FlatBucket,
+        groups: Groups,
+        shares: Sequence[float] | None,
+        *,
+        offload: float = 0.0,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._bucket = bucket
         self._groups = groups
+        self._reduce_dtype = reduce_dtype or bucket.gradient.dtype
         self._packed: list[torch.Tensor] = []
         self._pending: list[tuple[Slice, dist.Work]] = []
+        self._synced: list[torch.Tensor] = []
+        """By slice, the buffers in which weights are on their way to this rank."""
+        self._syncing: list[tuple[Slice, dist.Work]] = []
         self._ranges = None if shares is None else [_ranges(part, shares) for part in bucket.slices]
         """By slice: the range of each owner."""
         if self._ranges is None:
@@ -108,21 +120,26 @@ class OwnedState:
         """Start to reduce the gradient over owners, slice by slice; does not wait."""
         for i, part in enumerate(self._bucket.slices):
             packed = self._bucket.pack(self._bucket.gradient, part)
+            if len(part.group) > 1:
+                packed = packed.to(self._reduce_dtype)
+                self._pending += [(part, work) for work in self._reduce(i, part, packed)]
             self._packed.append(packed)
-            if len(part.group) == 1:
-                continue
-            group = self._groups.owners[part.group]
-            if self._ranges is None:
-                self._await_later(part, dist.all_reduce(packed, group=group, async_op=True))
-                continue
-            for rank, (start, end) in self._ranges[i].items():
-                if end > start:
-                    work = dist.reduce(packed[start:end], rank, group=group, async_op=True)
-                    self._await_later(part, work)
 
-    def _await_later(self, part: Slice, work: dist.Work | None) -> None:
-        assert work is not None
-        self._pending.append((part, work))
+    def _reduce(self, number: int, part: Slice, packed: torch.Tensor) -> Iterator[dist.Work]:
+        """Start to reduce a packed slice [n] in place: all of it, or to each owner its range."""
+        group = self._groups.owners[part.group]
+        with blame_peers("the gradient reduction over owners", part.group):
+            if self._ranges is None:
+                yield _started(dist.all_reduce(packed, group=group, async_op=True))
+            elif _is_coalesced(self._ranges[number], group):
+                start, end = self._ranges[number][self._bucket.rank]
+                yield _started(
+                    dist.reduce_scatter_tensor(packed[start:end], packed, group=group, async_op=True)
+                )
+            else:
+                for rank, (start, end) in self._ranges[number].items():
+                    if end > start:
+                        yield _started(dist.reduce(packed[start:end], rank, group=group, async_op=True))
 
     def finish_grad_reduce(self) -> torch.Tensor:
         """Wait until this rank's shards have the reduced gradient; return their share of its squared global
@@ -153,32 +170,48 @@ class OwnedState:
             total += sum_of_squares(packed[start : max(min(end, part.num_counted_elements), start)])
         return total
 
-    def sync_weights(self) -> None:
-        """Set the model's weights from the masters; sharded, broadcast them from their owners to all."""
+    def start_weight_sync(self) -> None:
+        """Set the model's weights from the masters; sharded, start to send them from their owners to all.
+
+        Until `finish_weight_sync` the weights must not be used.
+        """
         if self._ranges is None:
             for shard in self.shards:
                 _copy(shard.master, self._bucket.weights[shard.start : shard.end])
             return
-        packed = [self._bucket.pack(self._bucket.weights, part) for part in self._bucket.slices]
-        works: list[tuple[Slice, dist.Work]] = []
-        for part, buffer, held, ranges in zip(
-            self._bucket.slices, packed, self._held, self._ranges, strict=True
-        ):
+        for i, (part, held) in enumerate(zip(self._bucket.slices, self._held, strict=True)):
+            buffer = self._bucket.pack(self._bucket.weights, part)
             for shard in held:
                 _copy(shard.master, buffer[shard.start : shard.end])
-            if len(part.group) == 1:
-                continue
-            group = self._groups.owners[part.group]
+            if len(part.group) > 1:
+                self._syncing += [(part, work) for work in self._share(self._ranges[i], part, buffer)]
+            self._synced.append(buffer)
+
+    def _share(
+        self, ranges: dict[int, tuple[int, int]], part: Slice, buffer: torch.Tensor
+    ) -> Iterator[dist.Work]:
+        """Start to fill a packed slice [n] of weights with each owner's range."""
+        group = self._groups.owners[part.group]
+        with blame_peers(WEIGHT_SYNC, part.group):
+            if _is_coalesced(ranges, group):
+                start, end = ranges[self._bucket.rank]
+                yield _started(
+                    dist.all_gather_into_tensor(buffer, buffer[start:end], group=group, async_op=True)
+                )
+                return
             for rank, (start, end) in ranges.items():
                 if end > start:
-                    work = dist.broadcast(buffer[start:end], rank, group=group, async_op=True)
-                    assert work is not None
-                    works.append((part, work))
-        for part, work in works:
-            with blame_peers("the broadcast of stepped weights to all owners", part.group):
+                    yield _started(dist.broadcast(buffer[start:end], rank, group=group, async_op=True))
+
+    def finish_weight_sync(self) -> None:
+        """Wait until the model's weights are those of the last step; nothing to do if they are."""
+        for part, work in self._syncing:
+            with blame_peers(WEIGHT_SYNC, part.group):
                 work.wait()
-        for part, buffer in zip(self._bucket.slices, packed, strict=True):
+        for part, buffer in zip(self._bucket.slices, self._synced, strict=False):
             self._bucket.unpack(buffer, part, self._bucket.weights)
+        self._syncing.clear()
+        self._synced.clear()
 
     # --- checkpoints -------------------------------------------------------------------------------------
 
@@ -253,6 +286,23 @@ class _Located:
     piece: Piece
     index: int
     count: int
+
+
+WEIGHT_SYNC = "the sending of stepped weights to all owners"
+
+
+def _is_coalesced(ranges: Mapping[int, tuple[int, int]], group: dist.ProcessGroup) -> bool:
+    """Whether equal ranges take one reduce-scatter or all-gather instead of an operation per owner.
+
+    Not on gloo: there a reduce-scatter sends what an all-reduce does, and an all-gather copies its input.
+    """
+    equal = len({end - start for start, end in ranges.values()}) == 1
+    return equal and dist.get_backend(group) == "nccl"
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
 
 
 def _ranges(part: Slice, shares: Sequence[float]) -> dict[int, tuple[int, int]]:

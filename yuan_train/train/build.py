@@ -43,7 +43,14 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         row_blocks=ROW_BLOCKS,
     )
     runtime = parallelize(
-        plan, rank, parts, device=job.device, dtype=dtype, timeout_seconds=run.train.timeout
+        plan,
+        rank,
+        parts,
+        device=job.device,
+        dtype=dtype,
+        timeout_seconds=run.train.timeout,
+        bucket_size=run.optimizer.bucket_size,
+        reduce_dtype=torch.bfloat16 if run.optimizer.reduce_dtype == "bf16" else None,
     )
     device_type = plan.device_type(rank)
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
@@ -94,7 +101,8 @@ def _restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progre
     kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
     load_tensors(checkpoint, checkpoint_tensors(trainer, OwnedState.held_boxes, kinds))
     for state in trainer.runtime.states:
-        state.sync_weights()
+        state.start_weight_sync()
+        state.finish_weight_sync()
     progress = from_state(checkpoint.state, run)
     trainer.optimizer.set_step(progress.step - progress.skipped)
     return progress

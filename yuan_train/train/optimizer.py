@@ -55,13 +55,16 @@ class Optimizer:
             }
 
     def step(self, lr: float) -> None:
-        """Step the masters by their gradients, then sync the model's weights; collective over owners."""
+        """Step the masters by their gradients, and start to sync the model's weights; collective over owners.
+
+        The first layers' weights are sent first, because the next forward waits for them first.
+        """
         if self._adamw is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
         for state in self.states:
-            state.sync_weights()
+            state.start_weight_sync()
 
     def set_step(self, step: int) -> None:
         """Set AdamW's step count, for its bias correction, after loading a checkpoint."""

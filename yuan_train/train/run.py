@@ -152,6 +152,9 @@ def _run_steps(
             if log is not None:
                 log.say(f"stopped by SIGTERM after step {progress.step}")
             break
+    with guard_world_collective(trainer.runtime.coord, "the last sending of weights"):
+        for state in trainer.runtime.states:
+            state.finish_weight_sync()
     if saver.started != progress.step:
         save_progress(job, trainer, progress, saver)
 

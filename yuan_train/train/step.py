@@ -69,8 +69,9 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, gradient reduction, clipping, AdamW; collective over all ranks.
 
-    The gradient reduction of a bucket starts as soon as this rank's gradient is complete, while the rest of
-    its rank program runs.
+    The gradient reduction of a bucket starts as soon as this rank's gradient is complete, inside its last
+    backward. Stepped weights are on their way to their other owners when it returns: the next forward waits
+    for them, layer by layer.
 
     The batch is samples [first_sample, first_sample + global batch). The backward runs on `scale` times the
     loss. Gradients are clipped to the global norm `clip` (0: no clipping). `stop` requests a stop of all
@@ -84,8 +85,10 @@ def train_step(
         bucket.gradient.zero_()
     _begin(trainer, blend, first_sample=first_sample, scale=scale)
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    runtime.reducer.begin()
     with as_training_error(runtime.coord):
-        trainer.executor.run(runtime.program, runtime.start_grad_reduces)
+        for step in trainer.executor.steps(runtime.program, runtime.reducer.after_step):
+            runtime.reducer.before_step(step)
         for state in runtime.states:
             squares += state.finish_grad_reduce()
     stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)

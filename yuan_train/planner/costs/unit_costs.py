@@ -369,7 +369,8 @@ def _estimate(
             weight_seconds=backward / 2,
             forward_collectives=unit.forward_collectives,
             backward_collectives=unit.backward_collectives
-            + (unit.forward_collectives if recompute == "full" else 0),
+            # The recomputation ends with the last tensor that the backward needs: before the last all-reduce.
+            + (max(unit.forward_collectives - 1, 0) if recompute == "full" else 0),
         )
 
     layer = cost(work.layer, recompute)
