@@ -97,6 +97,8 @@ def test_simulate_repeats_the_forecast(planned, tmp_path, capsys):
     assert document["step_seconds"] == pytest.approx(forecast.step_seconds)
     assert document["messages"] == "cluster"
     assert 0 <= document["grad_reduce_seconds"] < document["step_seconds"]
+    names = ("compute_seconds", "grad_reduce_seconds", "update_seconds", "weight_sync_seconds")
+    assert sum(document[name] for name in names) == pytest.approx(document["step_seconds"])
     boxes = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert max(box["ts"] + box["dur"] for box in boxes) / 1e6 == pytest.approx(
         document["compute_seconds"], rel=1e-5
