@@ -136,6 +136,8 @@ class StageForecast:
     stage: Index
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float | None = None
+    """The part of the backward that computes weight gradients, under a schedule that splits it."""
     peak_memory_bytes: float
     memory: MemoryForecast
 
