@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from yuan_train.cli.environment import count_cores, rank_defaults
+from yuan_train.config.environment import count_cores, rank_defaults
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from yuan_train.cli.environment import set_rank_defaults
 from yuan_train.cli.launch import Node, free_port, start_ranks
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.dump import as_plain, write_text
+from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import tensor_parallel_sizes

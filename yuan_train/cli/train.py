@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 
-from yuan_train.cli.environment import set_rank_defaults
+from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import YuanError
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.run import load_run
