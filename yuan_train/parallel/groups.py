@@ -163,11 +163,13 @@ def _warm_up(grid: Grid, groups: Groups, device: torch.device) -> None:
     rank = dist.get_rank()
     for edge, group in groups.edges.items():
         sender, receiver = edge.sender, edge.receiver
-        token = torch.zeros(1, device="cpu" if grid.plan.via_host((sender, receiver)) else device)
+        if rank not in (sender, receiver):
+            continue
+        token = torch.zeros(1, device="cpu" if grid.via_host[edge] else device)
         try:
             if rank == sender:
                 dist.send(token, receiver, group=group)
-            elif rank == receiver:
+            else:
                 dist.recv(token, sender, group=group)
         except RuntimeError as error:
             raise TrainingError(

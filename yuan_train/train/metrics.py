@@ -124,12 +124,12 @@ def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
 def peak_flops(plan: Plan, precision: str) -> float | None:
     """Sum of the cards' peak FLOP/s in a precision; None if a card's peak is unknown."""
     total = 0.0
-    for entry in plan.ranks:
-        device = plan.device_type(entry.rank)
+    for name, count in plan.cards_by_type.items():
+        device = plan.find_type(name)
         peak = device.peak(precision) if device is not None else None  # pyright: ignore[reportArgumentType]
         if peak is None:
             return None
-        total += peak
+        total += count * peak
     return total
 
 
