@@ -46,6 +46,11 @@ class Batch:
     inputs: np.ndarray
     targets: np.ndarray
 
+    @property
+    def num_trained(self) -> int:
+        """Tokens with a loss."""
+        return int((self.targets != IGNORED).sum())
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -198,6 +203,11 @@ class Blend:
         total = sum(self.order.units)
         return tuple(unit / total for unit in self.order.units)
 
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens have no loss, so that only who reads a batch knows how many have one."""
+        return any(corpus.rules is not None and corpus.rules.masks for corpus in self.corpora)
+
     def locate(self, sample: int) -> tuple[int, int]:
         """(corpus, sample number within it) of a sample of the global order."""
         return self.order.locate(sample)
@@ -222,21 +232,6 @@ class Blend:
             inputs=np.stack([tokens[:-1] for _, tokens in samples]),
             targets=np.stack([corpus.targets(tokens) for corpus, tokens in samples]),
         )
-
-    def trained_tokens(self, first_sample: int, count: int) -> int:
-        """Number of tokens with a loss in samples [first_sample, first_sample + count).
-
-        The same on every rank: it depends on the data only. Where the rules mask nothing, no data is read.
-        """
-        total = 0
-        for number in range(first_sample, first_sample + count):
-            corpus, index = self.locate(number)
-            source = self.corpora[corpus]
-            if source.rules is None or not source.rules.masks:
-                total += source.sequence_length
-            else:
-                total += int((source.targets(source.sample(index)) != IGNORED).sum())
-        return total
 
 
 def open_corpora(

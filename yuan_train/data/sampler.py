@@ -59,7 +59,7 @@ def permutation(size: int, key: int, out: np.ndarray | None = None) -> np.ndarra
     order = np.empty(size, dtype=number_dtype(size)) if out is None else out
     bits = min((size >> BUCKET_BITS).bit_length(), 16)
     if not bits:
-        order[:] = np.argsort(_hashes(0, size, key), kind="stable")
+        order[:] = np.argsort(_hashes(0, size, key))
         return order
     counts = np.zeros(1 << bits, dtype=np.int64)
     for first, last in _chunks(size):
@@ -75,7 +75,7 @@ def permutation(size: int, key: int, out: np.ndarray | None = None) -> np.ndarra
         free += found
     for first, last in itertools.pairwise((0, *ends.tolist())):
         numbers = np.array(order[first:last])
-        order[first:last] = numbers[np.argsort(_hashes_of(numbers.astype(np.uint64), key), kind="stable")]
+        order[first:last] = numbers[np.argsort(_hashes_of(numbers.astype(np.uint64), key))]
     return order
 
 
