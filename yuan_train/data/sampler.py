@@ -166,7 +166,7 @@ def _hash_at(index: int, size: int, key: int) -> np.uint64:
     for first, last in _chunks(size):
         hashes = _hashes(first, last, key)
         inside.append(hashes[_top_bits(hashes, bits) == bucket])
-    return np.sort(np.concatenate(inside))[index - (ends[bucket] - counts[bucket])]
+    return np.uint64(np.sort(np.concatenate(inside))[index - int(ends[bucket] - counts[bucket])])
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,12 +94,14 @@ def train_step(
             squares += state.finish_grad_reduce()
     stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
     # On the CPU: not all cards share a communication backend, but all ranks share gloo.
-    totals = torch.cat(
-        [torch.stack([squares, trainer.loss, stop_flag]).cpu(), _count(trainer, blend, next_sample)]
-    )
+    totals = torch.stack([squares, trainer.loss, stop_flag]).cpu()
+    if blend.masks:
+        totals = torch.cat([totals, _count(trainer, blend, next_sample)])
     sum_over_world(runtime.groups, runtime.coord, totals, "the all-reduce of loss and gradient norm")
-    square, loss, stops, next_tokens = totals.tolist()
-    trainer.feed.batch_tokens = {(blend, next_sample): round(next_tokens)}
+    square, loss, stops, *next_tokens = totals.tolist()
+    if next_tokens:
+        trainer.feed.batch_tokens.pop((blend, first_sample), None)
+        trainer.feed.batch_tokens[blend, next_sample] = round(next_tokens[0])
     grad_norm = math.sqrt(square) / scale if square >= 0 else math.nan
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         if may_skip and math.isfinite(loss):
@@ -168,7 +170,7 @@ def _trained_tokens(trainer: Trainer, blend: Blend, first_sample: int) -> int:
 
 def _count(trainer: Trainer, blend: Blend, first_sample: int) -> torch.Tensor:
     """This rank's term of the tokens with a loss in a batch that is begun or announced: fp64 [1], exact."""
-    counts = blend.masks and trainer.runtime.coord.tensor_rank == 0
+    counts = trainer.runtime.coord.tensor_rank == 0
     number = trainer.feed.count_trained(blend, first_sample) if counts else 0
     return torch.tensor([number], dtype=torch.float64)
 
