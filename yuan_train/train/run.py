@@ -12,18 +12,23 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.config.plan_files import save_plan
-from yuan_train.parallel.groups import guard_world_collective, init_distributed, shutdown
-from yuan_train.train.agreement import check_same_directory, check_same_job, raise_together
+from yuan_train.parallel.groups import init_distributed, shutdown
+from yuan_train.parallel.world_sum import gather_on_first
+from yuan_train.train.agreement import (
+    check_same_directory,
+    check_same_job,
+    find_resume_together,
+    raise_together,
+)
 from yuan_train.train.build import build
 from yuan_train.train.footprint import keep_freed_memory, peak_memory_bytes
 from yuan_train.train.job import Job, Position
-from yuan_train.train.metrics import Log, StepMetrics, peak_flops
+from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
@@ -49,8 +54,10 @@ def train(job: Job) -> None:
         check_same_job(job)
         if job.run.checkpoint.directory is not None:
             check_same_directory(job.run.checkpoint.directory)
+        job = find_resume_together(job)
         trainer, progress = build(job)
         with (
+            trainer.feed,
             stop_on_sigterm() as stop_requested,
             _open_log(job, progress) as log,
             make_saver(job, trainer, log) as saver,
@@ -194,14 +201,14 @@ def _measure(
     *,
     loss_scale: float | None,
 ) -> StepMetrics:
-    """Metrics of the step, gathered from all ranks (collective); with the validation loss when it is due."""
+    """Metrics of the step; collective over all ranks. With those of each rank if the step is logged, and with
+    the validation loss when it is due; complete on rank 0 only."""
     run, plan = job.run, job.plan
     local = torch.tensor([trainer.stopwatch.read(), peak_memory_bytes(job.device)], dtype=torch.float64)
-    all_ranks = [local]
-    if dist.is_initialized():
-        all_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        with guard_world_collective(trainer.runtime.coord, "the all-gather of measurements"):
-            dist.all_gather(all_ranks, local)
+    all_ranks = None
+    if is_logged(progress.step, run):
+        runtime = trainer.runtime
+        all_ranks = gather_on_first(runtime.groups, runtime.coord, local, "the gather of measurements")
     validation = None
     if job.validation is not None and run.validation.every and progress.step % run.validation.every == 0:
         validation = validation_loss(trainer, job.validation, num_batches=run.validation.batches)
@@ -218,9 +225,9 @@ def _measure(
         step_seconds=seconds,
         tokens_per_second=tokens / seconds,
         mfu=flops / seconds / peak if peak else None,
-        peak_memory_bytes=[int(rank[1]) for rank in all_ranks],
+        peak_memory_bytes=[int(rank[1]) for rank in all_ranks] if all_ranks else None,
         forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
-        stage_seconds=[float(rank[0]) for rank in all_ranks],
+        stage_seconds=[float(rank[0]) for rank in all_ranks] if all_ranks else None,
         validation_loss=validation,
         loss_scale=loss_scale,
         skipped_steps=progress.skipped if loss_scale is not None else None,
