@@ -43,13 +43,13 @@ def measured(function: Callable[..., Any], growth: dict[str, int], key: str) -> 
     return call
 
 
-def body(rank: int, run_file: Path, plan: Plan, folder: Path, port: int) -> None:
-    as_rank(rank, plan.world_size, port)
+def body(rank: int, run_file: Path, plan: Plan, folder: Path, ports: list[int]) -> None:
     growth: dict[str, int] = {}
     run.save_progress = measured(run.save_progress, growth, "save")
     build._restore = measured(build._restore, growth, "resume")  # pyright: ignore[reportPrivateUsage]
     position = Position(rank, plan.world_size, rank, plan.world_size)
-    for steps in (1, 2):
+    for steps, port in zip((1, 2), ports, strict=True):
+        as_rank(rank, plan.world_size, port)
         words = (f"train.steps={steps}", f"checkpoint.directory={folder / 'ck'}", "checkpoint.resume=auto")
         run.train(
             prepare(
@@ -68,7 +68,7 @@ def test_saving_and_resuming_takes_no_memory_beside_the_state(tmp_path: Path) ->
     config = run_config(run_file)
     plan = make_plan(config, [[6]] * 4)
     plan = Plan(**{**vars(plan), "optimizer_sharding": True})
-    spawn(body, 4, run_file, plan, tmp_path, free_port())
+    spawn(body, 4, run_file, plan, tmp_path, [free_port(), free_port()])
     parameters = config.model.parameters
     held = parameters * (4 + 4) + parameters * 3 * 4 / 4
     # All three states of every element, as a gather would need: far above the limit.

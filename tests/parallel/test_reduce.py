@@ -33,7 +33,5 @@ def test_reductions_in_bf16_and_in_one_operation(tmp_path: Path) -> None:
         assert 1e-7 < max(errors) < 2**-9, "rounded to bf16, and no more"
     # Two owners: their sum has one order, whoever makes it.
     for key in ("loss", "grad_norm"):
-        one, each = (
-            [line[key] for line in curves[key_]] for key_ in ((True, "coalesced"), (True, "fp32"))
-        )
+        one, each = ([line[key] for line in curves[key_]] for key_ in ((True, "coalesced"), (True, "fp32")))
         assert one == each

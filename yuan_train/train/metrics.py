@@ -102,7 +102,7 @@ class Log:
 
 
 def is_logged(step: int, run: RunConfig) -> bool:
-    """Whether a step has a progress line, and metrics of every rank: each `log.every`-th, and the last."""
+    """Whether a step has a progress line: each `log.every`-th, and the last."""
     return step % run.log.every == 0 or step == run.train.steps
 
 

@@ -17,7 +17,7 @@ from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.config.plan_files import save_plan
-from yuan_train.parallel.groups import init_distributed, shutdown
+from yuan_train.parallel.groups import as_training_error, init_distributed, shutdown
 from yuan_train.parallel.world_sum import gather_on_first
 from yuan_train.train.agreement import (
     check_same_directory,
@@ -159,7 +159,7 @@ def _run_steps(
             if log is not None:
                 log.say(f"stopped by SIGTERM after step {progress.step}")
             break
-    with guard_world_collective(trainer.runtime.coord, "the last sending of weights"):
+    with as_training_error(trainer.runtime.coord):
         for state in trainer.runtime.states:
             state.finish_weight_sync()
     if saver.started != progress.step:
@@ -201,13 +201,13 @@ def _measure(
     *,
     loss_scale: float | None,
 ) -> StepMetrics:
-    """Metrics of the step; collective over all ranks. With those of each rank if the step is logged, and with
-    the validation loss when it is due; complete on rank 0 only."""
+    """Metrics of the step; collective over all ranks. With the validation loss when it is due; complete on
+    rank 0 only. Of many ranks, each one's own figures are gathered only where a progress line is due."""
     run, plan = job.run, job.plan
     local = torch.tensor([trainer.stopwatch.read(), peak_memory_bytes(job.device)], dtype=torch.float64)
     all_ranks = None
-    if is_logged(progress.step, run):
-        runtime = trainer.runtime
+    runtime = trainer.runtime
+    if not runtime.groups.tree or is_logged(progress.step, run):
         all_ranks = gather_on_first(runtime.groups, runtime.coord, local, "the gather of measurements")
     validation = None
     if job.validation is not None and run.validation.every and progress.step % run.validation.every == 0:
