@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, split_backward
@@ -75,7 +76,7 @@ def parallelize(
     """Build this rank's parts of the model, move their weights into flat buckets, create its process groups.
 
     `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another.
-    Collective over all ranks. Raises TrainingError if a link or a group fails, ValueError for a schedule that
+    Collective over all ranks. Raises TrainingError if a link or a group fails, PlanError for a schedule that
     cannot run.
     """
     grid = Grid(plan)
@@ -122,7 +123,7 @@ def parallelize(
 
 
 def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
-    """The schedule of one pipeline. Raises ValueError, listing every fault, if it cannot run."""
+    """The schedule of one pipeline. Raises PlanError, listing every fault, if it cannot run."""
     workers = Grid(plan).workers(pipeline)
     part = plan.pipelines[pipeline]
     schedule = make_schedule(
@@ -131,7 +132,13 @@ def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
         num_micro_batches=part.num_micro_batches,
         in_flight=part.depths(plan.schedule),
     )
-    check_schedule(schedule, workers, window=1 + max(peak_in_flight(program) for program in schedule))
+    try:
+        check_schedule(schedule, workers)
+    except ValueError as error:
+        raise PlanError(
+            f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}; plan again, or set another "
+            "schedule"
+        ) from error
     return schedule
 
 
