@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
@@ -87,7 +88,7 @@ def parallelize(
     `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another.
     Gradients are reduced in buckets of at most `bucket_size` parameters, in `reduce_dtype` (None: as they are
     accumulated).
-    Collective over all ranks. Raises TrainingError if a link or a group fails, ValueError for a schedule that
+    Collective over all ranks. Raises TrainingError if a link or a group fails, PlanError for a schedule that
     cannot run.
     """
     grid = Grid(plan, bucket_size)
@@ -149,7 +150,7 @@ def parallelize(
 
 
 def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
-    """The schedule of one pipeline. Raises ValueError, listing every fault, if it cannot run."""
+    """The schedule of one pipeline. Raises PlanError, listing every fault, if it cannot run."""
     workers = Grid(plan).workers(pipeline)
     part = plan.pipelines[pipeline]
     schedule = make_schedule(
@@ -158,7 +159,13 @@ def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
         num_micro_batches=part.num_micro_batches,
         in_flight=part.depths(plan.schedule),
     )
-    check_schedule(schedule, workers, window=1 + max(peak_in_flight(program) for program in schedule))
+    try:
+        check_schedule(schedule, workers)
+    except ValueError as error:
+        raise PlanError(
+            f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}; plan again, or set another "
+            "schedule"
+        ) from error
     return schedule
 
 
