@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,19 @@ from yuan_train.model.documents import find_resets
 from yuan_train.model.dropout import DropoutSeed
 from yuan_train.model.transformer import Transformer
 from yuan_train.parallel.deferred import DeferredWeightGrads
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What a forward needs of its samples, on the device."""
+
+    first_sample: int
+    tokens_BS: torch.Tensor | None
+    """None without the embedding."""
+    targets_BS: torch.Tensor | None
+    """None without the head."""
+    resets: dict[str, Any]
+    """The model's arguments for what the run resets at document ends."""
 
 
 class StageRunner:
@@ -46,6 +60,7 @@ class StageRunner:
         self._first_sample = 0
         self._trained_tokens = 1
         self._scale = 1.0
+        self._loaded: dict[int, _MicroBatch] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
 
@@ -58,28 +73,40 @@ class StageRunner:
         self._first_sample = first_sample
         self._trained_tokens = trained_tokens
         self._scale = scale
+        self._loaded.clear()
         self.loss.zero_()
         self.finite.fill_(True)
 
-    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
-        """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss, times `scale`.
-
-        `hidden_BSH` is the output of the stage before; None on the first stage.
-        """
+    def load(self, micro_batch: int) -> None:
+        """Read a micro-batch and copy to the device what this stage needs of it, unless that is done."""
+        if micro_batch in self._loaded:
+            return
         assert self._blend is not None
         first = self._first_sample + micro_batch * self._micro_batch_size
         batch = self._blend.batch(first, self._micro_batch_size)
         tokens_BS = torch.from_numpy(batch.inputs)
-        output = self._model(
-            tokens_BS.to(self._device) if hidden_BSH is None else hidden_BSH,
-            # Validation runs without gradients and without dropout.
-            dropout_seed=DropoutSeed(self._seed, first) if torch.is_grad_enabled() else None,
-            **self._resets(tokens_BS),
+        self._loaded[micro_batch] = _MicroBatch(
+            first_sample=first,
+            tokens_BS=tokens_BS.to(self._device) if self._model.has_embedding else None,
+            targets_BS=torch.from_numpy(batch.targets).to(self._device) if self._model.has_head else None,
+            resets=self._resets(tokens_BS),
         )
-        if self._model.has_head:
-            targets_BS = torch.from_numpy(batch.targets).to(self._device)
+
+    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+        """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss, times `scale`.
+
+        `hidden_BSH` is the output of the stage before; None on the first stage. `load` must have been called.
+        """
+        batch = self._loaded.pop(micro_batch)
+        output = self._model(
+            batch.tokens_BS if hidden_BSH is None else hidden_BSH,
+            # Validation runs without gradients and without dropout.
+            dropout_seed=DropoutSeed(self._seed, batch.first_sample) if torch.is_grad_enabled() else None,
+            **batch.resets,
+        )
+        if batch.targets_BS is not None:
             gradient_scale = self._scale / self._trained_tokens
-            output = self._model.loss(output, targets_BS, gradient_scale=gradient_scale)
+            output = self._model.loss(output, batch.targets_BS, gradient_scale=gradient_scale)
             output = output / self._trained_tokens
             self.loss += output.detach()
         self.finite &= torch.isfinite(output.detach()).all()

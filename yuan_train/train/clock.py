@@ -1,0 +1,50 @@
+"""The clock of the training steps: no second of the run is lost between two of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class StepClock:
+    """Seconds of each training step, from the end of the last synchronisation to the end of this one.
+
+    A card works behind the host's back: the optimizer step and the weights' way back are only enqueued when
+    the host has done with a step. One clock that runs on, and is read only when the device has finished,
+    charges them to the step that they belong to.
+    """
+
+    def __init__(
+        self, synchronise: Callable[[], None], *, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`synchronise` waits until the device has finished all that was enqueued; `now` is in seconds."""
+        self._synchronise = synchronise
+        self._now = now
+        synchronise()
+        self._since = now()
+
+    def lap(self) -> float:
+        """Seconds since the clock was made or since the last lap, pauses left out; waits for the device."""
+        self._synchronise()
+        end = self._now()
+        seconds, self._since = end - self._since, end
+        return seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what belongs to no step, such as validation; waits for the device before and after."""
+        self._synchronise()
+        start = self._now()
+        yield
+        self._synchronise()
+        self._since += self._now() - start
+
+
+def device_clock(device: torch.device) -> StepClock:
+    """The clock of a device; a CPU has finished when the host has."""
+    if device.type == "cuda":
+        return StepClock(lambda: torch.cuda.synchronize(device))
+    return StepClock(lambda: None)
