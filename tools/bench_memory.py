@@ -111,6 +111,9 @@ class Stage:
         self.model = model
         self.tokens_BS = torch.randint(model.config.vocab_size, (1, sequence_length))
 
+    def load(self, micro_batch: int) -> None:
+        """The tokens are always the same."""
+
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         output = self.model(self.tokens_BS if hidden_BSH is None else hidden_BSH)
         return self.model.loss(output, self.tokens_BS) if self.model.has_head else output

@@ -163,8 +163,8 @@ def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
         check_schedule(schedule, workers)
     except ValueError as error:
         raise PlanError(
-            f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}; plan again, or set another "
-            "schedule"
+            f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}; "
+            "plan again, or set another schedule"
         ) from error
     return schedule
 

@@ -297,7 +297,8 @@ class _Unit:
         return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
 
     def receive(self) -> torch.Tensor | None:
-        """A hidden state [B, S, H], as if from the stage before; None for the embedding."""
+        """A hidden state [B, S, H], as if from the stage before; None for the embedding. Loads the data."""
+        self._runner.load(0)
         return None if self.part.has_embedding else self._hidden_BSH.clone().requires_grad_()
 
     def forward(self, hidden_BSH: torch.Tensor | None = None) -> _InFlight:

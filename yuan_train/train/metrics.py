@@ -28,13 +28,16 @@ class StepMetrics:
     tokens: int
     """Trained on since the start of the run."""
     step_seconds: float
+    """From the end of the step before until all ranks' devices have finished this one: optimizer and weight
+    sync are in it; validation and saving are not."""
     tokens_per_second: float
     mfu: float | None
     """Model FLOP/s over the sum of the cards' peak FLOP/s; None if a card's peak is unknown."""
     peak_memory_bytes: list[int] | None
+    """By rank, as the forecast counts them; see `footprint.peak_footprint_bytes`."""
     forecast_step_seconds: float | None
     stage_seconds: list[float] | None
-    """Seconds of compute of each rank in the step."""
+    """Seconds of compute of each rank in the step, without the reading of its data."""
     validation_loss: float | None = None
     loss_scale: float | None = None
     """Loss scale of this step's backward; None, like `skipped_steps`, if the loss is not scaled."""

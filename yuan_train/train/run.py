@@ -5,9 +5,9 @@ Reads top to bottom: connect and build, open the log, step, measure, save.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +26,8 @@ from yuan_train.train.agreement import (
     raise_together,
 )
 from yuan_train.train.build import build
-from yuan_train.train.footprint import keep_freed_memory, peak_memory_bytes
+from yuan_train.train.clock import StepClock, device_clock
+from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.job import Job, Position
 from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops
 from yuan_train.train.optimizer import learning_rate
@@ -140,20 +141,21 @@ def _run_steps(
     run = job.run
     if log is not None and progress.step >= run.train.steps:
         log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
+    clock = device_clock(job.device)
     while progress.step < run.train.steps:
-        start = time.perf_counter()
         lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
-        result = _step(
-            job, trainer, progress, lr, stop=stop_requested[0] or saver.failed(), saved=saver.saved
-        )
-        seconds = time.perf_counter() - start
+        stop = stop_requested[0] or saver.failed()
+        result = _step(job, trainer, progress, lr, stop=stop, saved=saver.saved)
+        measured = _measure(job, trainer, progress.step + 1, clock)
         scale = progress.scaler.scale if progress.scaler else None
         progress = progress.advance(run, skipped=result.skipped)
-        metrics = _measure(job, trainer, progress, result, lr, seconds, loss_scale=scale)
+        with clock.paused():
+            validation = _validate(job, trainer, progress)
         if log is not None:
-            log.write(metrics)
+            log.write(_metrics(job, progress, result, measured, lr, validation, loss_scale=scale))
         if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
-            save_progress(job, trainer, progress, saver)
+            with clock.paused():
+                save_progress(job, trainer, progress, saver)
         if result.stop:
             saver.wait()  # Raises if the reason to stop is a failed save.
             if log is not None:
@@ -191,28 +193,50 @@ def _step(
         raise TrainingError(f"step {progress.step + 1}: {error}; {last_good}") from error
 
 
-def _measure(
+@dataclass(frozen=True)
+class _Measured:
+    """What is measured of a step."""
+
+    step_seconds: float
+    of_ranks: list[list[float]] | None
+    """By rank, seconds of compute and bytes of peak memory; on rank 0, if they were gathered."""
+
+
+def _measure(job: Job, trainer: Trainer, step: int, clock: StepClock) -> _Measured:
+    """Wait until all ranks have finished a step, which ends it, and gather their measurements on rank 0.
+
+    Collective over all ranks. Many ranks' measurements are gathered only where a progress line is due.
+    """
+    # This waits for the device, so that the gathering waits for all of them.
+    local = torch.tensor([trainer.stopwatch.read(), peak_footprint_bytes(job.device)], dtype=torch.float64)
+    runtime, of_ranks = trainer.runtime, None
+    if not runtime.groups.tree or is_logged(step, job.run):
+        of_ranks = gather_on_first(runtime.groups, runtime.coord, local, "the gather of measurements")
+    return _Measured(clock.lap(), of_ranks)
+
+
+def _validate(job: Job, trainer: Trainer, progress: Progress) -> float | None:
+    """The validation loss, if it is due (collective over all ranks)."""
+    config = job.run.validation
+    if job.validation is None or not config.every or progress.step % config.every:
+        return None
+    loss = validation_loss(trainer, job.validation, num_batches=config.batches)
+    trainer.stopwatch.read()
+    return loss
+
+
+def _metrics(
     job: Job,
-    trainer: Trainer,
     progress: Progress,
     result: StepResult,
+    measured: _Measured,
     lr: float,
-    seconds: float,
+    validation: float | None,
     *,
     loss_scale: float | None,
 ) -> StepMetrics:
-    """Metrics of the step; collective over all ranks. With the validation loss when it is due; complete on
-    rank 0 only. Of many ranks, each one's own figures are gathered only where a progress line is due."""
     run, plan = job.run, job.plan
-    local = torch.tensor([trainer.stopwatch.read(), peak_memory_bytes(job.device)], dtype=torch.float64)
-    all_ranks = None
-    runtime = trainer.runtime
-    if not runtime.groups.tree or is_logged(progress.step, run):
-        all_ranks = gather_on_first(runtime.groups, runtime.coord, local, "the gather of measurements")
-    validation = None
-    if job.validation is not None and run.validation.every and progress.step % run.validation.every == 0:
-        validation = validation_loss(trainer, job.validation, num_batches=run.validation.batches)
-        trainer.stopwatch.read()
+    seconds, of_ranks = measured.step_seconds, measured.of_ranks
     tokens = run.train.global_batch_size * run.data.sequence_length
     peak = peak_flops(plan, run.train.precision)
     flops = tokens * run.model.training_flops(run.data.sequence_length)
@@ -225,9 +249,9 @@ def _measure(
         step_seconds=seconds,
         tokens_per_second=tokens / seconds,
         mfu=flops / seconds / peak if peak else None,
-        peak_memory_bytes=[int(rank[1]) for rank in all_ranks] if all_ranks else None,
+        peak_memory_bytes=[int(rank[1]) for rank in of_ranks] if of_ranks else None,
         forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
-        stage_seconds=[float(rank[0]) for rank in all_ranks] if all_ranks else None,
+        stage_seconds=[rank[0] for rank in of_ranks] if of_ranks else None,
         validation_loss=validation,
         loss_scale=loss_scale,
         skipped_steps=progress.skipped if loss_scale is not None else None,

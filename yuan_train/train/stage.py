@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from yuan_train.model.dropout import DropoutSeed
 from yuan_train.model.transformer import Transformer
 from yuan_train.parallel.deferred import DeferredWeightGrads
-from yuan_train.train.feed import MicroBatch, Source
+from yuan_train.train.feed import Source
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What a forward needs of its samples, on the device; int64 [B, S]."""
+
+    tokens_BS: torch.Tensor | None = None
+    targets_BS: torch.Tensor | None = None
+    resets: dict[str, Any] = field(default_factory=dict)
+    """The model's arguments for what the run resets at document ends."""
 
 
 class StageRunner:
@@ -42,6 +54,7 @@ class StageRunner:
         self._trained_tokens = 1
         self._scale = 1.0
         self._takes = any(stage_needs(model, resets=resets))
+        self._loaded = _Loaded()
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
 
@@ -56,27 +69,39 @@ class StageRunner:
         self.loss.zero_()
         self.finite.fill_(True)
 
+    def load(self, micro_batch: int) -> None:
+        """Wait until the samples of a micro-batch are read, and start to copy them to the device.
+
+        Not part of the forward: these are not seconds of compute.
+        """
+        if self._takes:
+            batch = self._source.take(micro_batch)
+            self._loaded = _Loaded(
+                None if batch.tokens_BS is None else batch.tokens_BS.to(self._device, non_blocking=True),
+                None if batch.targets_BS is None else batch.targets_BS.to(self._device, non_blocking=True),
+                batch.resets.on(self._device),
+            )
+
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss, times `scale`.
 
-        `hidden_BSH` is the output of the stage before; None on the first stage.
+        `hidden_BSH` is the output of the stage before; None on the first stage. `load` must have been called.
         """
         first = self._first_sample + micro_batch * self._micro_batch_size
-        batch = self._take(micro_batch)
+        batch, self._loaded = self._loaded, _Loaded()
         if hidden_BSH is None:
-            assert batch is not None and batch.tokens_BS is not None
-            hidden_BSH = batch.tokens_BS.to(self._device, non_blocking=True)
+            assert batch.tokens_BS is not None
+            hidden_BSH = batch.tokens_BS
         output = self._model(
             hidden_BSH,
             # Validation runs without gradients and without dropout.
             dropout_seed=DropoutSeed(self._seed, first) if torch.is_grad_enabled() else None,
-            **(batch.resets.on(self._device) if batch is not None else {}),
+            **batch.resets,
         )
         if self._model.has_head:
-            assert batch is not None and batch.targets_BS is not None
-            targets_BS = batch.targets_BS.to(self._device, non_blocking=True)
+            assert batch.targets_BS is not None
             gradient_scale = self._scale / self._trained_tokens
-            output = self._model.loss(output, targets_BS, gradient_scale=gradient_scale)
+            output = self._model.loss(output, batch.targets_BS, gradient_scale=gradient_scale)
             output = output / self._trained_tokens
             self.loss += output.detach()
         self.finite &= torch.isfinite(output.detach()).all()
@@ -89,10 +114,6 @@ class StageRunner:
     def backward_weight(self, micro_batch: int) -> None:
         """Compute the deferred weight gradients of a micro-batch whose backward was split."""
         self._deferred.flush(micro_batch)
-
-    def _take(self, micro_batch: int) -> MicroBatch | None:
-        """What the stage uses of a micro-batch; None if that is nothing."""
-        return self._source.take(micro_batch) if self._takes else None
 
 
 def stage_needs(model: Transformer, *, resets: bool) -> tuple[bool, bool]:
