@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
             process.join()
 
 
-def start_server() -> multiprocessing.context.ForkServerContext:
+def start_server() -> ForkServerContext:
     """The context whose processes are forked from the server, which is started if it does not run yet."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

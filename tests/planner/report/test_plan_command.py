@@ -121,7 +121,8 @@ def test_simulate_without_a_cluster_splits_backwards_as_the_forecast(tmp_path, c
     words = ["search.schedule=[zero_bubble]", "search.recompute=[full]", "--out", str(out)]
     assert main(["plan", "--cluster", LAPTOP, "--config", RUN, *words]) == 0
     written = load_plan(out)
-    assert written.forecast is not None and len(written.pipelines[0].stages) > 1
+    forecast = written.forecast
+    assert forecast is not None and len(written.pipelines[0].stages) > 1
 
     def simulate(plan):
         save_plan(out, plan)
@@ -130,10 +131,8 @@ def test_simulate_without_a_cluster_splits_backwards_as_the_forecast(tmp_path, c
         return json.loads(capsys.readouterr().out)["compute_seconds"]
 
     def with_weights(share):
-        stages = (
-            replace(s, weight_seconds=share and share * s.backward_seconds) for s in written.forecast.stages
-        )
-        return replace(written, forecast=replace(written.forecast, stages=tuple(stages)))
+        stages = (replace(s, weight_seconds=share and share * s.backward_seconds) for s in forecast.stages)
+        return replace(written, forecast=replace(forecast, stages=tuple(stages)))
 
     # A plan that does not say how a backward divides has halves.
     assert simulate(with_weights(None)) == simulate(with_weights(0.5)) != simulate(with_weights(0.1))
