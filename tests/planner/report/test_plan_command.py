@@ -98,12 +98,34 @@ def test_simulate_repeats_the_forecast(planned, tmp_path, capsys):
     assert document["step_seconds"] == pytest.approx(forecast.step_seconds)
     assert document["messages"] == "cluster"
     assert 0 <= document["grad_reduce_seconds"] < document["step_seconds"]
-    names = ("compute_seconds", "grad_reduce_seconds", "update_seconds", "weight_sync_seconds")
-    assert sum(document[name] for name in names) == pytest.approx(document["step_seconds"])
     boxes = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert max(box["ts"] + box["dur"] for box in boxes) / 1e6 == pytest.approx(
         document["compute_seconds"], rel=1e-5
     )
+
+
+def test_plan_and_simulate_price_the_reductions_of_the_run(tmp_path, capsys):
+    """Two pipelines of one stage each: bucket size and dtype change the step, in both commands alike."""
+    out, steps = tmp_path / "plan.yaml", set()
+    fixed = ["search.pipelines=[2]", "search.optimizer_sharding=[true]", "search.recompute=[none]"]
+    for size, dtype in ((10**9, "fp32"), (1, "fp32"), (1, "bf16")):
+        words = [f"optimizer.bucket_size={size}", f"optimizer.reduce_dtype={dtype}"]
+        assert plan("--config", RUN, *fixed, *words, "--out", str(out)) == 0
+        assert "| weight sync " in capsys.readouterr().out
+        words = ["--bucket-size", str(size), "--reduce-dtype", dtype, "--precision", "fp32", "--json"]
+        assert main(["simulate", "--plan", str(out), "--cluster", LAPTOP, *words]) == 0
+        document, forecast = json.loads(capsys.readouterr().out), load_plan(out).forecast
+        assert forecast is not None
+        assert document["step_seconds"] == pytest.approx(forecast.step_seconds)
+        names = ("compute_seconds", "grad_reduce_seconds", "update_seconds", "weight_sync_seconds")
+        assert sum(document[name] for name in names) == pytest.approx(document["step_seconds"])
+        assert document["weight_sync_seconds"] > 0
+        steps.add(document["step_seconds"])
+    assert len(steps) == 3
+    assert main(["simulate", "--plan", str(out), "--cluster", LAPTOP, "--bucket-size", "0"]) == 2
+    assert "--bucket-size: wanted at least 1 parameter, got 0" in capsys.readouterr().err
+    assert main(["simulate", "--plan", str(out), "--reduce-dtype", "bf16"]) == 2
+    assert "--reduce-dtype: needs --cluster F too" in capsys.readouterr().err
 
 
 def test_simulate_without_a_cluster_has_free_messages(planned, capsys):

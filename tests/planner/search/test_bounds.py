@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from tests.planner.search.test_search import MODEL, card, cluster, find, problem
-from yuan_train.config.cluster import Card
+from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.search.shapes import Shape, make_plan
 
 SMALL = replace(MODEL, num_layers=3)
 
@@ -111,3 +112,40 @@ def test_no_plan_takes_less_than_the_bound(seed):
     assert result.best.step_seconds <= lowest * 1.05
     if result.exact:
         assert result.best.step_seconds <= lowest * (1 + 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "layers", "sharded"),
+    [(1e8, 0.5, True), (1e8, 99, False), (1e9, 2.1, True), (1e10, 1, False)],
+)
+def test_two_equal_pipelines_are_proven(bandwidth, layers, sharded):
+    """The search finds the best of all cuts of two equal pipelines, by what outlasts their compute of their
+    gradient reductions in buckets of so many layers."""
+    link = Link(bandwidth=bandwidth, latency=1e-5)
+    nodes = tuple(NodeGroup(name=kind, device=kind, count=2, network=link) for kind in ("Fast", "Slow"))
+    types = {"Fast": card(speed=2.5), "Slow": card()}
+    given_problem = problem(
+        Cluster(name="four", nodes=nodes, device_types=types),
+        model=SMALL,
+        bucket_size=int(layers * SMALL.layer_parameters),
+        global_batch_size=8,
+    )
+    costs, bounds = make_costs(given_problem), range(1, SMALL.num_layers + 2)
+    cards = given_problem.cluster.cards
+    slots = tuple(((((cards[i],),), ((cards[i + 1],),))) for i in (0, 2))
+    shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=4, slots=slots, sharded=sharded)
+    cuts = [((i,), (0, bounds.stop)) for i in (0, 1)]
+    cuts += [(order, (0, b, bounds.stop)) for order in ((0, 1), (1, 0)) for b in bounds]
+    costs_of_cuts = [
+        cost_plan(
+            costs,
+            make_plan(costs, shape, order=order, bounds=ends, recompute=["none" for _ in order]),
+        )
+        for order, ends in cuts
+    ]
+    lowest = min(cost.step_seconds for cost in costs_of_cuts)
+    keys = {"tensor": (1,), "replicas": (1,), "recompute": ("none",), "num_micro_batches": (4,)}
+    result = find(given_problem, pipelines=(2,), optimizer_sharding=(sharded,), **keys)
+    assert result.exact
+    assert result.best.step_seconds == pytest.approx(lowest, rel=1e-9)
+    assert result.lower_bound_seconds <= lowest * (1 + 1e-9)

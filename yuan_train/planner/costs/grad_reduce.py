@@ -162,6 +162,5 @@ def weight_sync_seconds(
 def unit_parameters(model: ModelConfig) -> list[float]:
     """Parameters whose gradients the owners reduce, by unit; a tied embedding is reduced separately, over all
     that hold it."""
-    tied = model.tie_embeddings
-    ends = (0, model.hidden_size) if tied else (model.embedding_parameters, model.head_parameters)
-    return [float(n) for n in (ends[0], *[model.layer_parameters] * model.num_layers, ends[1])]
+    embedding, *others = map(float, model.unit_parameters)
+    return [0.0 if model.tie_embeddings else embedding, *others]

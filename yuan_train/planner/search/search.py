@@ -33,6 +33,9 @@ MAX_FINALISTS = 100
 """Fastest candidates that are kept when candidates are ranked."""
 NUM_POLISHED, NUM_PROMISING = 4, 12
 """Plans that are polished: the fastest ones, and those with the best `polished_estimate`."""
+PROMISING_FACTOR = 1.05
+"""A plan may be polished if its estimate is within this multiple of the best step: estimates are a few
+percent high, because they count the stages after the slowest one in full."""
 NUM_SPLIT = 3
 """Plans whose stages are also tried as virtual stages."""
 NO_VIRTUAL_STAGES = (
@@ -262,7 +265,7 @@ def _with_polished(
     promising = sorted(range(len(ranked)), key=lambda i: (estimates[i], i))[:NUM_PROMISING]
     best = ranked[0].step_seconds
     for i in dict.fromkeys([*range(min(NUM_POLISHED, len(ranked))), *promising]):
-        if not stopped() and (i < NUM_POLISHED or estimates[i] < best):
+        if not stopped() and (i < NUM_POLISHED or estimates[i] < PROMISING_FACTOR * best):
             plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options.recompute)
             result[i] = replace(ranked[i], plan=plan, cost=cost)
             best = min(best, cost.step_seconds)
