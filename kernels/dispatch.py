@@ -31,7 +31,10 @@ from yuan_kernels import packages
 
 logger = logging.getLogger("yuan_kernels")
 
-OPS = ("localized_filter", "rms_norm", "linear_cross_entropy")
+OPS = ("localized_filter", "rms_norm", "linear_cross_entropy", "rotary", "swiglu")
+
+_ELEMENTWISE = ("rotary", "swiglu")
+"""Ops whose kernels hold no whole row, and so support any length."""
 
 MINIMUM_CAPABILITY = (7, 0)
 """Oldest compute capability that the tests compile our Triton kernels for (V100)."""
@@ -74,11 +77,13 @@ def implementation(op: str, x: Tensor) -> str:
     """Return the name of the implementation of `op` for x [..., H]."""
     if reference_selected():
         return "reference"
-    return choose(op, x.device, x.dtype, shape_class(x.shape[-1]), requested_package(op)).implementation
+    return choose(op, x.device, x.dtype, shape_class(op, x.shape[-1]), requested_package(op)).implementation
 
 
-def shape_class(hidden: int) -> str:
-    """Return `regular`, or `odd` for row lengths that our Triton kernels do not support."""
+def shape_class(op: str, hidden: int) -> str:
+    """Return `regular`, or `odd` for row lengths without a Triton kernel; `any` if all have one."""
+    if op in _ELEMENTWISE:
+        return "any"
     return "regular" if hidden % 16 == 0 and 0 < hidden <= _MAXIMUM_ROW else "odd"
 
 
@@ -118,7 +123,7 @@ def _off_cuda(device: torch.device) -> tuple[str, str]:
 def _on_cuda(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> tuple[str, str]:
     if dtype not in _TRITON_DTYPES:
         return "torch", f"no Triton kernel for {dtype}"
-    if shape != "regular":
+    if shape == "odd":
         return "torch", f"the row length is not a multiple of 16, or above {_MAXIMUM_ROW}"
     if importlib.util.find_spec("triton") is None:
         return "torch", "triton is not installed"

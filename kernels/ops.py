@@ -19,6 +19,8 @@ from torch import Tensor
 from yuan_kernels import cross_entropy, dispatch, packages, products, reference
 from yuan_kernels import localized_filter as sandwich
 from yuan_kernels import rms_norm as norms
+from yuan_kernels import rotary as rotations
+from yuan_kernels import swiglu as gates
 from yuan_kernels.cross_entropy_blocks import Exchange
 from yuan_kernels.dispatch import Choice
 from yuan_kernels.reference import FilterState, Reduction
@@ -198,14 +200,30 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     The pair (x[i], x[i + D/2]) is rotated by the angle whose cosine and sine are cos[b, s, i] and
     sin[b, s, i]; both are [B or 1, S, D/2], in fp32 (fp64 for fp64), which is also the precision of the
-    products.
+    products. They get no gradients.
+
+    Raises:
+        ValueError: x is not of four dims, or a table does not fit it.
     """
-    return reference.rotary(x, cos, sin)
+    if x.dim() != 4:
+        raise ValueError(f"x has shape {list(x.shape)}; rotary expects [batch, tokens, heads, head_dim]")
+    for name, table in (("cos", cos), ("sin", sin)):
+        batch = 1 if table.shape[:1] == (1,) else x.shape[0]
+        _check_shape(name, table, (batch, x.shape[1], x.shape[3] // 2))
+    return rotations.rotary(x, cos, sin)
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Return silu(z0) * z1 [..., F] of x [..., 2F] = (z0, z1) (Shazeer 2020); Yuan's `up` has z0 first."""
-    return reference.swiglu(x)
+    """Return silu(z0) * z1 [..., F] of x [..., 2F] = (z0, z1) (Shazeer 2020); Yuan's `up` has z0 first.
+
+    The backward needs x alone.
+
+    Raises:
+        ValueError: the last dim is odd.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x has shape {list(x.shape)}; swiglu halves the last dim, which must be even")
+    return gates.swiglu(x)
 
 
 def linear_cross_entropy(
@@ -278,8 +296,8 @@ def choices(device: torch.device, dtype: torch.dtype, *, hidden: int) -> list[Ch
     if dispatch.reference_selected():
         reason = "YUAN_KERNELS=reference selects the definitions"
         return [Choice(op, str(device), dtype, "any", "reference", reason) for op in dispatch.OPS]
-    shape = dispatch.shape_class(hidden)
-    return [dispatch.choose(op, device, dtype, shape, dispatch.requested_package(op)) for op in dispatch.OPS]
+    shapes = {op: dispatch.shape_class(op, hidden) for op in dispatch.OPS}
+    return [dispatch.choose(op, device, dtype, shapes[op], dispatch.requested_package(op)) for op in shapes]
 
 
 def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dict[str, str | float]:

@@ -82,10 +82,43 @@ def _linear_cross_entropy(device: torch.device, dtype: torch.dtype) -> bool:
     return _close(actual, expected, dtype) and _close(normalizer, logits.logsumexp(1), torch.float32)
 
 
+def _rotary(device: torch.device, dtype: torch.dtype) -> bool:
+    from yuan_kernels import reference, triton_elementwise
+
+    # One table for both sequences, then one each; heads and pairs that do not fill a block, then that do.
+    for batch, heads, head_dim in ((1, 5, 22), (2, 8, 32)):
+        x = _random(2, 7, heads, head_dim, device=device, dtype=dtype)
+        angles = 3 * _random(batch, 7, head_dim // 2, device=device, dtype=torch.float32)
+        cos, sin = angles.cos(), angles.sin()
+        for inverse in (False, True):
+            actual = triton_elementwise.rotary(x, cos, sin, inverse=inverse)
+            expected = reference.rotary(x.float(), cos, -sin if inverse else sin)
+            if not _close(actual, expected, dtype):
+                return False
+    return True
+
+
+def _swiglu(device: torch.device, dtype: torch.dtype) -> bool:
+    from yuan_kernels import swiglu, triton_elementwise
+
+    for width in (37, 1200):
+        x, dy = (4 * _random(3, n, device=device, dtype=dtype) for n in (2 * width, width))
+        (y, dx), (y1, dx1) = ((torch.empty_like(dy), torch.empty_like(x)) for _ in range(2))
+        triton_elementwise.swiglu_forward(x, y)
+        triton_elementwise.swiglu_backward(dy, x, dx)
+        swiglu._forward_blocks(x, y1)
+        swiglu._backward_blocks(dy, x, dx1)
+        if not (_close(y, y1, dtype) and _close(dx, dx1, dtype)):
+            return False
+    return True
+
+
 _TESTS = {
     "localized_filter": _localized_filter,
     "rms_norm": _rms_norm,
     "linear_cross_entropy": _linear_cross_entropy,
+    "rotary": _rotary,
+    "swiglu": _swiglu,
 }
 
 

@@ -78,7 +78,8 @@ def test_what_a_kernel_does_not_support_falls_back(gpu, dtype, shape, reason, mo
     ("hidden", "shape"), [(16, "regular"), (2048, "regular"), (17, "odd"), (0, "odd"), (1 << 20, "odd")]
 )
 def test_shape_classes(hidden, shape):
-    assert dispatch.shape_class(hidden) == shape
+    assert dispatch.shape_class("rms_norm", hidden) == shape
+    assert dispatch.shape_class("swiglu", hidden) == "any"
 
 
 # --- fp32 products through oneDNN --------------------------------------------------------------------------

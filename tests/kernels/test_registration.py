@@ -33,6 +33,8 @@ CASES = {
         YUAN.linear_cross_entropy,
         (random(4, 6), random(9, 6), TARGETS, -100, 2, True, True),
     ),
+    "rotary": lambda: (YUAN.rotary, (random(2, 3, 2, 4), *(random(1, 3, 2, grad=False),) * 2, False)),
+    "swiglu": lambda: (YUAN.swiglu, (random(2, 3, 8),)),
     "losses": lambda: (YUAN.token_losses, (random(4, 6), random(9, 6), TARGETS, -100, 2)),
 }
 

@@ -253,7 +253,7 @@ def _lines(facts: Facts) -> Iterator[str]:
     for norm in (n for n in facts["other_norms"] if n["device"] != "cpu"):
         yield f"  {_norm_line(norm)}"
     yield f"  large fp32 products on the CPU go through {facts['fp32_products']} (tested just now)"
-    yield "  attention: torch's scaled_dot_product_attention; rotary and SwiGLU: torch operations"
+    yield "  attention: torch's scaled_dot_product_attention"
 
 
 def _norm_line(norm: Facts) -> str:

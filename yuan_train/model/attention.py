@@ -166,8 +166,9 @@ class Attention(nn.Module):
     def _project(
         self, u_BSH: Tensor, filtered_BSH: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query_key = self.query_key(filtered_BSH).unflatten(-1, (-1, 2 * self.head_dim))
-        query_BSND, key_BSND = (ops.rotary(x, *rotary) for x in query_key.chunk(2, dim=-1))
+        # Queries and keys, interleaved, are rotated as one tensor of 2N heads.
+        query_key = ops.rotary(self.query_key(filtered_BSH).unflatten(-1, (-1, self.head_dim)), *rotary)
+        query_BSND, key_BSND = query_key.unflatten(2, (-1, 2)).unbind(3)
         return query_BSND, key_BSND, self.value(u_BSH).unflatten(-1, (-1, self.head_dim))
 
 

@@ -73,7 +73,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, policy: RecomputePolicy = SAVE_ALL) -> Tensor:
         """Return [B, S, H] of x [B, S, H]."""
-        return self.down(policy.run(ops.swiglu, self.up(x)))
+        up = self.up(x)
+        return self.down(policy.mark_recomputable(ops.swiglu(up), ops.swiglu, up))
 
 
 def rotary_tables(
