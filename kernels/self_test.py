@@ -39,6 +39,26 @@ def norm_is_correct(norm: packages.Norm, device: torch.device, dtype: torch.dtyp
     )
 
 
+def varlen_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's variable-length attention agrees with one call per document, in values and gradients.
+
+    Queries and keys are interleaved, as in the model, and documents end inside the kernel's tiles.
+    """
+    from yuan_kernels import attention
+
+    ranges = ((0, 1), (1, 70), (70, _TOKENS), (_TOKENS, 2 * _TOKENS))
+    query_key = _random(2, _TOKENS, 3, 2, 64, device=device, dtype=dtype)
+    value, dy = _random(2, 2, _TOKENS, 3, 64, device=device, dtype=dtype).unbind(0)
+    results: list[tuple[Tensor, ...]] = []
+    with torch.enable_grad():
+        for attend in (attention.attend_in_one_call, attention.attend_in_turn):
+            leaves = [x.detach().clone().requires_grad_() for x in (query_key, value)]
+            query, key = leaves[0].unbind(3)
+            heads = attend(query, key, leaves[1], ranges)
+            results.append((heads, *torch.autograd.grad(heads, leaves, dy)))
+    return all(_close(a, b, dtype) for a, b in zip(*results, strict=True))
+
+
 def _localized_filter(device: torch.device, dtype: torch.dtype) -> bool:
     from yuan_kernels import localized_filter, triton_forms
 
@@ -83,7 +103,7 @@ def _linear_cross_entropy(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _rotary(device: torch.device, dtype: torch.dtype) -> bool:
-    from yuan_kernels import reference, triton_elementwise
+    from yuan_kernels import rotary, triton_elementwise
 
     # One table for both sequences, then one each; heads and pairs that do not fill a block, then that do.
     for batch, heads, head_dim in ((1, 5, 22), (2, 8, 32)):
@@ -92,7 +112,7 @@ def _rotary(device: torch.device, dtype: torch.dtype) -> bool:
         cos, sin = angles.cos(), angles.sin()
         for inverse in (False, True):
             actual = triton_elementwise.rotary(x, cos, sin, inverse=inverse)
-            expected = reference.rotary(x.float(), cos, -sin if inverse else sin)
+            expected = rotary._rotate_blocks(x, cos, -sin if inverse else sin)
             if not _close(actual, expected, dtype):
                 return False
     return True

@@ -118,5 +118,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
 
 def rotary_block(heads: int, head_dim: int) -> dict[str, int]:
     """Return the block sizes for heads of `head_dim` elements: at most `_ROTARY_TILE` pairs, if one fits."""
-    block = max(16, triton.next_power_of_2(head_dim // 2))
-    return {"HEADS": min(triton.next_power_of_2(heads), max(1, _ROTARY_TILE // block)), "BLOCK": block}
+    block = max(16, _power_of_two(head_dim // 2))
+    return {"HEADS": min(_power_of_two(heads), max(1, _ROTARY_TILE // block)), "BLOCK": block}
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that is not below a positive size."""
+    return 1 << (size - 1).bit_length()

@@ -27,7 +27,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return F.linear(x, self.weight)
+        return ops.linear(x, self.weight)
 
 
 class Embedding(nn.Module):
