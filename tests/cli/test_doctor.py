@@ -36,6 +36,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
         "ops",
         "other_norms",
         "fp32_products",
+        "bf16_products",
     }
     assert facts["versions"]["torch"] and facts["versions"]["python"]
     assert [p["name"] for p in facts["packages"]] == [p.name for p in doctor.PACKAGES]
@@ -48,6 +49,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert [norm["package"] for norm in on_cpu] == ["liger", "apex"]
     assert {norm["fault"] for norm in on_cpu} == {"it is for CUDA devices"}
     assert facts["fp32_products"] in ("oneDNN", "torch")
+    assert facts["bf16_products"] in ("oneDNN", "fp32 blocks")
 
 
 def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def examine(*, hidden: int) -> Facts:
         "devices": devices,
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
         "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
-        "fp32_products": _fp32_products(),
+        **_cpu_products(),
     }
 
 
@@ -266,10 +266,10 @@ def _other_norms(device: Facts, hidden: int) -> Iterator[Facts]:
         yield {"package": package, "device": device["device"], "fault": fault, "seconds_over_ours": ratio}
 
 
-def _fp32_products() -> str:
+def _cpu_products() -> Facts:
     from yuan_kernels import ops
 
-    return ops.fp32_products()
+    return {"fp32_products": ops.fp32_products(), "bf16_products": ops.bf16_products()}
 
 
 # --- as text -----------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def _lines(facts: Facts) -> Iterator[str]:
     for norm in (n for n in facts["other_norms"] if n["device"] != "cpu"):
         yield f"  {_norm_line(norm)}"
     yield f"  large fp32 products on the CPU go through {facts['fp32_products']} (tested just now)"
-    yield "  attention: torch's scaled_dot_product_attention; rotary and SwiGLU: torch operations"
+    yield f"  bf16 products on the CPU go through {facts['bf16_products']}"
 
 
 def _shared_lines(saving: Facts | None) -> Iterator[str]:

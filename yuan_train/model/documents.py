@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-DocumentRanges = tuple[tuple[int, int], ...]
-"""Half-open token ranges of the documents, over a micro-batch's B * S flattened tokens, without gaps."""
+from yuan_kernels.ops import DocumentRanges
 
 
 @dataclass(frozen=True, kw_only=True)

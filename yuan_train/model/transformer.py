@@ -16,7 +16,6 @@ from functools import partial
 from typing import Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from yuan_kernels import ops
@@ -236,7 +235,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of `forward`'s hidden state [..., H], in fp32 (fp64 for fp64)."""
-        logits = F.linear(hidden, self.output_weight)
+        logits = ops.linear(hidden, self.output_weight)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def new_cache(self, *, batch_size: int, max_length: int) -> Cache:
