@@ -145,18 +145,23 @@ def data_gradient(
     return dz @ stacked1, dz, _first_p(dtaps, document_start)
 
 
-def weight_gradient(x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of conv1.weight, conv1.bias, conv2.weight and conv2.bias.
+def weight_gradient(
+    x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of conv1.weight, conv1.bias, conv2.weight and conv2.bias, in `dtype` (None: x's).
 
-    torch sums 16-bit elements in fp32 and rounds once, for the biases as for the products.
+    torch sums 16-bit elements in fp32 and rounds once, for the biases as for the products; with fp32 as
+    `dtype` nothing is rounded.
     """
+    dtype = dtype or x.dtype
     channels = taps.shape[-1] // 2
     flat_dz, flat_dy = dz.flatten(0, 1), dy.flatten(0, 1)
-    stacked1 = products.product(flat_dz.T, x.flatten(0, 1))
-    stacked2 = products.product(flat_dy.T, taps.flatten(0, 1))
+    stacked1 = products.wide_product(flat_dz.T, x.flatten(0, 1), dtype)
+    stacked2 = products.wide_product(flat_dy.T, taps.flatten(0, 1), dtype)
     conv1_weight = _interleave(stacked1[:channels], stacked1[channels:])
     conv2_weight = _interleave(stacked2[:, :channels], stacked2[:, channels:])
-    return conv1_weight, flat_dz[:, channels:].sum(dim=0), conv2_weight, flat_dy.sum(dim=0)
+    conv1_bias, conv2_bias = flat_dz[:, channels:].sum(dim=0, dtype=dtype), flat_dy.sum(dim=0, dtype=dtype)
+    return conv1_weight, conv1_bias, conv2_weight, conv2_bias
 
 
 # --- on a CPU: blocks of tokens, with all sequences concatenated -------------------------------------------

@@ -32,6 +32,7 @@ __all__ = [
     "DocumentRanges",
     "Exchange",
     "FilterState",
+    "add_product_",
     "add_rms_norm",
     "bf16_products",
     "causal_attention",
@@ -167,15 +168,15 @@ def localized_filter_data_gradient(
 
 
 def localized_filter_weight_gradient(
-    x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor
+    x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of conv1_weight, conv1_bias, conv2_weight and conv2_bias.
+    """Return the gradients of conv1_weight, conv1_bias, conv2_weight and conv2_bias, in `dtype` (None: x's).
 
     From x and taps [B, S, 2n] of the forward, dz [B, S, 2n] of the data gradient, and dy [B, S, H]. The
     contribution of `before` to conv1_weight's gradient is not included.
     """
     with torch.no_grad():
-        return sandwich.weight_gradient(x, taps, dz, dy)
+        return sandwich.weight_gradient(x, taps, dz, dy, dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
@@ -239,6 +240,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     and is rounded once, large fp32 products may go through oneDNN (see `products.py`).
     """
     return linear_maps.linear(x, weight, bias)
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left right [M, N] of left [M, K] and right [K, N] to `total` in place, without a gradient.
+
+    `total` is in the operands' precision, or in fp32 for operands of 16 bits: then the product is not rounded
+    to 16 bits, where the device can (see `products.py`).
+    """
+    with torch.no_grad():
+        products.add_product_(total, left, right)
 
 
 def causal_attention(

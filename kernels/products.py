@@ -57,6 +57,34 @@ def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
     return linear(left, right.T, out=out)
 
 
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left right in place: [M, N] += [M, K] [K, N]; total in the operands' precision, or in fp32.
+
+    Products of 16 bits are added to fp32 without being rounded to 16 bits, where the device can: on CUDA in
+    the product's epilogue, on CPUs without instructions for bf16 block by block.
+    """
+    if total.dtype == left.dtype:
+        if total.is_cuda:
+            total.addmm_(left, right)
+        else:
+            total.add_(product(left, right))
+    elif supports_fp32_addmm(left.device, left.dtype):
+        fp32_addmm_(total, left, right, alpha=1.0)
+    elif _uses_fp32_blocks(left, right.shape[1]):
+        _add_fp32_blocks(total, left, right.T)
+    else:
+        total.add_(product(left, right))
+
+
+def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product [M, N] of left [M, K] and right [K, N] in `dtype`, theirs or fp32; see `add_product_`."""
+    if dtype == left.dtype:
+        return product(left, right)
+    total = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+    add_product_(total, left, right)
+    return total
+
+
 def replaces_torch(x: Tensor, columns: int) -> bool:
     """Whether `linear` multiplies x [..., K] by [K, columns] otherwise than torch does."""
     return _uses_fp32_blocks(x, columns) or _uses_onednn(x, columns)
@@ -137,6 +165,14 @@ def _fill_by_fp32_blocks(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | 
             if total is None:
                 total = torch.zeros(out[rows, columns].shape)
             out[rows, columns] = total if bias is None else total.add_(bias[columns])
+
+
+def _add_fp32_blocks(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    """total += x weight^T, in fp32."""
+    for rows in _blocks(x.shape[0]):
+        for columns in _blocks(weight.shape[0]):
+            for terms in _blocks(x.shape[1]):
+                total[rows, columns] += linear(x[rows, terms].float(), weight[columns, terms].float())
 
 
 def _blocks(count: int) -> Iterator[slice]:

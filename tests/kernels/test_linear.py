@@ -89,3 +89,23 @@ def test_the_op_passes_gradcheck():
     inputs = [t.requires_grad_() for t in (random(2, 3, 4), random(5, 4), random(5))]
     inputs = [t.detach().double().requires_grad_() for t in inputs]
     assert torch.autograd.gradcheck(torch.ops.yuan.linear, inputs)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (129, 70, 33), (1100, 64, 1030)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_products_are_added_in_the_buckets_precision(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, terms, columns = shape
+    generator = torch.Generator().manual_seed(1)
+    left = torch.randn(terms, rows, generator=generator).to(dtype).T
+    right = torch.randn(terms, columns, generator=generator).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = torch.randn(rows, columns, generator=generator).to(wide)
+    expected = total.double() + left.double() @ right.double()
+    ops.add_product_(total, left, right)
+    error = float((total.double() - expected).abs().max())
+    exact = dtype in (torch.float32, torch.float64) or (
+        dtype == torch.bfloat16 and ops.bf16_products() == "fp32 blocks" and rows * terms * columns > 1 << 16
+    )
+    # Rounded to 16 bits first, the largest of these sums (about 4 sqrt(terms)) would be off by 2^-9 of it.
+    bound = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 1e-4 if exact else 0.2)
+    assert error < bound, error

@@ -12,7 +12,7 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
-from yuan_train.parallel.deferred import DeferredWeightGrads, split_backward
+from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
@@ -101,10 +101,7 @@ def parallelize(
         for module in modules.values():
             apply_tensor_parallel(module, spec, groups.tensor)
     deferred = {stage: DeferredWeightGrads() for stage in modules}
-    deferred_names: set[str] = set()
-    if plan.schedule == "zero_bubble":
-        for stage, module in modules.items():
-            deferred_names |= split_backward(module, deferred[stage], parts.sharding)
+    added = [add_weight_grads(module, deferred[stage], parts.sharding) for stage, module in modules.items()]
     parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
     buckets = _flatten(grid, rank, {n: p for held in parameters.values() for n, p in held.items()}, shards)
     states = tuple(
@@ -139,7 +136,7 @@ def parallelize(
             schedule[coord.worker],
             parameters,
             {name: number for number, bucket in enumerate(buckets) for name in bucket.parameters},
-            deferred=deferred_names,
+            deferred=set().union(*added),
             start=lambda number: states[number].start_grad_reduce(),
         ),
         groups=groups,

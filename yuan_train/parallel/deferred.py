@@ -1,13 +1,14 @@
-"""Splits the backward in two: input gradients now, weight gradients later (zero bubble, Qi et al. 2023).
+"""Weight gradients of linears and filters: added to the fp32 buckets at once, or later in split backwards.
 
-In a split backward the linears and the filter of a stage compute the gradient of their input and defer that
-of their weights, until `flush` computes it. All other weight gradients (norms, embedding, head) are small, or
-were computed in the forward, and belong to the first part.
+A product of 16-bit matrices is added to the bucket in fp32, without a rounded gradient in between. Split in
+two (zero bubble, Qi et al. 2023), a backward computes the gradients of inputs and defers those of these
+weights until `flush`. All other weight gradients (norms, embedding, head) are small, or were computed in the
+forward, and belong to the first part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,11 +51,11 @@ class DeferredWeightGrads:
         return True
 
 
-def split_backward(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:
-    """Make the linears and filters of a model defer their weight gradients in split backwards.
+def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:
+    """Make the linears and filters of a model add their weight gradients to the buckets themselves.
 
-    The linears are the modules whose style in `sharding` is column or row. Returns the names of the
-    parameters whose gradients are deferred.
+    In split backwards they defer that. The linears are the modules whose style in `sharding` is column or
+    row. Returns the names of these parameters.
     """
     for path, module in model.named_modules():
         if sharding_style(path, sharding) in ("column", "row"):
@@ -76,15 +77,25 @@ def _filter(deferred: DeferredWeightGrads) -> Callable[..., Tensor]:
     return convolution
 
 
-def _add(weight: Tensor, gradient: Tensor) -> None:
-    """Accumulate a gradient into `weight.grad` as autograd does, post-accumulate hooks included."""
-    torch.autograd.backward(weight, gradient)
+def _add_or_defer(deferred: DeferredWeightGrads, weights: Sequence[Any], add: WeightGrad) -> None:
+    """Add the gradients of `weights`, or keep that for `flush`, which then says that they are there.
+
+    Without `flush`, torch says so: it calls a parameter's hook also after an op that returns no gradient.
+    """
+
+    def add_later() -> None:
+        add()
+        for weight in weights:
+            weight.on_main_gradient()
+
+    if not deferred.defer(add_later):
+        add()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeightGrads) -> Tensor:
-        # Not a saved tensor: under recompute that comes back as a copy, whose gradient would be lost.
+        # Not a saved tensor: under recompute that comes back as a copy, without the bucket's view.
         ctx.save_for_backward(x)
         ctx.weight, ctx.deferred = weight, deferred
         return ops.linear(x, weight)
@@ -93,13 +104,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         dy = gradients[0]
+
+        def add() -> None:
+            ops.add_product_(weight.main_gradient, dy.flatten(0, -2).T, x.flatten(0, -2))
+
         dx = ops.linear(dy, weight.T) if ctx.needs_input_grad[0] else None
-
-        def dw() -> Tensor:
-            return ops.linear(dy.flatten(0, -2).T, x.flatten(0, -2).T)
-
-        is_deferred = ctx.deferred.defer(lambda: _add(weight, dw()))
-        return dx, None if is_deferred else dw(), None
+        _add_or_defer(ctx.deferred, [weight], add)
+        return dx, None, None
 
 
 class _Filter(torch.autograd.Function):
@@ -131,13 +142,11 @@ class _Filter(torch.autograd.Function):
         )
 
         def add() -> None:
-            for weight, gradient in zip(
-                weights, ops.localized_filter_weight_gradient(u, taps, dz, dy), strict=True
-            ):
+            dtype = weights[0].main_gradient.dtype
+            found = ops.localized_filter_weight_gradient(u, taps, dz, dy, dtype=dtype)
+            for weight, gradient in zip(weights, found, strict=True):
                 if weight is not None:
-                    _add(weight, gradient)
+                    weight.main_gradient += gradient
 
-        if ctx.deferred.defer(add):
-            return dx, None, None, None, None, None, None
-        weight_gradients = ops.localized_filter_weight_gradient(u, taps, dz, dy)
-        return dx, *weight_gradients[:3], weight_gradients[3] if weights[3] is not None else None, None, None
+        _add_or_defer(ctx.deferred, [weight for weight in weights if weight is not None], add)
+        return dx, None, None, None, None, None, None

@@ -133,7 +133,7 @@ class FlatBucket:
     def _accumulate_in_buffer(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Make autograd accumulate a parameter's gradient into the flat buffer, in the master's precision."""
         view = self.view(self.gradient, name)
-        # The head computes its gradient in the forward, and adds it here without a backward.
+        # The head adds its gradient here in the forward, linears and filters in their backward.
         parameter.main_gradient = view  # pyright: ignore[reportAttributeAccessIssue]
         if not self.is_low_precision:
             parameter.grad = view

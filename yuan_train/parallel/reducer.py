@@ -13,6 +13,7 @@ the same order as the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 
@@ -53,6 +54,8 @@ class GradReducer:
         """Stages whose closing step has ended since the last compute step."""
         for name, parameter in {n: p for held in parameters.values() for n, p in held.items()}.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
+            # For gradients that a split backward adds later, without a backward of torch.
+            parameter.on_main_gradient = partial(self.arrived, name)  # pyright: ignore
 
     def begin(self) -> None:
         """Expect every gradient of a new optimizer step."""

@@ -27,7 +27,7 @@ from yuan_train.model.initial import initial_rows
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer
 from yuan_train.parallel.apply import init_shard
-from yuan_train.parallel.deferred import DeferredWeightGrads
+from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
@@ -264,6 +264,8 @@ class _Unit:
             init_shard(name, parameter, shards[name], partial(initial_rows, case.model, seed=0))
         if case.group is not None:
             apply_tensor_parallel(self.part, spec, case.group)
+        deferred = DeferredWeightGrads()
+        add_weight_grads(self.part, deferred, SHARDING)
         ranks = tuple(range(case.width))
         parameters = dict(self.part.named_parameters())
         self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)
@@ -275,7 +277,7 @@ class _Unit:
             resets=_resets(case),
             seed=0,
             device=case.device,
-            deferred=DeferredWeightGrads(),
+            deferred=deferred,
         )
         tokens = case.micro_batch_size * case.sequence_length
         self._runner.begin(first_sample=0, trained_tokens=tokens, scale=1.0)
