@@ -197,6 +197,10 @@ class Plan:
         """The type of a rank's card; None if neither the plan nor the catalogue describes it."""
         return self.find_type(self._type_names[rank])
 
+    def has_rank(self, rank: int) -> bool:
+        """Whether the plan lists a rank."""
+        return rank in self._type_names
+
     def find_type(self, name: str) -> DeviceType | None:
         """A type of cards by name; None if neither the plan nor the catalogue describes it."""
         return self.device_types.get(name) or CATALOGUE.get(name)

@@ -166,10 +166,9 @@ def _depth_constraints(pipeline: PipelinePlan, schedule: ScheduleName) -> Iterat
 
 def _replica_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violation]:
     sizes = tensor_parallel_sizes(plan.model)
-    known = {entry.rank for entry in plan.ranks}
     for s, stage in enumerate(pipeline.stages):
         for i, replica in enumerate(stage.replicas):
-            if len(replica) > 1 and known >= set(replica) and plan.via_host(replica):
+            if len(replica) > 1 and all(map(plan.has_rank, replica)) and plan.via_host(replica):
                 names = " and ".join(sorted({entry.type for entry in plan.ranks if entry.rank in replica}))
                 yield Violation(
                     ("stages", s, "replicas", i),

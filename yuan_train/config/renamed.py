@@ -6,6 +6,7 @@ A dataclass lists its renamed keys in a class variable `RENAMED`: earlier key ->
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import types
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from yuan_train.config.document import Document, Keys, format_keys, is_list, is_mapping
-from yuan_train.config.fields import field_hints
+from yuan_train.config.fields import dataclasses_in, field_hints
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ def accept_earlier_keys(document: Document, kind: Any) -> Document:
 
 def _earlier_keys(value: Any, kind: Any, keys: Keys) -> Iterator[tuple[Keys, Renamed]]:
     """Every path in `value` that ends in an earlier key."""
+    if not _has_earlier_keys(kind):
+        return
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if is_mapping(value):
             earlier: Mapping[str, Renamed] = getattr(kind, "RENAMED", {})
@@ -67,6 +70,12 @@ def _earlier_keys(value: Any, kind: Any, keys: Keys) -> Iterator[tuple[Keys, Ren
     elif get_origin(kind) is tuple and is_list(value):
         for i, item in enumerate(value):
             yield from _earlier_keys(item, arguments[0], (*keys, i))
+
+
+@functools.cache
+def _has_earlier_keys(kind: Any) -> bool:
+    """Whether a kind or one inside it has earlier keys: the entries of thousands of ranks have none."""
+    return any(hasattr(dataclass_type, "RENAMED") for dataclass_type in dataclasses_in(kind))
 
 
 def _rename(value: Any, keys: Keys, renamed: Renamed) -> Any:
