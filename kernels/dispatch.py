@@ -7,6 +7,8 @@ A choice is the name of an implementation of the op's own file:
     blocks      the same in blocks of rows that stay in a core's cache: CPUs
     triton      the same with our Triton kernels between torch's matrix products: CUDA
     liger, apex the norm of another package (`packages.py`): CUDA, only on request
+    varlen      attention over documents in one call of torch's variable-length attention: CUDA
+    loop        the same by one call per document: any device
 
 `YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=rms_norm=liger` (or `apex`) another package's
 norm. The variable is read at each call. Unset or empty, this module chooses; any other value is a ValueError.
@@ -31,7 +33,10 @@ from yuan_kernels import packages
 
 logger = logging.getLogger("yuan_kernels")
 
-OPS = ("localized_filter", "rms_norm", "linear_cross_entropy")
+OPS = ("localized_filter", "rms_norm", "linear_cross_entropy", "rotary", "swiglu", "document_attention")
+
+_ELEMENTWISE = ("rotary", "swiglu")
+"""Ops whose kernels hold no whole row, and so support any length."""
 
 MINIMUM_CAPABILITY = (7, 0)
 """Oldest compute capability that the tests compile our Triton kernels for (V100)."""
@@ -41,6 +46,8 @@ _NORMS = {f"rms_norm={name}": name for name in packages.PACKAGES}
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAXIMUM_ROW = 16384
 """Elements of a row that one Triton program holds in registers without spilling."""
+_MAXIMUM_HEAD = 256
+"""Elements of a head that flash attention supports."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,15 @@ def implementation(op: str, x: Tensor) -> str:
     """Return the name of the implementation of `op` for x [..., H]."""
     if reference_selected():
         return "reference"
-    return choose(op, x.device, x.dtype, shape_class(x.shape[-1]), requested_package(op)).implementation
+    return choose(op, x.device, x.dtype, shape_class(op, x.shape[-1]), requested_package(op)).implementation
 
 
-def shape_class(hidden: int) -> str:
-    """Return `regular`, or `odd` for row lengths that our Triton kernels do not support."""
+def shape_class(op: str, hidden: int) -> str:
+    """Return `regular`, or `odd` for row lengths without a fast kernel; `any` if all have one."""
+    if op in _ELEMENTWISE:
+        return "any"
+    if op == "document_attention":
+        return "regular" if hidden % 8 == 0 and 0 < hidden <= _MAXIMUM_HEAD else "odd"
     return "regular" if hidden % 16 == 0 and 0 < hidden <= _MAXIMUM_ROW else "odd"
 
 
@@ -88,7 +99,13 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, packag
 
     `package`: use this package's implementation if it passes its test; empty for ours.
     """
-    name, reason = _on_cuda(op, device, dtype, shape) if device.type == "cuda" else _off_cuda(device)
+    if op == "document_attention":
+        fault = varlen_fault(device, dtype, shape)
+        name, reason = ("loop", fault) if fault else ("varlen", "tested")
+    elif device.type == "cuda":
+        name, reason = _on_cuda(op, device, dtype, shape)
+    else:
+        name, reason = _off_cuda(device)
     if package:
         fault = package_fault(package, device, dtype)
         name, reason = (
@@ -118,7 +135,7 @@ def _off_cuda(device: torch.device) -> tuple[str, str]:
 def _on_cuda(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> tuple[str, str]:
     if dtype not in _TRITON_DTYPES:
         return "torch", f"no Triton kernel for {dtype}"
-    if shape != "regular":
+    if shape == "odd":
         return "torch", f"the row length is not a multiple of 16, or above {_MAXIMUM_ROW}"
     if importlib.util.find_spec("triton") is None:
         return "torch", "triton is not installed"
@@ -127,6 +144,25 @@ def _on_cuda(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> t
         return "torch", f"compute capability {capability[0]}.{capability[1]} is below 7.0"
     fault = _fault(lambda: _triton_is_correct(op, device, dtype))
     return ("torch", f"the Triton kernel failed its test: {fault}") if fault else ("triton", "tested")
+
+
+def varlen_fault(device: torch.device, dtype: torch.dtype, shape: str) -> str | None:
+    """Return None if torch's variable-length attention can be used; otherwise the reason why not."""
+    from yuan_kernels import attention, self_test
+
+    if device.type != "cuda":
+        return "torch's variable-length attention is for CUDA devices"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"flash attention does not support {dtype}"
+    if shape == "odd":
+        return f"the heads' size is not a multiple of 8, or above {_MAXIMUM_HEAD}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    if attention.varlen_attention() is None:
+        return f"torch {torch.__version__} has no variable-length attention with windows"
+    fault = _fault(lambda: self_test.varlen_is_correct(device, dtype))
+    return fault and f"it failed its test: {fault}"
 
 
 def _triton_is_correct(op: str, device: torch.device, dtype: torch.dtype) -> bool:

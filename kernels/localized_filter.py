@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from yuan_kernels import dispatch, products, reference
+from yuan_kernels.linear import linear
 from yuan_kernels.reference import FilterState
 
 _BLOCK = 256
@@ -307,7 +308,7 @@ def _interleaved_taps(
     older = torch.cat((before.unsqueeze(1), x), dim=1)[:, :-1]
     continues = None if document_start is None else ~document_start.unsqueeze(-1)
     window = torch.stack((_select(older, continues), x), dim=-1)
-    return F.linear(window.flatten(-2), weight.flatten(1), bias)
+    return linear(window.flatten(-2), weight.flatten(1), bias)
 
 
 def _stack_conv1(weight: Tensor) -> Tensor:

@@ -16,20 +16,28 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from yuan_kernels import cross_entropy, dispatch, packages, products, reference
+from yuan_kernels import attention, cross_entropy, dispatch, packages, products, reference
+from yuan_kernels import linear as linear_maps
 from yuan_kernels import localized_filter as sandwich
 from yuan_kernels import rms_norm as norms
+from yuan_kernels import rotary as rotations
+from yuan_kernels import swiglu as gates
+from yuan_kernels.attention import DocumentRanges
 from yuan_kernels.cross_entropy_blocks import Exchange
 from yuan_kernels.dispatch import Choice
 from yuan_kernels.reference import FilterState, Reduction
 
 __all__ = [
     "Choice",
+    "DocumentRanges",
     "Exchange",
     "FilterState",
     "add_rms_norm",
+    "bf16_products",
+    "causal_attention",
     "choices",
     "fp32_products",
+    "linear",
     "linear_cross_entropy",
     "localized_filter",
     "localized_filter_data_gradient",
@@ -198,14 +206,50 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     The pair (x[i], x[i + D/2]) is rotated by the angle whose cosine and sine are cos[b, s, i] and
     sin[b, s, i]; both are [B or 1, S, D/2], in fp32 (fp64 for fp64), which is also the precision of the
-    products.
+    products. They get no gradients.
+
+    Raises:
+        ValueError: x is not of four dims, or a table does not fit it.
     """
-    return reference.rotary(x, cos, sin)
+    if x.dim() != 4:
+        raise ValueError(f"x has shape {list(x.shape)}; rotary expects [batch, tokens, heads, head_dim]")
+    for name, table in (("cos", cos), ("sin", sin)):
+        batch = 1 if table.shape[:1] == (1,) else x.shape[0]
+        _check_shape(name, table, (batch, x.shape[1], x.shape[3] // 2))
+    return rotations.rotary(x, cos, sin)
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Return silu(z0) * z1 [..., F] of x [..., 2F] = (z0, z1) (Shazeer 2020); Yuan's `up` has z0 first."""
-    return reference.swiglu(x)
+    """Return silu(z0) * z1 [..., F] of x [..., 2F] = (z0, z1) (Shazeer 2020); Yuan's `up` has z0 first.
+
+    The backward needs x alone.
+
+    Raises:
+        ValueError: the last dim is odd.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x has shape {list(x.shape)}; swiglu halves the last dim, which must be even")
+    return gates.swiglu(x)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x weight^T + bias [..., N] of x [..., K], weight [N, K] and bias [N].
+
+    Torch's, except on CPUs where torch's is slow: bf16 without instructions for it goes through fp32 blocks
+    and is rounded once, large fp32 products may go through oneDNN (see `products.py`).
+    """
+    return linear_maps.linear(x, weight, bias)
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, document_ranges: DocumentRanges | None = None
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(D)) v [B, S, N, D] of three such tensors; no token sees a later one.
+
+    With `document_ranges` tokens also see only their own document: half-open ranges of the B * S flattened
+    tokens, in order and without gaps, none across two sequences.
+    """
+    return attention.causal_attention(query, key, value, document_ranges)
 
 
 def linear_cross_entropy(
@@ -273,13 +317,17 @@ def linear_cross_entropy(
     )
 
 
-def choices(device: torch.device, dtype: torch.dtype, *, hidden: int) -> list[Choice]:
-    """Return the implementation of each op on a device, for rows of `hidden` elements, with the reasons."""
+def choices(device: torch.device, dtype: torch.dtype, *, hidden: int, head_dim: int = 64) -> list[Choice]:
+    """Return the implementation of each op on a device, with the reasons.
+
+    For rows of `hidden` elements, and for heads of `head_dim`.
+    """
     if dispatch.reference_selected():
         reason = "YUAN_KERNELS=reference selects the definitions"
         return [Choice(op, str(device), dtype, "any", "reference", reason) for op in dispatch.OPS]
-    shape = dispatch.shape_class(hidden)
-    return [dispatch.choose(op, device, dtype, shape, dispatch.requested_package(op)) for op in dispatch.OPS]
+    rows = dict.fromkeys(dispatch.OPS, hidden) | {"document_attention": head_dim}
+    shapes = {op: dispatch.shape_class(op, row) for op, row in rows.items()}
+    return [dispatch.choose(op, device, dtype, shapes[op], dispatch.requested_package(op)) for op in shapes]
 
 
 def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dict[str, str | float]:
@@ -293,6 +341,11 @@ def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dic
 
 def _our_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return torch.ops.yuan.rms_norm(x, weight, epsilon)[0]
+
+
+def bf16_products() -> str:
+    """Return `oneDNN` or `fp32 blocks`: how this CPU multiplies matrices of bf16."""
+    return "oneDNN" if products.cpu_multiplies_bf16() else "fp32 blocks"
 
 
 def fp32_products() -> str:

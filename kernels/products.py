@@ -1,4 +1,9 @@
-"""Matrix products: fp32 through oneDNN on CPUs where that is faster; 16-bit products added to fp32 on CUDA.
+"""Matrix products where torch's own are slow: bf16 and fp32 on some CPUs; 16 bits added to fp32 on CUDA.
+
+On CPUs without instructions for bf16 (no AVX-512, no AMX), torch multiplies bf16 matrices number by number:
+6 to 50 times slower than in fp32, by the order of the operands. There we convert blocks of both operands to
+fp32, multiply them, and round the result once: as units for bf16 do, which also add in fp32. The blocks take
+16 MB, whatever the size of the matrices.
 
 On CPUs that torch's BLAS library is not tuned for, torch's own fp32 product runs at half the speed of
 oneDNN's. oneDNN's is a private operation of torch without a derivative. We call it only inside our own
@@ -13,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,11 +27,23 @@ from torch import Tensor
 logger = logging.getLogger("yuan_kernels")
 
 _LARGE = 1 << 24
-"""Multiply-adds from which the choice matters; smaller products use torch's."""
+"""Multiply-adds from which the choice matters in fp32; smaller products use torch's."""
+
+_CONVERTED = 1 << 16
+"""Multiply-adds from which bf16 blocks are converted; below, the calls would cost more than they gain."""
+_CONVERTED_ROWS = 4
+"""Rows from which bf16 blocks are converted: for fewer, converting the weights takes longer than it saves."""
+_BLOCK = 1024
+"""Rows, columns and terms of a block that is converted to fp32."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias [T, N] of x [T, K], weight [N, K] and bias [N]; written to `out` if given."""
+    if _uses_fp32_blocks(x, weight.shape[0]):
+        if out is None:
+            out = x.new_empty(x.shape[0], weight.shape[0])
+        _fill_by_fp32_blocks(out, x, weight, bias)
+        return out
     if _uses_onednn(x, weight.shape[0]):
         result = _onednn(x, weight, bias)
         return result if out is None else out.copy_(result)
@@ -37,6 +55,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
 def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return the product [M, N] of left [M, K] and right [K, N]; written to `out` if given."""
     return linear(left, right.T, out=out)
+
+
+def replaces_torch(x: Tensor, columns: int) -> bool:
+    """Whether `linear` multiplies x [..., K] by [K, columns] otherwise than torch does."""
+    return _uses_fp32_blocks(x, columns) or _uses_onednn(x, columns)
+
+
+@functools.cache
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for bf16 products that torch uses, through oneDNN. Cached.
+
+    This is the question that torch itself asks before it calls oneDNN: AVX-512 and AMX on x86, BF16 on ARM.
+    The processor decides, not a timing: a resumed run must round like the run before.
+    """
+    supported = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    logger.info("bf16 matrix products on the CPU: %s", "oneDNN" if supported else "fp32 blocks")
+    return supported
 
 
 @functools.cache
@@ -80,10 +115,38 @@ def _fp32_addmm_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.allclose(total.double(), expected, rtol=1e-5, atol=1e-4)
 
 
+def _uses_fp32_blocks(x: Tensor, columns: int) -> bool:
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return False
+    if x.numel() * columns < _CONVERTED or x.numel() < _CONVERTED_ROWS * x.shape[-1]:
+        return False
+    return not cpu_multiplies_bf16()
+
+
+def _fill_by_fp32_blocks(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """out = x weight^T + bias, summed in fp32 and rounded once.
+
+    `float` keeps the memory order of a transposed operand, so that the conversion reads and writes in order.
+    """
+    for rows in _blocks(x.shape[0]):
+        for columns in _blocks(weight.shape[0]):
+            total: Tensor | None = None
+            for terms in _blocks(x.shape[1]):
+                part = linear(x[rows, terms].float(), weight[columns, terms].float())
+                total = part if total is None else total.add_(part)
+            if total is None:
+                total = torch.zeros(out[rows, columns].shape)
+            out[rows, columns] = total if bias is None else total.add_(bias[columns])
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    return (slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))
+
+
 def _uses_onednn(x: Tensor, columns: int) -> bool:
     if x.dtype != torch.float32 or x.device.type != "cpu":
         return False
-    return x.shape[0] * x.shape[1] * columns >= _LARGE and onednn_is_faster()
+    return x.numel() * columns >= _LARGE and onednn_is_faster()
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

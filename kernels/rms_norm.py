@@ -111,7 +111,7 @@ def _forward_blocks(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, y: Tensor, s: Tensor, scale: Tensor
 ) -> None:
     buffers = _buffers(x, 2, weight.dtype)
-    for rows in _blocks(x):
+    for rows in row_blocks(x):
         wide, added = (buffer[: rows.stop - rows.start] for buffer in buffers)
         wide.copy_(x[rows])
         if residual is not None:
@@ -127,7 +127,7 @@ def _backward_blocks(
 ) -> None:
     """Fill ds [T, H] and add to dw [H]."""
     buffers = _buffers(s, 3, weight.dtype)
-    for rows in _blocks(s):
+    for rows in row_blocks(s):
         gradient, wide, product = (buffer[: rows.stop - rows.start] for buffer in buffers)
         r = scale[rows]
         torch.mul(gradient.copy_(dy[rows]), wide.copy_(s[rows]), out=product)
@@ -139,7 +139,8 @@ def _backward_blocks(
         ds[rows] = gradient
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
+def row_blocks(x: Tensor) -> Iterator[slice]:
+    """Return an iterator over slices of x's rows [T, H], which on a CPU stay in the cache."""
     tokens, size = x.shape[0], _block_rows(x)
     return (slice(first, min(first + size, tokens)) for first in range(0, tokens, size))
 

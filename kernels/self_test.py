@@ -39,6 +39,26 @@ def norm_is_correct(norm: packages.Norm, device: torch.device, dtype: torch.dtyp
     )
 
 
+def varlen_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's variable-length attention agrees with one call per document, in values and gradients.
+
+    Queries and keys are interleaved, as in the model, and documents end inside the kernel's tiles.
+    """
+    from yuan_kernels import attention
+
+    ranges = ((0, 1), (1, 70), (70, _TOKENS), (_TOKENS, 2 * _TOKENS))
+    query_key = _random(2, _TOKENS, 3, 2, 64, device=device, dtype=dtype)
+    value, dy = _random(2, 2, _TOKENS, 3, 64, device=device, dtype=dtype).unbind(0)
+    results: list[tuple[Tensor, ...]] = []
+    with torch.enable_grad():
+        for attend in (attention.attend_in_one_call, attention.attend_in_turn):
+            leaves = [x.detach().clone().requires_grad_() for x in (query_key, value)]
+            query, key = leaves[0].unbind(3)
+            heads = attend(query, key, leaves[1], ranges)
+            results.append((heads, *torch.autograd.grad(heads, leaves, dy)))
+    return all(_close(a, b, dtype) for a, b in zip(*results, strict=True))
+
+
 def _localized_filter(device: torch.device, dtype: torch.dtype) -> bool:
     from yuan_kernels import localized_filter, triton_forms
 
@@ -82,10 +102,43 @@ def _linear_cross_entropy(device: torch.device, dtype: torch.dtype) -> bool:
     return _close(actual, expected, dtype) and _close(normalizer, logits.logsumexp(1), torch.float32)
 
 
+def _rotary(device: torch.device, dtype: torch.dtype) -> bool:
+    from yuan_kernels import rotary, triton_elementwise
+
+    # One table for both sequences, then one each; heads and pairs that do not fill a block, then that do.
+    for batch, heads, head_dim in ((1, 5, 22), (2, 8, 32)):
+        x = _random(2, 7, heads, head_dim, device=device, dtype=dtype)
+        angles = 3 * _random(batch, 7, head_dim // 2, device=device, dtype=torch.float32)
+        cos, sin = angles.cos(), angles.sin()
+        for inverse in (False, True):
+            actual = triton_elementwise.rotary(x, cos, sin, inverse=inverse)
+            expected = rotary._rotate_blocks(x, cos, -sin if inverse else sin)
+            if not _close(actual, expected, dtype):
+                return False
+    return True
+
+
+def _swiglu(device: torch.device, dtype: torch.dtype) -> bool:
+    from yuan_kernels import swiglu, triton_elementwise
+
+    for width in (37, 1200):
+        x, dy = (4 * _random(3, n, device=device, dtype=dtype) for n in (2 * width, width))
+        (y, dx), (y1, dx1) = ((torch.empty_like(dy), torch.empty_like(x)) for _ in range(2))
+        triton_elementwise.swiglu_forward(x, y)
+        triton_elementwise.swiglu_backward(dy, x, dx)
+        swiglu._forward_blocks(x, y1)
+        swiglu._backward_blocks(dy, x, dx1)
+        if not (_close(y, y1, dtype) and _close(dx, dx1, dtype)):
+            return False
+    return True
+
+
 _TESTS = {
     "localized_filter": _localized_filter,
     "rms_norm": _rms_norm,
     "linear_cross_entropy": _linear_cross_entropy,
+    "rotary": _rotary,
+    "swiglu": _swiglu,
 }
 
 

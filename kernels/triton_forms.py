@@ -1,5 +1,7 @@
 """Triton kernels for CUDA devices: the memory-bound passes between torch's matrix products.
 
+(`triton_elementwise.py` has those of SwiGLU and the rotary embedding.)
+
 This module is imported only when a kernel is used, because Triton may not be installed. No kernel multiplies
 matrices: on the oldest GPUs that we support (sm_70, sm_75) Triton does that without tensor cores, and nowhere
 better than torch. All arithmetic is fp32; results are rounded once, where the torch implementations round.
@@ -126,7 +128,7 @@ def filter_forward(
     starts = None if document_start is None else document_start.contiguous().view(torch.uint8)
     before = [z if x is None else x.contiguous() for x in (older_before, c_before)]
     if taps.numel():
-        _launch(
+        launch(
             filter_forward_kernel,
             grid,
             z,
@@ -148,7 +150,7 @@ def filter_backward(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
     grid, sizes = _filter_grid(dtaps)
     starts = None if document_start is None else document_start.contiguous().view(torch.uint8)
     if dz.numel():
-        _launch(
+        launch(
             filter_backward_kernel,
             grid,
             dtaps,
@@ -163,8 +165,8 @@ def filter_backward(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
 
 def _filter_grid(z: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
     batch, tokens, width = z.shape
-    blocks = _ceil_div(tokens, FILTER_BLOCK["TOKENS"])
-    return (batch * blocks, _ceil_div(width // 2, FILTER_BLOCK["CHANNELS"])), (tokens, width // 2)
+    blocks = ceil_div(tokens, FILTER_BLOCK["TOKENS"])
+    return (batch * blocks, ceil_div(width // 2, FILTER_BLOCK["CHANNELS"])), (tokens, width // 2)
 
 
 # --- norm --------------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ def rms_norm_forward(
     if not x.numel():
         return
     x = x.contiguous()
-    _launch(
+    launch(
         norm_forward_kernel,
         (tokens,),
         x,
@@ -268,7 +270,7 @@ def rms_norm_backward(
         return scale.new_zeros(hidden)
     partial = scale.new_empty(programs, hidden)
     dy = dy.contiguous()
-    _launch(
+    launch(
         norm_backward_kernel,
         (programs,),
         dy,
@@ -342,7 +344,7 @@ def softmax(logits: Tensor, dtype: torch.dtype | None, factor: float) -> tuple[T
     in_place = dtype is None or dtype == logits.dtype
     probabilities = logits if in_place else torch.empty_like(logits, dtype=dtype)
     if tokens:
-        _launch(
+        launch(
             softmax_kernel,
             (tokens,),
             logits,
@@ -356,12 +358,12 @@ def softmax(logits: Tensor, dtype: torch.dtype | None, factor: float) -> tuple[T
     return probabilities, normalizer
 
 
-def _ceil_div(size: int, block: int) -> int:
+def ceil_div(size: int, block: int) -> int:
     """Return how many blocks cover a size."""
     return -(-size // block)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
     """Launch a kernel on the device of its tensors; Triton itself would use the current device.
 
     (Under Triton's interpreter the tensors are on the CPU.)

@@ -102,6 +102,9 @@ class Work:
         if case.kind == "products":
             self._products = _calibrate(self._matrix, case.work_seconds)
 
+    def load(self, micro_batch: int) -> None:
+        """There is no data."""
+
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         """Work for FORWARD_SHARE of the time; the backward takes the rest."""
         start = time.perf_counter()

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from yuan_kernels import ops, products
 
-from yuan_train.config.model import load_model
+from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.model.layers import rotary_tables
 from yuan_train.model.transformer import Block, Transformer, init_weights
 from yuan_train.train.measure import machine_name
@@ -286,6 +287,49 @@ def layer_rows(bench: Bench) -> Rows:
         yield ["yuan2-2b", f"1 x {tokens}", DTYPE_NAMES[dtype], *_times(taken)]
 
 
+def bf16_rows(bench: Bench, *, layer_tokens: int = 1024) -> Rows:
+    """Yield the rows of bf16 beside fp32: one product in each order of operands, and a layer."""
+    yield ["what", "torch bf16 ms", "ours bf16 ms", "ours fp32 ms", "bf16 / fp32"]
+    x, weight, dy = (bench.random(512, n, dtype=torch.float32, grad=False) for n in (1024, 1024, 1024))
+    square = bench.random(1024, 1024, 1, dtype=torch.float32, grad=False).squeeze(2)
+    products_of: dict[str, tuple[Tensor, Tensor]] = {
+        "x W^T, 512 x 1024 x 1024": (x, square),
+        "dy W": (dy, square.T),
+        "dy^T x": (dy.T, x.T),
+    }
+    for name, (left, right) in products_of.items():
+        half = left.bfloat16(), right.bfloat16()
+        calls: dict[str, Call] = {
+            "plain": lambda half=half: torch.mm(half[0], half[1].T),
+            "ours": lambda half=half: products.linear(*half),
+            "fp32": lambda left=left, right=right: products.linear(left, right),
+        }
+        yield [name, *_beside_fp32(bench.seconds(calls, repeats=3))]
+    config = load_model(ROOT / "configs/model/yuan2-2b.yaml")
+    config = replace(config, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096)
+    steps = {
+        name: _layer_step(bench, config, layer_tokens, dtype)
+        for name, dtype in (("ours", torch.bfloat16), ("fp32", torch.float32))
+    }
+    name = f"a layer, H 1024, 1 x {layer_tokens}, forward + backward"
+    yield [name, "not measured", *_beside_fp32(bench.seconds(steps, repeats=3))]
+
+
+def _beside_fp32(taken: dict[str, float]) -> list[str]:
+    """Milliseconds of each variant, then ours in bf16 over fp32."""
+    return [*(f"{s * 1e3:.0f}" for s in taken.values()), f"{taken['ours'] / taken['fp32']:.2f}"]
+
+
+def _layer_step(bench: Bench, config: ModelConfig, tokens: int, dtype: torch.dtype) -> Call:
+    """Forward and backward of one layer."""
+    model = Transformer(config, layers=(0, 1), embedding=False, head=False, device=bench.device, dtype=dtype)
+    init_weights(model, seed=0)
+    x = bench.random(1, tokens, config.hidden_size, dtype=dtype)
+    dy = bench.random(1, tokens, config.hidden_size, dtype=dtype, grad=False)
+    inputs = [x, *model.parameters()]
+    return lambda: torch.autograd.grad(model(x), inputs, dy)
+
+
 @contextlib.contextmanager
 def torchs_norms() -> Iterator[None]:
     """Context in which the model uses torch's norms."""
@@ -305,6 +349,7 @@ TABLES: dict[str, tuple[str, Callable[[Bench], Rows]]] = {
     "norm": ("RMS norm, forward + backward", norm_rows),
     "cross_entropy": ("Head and cross-entropy, 2048 tokens, H 1024, V 135,040, bf16", cross_entropy_rows),
     "layer": ("One layer, forward + backward", layer_rows),
+    "bf16": ("bf16 beside fp32, on a CPU", bf16_rows),
 }
 
 

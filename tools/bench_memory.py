@@ -23,8 +23,9 @@ from yuan_train.config.document import Document
 from yuan_train.config.load import build
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.run import RunConfig
+from yuan_train.model.initial import initial_rows
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import Transformer, initial_weight
+from yuan_train.model.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import init_distributed, shutdown
@@ -90,7 +91,7 @@ def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None
         build=lambda stage: Transformer(
             plan.model, layers=stage.layers, embedding=stage.embedding, head=stage.head, device="meta"
         ),
-        initial=partial(initial_weight, plan.model, seed=0),
+        initial=partial(initial_rows, plan.model, seed=0),
         sharding=SHARDING,
         row_blocks=ROW_BLOCKS,
     )
@@ -109,6 +110,9 @@ class Stage:
     def __init__(self, model: Transformer, sequence_length: int) -> None:
         self.model = model
         self.tokens_BS = torch.randint(model.config.vocab_size, (1, sequence_length))
+
+    def load(self, micro_batch: int) -> None:
+        """The tokens are always the same."""
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         output = self.model(self.tokens_BS if hidden_BSH is None else hidden_BSH)

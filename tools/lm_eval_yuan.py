@@ -7,7 +7,6 @@ environment with it and runs local tasks without network access.
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -184,11 +183,6 @@ def write_local_task(folder: Path, texts: Sequence[str]) -> list[str]:
         "metric_list: [{metric: exact_match}]\n"
     )
     return ["yuan_texts", "yuan_ends", "yuan_writes"]
-
-
-def bits_per_byte(nats: float, text: str) -> float:
-    """Return a text's log-likelihood as the harness reports it: bits per UTF-8 byte."""
-    return -nats / math.log(2) / len(text.encode())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import time
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.support.project import make_plan, make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, _run_cases, run_alone  # pyright: ignore[reportPrivateUsage]
-from tests.support.spawn import as_rank, free_port, spawn
+from tests.support.spawn import as_rank, free_port, spawn, start_server
 from yuan_train.checkpoint import save as save_module
 from yuan_train.checkpoint.load import find_checkpoint, find_latest, load_tensors
 from yuan_train.checkpoint.names import LATEST, step_name
@@ -183,7 +182,7 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(run_file: Path, tmp
     case = Case(run_file, tmp_path, None, overrides(tmp_path, "checkpoint.asynchronous=true"))
     longer = replace(case, overrides=(*case.overrides, f"train.steps={LAST + 1}"))
     hanging = tmp_path / "hanging"
-    process = multiprocessing.get_context("spawn").Process(target=train_and_hang, args=(longer, hanging))
+    process = start_server().Process(target=train_and_hang, args=(longer, hanging))
     process.start()
     try:
         wait_until(lambda: hanging.exists() and has_step(tmp_path, LAST + 1))

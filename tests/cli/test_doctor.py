@@ -3,12 +3,19 @@
 import json
 import sys
 import types
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.support.project import make_plan, run_config
 from yuan_train.cli import doctor
 from yuan_train.cli.main import main
+from yuan_train.config.plan_files import save_plan
+
+RUN = Path(__file__).parents[2] / "configs" / "run" / "tiny.yaml"
 
 
 def examined(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -29,6 +36,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
         "ops",
         "other_norms",
         "fp32_products",
+        "bf16_products",
     }
     assert facts["versions"]["torch"] and facts["versions"]["python"]
     assert [p["name"] for p in facts["packages"]] == [p.name for p in doctor.PACKAGES]
@@ -41,13 +49,43 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert [norm["package"] for norm in on_cpu] == ["liger", "apex"]
     assert {norm["fault"] for norm in on_cpu} == {"it is for CUDA devices"}
     assert facts["fp32_products"] in ("oneDNN", "torch")
+    assert facts["bf16_products"] in ("oneDNN", "fp32 blocks")
 
 
-def test_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
+def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With a run over two nodes: its checkpoint directory, which does not exist yet."""
+    plan = make_plan(run_config(RUN), [[2, 4]])
+    ranks = tuple(replace(rank, device=f"{name}/0") for rank, name in zip(plan.ranks, "ab", strict=True))
+    save_plan(tmp_path / "plan.yaml", replace(plan, ranks=ranks))
+    run = dict(yaml.safe_load(RUN.read_text()), model=str(RUN.parent / "../model/tiny.yaml"))
+    run["checkpoint"]["directory"] = str(tmp_path / "new" / "ck")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    files = ["--config", str(tmp_path / "run.yaml"), "--plan", str(tmp_path / "plan.yaml")]
+    assert main(["doctor", *files]) == 0
     printed = capsys.readouterr().out
     for word in ("versions", "optional packages", "devices", "ops", "localized_filter", "communication"):
         assert word in printed
+    assert "must be one directory that all nodes mount" in printed
+    assert f"{tmp_path / 'new' / 'ck'}: writable here" in printed
+    assert "the plan's nodes share it: a, b" in printed
+    assert not (tmp_path / "new").exists()
+    # In the way of the directory is a file.
+    (tmp_path / "new").write_text("")
+    facts = doctor._checkpoint_facts(*files[1::2])  # pyright: ignore[reportPrivateUsage]
+    (_, here, _) = doctor._shared_lines(facts)  # pyright: ignore[reportPrivateUsage]
+    assert "NOT WRITABLE" in here
+    assert main(["doctor", *files[2:]]) == 2
+
+
+def test_the_file_system_of_a_path(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/vda / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\ntmpfs /data/a\\040b tmpfs rw 0 0\n"
+    )
+    kinds = {"/data/run/ck": "nfs4", "/database": "ext4", "/data/a b/c": "tmpfs", "/data": "nfs4"}
+    for path, kind in kinds.items():
+        assert doctor._file_system(Path(path), mounts) == kind  # pyright: ignore[reportPrivateUsage]
+    assert doctor._file_system(tmp_path, tmp_path / "none") is None  # pyright: ignore[reportPrivateUsage]
 
 
 def test_an_override_of_the_implementation_is_reported(

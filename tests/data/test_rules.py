@@ -74,11 +74,12 @@ def test_no_loss_where_the_input_ends_a_document() -> None:
 
 def test_trained_tokens_are_counted(project: Path, tokenizer: Tokenizer) -> None:
     blend = blend_of(project, tokenizer, "mask_loss_after_eod=true")
-    counts = [blend.trained_tokens(first, 1) for first in range(10)]
+    counts = [blend.batch(first, 1).num_trained for first in range(10)]
     wanted = [int((blend.batch(first, 1).targets != IGNORED).sum()) for first in range(10)]
-    assert counts == wanted and min(counts) < LENGTH
-    assert blend.trained_tokens(2, 7) == sum(counts[2:9])
-    assert blend_of(project, tokenizer).trained_tokens(3, 5) == 5 * LENGTH
+    assert counts == wanted and min(counts) < LENGTH and blend.masks
+    assert blend.batch(2, 7).num_trained == sum(counts[2:9])
+    plain = blend_of(project, tokenizer)
+    assert plain.batch(3, 5).num_trained == 5 * LENGTH and not plain.masks
 
 
 # --- fill-in-the-middle ----------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def test_a_sample_does_not_depend_on_what_was_read_before(project: Path, tokeniz
         assert np.array_equal(part.inputs, whole.inputs[first : first + 4])
         assert np.array_equal(part.targets, whole.targets[first : first + 4])
     per_epoch = one.corpora[0].samples_per_epoch
-    assert one.trained_tokens(0, 12) == 12 * LENGTH
+    assert whole.num_trained == 12 * LENGTH and not one.masks
     assert not np.array_equal(one.corpora[0].sample(0), one.corpora[0].sample(per_epoch))
 
 

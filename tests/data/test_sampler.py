@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yuan_train.config.errors import DataError
+from yuan_train.data import sampler
 from yuan_train.data.sampler import (
+    EpochOrder,
     blend_order,
-    epoch_order,
+    fill_epoch_order,
     hash_key,
     mix,
     mix_array,
@@ -17,6 +19,7 @@ from yuan_train.data.sampler import (
     sample_position,
     samples_in,
     split_documents,
+    split_size,
 )
 
 repeatable = settings(derandomize=True, deadline=None, max_examples=60)
@@ -60,7 +63,8 @@ def test_pieces_of_an_epoch_are_its_documents_end_to_end(
     total = sum(lengths)
     if not total:
         return
-    order = epoch_order(np.arange(len(lengths)), np.array(lengths), key)
+    order = EpochOrder(np.empty(len(lengths), np.uint32), np.empty(len(lengths) + 1, np.int64))
+    fill_epoch_order(order, np.array(lengths).__getitem__, key, part=None)
     stream = [(int(document), token) for document in order.documents for token in range(lengths[document])]
     first = data.draw(st.integers(0, total - 1))
     last = data.draw(st.integers(first + 1, total))
@@ -95,23 +99,49 @@ def test_splits_are_disjoint_and_complete(num_documents: int, share: float, key:
     split = (1 - share, share)
     if not 0 < round(num_documents * share) < num_documents:
         with pytest.raises(DataError, match=r"corpus: split .* leaves none for (train|validation)"):
-            split_documents(num_documents, split, key, where="corpus")
+            split_size(num_documents, split, where="corpus")
         return
-    train, validation = split_documents(num_documents, split, key, where="corpus")
-    assert len(validation) == round(num_documents * share)
-    assert sorted([*train.tolist(), *validation.tolist()]) == list(range(num_documents))
-    assert train.tolist() == sorted(train) and validation.tolist() == sorted(validation)
+    size = split_size(num_documents, split, where="corpus")
+    assert size == round(num_documents * share)
+    validation, train = parts(num_documents, size, key)
+    order = permutation(num_documents, key)
+    assert train.tolist() == sorted(order[size:]) and validation.tolist() == sorted(order[:size])
+
+
+def parts(num_documents: int, size: int, key: int) -> tuple[np.ndarray, np.ndarray]:
+    validation, train = np.empty(size, np.uint32), np.empty(num_documents - size, np.uint32)
+    split_documents(num_documents, key, train, validation)
+    return validation, train
 
 
 def test_a_split_is_not_by_position() -> None:
-    _, validation = split_documents(1_000, (0.9, 0.1), 7, where="corpus")
+    validation, _ = parts(1_000, 100, 7)
     assert validation.min() < 100 and validation.max() >= 900
 
 
 @pytest.mark.parametrize("split", [(0.9, 0.2), (1.0, 0.0), (-0.5, 1.5), (0.5, float("nan"))])
 def test_invalid_shares_are_refused(split: tuple[float, float]) -> None:
     with pytest.raises(DataError, match=r"data\.split: .* wanted two shares above 0 that sum to 1"):
-        split_documents(100, split, 0, where="corpus")
+        split_size(100, split, where="corpus")
+
+
+@pytest.mark.parametrize("size", [1, 5_000, 77_777])
+def test_orders_made_in_pieces_are_those_of_one_sort(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large corpora are sorted in buckets, and read in pieces: their order is the one of small corpora."""
+    numbers = np.arange(size, dtype=np.uint64) * np.uint64(sampler.GOLDEN) + np.uint64(9)
+    whole = np.argsort(mix_array(numbers), kind="stable")
+    monkeypatch.setattr(sampler, "BUCKET_BITS", 6)
+    monkeypatch.setattr(sampler, "CHUNK", 1_000)
+    assert np.array_equal(permutation(size, 9), whole)
+    if size > 1:
+        validation, train = parts(size, size // 3, 9)
+        assert np.array_equal(validation, np.sort(whole[: size // 3]))
+        assert np.array_equal(train, np.sort(whole[size // 3 :]))
+    part, lengths = np.arange(size, dtype=np.uint32) * 2, np.arange(2 * size) % 7
+    order = EpochOrder(np.empty(size, np.uint32), np.empty(size + 1, np.int64))
+    fill_epoch_order(order, lengths.__getitem__, 9, part)
+    assert np.array_equal(order.documents, part[whole])
+    assert np.array_equal(order.stream_starts, np.cumsum([0, *lengths[part[whole]]]))
 
 
 @repeatable

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.project import make_plan, make_project, read_metrics, run_config
-from tests.support.spawn import free_port
+from tests.support.spawn import free_port, start_ranks
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan_files import save_plan
 
-TIMEOUT_SECONDS = 15
+TIMEOUT_SECONDS = 8
 SLOW = DeviceType(memory=2**30, fp32=1e9, memory_bandwidth=1e9, slowdown=20.0)
 
 
@@ -63,11 +62,7 @@ def running(
             subprocess.Popen([*host.prefix, *line], stderr=subprocess.PIPE, text=True, env=environment)
         )
     try:
-        for _ in range(1200):
-            if (log / "metrics.jsonl").exists() and len(read_metrics(log)) >= 2:
-                break
-            assert all(process.poll() is None for process in processes), "a rank exited early"
-            time.sleep(0.1)
+        wait_for_steps(log, lambda: all(process.poll() is None for process in processes))
         yield processes
     finally:
         for process in processes:
@@ -75,6 +70,16 @@ def running(
             process.wait()
             assert process.stderr is not None
             process.stderr.close()
+
+
+def wait_for_steps(log: Path, all_run: Callable[[], bool]) -> None:
+    """Wait for at least two training steps."""
+    for _ in range(1200):
+        if (log / "metrics.jsonl").exists() and len(read_metrics(log)) >= 2:
+            return
+        assert all_run(), "a rank exited early"
+        time.sleep(0.1)
+    raise AssertionError(f"{log} did not reach step 2")
 
 
 def error_of(process: subprocess.Popen[str], *, within_seconds: float) -> str:
@@ -91,11 +96,13 @@ def lost_peer(rank: int, peer: int) -> re.Pattern[str]:
 
 
 def test_neighbours_name_a_killed_rank(options: list[str], tmp_path: Path) -> None:
-    host = Host((), {"MASTER_ADDR": "127.0.0.1"})
-    with running(options, tmp_path, [host] * 3) as ranks:
-        os.kill(ranks[1].pid, signal.SIGKILL)
+    line = ["train", *options, f"log.directory={tmp_path}"]
+    with start_ranks(line, tmp_path, 3) as ranks:
+        wait_for_steps(tmp_path, lambda: all(rank.process.is_alive() for rank in ranks))
+        ranks[1].process.kill()
         for rank in (0, 2):
-            error = error_of(ranks[rank], within_seconds=TIMEOUT_SECONDS + 60)
+            code, error = ranks[rank].wait(within_seconds=TIMEOUT_SECONDS + 60)
+            assert code == 1 and "Traceback" not in error, error
             assert lost_peer(rank, peer=1).search(error), error
 
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from yuan_kernels import dispatch, ops, products
+from yuan_kernels import attention, dispatch, ops, products, self_test
 
 CPU = torch.device("cpu")
 
@@ -32,16 +32,19 @@ def test_a_choice_is_logged_once(caplog):
 def test_choices_name_every_op(monkeypatch):
     choices = ops.choices(CPU, torch.bfloat16, hidden=64)
     assert [c.op for c in choices] == list(dispatch.OPS)
-    assert {c.implementation for c in choices} == {"blocks"}
+    *rest, attention = (c.implementation for c in choices)
+    assert set(rest) == {"blocks"} and attention == "loop"
     assert all(c.reason for c in choices)
     monkeypatch.setenv("YUAN_KERNELS", "reference")
     assert {c.implementation for c in ops.choices(CPU, torch.bfloat16, hidden=64)} == {"reference"}
 
 
-def fake_gpu(monkeypatch, *, capability=(9, 0), triton=True, correct=lambda *_: True) -> None:
+def fake_gpu(monkeypatch, *, capability=(9, 0), triton=True, varlen=True, correct=lambda *_: True) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda _: object() if triton else None)
     monkeypatch.setattr(dispatch, "_triton_is_correct", correct)
+    monkeypatch.setattr(self_test, "varlen_is_correct", correct)
+    monkeypatch.setattr(attention, "varlen_attention", lambda: object() if varlen else None)
 
 
 CUDA = torch.device("cuda", 0)
@@ -74,11 +77,37 @@ def test_what_a_kernel_does_not_support_falls_back(gpu, dtype, shape, reason, mo
     assert choice.implementation == "torch" and reason in choice.reason
 
 
+def test_documents_take_one_call_on_a_gpu(monkeypatch):
+    fake_gpu(monkeypatch)
+    choice = dispatch.choose("document_attention", CUDA, torch.bfloat16, "regular")
+    assert (choice.implementation, choice.reason) == ("varlen", "tested")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "head_dim", "reason"),
+    [
+        ({}, torch.float32, 64, "flash attention does not support torch.float32"),
+        ({}, torch.float16, 60, "not a multiple of 8"),
+        ({}, torch.float16, 512, "above 256"),
+        ({"capability": (7, 5)}, torch.float16, 64, "compute capability 7.5 is below 8.0"),
+        ({"varlen": False}, torch.float16, 64, "has no variable-length attention"),
+        ({"correct": lambda *_: False}, torch.float16, 64, "failed its test: its results differ"),
+        ({"correct": broken}, torch.float16, 64, "failed its test: RuntimeError: no ptxas"),
+    ],
+)
+def test_documents_otherwise_take_a_call_each(gpu, dtype, head_dim, reason, monkeypatch):
+    fake_gpu(monkeypatch, **gpu)
+    shape = dispatch.shape_class("document_attention", head_dim)
+    choice = dispatch.choose("document_attention", CUDA, dtype, shape)
+    assert choice.implementation == "loop" and reason in choice.reason
+
+
 @pytest.mark.parametrize(
     ("hidden", "shape"), [(16, "regular"), (2048, "regular"), (17, "odd"), (0, "odd"), (1 << 20, "odd")]
 )
 def test_shape_classes(hidden, shape):
-    assert dispatch.shape_class(hidden) == shape
+    assert dispatch.shape_class("rms_norm", hidden) == shape
+    assert dispatch.shape_class("swiglu", hidden) == "any"
 
 
 # --- fp32 products through oneDNN --------------------------------------------------------------------------

@@ -33,6 +33,10 @@ CASES = {
         YUAN.linear_cross_entropy,
         (random(4, 6), random(9, 6), TARGETS, -100, 2, True, True),
     ),
+    "linear": lambda: (YUAN.linear, (random(2, 3, 8), random(5, 8), random(5))),
+    "attention": lambda: (YUAN.causal_attention, tuple(random(1, 4, 2, 8) for _ in range(3))),
+    "rotary": lambda: (YUAN.rotary, (random(2, 3, 2, 4), *(random(1, 3, 2, grad=False),) * 2, False)),
+    "swiglu": lambda: (YUAN.swiglu, (random(2, 3, 8),)),
     "losses": lambda: (YUAN.token_losses, (random(4, 6), random(9, 6), TARGETS, -100, 2)),
 }
 

@@ -11,7 +11,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-OPS = ["localized_filter", "rms_norm", "linear_cross_entropy"]
+OPS = ["localized_filter", "rms_norm", "linear_cross_entropy", "rotary", "swiglu"]
 TARGETS = [70, 80, 90]
 
 
@@ -42,6 +42,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from yuan_kernels import triton_elementwise as elementwise
 from yuan_kernels import triton_forms as forms
 
 dtype, capability = sys.argv[1], int(sys.argv[2])
@@ -61,17 +62,23 @@ CASES = [
       "tokens": i, "hidden": i}),
     (forms.softmax_kernel, forms.SOFTMAX_BLOCK, {"WRITE": True},
      {"logits": f, "probabilities": x, "normalizer": f, "words": i, "factor": "fp32"}),
+    (elementwise.rotary_kernel, elementwise.rotary_block(64, 128), {"INVERSE": True},
+     {"x": x, "cos": f, "sin": f, "y": x, "heads": i, "half": i, "table_rows": i}),
+    (elementwise.swiglu_forward_kernel, elementwise.SWIGLU_BLOCK, {}, {"x": x, "y": x, "width": i}),
+    (elementwise.swiglu_backward_kernel, elementwise.SWIGLU_BLOCK, {},
+     {"dy": x, "x": x, "dx": x, "width": i}),
 ]
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 for kernel, block, switches, signature in CASES:
     constants = switches | {k: v for k, v in block.items() if k != "num_warps"}
     # Pointers, and the sizes of regular rows, are multiples of 16, as at run time.
-    aligned = [k for k, v in signature.items() if v.startswith("*") or k in ("hidden", "channels")]
+    sizes = ("hidden", "channels", "half", "width")
+    aligned = [k for k, v in signature.items() if v.startswith("*") or k in sizes]
     names = [p.name for p in kernel.params]
     attrs = {(names.index(k),): [["tt.divisibility", 16]] for k in aligned}
     full = signature | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, full, {(names.index(k),): v for k, v in constants.items()}, attrs)
-    target, options = GPUTarget("cuda", capability, 32), {"num_warps": block["num_warps"]}
+    target, options = GPUTarget("cuda", capability, 32), {"num_warps": block.get("num_warps", 4)}
     compiled = triton.compile(source, target=target, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"]); file.flush()
@@ -88,11 +95,11 @@ def test_kernels_compile_without_spilling(dtype, capability, tmp_path):
     """No register spills, which would show as stack usage; row offsets are 64-bit."""
     code = f"import sys; sys.argv = ['', {dtype!r}, '{capability}', {str(tmp_path)!r}]\n{COMPILE}"
     lines = run(code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 8
     for line in lines:
         assert re.search(r"STACK:0\b", line), f"sm_{capability}, {dtype}: {line}"
     files = list(tmp_path.glob("*.ttir"))
-    assert len(files) == 5
+    assert len(files) == 8
     assert {path.stem: narrow_offsets(path.read_text()) for path in files} == {
         path.stem: [] for path in files
     }

@@ -56,8 +56,8 @@ def test_kept_bytes_equal_the_planners(attention, precision, recompute, layers):
     assert kept_by(model, DTYPES[precision], recompute, layers) == expected + tables
 
 
-def test_selective_recompute_frees_two_fifths():
-    """H = P, F = 4H: of 27 hidden states 16 are kept, in any precision."""
+def test_selective_recompute_frees_three_tenths():
+    """H = P, F = 4H: of 23 hidden states 16 are kept, in any precision."""
     for precision in ("bf16", "fp32"):
         saved_by_all = layer_activation_bytes(MODEL, precision)
-        assert 0.58 < selective_layer_bytes(MODEL, precision) / saved_by_all < 0.61
+        assert 0.68 < selective_layer_bytes(MODEL, precision) / saved_by_all < 0.71

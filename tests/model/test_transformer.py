@@ -10,10 +10,13 @@ import torch.nn.functional as F
 
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
+from yuan_train.model import initial
 from yuan_train.model.documents import find_resets
+from yuan_train.model.initial import initial_rows, initial_weight
 from yuan_train.model.layers import rotary_tables
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import IGNORE_INDEX, Transformer, init_weights, initial_weight
+from yuan_train.model.transformer import IGNORE_INDEX, Transformer, init_weights
+from yuan_train.parallel.shard import Shard, part_of
 
 EOD = 9
 PUBLISHED = {
@@ -152,6 +155,32 @@ def test_initial_values_depend_on_seed_and_name_only(make_model):
     wide = initial_weight(model.config, name, (24, 24), seed=5)
     assert torch.equal(dict(model.named_parameters())[name], wide.bfloat16())
     assert not torch.equal(wide, initial_weight(model.config, name, (24, 24), seed=6))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("embedding.weight", (96, 10)),
+        ("embedding.weight", (4, 3)),
+        ("layers.0.feed_forward.up.weight", (24, 5)),
+        ("layers.0.filter.conv1.bias", (40,)),
+        ("layers.0.filter.conv2.weight", (12, 6, 2)),
+        ("final_norm.weight", (20,)),
+    ],
+)
+def test_a_shard_is_drawn_by_rows_as_it_is_in_the_whole(make_model, name, shape, monkeypatch):
+    config = make_model().config
+    whole = initial_weight(config, name, shape, seed=5)
+    monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 50)
+    assert torch.equal(initial_weight(config, name, shape, seed=5), whole)
+    for dim, blocks in ((None, 1), (0, 1), (0, 2), (1, 1)):
+        if dim is not None and (dim >= len(shape) or shape[dim] % (2 * blocks)):
+            continue
+        for shard in [Shard(shape, dim, blocks, index, 2) for index in range(2)]:
+            found = torch.full(shard.local_shape, math.nan)
+            for first, rows in initial_rows(config, name, shape, seed=5, wanted=shard.holds_rows):
+                shard.fill_rows(found, first, rows)
+            assert torch.equal(found, part_of(whole, shard, shard.index, 2).reshape(shard.local_shape))
 
 
 # Results

@@ -52,6 +52,9 @@ class Scale:
         self.weight = torch.tensor(weight, dtype=torch.float64, requires_grad=True)
         self.first, self.last = first, last
 
+    def load(self, micro_batch: int) -> None:
+        pass
+
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         x = (
             torch.full((1, 1, 2), micro_batch + 1.0, dtype=torch.float64)
@@ -184,3 +187,21 @@ def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch
     with watch.running():
         clock.work(processor=1.0, waiting=9.0)
     assert watch.read() == 10.0 and watch.read() == 0.0
+
+
+def test_reading_data_is_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
+
+    class Timed(Scale):
+        def load(self, micro_batch: int) -> None:
+            clock.work(processor=100.0)
+
+        def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+            clock.work(processor=1.0)
+            return super().forward(micro_batch, hidden_BSH)
+
+    watch = Stopwatch(torch.device("cpu"))
+    (program,) = forward_only(num_stages=1, num_micro_batches=3)
+    Executor({0: Timed(1.0, first=True, last=True)}, None, watch).run(program)
+    assert watch.read() == 3.0

@@ -256,7 +256,7 @@ def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precis
             plan = parse_plan(run, text, optimizer_offload=[x] * text.count("@"), **keys)
             folder = tmp_path / f"{name} {x}"
             cases[name, x] = Case(run_file, folder, plan, overrides(precision, folder / "ck"))
-    offloaded = parse_plan(run, "1x8: 3@0 | 3@1", optimizer_offload=[0.3, 0])
+    offloaded = parse_plan(run, "1x8: 3@0 | 3@1", optimizer_offload=[1.0, 0])
     control = Case(run_file, tmp_path / "off", offloaded, overrides(precision), without="host_weight_sync")
     run_cases([*cases.values(), control])
     for (name, x), case in cases.items():

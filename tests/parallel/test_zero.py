@@ -13,8 +13,9 @@ from tests.parallel.test_grid import run_of
 from tests.support.project import parse_plan
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import RunConfig
+from yuan_train.model.initial import initial_rows
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import Transformer, initial_weight
+from yuan_train.model.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.zero import OwnedState
 
@@ -31,7 +32,7 @@ def runtimes_of(plan: Plan) -> list[RankRuntime]:
             dtype=torch.float64,
         )
 
-    parts = ModelParts(build, partial(initial_weight, plan.model, seed=1), SHARDING, ROW_BLOCKS)
+    parts = ModelParts(build, partial(initial_rows, plan.model, seed=1), SHARDING, ROW_BLOCKS)
     return [
         parallelize(plan, rank, parts, device=torch.device("cpu"), dtype=torch.float64)
         for rank in range(plan.world_size)

@@ -1,16 +1,31 @@
-"""Starts several ranks on this machine, over gloo and the loopback interface."""
+"""Starts ranks and commands on this machine; ranks meet over gloo and the loopback interface.
+
+They are forked from a server process that has imported torch and the trainer: one starts in milliseconds,
+where a new interpreter takes seconds of imports, and finds nothing that another one has left behind.
+"""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
 
 TIMEOUT_SECONDS = 600
+PRELOADED = ["tests.support.ranks", "yuan_train.cli.main", "torch._dynamo", "pydantic", "pytest"]
+"""What the server imports. torch's optimizers import torch._dynamo, the config loader pydantic."""
 
 
 def free_port() -> int:
@@ -26,7 +41,10 @@ def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
     `body` must be importable (a function of a module). It calls `as_rank` before it initialises
     torch.distributed. Fails after TIMEOUT_SECONDS, and kills what still runs.
     """
-    context = mp.spawn(body, args=arguments, nprocs=num_ranks, join=False)
+    start_server()
+    context = mp.start_processes(
+        _run_body, (dict(os.environ), body, arguments), num_ranks, join=False, start_method="forkserver"
+    )
     assert context is not None
     deadline = time.monotonic() + TIMEOUT_SECONDS
     try:
@@ -38,6 +56,134 @@ def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+def start_server() -> ForkServerContext:
+    """The context whose processes are forked from the server, which is started if it does not run yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    # The server finds modules through the environment alone; a rank gets this process's whole path.
+    given = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        forkserver.ensure_running()
+    finally:
+        if given is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = given
+    return context
+
+
+def _run_body(rank: int, environment: dict[str, str], body: Callable[..., None], arguments: Any) -> None:
+    """`body` in the environment that this process's parent has now, not when the server was started."""
+    os.environ.clear()
+    os.environ.update(environment)
+    body(rank, *arguments)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A running `yuan-train` command, whose stderr goes to a file."""
+
+    process: BaseProcess
+    stderr: Path
+
+    def wait(self, *, within_seconds: float) -> tuple[int, str]:
+        """Exit code (negative: the signal that killed it) and stderr, once the command has ended."""
+        self.process.join(within_seconds)
+        code = self.process.exitcode
+        assert code is not None, f"still running after {within_seconds} s:\n{self.stderr.read_text()}"
+        return code, self.stderr.read_text()
+
+    def kill(self) -> None:
+        """Kill the command if it still runs."""
+        self.process.kill()
+        self.process.join()
+
+
+def start_command(
+    words: Sequence[str | Path],
+    stderr: Path,
+    *,
+    environment: Mapping[str, str],
+    cwd: Path | None = None,
+    constants: Mapping[str, float] | None = None,
+) -> Command:
+    """Start `yuan-train WORDS` with these changes to the environment; `stderr` is the file it writes to.
+
+    `constants` are other values of constants of the program, such as a shorter grace period, by dotted name.
+    """
+    process = start_server().Process(
+        target=_run_command,
+        args=([*map(str, words)], stderr, {**os.environ, **environment}, cwd, dict(constants or {})),
+    )
+    process.start()
+    return Command(process, stderr)
+
+
+@contextmanager
+def start_ranks(
+    words: Sequence[str | Path],
+    folder: Path,
+    num_ranks: int,
+    *,
+    more: Mapping[int, Sequence[str]] | None = None,
+    cwds: Sequence[Path] | None = None,
+    constants: Mapping[str, float] | None = None,
+) -> Iterator[list[Command]]:
+    """Every rank of `yuan-train WORDS`, without a launcher, as if on a node of its own; killed at the end.
+
+    `folder` gets their stderr. `more`: further words of some ranks. `cwds`: the working directory of each.
+    """
+    port = str(free_port())
+    ranks: list[Command] = []
+    try:
+        for rank in range(num_ranks):
+            environment = {
+                **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks)},
+                **{"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                "OMP_NUM_THREADS": "1",
+            }
+            ranks.append(
+                start_command(
+                    [*words, *((more or {}).get(rank, ()))],
+                    folder / f"stderr-{rank}",
+                    environment=environment,
+                    cwd=cwds[rank] if cwds else None,
+                    constants=constants,
+                )
+            )
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _run_command(
+    words: list[str],
+    stderr: Path,
+    environment: dict[str, str],
+    cwd: Path | None,
+    constants: dict[str, float],
+) -> None:
+    import torch
+
+    from yuan_train.cli.main import main
+
+    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
+    for name, value in constants.items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant)
+        setattr(importlib.import_module(module), constant, value)
+    if cwd is not None:
+        os.chdir(cwd)
+    file = os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(file, 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(main(words))
 
 
 def as_rank(rank: int, num_ranks: int, port: int) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.project import make_plan, make_project, run_config
-from tests.support.spawn import free_port
+from tests.support.spawn import start_ranks
 from yuan_train.config.plan_files import save_plan
 from yuan_train.train.agreement import flatten
 
-STARTED = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+WAIT = {"yuan_train.train.agreement.SEEN_WITHIN_SECONDS": 0.5}
+"""How long a rank waits to see another one's file: here, files are seen at once."""
 
 
 @pytest.fixture(scope="module")
@@ -27,37 +25,30 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_both(
-    project: Path, *, second: tuple[str, ...] = (), folders: tuple[Path, Path] | None = None
+    project: Path,
+    logs: Path,
+    *,
+    second: tuple[str, ...] = (),
+    folders: tuple[Path, Path] | None = None,
 ) -> list[tuple[int, str]]:
     """Exit code and stderr of both ranks; each as if on a node of its own. `second`: overrides of rank 1."""
-    port = str(free_port())
-    processes: list[subprocess.Popen[str]] = []
-    for rank in range(2):
-        line = [sys.executable, "-m", "yuan_train", "train", "--config", str(project / "run.yaml")]
-        line += ["--plan", str(project / "plan.yaml"), "train.steps=2", "validation.every=0"]
-        line += second if rank else ()
-        # `python -m` finds the package through the environment, wherever the working directory is.
-        environment = os.environ | STARTED | {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"MASTER_PORT": port, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        cwd = folders[rank] if folders else project
-        processes.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd))
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, said) for process, said in zip(processes, errors, strict=True)]
+    words = ["train", "--config", project / "run.yaml", "--plan", project / "plan.yaml"]
+    words += ["train.steps=2", "validation.every=0"]
+    with start_ranks(
+        words, logs, 2, more={1: second}, cwds=folders or (project, project), constants=WAIT
+    ) as ranks:
+        return [rank.wait(within_seconds=120) for rank in ranks]
 
 
 def test_the_same_job_trains(project: Path, tmp_path: Path) -> None:
     """The control: without a difference nothing is refused."""
     (tmp_path / "a").mkdir()
-    for code, said in run_both(project, folders=(tmp_path / "a", tmp_path / "a")):
+    for code, said in run_both(project, tmp_path, folders=(tmp_path / "a", tmp_path / "a")):
         assert code == 0, said
 
 
-def test_another_learning_rate(project: Path) -> None:
-    for code, said in run_both(project, second=("optimizer.learning_rate=0.001",)):
+def test_another_learning_rate(project: Path, tmp_path: Path) -> None:
+    for code, said in run_both(project, tmp_path, second=("optimizer.learning_rate=0.001",)):
         assert code == 2, said
         assert "rank 1 (" in said and "another job than rank 0" in said
         assert "optimizer.learning_rate is 0.001, there 0.003" in said
@@ -70,13 +61,13 @@ def test_another_corpus_under_the_same_keys(project: Path, tmp_path: Path) -> No
     with (tmp_path / "corpus.bin").open("r+b") as file:
         file.write(b"\x07\x00\x09\x00")
     other = (f"data.train=[{{prefix: {tmp_path / 'corpus'}}}]",)
-    for code, said in run_both(project, second=other):
+    for code, said in run_both(project, tmp_path, second=other):
         assert code == 2, said
         assert "rank 1 (" in said and "corpora.train[0] is" in said
 
 
 def test_a_file_that_one_rank_alone_misses(project: Path, tmp_path: Path) -> None:
-    for code, said in run_both(project, second=(f"data.tokenizer={tmp_path / 'nowhere'}",)):
+    for code, said in run_both(project, tmp_path, second=(f"data.tokenizer={tmp_path / 'nowhere'}",)):
         assert code == 2, said
         assert "rank 1 (" in said and "nowhere" in said
 
@@ -86,13 +77,13 @@ def test_a_checkpoint_directory_that_is_not_shared(project: Path, tmp_path: Path
     folders = (tmp_path / "node0", tmp_path / "node1")
     for folder in folders:
         folder.mkdir()
-    shared = run_both(project, second=("checkpoint.directory=ck",), folders=folders)
+    shared = run_both(project, tmp_path, second=("checkpoint.directory=ck",), folders=folders)
     # Rank 0 saves nothing: then the ranks have different jobs.
     assert [code for code, _ in shared] == [2, 2]
     text = (project / "run.yaml").read_text()
     (tmp_path / "run.yaml").write_text(text + "checkpoint: {directory: ck}\n")
     shutil.copy(project / "plan.yaml", tmp_path / "plan.yaml")
-    for code, said in run_both(tmp_path, folders=folders):
+    for code, said in run_both(tmp_path, tmp_path, folders=folders):
         assert code == 2, said
         assert "rank 1 (" in said and str(folders[1] / "ck") in said and "all nodes share" in said
     assert not list(folders[0].rglob("step-*")) and not list(folders[0].rglob(".seen*"))

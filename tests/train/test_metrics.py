@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.project import make_plan, make_project, run_config
 from yuan_train.config.plan import RankPlan
-from yuan_train.train.metrics import Log, StepMetrics, peak_flops, progress_line
+from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops, progress_line
 
 METRICS = StepMetrics(
     step=7,
@@ -48,11 +48,14 @@ def test_metrics_jsonl_has_a_line_per_step_and_no_infinities(tmp_path: Path) -> 
     stream = io.StringIO()
     log = Log(run, first_step=1, stream=stream)
     for step in range(1, 8):
-        log.write(replace(METRICS, step=step, grad_norm=float("inf")))
+        of_all = {} if is_logged(step, run) else {"peak_memory_bytes": None, "stage_seconds": None}
+        log.write(replace(METRICS, step=step, grad_norm=float("inf"), **of_all))
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 8)) and lines[0]["grad_norm"] is None
     assert len(stream.getvalue().splitlines()) == 1
+    assert [line["step"] for line in lines if "stage_seconds" in line or "peak_memory_bytes" in line] == [5]
+    assert is_logged(run.train.steps, run), "and the last"
 
 
 def test_peak_flops_of_mixed_cards_add_up(tmp_path: Path) -> None:

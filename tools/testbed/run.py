@@ -116,8 +116,8 @@ def main() -> int:
 def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     """Profile, plan in the first round, and train both cuts, `rounds` times; the tables."""
     specs = load_nodes(options.nodes)
-    _warn_of_load()
-    run = _with_random_data(load_run(options.config), folder)
+    warn_of_load()
+    run = with_random_data(load_run(options.config), folder)
     cluster = cluster_of(specs)
     write_text(folder / "run.yaml", dump(run))
     write_text(folder / "cluster.yaml", dump(cluster))
@@ -125,7 +125,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
         rows: list[Row] = []
         for number in range(options.rounds):
             profile = measure_profile(nodes, folder, number)
-            problem = _make_problem(cluster, run, profile)
+            problem = make_problem(cluster, run, profile)
             rows = rows or _plan(problem, run)
             costs = make_costs(problem)
             for row in rows:
@@ -136,7 +136,8 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     return [*table(rows), "", *stage_table(rows), "", *link_table(profile)]
 
 
-def _warn_of_load() -> None:
+def warn_of_load() -> None:
+    """Say on stderr that figures will be rough, if other programs keep the machine busy."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > 0.5 * cores:
         print(f"note: the load is {load:.1f} on {cores} cores; figures will be rough", file=sys.stderr)
@@ -164,7 +165,7 @@ def _type_name(spec: NodeSpec) -> str:
     return f"core-{100 * spec.cpu:g}%"
 
 
-def _with_random_data(run: RunConfig, folder: Path) -> RunConfig:
+def with_random_data(run: RunConfig, folder: Path) -> RunConfig:
     """The run on random tokens: step times do not depend on what they are."""
     tokens = 2 * run.train.global_batch_size * (run.data.sequence_length + 1)
     dtype = token_dtype(run.model.vocab_size)
@@ -186,7 +187,8 @@ def measure_profile(nodes: Sequence[Node], folder: Path, number: int) -> Profile
     return load_profile(out)
 
 
-def _make_problem(cluster: Cluster, run: RunConfig, profile: Profile) -> PlanProblem:
+def make_problem(cluster: Cluster, run: RunConfig, profile: Profile) -> PlanProblem:
+    """What to plan for: a run on the nodes, with their profile."""
     return PlanProblem(
         cluster=cluster,
         model=run.model,
@@ -194,6 +196,8 @@ def _make_problem(cluster: Cluster, run: RunConfig, profile: Profile) -> PlanPro
         global_batch_size=run.train.global_batch_size,
         precision=run.train.precision,
         profile=profile,
+        bucket_size=run.optimizer.bucket_size,
+        reduce_dtype=run.optimizer.reduce_dtype,
     )
 
 
@@ -225,14 +229,15 @@ def _yuan_train(
     the quotas."""
     folder.mkdir(exist_ok=True)
     tasks = [
-        Task(node, [sys.executable, "-m", "yuan_train", *map(str, command)], _environment(rank, nodes))
+        Task(node, [sys.executable, "-m", "yuan_train", *map(str, command)], rank_environment(rank, nodes))
         for rank, (node, command) in enumerate(zip(nodes, commands, strict=True))
     ]
     print(f"{folder.name}: {', '.join(node.spec.name for node in nodes)}", file=sys.stderr)
     run_together(tasks, folder, timeout_seconds=timeout_seconds)
 
 
-def _environment(rank: int, nodes: Sequence[Node]) -> dict[str, str]:
+def rank_environment(rank: int, nodes: Sequence[Node]) -> dict[str, str]:
+    """What torchrun would set for a rank of a run with one rank on each of `nodes`."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(len(nodes)),

@@ -112,6 +112,10 @@ def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, no_dist: bool = Fa
     Raises CheckpointError, with the first differences, if a name is missing or a global shape differs.
     """
     reader = Reader(checkpoint.path)
+    _load(checkpoint, reader, tensors, no_dist=no_dist)
+
+
+def _load(checkpoint: Checkpoint, reader: Reader, tensors: Tensors, *, no_dist: bool) -> None:
     held = _shapes_by_name(reader, checkpoint.path)
     wrong = [
         f"{name}: {'missing' if name not in held else f'has shape {held[name]}'}, wanted {list(tensor.shape)}"
@@ -147,13 +151,15 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
     Raises CheckpointError if a name is missing or a shape differs.
     """
     parameters = dict(model.named_parameters())
-    shapes = _shapes_by_name(Reader(checkpoint.path), checkpoint.path)
+    reader = Reader(checkpoint.path)
+    shapes = _shapes_by_name(reader, checkpoint.path)
     for name, parameter in parameters.items():
         key = f"{WEIGHTS}.{name}"
         if key not in shapes:
             raise CheckpointError(f"{checkpoint.path}: {key} is missing")
-        master = torch.empty(parameter.shape, dtype=_dtype_of(checkpoint, key))
-        load_tensors(checkpoint, {key: master}, no_dist=True)
+        master = torch.empty(parameter.shape, dtype=_dtype_of(reader, key))
+        # One by one: a model in another precision needs no second copy of itself.
+        _load(checkpoint, reader, {key: master}, no_dist=True)
         with torch.no_grad():
             parameter.copy_(master)
 
@@ -215,7 +221,7 @@ def _shapes_by_name(reader: Reader, path: Path) -> dict[str, list[int]]:
     return {name: list(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
-def _dtype_of(checkpoint: Checkpoint, key: str) -> torch.dtype:
-    entry = Reader(checkpoint.path).read_metadata().state_dict_metadata[key]
+def _dtype_of(reader: Reader, key: str) -> torch.dtype:
+    entry = reader.read_metadata().state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     return entry.properties.dtype

@@ -13,17 +13,25 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads `.metadata`, which is a pickle, without running code that a hostile file may contain."""
+    """Reads `.metadata`, which is a pickle, without running code that a hostile file may contain.
+
+    It is read once: a reader is for one checkpoint, which does not change.
+    """
+
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError("it holds no checkpoint metadata")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        if self._metadata is None:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError("it holds no checkpoint metadata")
+            if metadata.storage_meta is None:
+                metadata.storage_meta = StorageMeta()
+            self._metadata = metadata
+        assert self._metadata.storage_meta is not None
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -149,9 +149,11 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     """
     for leftover in (*directory.glob(".step-*.tmp"), *directory.glob(".step-*.old")):
         shutil.rmtree(leftover, ignore_errors=True)
-    paths = [directory / step_name(step) for step in steps_in(directory)]
-    complete = [path for path in paths if path != newest and not any(faults_of(path))]
-    for path in complete[keep - 1 :] if keep else []:
+    if not keep:
+        return
+    others = (directory / step_name(step) for step in steps_in(directory))
+    complete = [path for path in others if path != newest and not any(faults_of(path))]
+    for path in complete[keep - 1 :]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -7,12 +7,18 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yuan_train import __version__
+from yuan_train.cli.launch import nodes_of
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.plan_files import load_plan
+from yuan_train.config.run import load_run
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +83,9 @@ PACKAGES = (
     ),
 )
 
+LOCAL_FILE_SYSTEMS = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+"""Types of /proc/mounts that other nodes see only if this machine exports them."""
+
 CORE = ("torch", "numpy", "sentencepiece", "PyYAML", "pydantic", "safetensors")
 
 
@@ -89,13 +98,20 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "cards of this machine, which implementation each op uses on them, and why not a faster one.",
     )
     parser.add_argument("--hidden-size", type=int, default=2048, metavar="H", help="of the model (2048)")
+    parser.add_argument("--config", metavar="FILE", help="a run file: checks where it saves checkpoints")
+    parser.add_argument(
+        "--plan", metavar="FILE", help="its plan, with --config: the nodes that must share it"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found. A missing package is no error."""
-    facts = examine(hidden=arguments.hidden_size)
+    if arguments.plan and not arguments.config:
+        raise ConfigError("--plan: needs --config F too, the run whose checkpoint directory is checked")
+    saving = _checkpoint_facts(arguments.config, arguments.plan) if arguments.config else None
+    facts = examine(hidden=arguments.hidden_size) | ({} if saving is None else {"checkpoints": saving})
     print(json.dumps(facts, ensure_ascii=False) if arguments.json else "\n".join(_lines(facts)))
     return 0
 
@@ -121,8 +137,38 @@ def examine(*, hidden: int) -> Facts:
         "devices": devices,
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
         "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
-        "fp32_products": _fp32_products(),
+        **_cpu_products(),
     }
+
+
+def _checkpoint_facts(config: str, plan: str | None) -> Facts:
+    """Where a run saves, whether this process may write there, and the nodes that must share it.
+
+    `directory` and the rest are None if the run saves no checkpoints, `file_system` where it is not known.
+    """
+    directory = load_run(config).checkpoint.directory
+    nodes = [node.name for node in nodes_of(load_plan(plan))] if plan else None
+    if directory is None:
+        return {"directory": None, "writable": None, "file_system": None, "nodes": nodes}
+    path = Path(directory).absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    return {
+        "directory": str(path),
+        "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+        "file_system": _file_system(there.resolve()),
+        "nodes": nodes,
+    }
+
+
+def _file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
+    """The type of the file system that a path lies on; None if this machine does not tell."""
+    if not mounts.exists():
+        return None
+    found: dict[Path, str] = {}
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        _, point, kind, *_ = line.split()
+        found[Path(point.replace("\\040", " "))] = kind
+    return next((found[folder] for folder in (path, *path.parents) if folder in found), None)
 
 
 def _version(name: str) -> str | None:
@@ -220,10 +266,10 @@ def _other_norms(device: Facts, hidden: int) -> Iterator[Facts]:
         yield {"package": package, "device": device["device"], "fault": fault, "seconds_over_ours": ratio}
 
 
-def _fp32_products() -> str:
+def _cpu_products() -> Facts:
     from yuan_kernels import ops
 
-    return ops.fp32_products()
+    return {"fp32_products": ops.fp32_products(), "bf16_products": ops.bf16_products()}
 
 
 # --- as text -----------------------------------------------------------------------------------------------
@@ -246,6 +292,8 @@ def _lines(facts: Facts) -> Iterator[str]:
         yield f"  no CUDA card was found; {built}"
     backends = [name for name, available in facts["communication"].items() if available]
     yield f"  communication backends: {' and '.join(backends) or 'none'}"
+    yield "\nseveral nodes"
+    yield from _shared_lines(facts.get("checkpoints"))
     yield "\nops"
     yield from _columns(
         [[o["op"], o["device"], o["dtype"], o["implementation"], o["reason"]] for o in facts["ops"]]
@@ -253,7 +301,24 @@ def _lines(facts: Facts) -> Iterator[str]:
     for norm in (n for n in facts["other_norms"] if n["device"] != "cpu"):
         yield f"  {_norm_line(norm)}"
     yield f"  large fp32 products on the CPU go through {facts['fp32_products']} (tested just now)"
-    yield "  attention: torch's scaled_dot_product_attention; rotary and SwiGLU: torch operations"
+    yield f"  bf16 products on the CPU go through {facts['bf16_products']}"
+
+
+def _shared_lines(saving: Facts | None) -> Iterator[str]:
+    """What the nodes of a run must share, and for a given run, how it is with that on this machine."""
+    yield "  checkpoint.directory must be one directory that all nodes mount; the rest may be copies on each"
+    if saving is None:
+        yield "  `yuan-train doctor --config RUN --plan PLAN` looks at a run's on this machine"
+        return
+    if saving["directory"] is None:
+        yield "  the run saves no checkpoints: checkpoint.directory is not set"
+        return
+    writable, kind, nodes = saving["writable"], saving["file_system"], saving["nodes"]
+    words = "writable" if writable else "NOT WRITABLE"
+    yield f"  {saving['directory']}: {words} here, on {kind or 'an unknown file system'}"
+    if nodes is not None and len(nodes) > 1:
+        local = f"; but {kind} is a disk of this machine" if kind in LOCAL_FILE_SYSTEMS else ""
+        yield f"  the plan's nodes share it: {', '.join(nodes)}{local}"
 
 
 def _norm_line(norm: Facts) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from yuan_train.config.environment import count_cores, rank_defaults
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run
@@ -202,10 +203,9 @@ def _environment(
     node: Node, rank: int, local_rank: int, world_size: int, host: str, port: int
 ) -> dict[str, str]:
     """The environment of a rank, with the variables that torchrun sets."""
-    threads = max(1, (os.cpu_count() or 1) // len(node.ranks))
     return {
-        "OMP_NUM_THREADS": str(threads),
         **os.environ,
+        **rank_defaults(os.environ, local_ranks=len(node.ranks), num_cores=count_cores()),
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),

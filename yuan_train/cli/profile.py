@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from yuan_train.cli.launch import Node, free_port, start_ranks
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.dump import as_plain, write_text
+from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import tensor_parallel_sizes
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster) if arguments.cluster else None
     if cluster is not None and _is_simulated(cluster) and "WORLD_SIZE" not in os.environ:
         return _start_cards(cluster, arguments)
+    set_rank_defaults()
     profile, rank = _measure_here(model, config, cluster, arguments)
     if rank == 0:
         _write(profile, arguments)

@@ -228,9 +228,12 @@ def _forecast_times(plan: Plan, pipeline: int) -> StageTimes:
         )
     stages = [known[pipeline, s] for s in range(num_stages)]
     free = (0.0,) * (num_stages - 1)
+    weight_seconds = tuple(stage.weight_seconds for stage in stages if stage.weight_seconds is not None)
     return StageTimes(
         forward_seconds=tuple(stage.forward_seconds for stage in stages),
         backward_seconds=tuple(stage.backward_seconds for stage in stages),
+        # Half of each backward for a plan that does not say, such as one written by hand.
+        weight_seconds=weight_seconds if len(weight_seconds) == num_stages else (),
         send_activation_seconds=free,
         send_gradient_seconds=free,
     )

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 
+from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import YuanError
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.run import load_run
@@ -29,6 +30,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the files, then train. What one rank finds wrong ends all, and is printed once per machine."""
+    set_rank_defaults()
     config, plan, fault = None, None, None
     try:
         config = load_run(arguments.config, tuple(arguments.overrides))

@@ -85,7 +85,7 @@ class ModelConfig:
 
     @property
     def unit_parameters(self) -> tuple[int, ...]:
-        """Parameters of each unit: embedding, layers, head (the final norm alone if the embedding is tied)."""
+        """Parameters of each unit: embedding, layers, head (its norm alone if the embedding is tied)."""
         head = self.hidden_size if self.tie_embeddings else self.head_parameters
         return (self.embedding_parameters, *[self.layer_parameters] * self.num_layers, head)
 

@@ -5,6 +5,7 @@ The planner and the trainer share only the plan and the schedule made from it. A
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -136,6 +137,8 @@ class StageForecast:
     stage: Index
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float | None = None
+    """The part of the backward that computes weight gradients, under a schedule that splits it."""
     peak_memory_bytes: float
     memory: MemoryForecast
 
@@ -174,7 +177,7 @@ class Plan:
         """Number of ranks."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def optimizer_shares(self) -> tuple[float, ...]:
         """The `optimizer_share` of each rank, by rank."""
         shares = {
@@ -185,10 +188,23 @@ class Plan:
         }
         return tuple(shares[rank] for rank in range(self.world_size))
 
+    @cached_property
+    def cards_by_type(self) -> dict[str, int]:
+        """Number of cards of each type."""
+        return dict(Counter(entry.type for entry in self.ranks))
+
     def device_type(self, rank: int) -> DeviceType | None:
         """The type of a rank's card; None if neither the plan nor the catalogue describes it."""
-        name = next(entry.type for entry in self.ranks if entry.rank == rank)
+        return self.find_type(self._type_names[rank])
+
+    def find_type(self, name: str) -> DeviceType | None:
+        """A type of cards by name; None if neither the plan nor the catalogue describes it."""
         return self.device_types.get(name) or CATALOGUE.get(name)
+
+    @cached_property
+    def _type_names(self) -> dict[int, str]:
+        # Looked up for every rank and edge: a search through `ranks` each time would take their square.
+        return {entry.rank: entry.type for entry in self.ranks}
 
     def via_host(self, ranks: Iterable[int]) -> bool:
         """Whether these ranks have no common backend but gloo, so that messages go through host memory.

@@ -178,7 +178,8 @@ class LogConfig:
     directory: str | None = None
     """For metrics.jsonl, config.yaml (resolved), plan.yaml and TensorBoard events; None: no files."""
     every: Count = 1
-    """Steps between two progress lines on stderr."""
+    """Steps between two progress lines on stderr, and between two lines of metrics.jsonl that have
+    measurements of every rank (peak_memory_bytes, stage_seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,13 +213,14 @@ class IndexedDataset:
     """The documents of `PREFIX.bin` and `PREFIX.idx`, memory-mapped and checked on opening.
 
     `prefix` may also be the path of either file. `note` holds one sentence when the index deviates from
-    Megatron's format in a way that is safe to read.
+    Megatron's format in a way that is safe to read. Checking reads all of the index: `num_tokens`, if another
+    process of the node has found it, says that the index is sound.
 
     Raises DataError for files that are missing, incomplete or in another format.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = _strip_suffix(prefix)
+    def __init__(self, prefix: str | Path, *, num_tokens: int | None = None) -> None:
+        self.prefix = strip_suffix(prefix)
         self.note: str | None = None
         _require_pair(self.prefix)
         self._idx_bytes = idx_path(self.prefix).stat().st_size
@@ -230,8 +231,11 @@ class IndexedDataset:
         bounds = HEADER.size + np.cumsum([0, 4 * self.num_sequences, 8 * self.num_sequences, 8 * num_entries])
         self._lengths = index[bounds[0] : bounds[1]].view("<i4")
         self._offsets = index[bounds[1] : bounds[2]].view("<i8")
-        self.num_tokens = self._check_sequences()
-        self._documents = self._check_documents(index[bounds[2] : bounds[3]].view("<i8"))
+        documents = index[bounds[2] : bounds[3]].view("<i8")
+        self._documents = None if self._is_index_empty(documents) else documents
+        self.num_tokens = self._check_sequences() if num_tokens is None else num_tokens
+        if num_tokens is None and self._documents is not None:
+            self._check_documents(documents)
         self._tokens: np.ndarray = (
             np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r")
             if self.num_tokens
@@ -248,15 +252,16 @@ class IndexedDataset:
 
     def document_starts(self, documents: np.ndarray | None = None) -> np.ndarray:
         """First token of each document (of all of them without `documents`), int64 [D]."""
-        sequences = self._first_sequence(documents)
-        ends = np.append(self._offsets, self._bin_bytes) if self._has_empty_tail() else self._offsets
-        return ends[sequences] // self.dtype.itemsize
+        documents = np.arange(self.num_documents) if documents is None else documents
+        return self._sequence_starts(documents if self._documents is None else self._documents[documents])
 
-    def document_lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [D]."""
-        if self._one_sequence_each():
-            return self._lengths.astype(np.int64)
-        return np.diff(np.append(self.document_starts(), self.num_tokens))
+    def document_lengths(self, documents: np.ndarray | None = None) -> np.ndarray:
+        """Tokens of each document (of all of them without `documents`), int64 [D]."""
+        if self._documents is None or len(self._documents) == self.num_sequences + 1:
+            return (self._lengths if documents is None else self._lengths[documents]).astype(np.int64)
+        documents = np.arange(self.num_documents) if documents is None else documents
+        next_starts = self._sequence_starts(self._documents[documents.astype(np.int64) + 1])
+        return next_starts - self.document_starts(documents)
 
     def document(self, number: int) -> np.ndarray:
         """Token ids [T] of one document, a view of the file. Raises IndexError beyond the last document."""
@@ -292,17 +297,10 @@ class IndexedDataset:
             note=self.note,
         )
 
-    def _one_sequence_each(self) -> bool:
-        return self._documents is None or len(self._documents) == self.num_sequences + 1
-
-    def _has_empty_tail(self) -> bool:
-        # A document without sequences at the very end starts at sequence N, which has no offset.
-        return self._documents is not None and bool(self._documents[-2] == self.num_sequences)
-
-    def _first_sequence(self, documents: np.ndarray | None) -> np.ndarray:
-        if self._documents is None:
-            return np.arange(self.num_sequences) if documents is None else documents
-        return self._documents[:-1] if documents is None else self._documents[documents]
+    def _sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
+        """First token of sequences, int64. Sequence N is the end: an empty last document may start there."""
+        starts = self._offsets[np.minimum(sequences, self.num_sequences - 1)] // self.dtype.itemsize
+        return np.where(sequences == self.num_sequences, self.num_tokens, starts)
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
         path = idx_path(self.prefix)
@@ -371,15 +369,16 @@ class IndexedDataset:
             )
         return end_bytes // self.dtype.itemsize
 
-    def _check_documents(self, documents: np.ndarray) -> np.ndarray | None:
-        """The document index, checked; None where it is empty, as Yuan's own: one sequence per document."""
+    def _is_index_empty(self, documents: np.ndarray) -> bool:
+        """Whether the document index is empty, as Yuan's own: then each sequence is a document."""
+        if len(documents) != 1 or documents[0] != 0:
+            return False
+        self.note = "empty document index, as Yuan's own preprocessing writes it: each sequence is a document"
+        logger.info("%s: %s", idx_path(self.prefix), self.note)
+        return True
+
+    def _check_documents(self, documents: np.ndarray) -> None:
         path = idx_path(self.prefix)
-        if len(documents) == 1 and documents[0] == 0:
-            self.note = (
-                "empty document index, as Yuan's own preprocessing writes it: each sequence is a document"
-            )
-            logger.info("%s: %s", path, self.note)
-            return None
         if len(documents) < 2 or documents[0] != 0:
             first = documents[0] if len(documents) else "nothing"
             raise DataError(
@@ -394,10 +393,10 @@ class IndexedDataset:
             # One entry more than the chunk, to check the step between chunks too.
             if (np.diff(documents[first : first + CHUNK_ENTRIES + 1]) < 0).any():
                 raise DataError(f"{path}: document entries must increase; preprocess again")
-        return documents
 
 
-def _strip_suffix(prefix: str | Path) -> str:
+def strip_suffix(prefix: str | Path) -> str:
+    """The prefix of a corpus, of which either file may be named."""
     text = str(prefix)
     named_a_file = text.endswith((".idx", ".bin")) and not idx_path(text).exists()
     return text[: -len(".idx")] if named_a_file else text

@@ -7,24 +7,28 @@ sub-range of that, a micro-batch its sub-range of the pipeline's: the loader nev
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from yuan_train.config.errors import DataError
-from yuan_train.data.indexed import CHUNK_ENTRIES, IndexedDataset
+from yuan_train.data.indexed import CHUNK_ENTRIES, HEADER, IndexedDataset, bin_path, idx_path, strip_suffix
+from yuan_train.data.node_cache import SHARED_FROM, NodeCache, cache_of, shared_or_own
 from yuan_train.data.rules import IGNORED, SampleRules
 from yuan_train.data.sampler import (
     BlendOrder,
     EpochOrder,
     blend_order,
-    epoch_order,
+    fill_epoch_order,
     hash_key,
+    number_dtype,
     sample_position,
     samples_in,
     split_documents,
+    split_size,
 )
 
 logger = logging.getLogger(__name__)
@@ -42,12 +46,28 @@ class Batch:
     inputs: np.ndarray
     targets: np.ndarray
 
+    @property
+    def num_trained(self) -> int:
+        """Tokens with a loss."""
+        return int((self.targets != IGNORED).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The documents of a corpus that are read, and their tokens."""
+
+    num_documents: int
+    num_tokens: int
+    documents: np.ndarray | None = None
+    """Their numbers, sorted; None: all documents of the file."""
+
 
 class Corpus:
     """Samples of S+1 tokens from some documents of a token file, in a new random order each epoch.
 
     `seed` and `identity` determine the order; `identity` comes from the file's contents, so that a corpus
-    keeps its order when it is moved. Memory: 12 bytes a document for each cached epoch, 12 for the corpus.
+    keeps its order when it is moved. An epoch's order takes 12 bytes a document: in the files of `cache`,
+    which all processes of a node map, or without one in this process.
 
     Raises DataError if the corpus is shorter than one sample.
     """
@@ -56,29 +76,30 @@ class Corpus:
         self,
         dataset: IndexedDataset,
         *,
-        documents: np.ndarray,
+        part: "Part",
         sequence_length: int,
         seed: int,
         identity: str,
         vocab_size: int | None,
         rules: SampleRules | None = None,
+        cache: NodeCache | None = None,
     ) -> None:
         assert sequence_length >= 1
         self.rules = rules
         self.dataset = dataset
         self.prefix = dataset.prefix
         self.sequence_length = sequence_length
-        self._documents = documents
-        self._lengths = dataset.document_lengths()[documents]
+        self._part = part
+        self._cache = cache
         self._seed = seed
         self._identity = identity
         self._vocab_size = vocab_size
         self._epochs: dict[int, EpochOrder] = {}
-        self.num_tokens = int(self._lengths.sum())
+        self.num_tokens = part.num_tokens
         self.samples_per_epoch = samples_in(self.num_tokens, sequence_length)
         if not self.samples_per_epoch:
             raise DataError(
-                f"{self.prefix}: {self.num_tokens} tokens in {len(documents)} documents, but "
+                f"{self.prefix}: {self.num_tokens} tokens in {self.num_documents} documents, but "
                 f"one sample needs sequence_length + 1 = {sequence_length + 1}; give more text or a shorter "
                 "sequence_length"
             )
@@ -97,7 +118,7 @@ class Corpus:
     @property
     def num_documents(self) -> int:
         """Documents of the corpus that are read."""
-        return len(self._documents)
+        return self._part.num_documents
 
     def sample(self, index: int) -> np.ndarray:
         """Token ids int64 [S + 1] of sample `index`, which continues over epochs; rearranged by the rules.
@@ -138,9 +159,22 @@ class Corpus:
         if epoch not in self._epochs:
             while len(self._epochs) >= CACHED_EPOCHS:
                 del self._epochs[next(iter(self._epochs))]
-            key = hash_key("documents", self._seed, self._identity, epoch)
-            self._epochs[epoch] = epoch_order(self._documents, self._lengths, key)
+            self._epochs[epoch] = self._make_epoch(epoch)
         return self._epochs[epoch]
+
+    def _make_epoch(self, epoch: int) -> EpochOrder:
+        key = hash_key("documents", self._seed, self._identity, epoch)
+        size = self.num_documents
+        shapes = {
+            "documents": (size, number_dtype(self.dataset.num_documents)),
+            "stream_starts": (size + 1, np.dtype(np.int64)),
+        }
+
+        def fill(arrays: Mapping[str, np.ndarray]) -> None:
+            fill_epoch_order(EpochOrder(**arrays), self.dataset.document_lengths, key, self._part.documents)
+
+        # The key knows the lengths of all sequences; the part's size knows the split.
+        return EpochOrder(**shared_or_own(self._cache, f"order-{key:016x}-{size}", shapes, fill))
 
     def _check_ids(self, tokens: np.ndarray) -> None:
         largest, smallest = int(tokens.max()), int(tokens.min())
@@ -169,6 +203,11 @@ class Blend:
         total = sum(self.order.units)
         return tuple(unit / total for unit in self.order.units)
 
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens have no loss, so that only who reads a batch knows how many have one."""
+        return any(corpus.rules is not None and corpus.rules.masks for corpus in self.corpora)
+
     def locate(self, sample: int) -> tuple[int, int]:
         """(corpus, sample number within it) of a sample of the global order."""
         return self.order.locate(sample)
@@ -193,21 +232,6 @@ class Blend:
             inputs=np.stack([tokens[:-1] for _, tokens in samples]),
             targets=np.stack([corpus.targets(tokens) for corpus, tokens in samples]),
         )
-
-    def trained_tokens(self, first_sample: int, count: int) -> int:
-        """Number of tokens with a loss in samples [first_sample, first_sample + count).
-
-        The same on every rank: it depends on the data only. Where the rules mask nothing, no data is read.
-        """
-        total = 0
-        for number in range(first_sample, first_sample + count):
-            corpus, index = self.locate(number)
-            source = self.corpora[corpus]
-            if source.rules is None or not source.rules.masks:
-                total += source.sequence_length
-            else:
-                total += int((source.targets(source.sample(index)) != IGNORED).sum())
-        return total
 
 
 def open_corpora(
@@ -234,19 +258,19 @@ def open_corpora(
     corpora = []
     identities: dict[str, int] = {}
     for prefix, _ in sources:
-        dataset = IndexedDataset(prefix)
-        content = _content_identity(dataset)
+        dataset, content, cache = _open(prefix)
         # A corpus listed twice must not be read twice in the same order.
         copy = identities[content] = identities.get(content, -1) + 1
         corpora.append(
             Corpus(
                 dataset,
-                documents=_documents_of(dataset, split, part, content),
+                part=_part_of(dataset, split, part, content, cache),
                 sequence_length=sequence_length,
                 seed=seed,
                 identity=f"{content}/{copy}/{part}",
                 vocab_size=vocab_size,
                 rules=rules.without_fim() if rules is not None and part == "validation" else rules,
+                cache=cache,
             )
         )
     blend = Blend(corpora, [weight for _, weight in sources])
@@ -273,19 +297,59 @@ def _check_sources(sources: Sequence[tuple[str, float]]) -> None:
             )
 
 
-def _documents_of(
+def _open(prefix: str) -> tuple[IndexedDataset, str, NodeCache | None]:
+    """A corpus, the identity of its contents, and the cache of one that is large.
+
+    Of a large one, only one process of a node reads all of the index, to check it.
+    """
+    stem = strip_suffix(prefix)
+    try:
+        index, tokens = idx_path(stem).stat(), bin_path(stem).stat()
+    except OSError:
+        index = tokens = None
+    if index is None or tokens is None or index.st_size < HEADER.size + 12 * SHARED_FROM:
+        dataset = IndexedDataset(stem)
+        return dataset, _content_identity(dataset), None
+    cache = cache_of(stem)
+
+    def check() -> dict[str, Any]:
+        dataset = IndexedDataset(stem)
+        return {"num_tokens": dataset.num_tokens, "content": _content_identity(dataset)}
+
+    version = hash_key(Path(stem).name, index.st_size, index.st_mtime_ns, tokens.st_size, tokens.st_mtime_ns)
+    found = cache.facts(f"checked-{version:016x}", check)
+    return IndexedDataset(stem, num_tokens=found["num_tokens"]), found["content"], cache
+
+
+def _part_of(
     dataset: IndexedDataset,
     split: tuple[float, float] | None,
     part: Literal["train", "validation"],
     content: str,
-) -> np.ndarray:
+    cache: NodeCache | None,
+) -> Part:
     if split is None:
-        size = dataset.num_documents
-        return np.arange(size, dtype=np.uint32 if size < 1 << 32 else np.int64)
-    train, validation = split_documents(
-        dataset.num_documents, split, hash_key("split", content), where=dataset.prefix
-    )
-    return train if part == "train" else validation
+        return Part(dataset.num_documents, dataset.num_tokens)
+    size = split_size(dataset.num_documents, split, where=dataset.prefix)
+    sizes = {"train": dataset.num_documents - size, "validation": size}
+    key = hash_key("split", content)
+    dtype = number_dtype(dataset.num_documents)
+
+    def fill(arrays: Mapping[str, np.ndarray]) -> None:
+        split_documents(dataset.num_documents, key, arrays["train"], arrays["validation"])
+        for number, name in enumerate(sizes):
+            arrays["num_tokens"][number] = _count_tokens(dataset, arrays[name])
+
+    shapes = {name: (length, dtype) for name, length in sizes.items()} | {
+        "num_tokens": (2, np.dtype(np.int64))
+    }
+    arrays = shared_or_own(cache, f"split-{key:016x}-{size}", shapes, fill)
+    return Part(sizes[part], int(arrays["num_tokens"][list(sizes).index(part)]), arrays[part])
+
+
+def _count_tokens(dataset: IndexedDataset, documents: np.ndarray) -> int:
+    starts = range(0, len(documents), CHUNK_ENTRIES)
+    return sum(int(dataset.document_lengths(documents[i : i + CHUNK_ENTRIES]).sum()) for i in starts)
 
 
 def _content_identity(dataset: IndexedDataset) -> str:

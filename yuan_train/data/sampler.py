@@ -6,8 +6,9 @@ another version, and all ranks of a cluster need the same order.
 
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -19,6 +20,9 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 FEISTEL_ROUNDS = 6
 MAX_BLEND_PERIOD = 1 << 16
+BUCKET_BITS = 18
+CHUNK = 1 << 18
+"""Numbers that a pass over all documents takes at a time."""
 
 
 def hash_key(*parts: object) -> int:
@@ -41,13 +45,58 @@ def mix_array(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def permutation(size: int, key: int) -> np.ndarray:
-    """All of [0, size) in the random order of `key`: uint32, or int64 from 2**32 on."""
-    numbers = np.arange(size, dtype=np.uint64)
-    numbers *= np.uint64(GOLDEN)
-    numbers += np.uint64(key)
-    order = np.argsort(mix_array(numbers), kind="stable")
-    return order.astype(np.uint32) if size < 1 << 32 else order
+def number_dtype(size: int) -> np.dtype:
+    """The dtype of numbers in [0, size): uint32, or int64 from 2**32 on."""
+    return np.dtype(np.uint32 if size < 1 << 32 else np.int64)
+
+
+def permutation(size: int, key: int, out: np.ndarray | None = None) -> np.ndarray:
+    """All of [0, size) in the random order of `key`: sorted by their hashes, which are all different.
+
+    Written into `out` of `number_dtype`, if given. Sorted bucket by bucket, it needs 20 MiB beside the
+    result, however large that is.
+    """
+    order = np.empty(size, dtype=number_dtype(size)) if out is None else out
+    bits = min((size >> BUCKET_BITS).bit_length(), 16)
+    if not bits:
+        order[:] = np.argsort(_hashes(0, size, key))
+        return order
+    counts = np.zeros(1 << bits, dtype=np.int64)
+    for first, last in _chunks(size):
+        counts += np.bincount(_top_bits(_hashes(first, last, key), bits), minlength=1 << bits)
+    ends = np.cumsum(counts)
+    free = ends - counts
+    for first, last in _chunks(size):
+        buckets = _top_bits(_hashes(first, last, key), bits)
+        by_bucket = np.argsort(buckets, kind="stable")
+        found = np.bincount(buckets, minlength=1 << bits)
+        start = free - (np.cumsum(found) - found)
+        order[np.arange(last - first) + start[buckets[by_bucket]]] = first + by_bucket
+        free += found
+    for first, last in itertools.pairwise((0, *ends.tolist())):
+        numbers = np.array(order[first:last])
+        order[first:last] = numbers[np.argsort(_hashes_of(numbers.astype(np.uint64), key))]
+    return order
+
+
+def _chunks(size: int) -> Iterator[tuple[int, int]]:
+    """[0, size) in pieces, to bound the memory of a pass over it."""
+    for first in range(0, size, CHUNK):
+        yield first, min(first + CHUNK, size)
+
+
+def _hashes(first: int, last: int, key: int) -> np.ndarray:
+    """uint64 hashes of the numbers [first, last): a bijection, so all are different."""
+    return _hashes_of(np.arange(first, last, dtype=np.uint64), key)
+
+
+def _hashes_of(numbers: np.ndarray, key: int) -> np.ndarray:
+    return mix_array(numbers * np.uint64(GOLDEN) + np.uint64(key))
+
+
+def _top_bits(hashes: np.ndarray, bits: int) -> np.ndarray:
+    """uint16, which numpy sorts by radix."""
+    return (hashes >> np.uint64(64 - bits)).astype(np.uint16)
 
 
 def permuted(index: int, size: int, key: int) -> int:
@@ -69,10 +118,8 @@ def permuted(index: int, size: int, key: int) -> int:
             return index
 
 
-def split_documents(
-    num_documents: int, split: tuple[float, float], key: int, *, where: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Document numbers of (train, validation), each sorted; disjoint, and together all of them.
+def split_size(num_documents: int, split: tuple[float, float], *, where: str) -> int:
+    """Number of documents of the validation share of `split`, which is (train, validation).
 
     Raises DataError when the shares are not fractions that sum to one, or when a share gets no document.
     """
@@ -87,8 +134,39 @@ def split_documents(
             f"{where}: split {list(split)} of {num_documents} documents leaves none for {empty}; "
             "choose other shares, or give more documents"
         )
-    order = permutation(num_documents, key)
-    return np.sort(order[num_validation:]), np.sort(order[:num_validation])
+    return num_validation
+
+
+def split_documents(num_documents: int, key: int, train: np.ndarray, validation: np.ndarray) -> None:
+    """Fill in the document numbers of both parts, each sorted; together they are all documents.
+
+    The validation part are the first of `permutation(num_documents, key)`.
+    """
+    assert len(train) + len(validation) == num_documents
+    limit = _hash_at(len(validation), num_documents, key)
+    held = kept = 0
+    for first, last in _chunks(num_documents):
+        is_held = _hashes(first, last, key) < limit
+        for part, found, start in ((validation, is_held, held), (train, ~is_held, kept)):
+            numbers = first + np.flatnonzero(found)
+            part[start : start + len(numbers)] = numbers
+        held += np.count_nonzero(is_held)
+        kept = last - held
+
+
+def _hash_at(index: int, size: int, key: int) -> np.uint64:
+    """The hash of element `index` of `permutation(size, key)`, without making that."""
+    bits = 16
+    counts = np.zeros(1 << bits, dtype=np.int64)
+    for first, last in _chunks(size):
+        counts += np.bincount(_top_bits(_hashes(first, last, key), bits), minlength=1 << bits)
+    ends = np.cumsum(counts)
+    bucket = int(np.searchsorted(ends, index, side="right"))
+    inside: list[np.ndarray] = []
+    for first, last in _chunks(size):
+        hashes = _hashes(first, last, key)
+        inside.append(hashes[_top_bits(hashes, bits) == bucket])
+    return np.uint64(np.sort(np.concatenate(inside))[index - int(ends[bucket] - counts[bucket])])
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +191,21 @@ class EpochOrder:
         return found
 
 
-def epoch_order(documents: np.ndarray, lengths: np.ndarray, key: int) -> EpochOrder:
-    """The order of `documents` [D], whose token counts are `lengths` [D], in the epoch of `key`."""
-    order = permutation(len(documents), key)
-    stream_starts = np.zeros(len(documents) + 1, dtype=np.int64)
-    np.cumsum(lengths[order], out=stream_starts[1:])
-    return EpochOrder(documents=documents[order], stream_starts=stream_starts)
+def fill_epoch_order(
+    order: EpochOrder, lengths: Callable[[np.ndarray], np.ndarray], key: int, part: np.ndarray | None
+) -> None:
+    """Fill in the order of the epoch of `key`, of the documents `part` (None: all).
+
+    `lengths` gives the token counts of documents, by number.
+    """
+    permutation(len(order.documents), key, out=order.documents)
+    order.stream_starts[0] = 0
+    for first, last in _chunks(len(order.documents)):
+        documents = np.asarray(order.documents[first:last])
+        if part is not None:
+            order.documents[first:last] = documents = part[documents]
+        ends = np.cumsum(lengths(documents)) + order.stream_starts[first]
+        order.stream_starts[first + 1 : last + 1] = ends
 
 
 @dataclass(frozen=True)

@@ -129,11 +129,8 @@ class Attention(nn.Module):
 
         With `document_ranges`, tokens attend only within their document.
         """
-        query_BSND, key_BSND, value_BSND = self._project(u_BSH, filtered_BSH, rotary)
-        if document_ranges is None:
-            heads_BSND = _attend(query_BSND, key_BSND, value_BSND, is_causal=True)
-        else:
-            heads_BSND = _attend_documents(query_BSND, key_BSND, value_BSND, document_ranges)
+        operands_BSND = self._project(u_BSH, filtered_BSH, rotary)
+        heads_BSND = ops.causal_attention(*operands_BSND, document_ranges=document_ranges)
         return self.out(heads_BSND.flatten(2))
 
     def step(
@@ -166,8 +163,9 @@ class Attention(nn.Module):
     def _project(
         self, u_BSH: Tensor, filtered_BSH: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query_key = self.query_key(filtered_BSH).unflatten(-1, (-1, 2 * self.head_dim))
-        query_BSND, key_BSND = (ops.rotary(x, *rotary) for x in query_key.chunk(2, dim=-1))
+        # Queries and keys, interleaved, are rotated as one tensor of 2N heads.
+        query_key = ops.rotary(self.query_key(filtered_BSH).unflatten(-1, (-1, self.head_dim)), *rotary)
+        query_BSND, key_BSND = query_key.unflatten(2, (-1, 2)).unbind(3)
         return query_BSND, key_BSND, self.value(u_BSH).unflatten(-1, (-1, self.head_dim))
 
 
@@ -187,20 +185,3 @@ def _attend(
         is_causal=is_causal,
     )
     return heads_BNSD.transpose(1, 2)
-
-
-def _attend_documents(
-    query_BSND: Tensor, key_BSND: Tensor, value_BSND: Tensor, ranges: DocumentRanges
-) -> Tensor:
-    """Causal attention inside each document.
-
-    `split` and `cat` keep the backward's cost linear in the number of tokens.
-    """
-    batch = query_BSND.shape[0]
-    lengths = [last - first for first, last in ranges]
-    per_document = (x.flatten(0, 1).split(lengths) for x in (query_BSND, key_BSND, value_BSND))
-    documents = [
-        _attend(query[None], key[None], value[None], is_causal=True)[0]
-        for query, key, value in zip(*per_document, strict=True)
-    ]
-    return torch.cat(documents).unflatten(0, (batch, -1)) if documents else torch.zeros_like(value_BSND)

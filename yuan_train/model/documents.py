@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-DocumentRanges = tuple[tuple[int, int], ...]
-"""Half-open token ranges of the documents, over a micro-batch's B * S flattened tokens, without gaps."""
+from yuan_kernels.ops import DocumentRanges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +29,25 @@ class DocumentResets:
     """Tokens attend only within their range."""
 
     def on(self, device: torch.device) -> dict[str, Any]:
-        """Return the keyword arguments of `Transformer.forward`, with the tensors on `device`."""
+        """Return the keyword arguments of `Transformer.forward`, with the tensors on `device`.
+
+        The host does not wait for copies out of pinned memory.
+        """
+        positions, starts = self.positions, self.document_start
         return {
-            "positions": None if self.positions is None else self.positions.to(device),
-            "document_start": None if self.document_start is None else self.document_start.to(device),
+            "positions": None if positions is None else positions.to(device, non_blocking=True),
+            "document_start": None if starts is None else starts.to(device, non_blocking=True),
             "document_ranges": self.document_ranges,
         }
+
+    def pinned(self) -> DocumentResets:
+        """These resets in pinned host memory, out of which a card can copy by itself."""
+        positions, starts = self.positions, self.document_start
+        return DocumentResets(
+            positions=None if positions is None else positions.pin_memory(),
+            document_start=None if starts is None else starts.pin_memory(),
+            document_ranges=self.document_ranges,
+        )
 
 
 def find_resets(

@@ -27,7 +27,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return F.linear(x, self.weight)
+        return ops.linear(x, self.weight)
 
 
 class Embedding(nn.Module):
@@ -73,7 +73,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, policy: RecomputePolicy = SAVE_ALL) -> Tensor:
         """Return [B, S, H] of x [B, S, H]."""
-        return self.down(policy.run(ops.swiglu, self.up(x)))
+        up = self.up(x)
+        return self.down(policy.mark_recomputable(ops.swiglu(up), ops.swiglu, up))
 
 
 def rotary_tables(

@@ -10,15 +10,12 @@ B = sequences, S = tokens of a sequence, H = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from yuan_kernels import ops
@@ -28,6 +25,7 @@ from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.model.attention import Attention, LayerCache, LocalizedFilter
 from yuan_train.model.documents import DocumentRanges
 from yuan_train.model.dropout import DropoutSeed, hidden_dropout
+from yuan_train.model.initial import initial_weight
 from yuan_train.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
 from yuan_train.model.recompute import SAVE_ALL, RecomputePolicy, SelectiveRecompute
 
@@ -237,7 +235,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of `forward`'s hidden state [..., H], in fp32 (fp64 for fp64)."""
-        logits = F.linear(hidden, self.output_weight)
+        logits = ops.linear(hidden, self.output_weight)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def new_cache(self, *, batch_size: int, max_length: int) -> Cache:
@@ -340,29 +338,6 @@ def init_weights(model: Transformer, *, seed: int) -> None:
         weight = initial_weight(model.config, name, tuple(parameter.shape), seed=seed)
         with torch.no_grad():
             parameter.copy_(weight)
-
-
-def initial_weight(config: ModelConfig, name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
-    """Return the initial value of a parameter, fp32 on the CPU, from its global name and global shape.
-
-    Each name has its own generator, so the value depends neither on the partition of the model nor on the
-    order of calls. Norms are 1; the filter's convolutions, weights and biases, are U(-r, r) with
-    r = 1 / sqrt(2 * input channels) (PyTorch's Conv2d default, as published); attention.out and
-    feed_forward.down are N(0, init_std / sqrt(2 * num_layers)); all others are N(0, init_std).
-    """
-    weight = torch.empty(shape, dtype=torch.float32)
-    if name.endswith("norm.weight"):
-        return weight.fill_(1.0)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    if ".filter.conv" in name:
-        in_size = config.hidden_size if ".conv1." in name else config.hidden_size // 2
-        bound = 1.0 / math.sqrt(2 * in_size)
-        return weight.uniform_(-bound, bound, generator=generator)
-    std = config.init_std
-    if name.endswith((".attention.out.weight", ".feed_forward.down.weight")):
-        std /= math.sqrt(2 * config.num_layers)
-    return weight.normal_(0.0, std, generator=generator)
 
 
 def _new_layer_cache(block: Block, batch_size: int, max_length: int) -> LayerCache:

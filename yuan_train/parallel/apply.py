@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
@@ -23,14 +25,24 @@ from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import RankProgram, Schedule
 
 
+class InitialRows(Protocol):
+    """Draws the initial value of a parameter, given its global name and global shape."""
+
+    def __call__(
+        self, name: str, shape: tuple[int, ...], *, wanted: Callable[[int, int], bool]
+    ) -> Iterable[tuple[int, torch.Tensor]]:
+        """Its rows in blocks, as (first row, rows [n, ...]), without blocks [first, last) not `wanted`."""
+        ...
+
+
 @dataclass(frozen=True)
 class ModelParts:
     """How a model is built, sharded and initialised: all that `parallel` knows of it, by parameter names."""
 
     build: Callable[[StagePlan], torch.nn.Module]
     """Builds one stage's part, on the meta device."""
-    initial: Callable[[str, tuple[int, ...]], torch.Tensor]
-    """The initial value of a parameter, of its global name and global shape."""
+    initial: InitialRows | None
+    """None: nothing is drawn, because all weights are loaded next."""
     sharding: Mapping[str, str]
     """Sharding style by pattern of module names; see `shard.find_shard`."""
     row_blocks: Mapping[str, int]
@@ -76,7 +88,7 @@ def parallelize(
     `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another.
     Gradients are reduced in buckets of at most `bucket_size` parameters, in `reduce_dtype` (None: as they are
     accumulated).
-    Collective over all ranks. Raises TrainingError if a link or a group fails, ValueError for a schedule that
+    Collective over all ranks. Raises TrainingError if a link or a group fails, PlanError for a schedule that
     cannot run.
     """
     grid = Grid(plan, bucket_size)
@@ -138,7 +150,7 @@ def parallelize(
 
 
 def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
-    """The schedule of one pipeline. Raises ValueError, listing every fault, if it cannot run."""
+    """The schedule of one pipeline. Raises PlanError, listing every fault, if it cannot run."""
     workers = Grid(plan).workers(pipeline)
     part = plan.pipelines[pipeline]
     schedule = make_schedule(
@@ -147,7 +159,13 @@ def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
         num_micro_batches=part.num_micro_batches,
         in_flight=part.depths(plan.schedule),
     )
-    check_schedule(schedule, workers, window=1 + max(peak_in_flight(program) for program in schedule))
+    try:
+        check_schedule(schedule, workers)
+    except ValueError as error:
+        raise PlanError(
+            f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}; "
+            "plan again, or set another schedule"
+        ) from error
     return schedule
 
 
@@ -160,13 +178,20 @@ def _build_parts(
     for number in coord.stages:
         module = parts.build(grid.pipeline(coord).stages[number])
         found = shard_parameters(module, spec, device=device)
-        for name, parameter in module.named_parameters():
-            with torch.no_grad():
-                parameter.copy_(found[name].local(parts.initial(name, found[name].shape)))
+        if parts.initial is not None:
+            for name, parameter in module.named_parameters():
+                init_shard(name, parameter, found[name], parts.initial)
         _tie(module, modules)
         shards |= found
         modules[number] = module
     return modules, shards
+
+
+@torch.no_grad()
+def init_shard(name: str, parameter: torch.Tensor, shard: Shard, initial: InitialRows) -> None:
+    """Fill this rank's shard of a parameter with its initial values."""
+    for first, rows in initial(name, shard.shape, wanted=shard.holds_rows):
+        shard.fill_rows(parameter, first, rows)
 
 
 def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None:

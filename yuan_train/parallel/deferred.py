@@ -87,16 +87,16 @@ class _Linear(torch.autograd.Function):
         # Not a saved tensor: under recompute that comes back as a copy, whose gradient would be lost.
         ctx.save_for_backward(x)
         ctx.weight, ctx.deferred = weight, deferred
-        return torch.nn.functional.linear(x, weight)
+        return ops.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         dy = gradients[0]
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dx = ops.linear(dy, weight.T) if ctx.needs_input_grad[0] else None
 
         def dw() -> Tensor:
-            return dy.flatten(0, -2).T @ x.flatten(0, -2)
+            return ops.linear(dy.flatten(0, -2).T, x.flatten(0, -2).T)
 
         is_deferred = ctx.deferred.defer(lambda: _add(weight, dw()))
         return dx, None if is_deferred else dw(), None

@@ -16,6 +16,10 @@ from yuan_train.schedule.step import Kind, RankProgram, Step
 class StageWork(Protocol):
     """The compute of one stage on one micro-batch: all that the executor knows of the model."""
 
+    def load(self, micro_batch: int) -> None:
+        """Read what the forward of a micro-batch needs besides the message; the host's work, not compute."""
+        ...
+
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         """The hidden state for the next stage [B, S, H], or on the last stage the loss (a scalar).
 
@@ -65,7 +69,7 @@ class Stopwatch:
     def read(self) -> float:
         """Seconds counted since the last call; waits for the device."""
         if self._events:
-            torch.cuda.synchronize()
+            self._events[-1][1].synchronize()
             self._seconds += sum(start.elapsed_time(end) for start, end in self._events) / 1e3
             self._events.clear()
         seconds, self._seconds = self._seconds, 0.0
@@ -125,6 +129,8 @@ class Executor:
             self._need_bridge().send(step, self._results.pop(step))
 
     def _forward(self, step: Step, program: frozenset[Step], *, training: bool) -> None:
+        # Before the wait for the message, which a copy to the card would else stand behind.
+        self._works[step.stage].load(step.micro_batch)
         hidden_BSH = self._take_input(Step("receive_activation", step.stage, step.micro_batch), program)
         if hidden_BSH is not None and training:
             hidden_BSH.requires_grad_()

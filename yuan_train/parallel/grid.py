@@ -64,7 +64,7 @@ class Bucket:
     owners: tuple[Replica, ...]
     """The replicas that hold the units' parameters."""
 
-    @property
+    @cached_property
     def num_slices(self) -> int:
         """The least common multiple of the owners' widths: each rank holds a whole number of slices."""
         return math.lcm(*map(len, self.owners))

@@ -20,6 +20,15 @@ import torch.distributed as dist
 from yuan_train.config.errors import TrainingError
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 
+TREE_WIDTH = 8
+"""Ranks of a group of the tree in which all ranks sum; the cards of a usual node."""
+
+RING_UP_TO = 32
+"""Ranks up to which a ring is as fast as a tree."""
+
+LAZY_FROM = 64
+"""Ranks from which on those of the world connect when they first exchange a message, not all with all."""
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -31,6 +40,9 @@ class Groups:
     """For gradient reductions and weight sync, by the ranks that hold the same slices of the same units."""
     tensor: dist.ProcessGroup | None = None
     """This rank's tensor-parallel group; None if it is one rank wide."""
+    tree: Sequence[tuple[tuple[int, ...], dist.ProcessGroup]] = ()
+    """For `sum_over_world`: this rank's group and, as far as it is the first of each, those above. Empty on
+    few ranks, which sum in a ring."""
 
 
 def init_distributed(
@@ -44,6 +56,8 @@ def init_distributed(
     """
     startup_seconds = timeout_seconds if startup_timeout_seconds is None else startup_timeout_seconds
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if int(os.environ.get("WORLD_SIZE", "1")) >= LAZY_FROM:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=startup_seconds)))
         dist.init_process_group(
@@ -128,9 +142,28 @@ def make_groups(grid: Grid, *, device: torch.device, timeout_seconds: float) -> 
     ]
     tensor: dict[Replica, dist.ProcessGroup] = {replica: new_group(replica) for replica in wide}
     own = grid.replica(grid.coords[dist.get_rank()])
-    groups = Groups(edges, owners, tensor.get(own))
+    tree = _make_tree(timeout_seconds=timeout_seconds)
+    groups = Groups(edges, owners, tensor.get(own), tree)
     _warm_up(grid, groups, device)
     return groups
+
+
+def _make_tree(*, timeout_seconds: float) -> list[tuple[tuple[int, ...], dist.ProcessGroup]]:
+    """The groups of `Groups.tree` of this rank; collective over all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size <= RING_UP_TO:
+        return []
+    found: list[tuple[tuple[int, ...], dist.ProcessGroup]] = []
+    timeout, stride = timedelta(seconds=timeout_seconds), 1
+    while stride < world_size:
+        for first in range(0, world_size, stride * TREE_WIDTH):
+            ranks = tuple(range(first, min(first + stride * TREE_WIDTH, world_size), stride))
+            if len(ranks) > 1:
+                group = _new_group(ranks, timeout=timeout, backend="gloo")
+                if rank in ranks:
+                    found.append((ranks, group))
+        stride *= TREE_WIDTH
+    return found
 
 
 def make_tensor_groups(
@@ -163,11 +196,13 @@ def _warm_up(grid: Grid, groups: Groups, device: torch.device) -> None:
     rank = dist.get_rank()
     for edge, group in groups.edges.items():
         sender, receiver = edge.sender, edge.receiver
-        token = torch.zeros(1, device="cpu" if grid.plan.via_host((sender, receiver)) else device)
+        if rank not in (sender, receiver):
+            continue
+        token = torch.zeros(1, device="cpu" if grid.via_host[edge] else device)
         try:
             if rank == sender:
                 dist.send(token, receiver, group=group)
-            elif rank == receiver:
+            else:
                 dist.recv(token, sender, group=group)
         except RuntimeError as error:
             raise TrainingError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -33,9 +33,31 @@ class Shard:
         assert self.shape[self.dim] % (self.blocks * self.count) == 0, "parts are equal"
         return tuple(n // self.count if d == self.dim else n for d, n in enumerate(self.shape))
 
-    def local(self, whole: torch.Tensor) -> torch.Tensor:
-        """This shard of a global tensor [shape], as a tensor [local_shape]."""
-        return part_of(whole, self, self.index, self.count).reshape(self.local_shape)
+    def holds_rows(self, first: int, last: int) -> bool:
+        """Whether this shard holds a part of rows [first, last) of the global tensor."""
+        return self.dim != 0 or any(True for _ in self._row_ranges(first, last))
+
+    def fill_rows(self, local: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+        """Copy what this shard holds of rows [first, first + n) of the global tensor into `local`.
+
+        `local` is [local_shape], `rows` [n, ...]; it is converted to the dtype and device of `local`.
+        """
+        last = first + len(rows)
+        if self.dim == 0:
+            for start, end, at in self._row_ranges(first, last):
+                local[at : at + end - start] = rows[start - first : end - first]
+            return
+        part = local[first:last]
+        part.copy_(part_of(rows, self, self.index, self.count).reshape(part.shape))
+
+    def _row_ranges(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """What it holds of rows [first, last): global rows [start, end), and the local row of `start`."""
+        size = self.shape[0] // (self.blocks * self.count)
+        for block in range(self.blocks):
+            begin = (block * self.count + self.index) * size
+            start, end = max(first, begin), min(last, begin + size)
+            if start < end:
+                yield start, end, block * size + start - begin
 
 
 @dataclass(frozen=True, eq=False)

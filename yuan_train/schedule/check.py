@@ -4,35 +4,47 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from yuan_train.schedule.schedules import receive_for
-from yuan_train.schedule.step import Kind, RankProgram, Schedule, Step, Workers, one_worker_each, worker_of
+from yuan_train.schedule.messages import receive_for
+from yuan_train.schedule.step import (
+    RECEIVE_OF,
+    SEND_OF,
+    Kind,
+    RankProgram,
+    Schedule,
+    Step,
+    Workers,
+    one_worker_each,
+    receive_of,
+    send_of,
+    worker_of,
+)
 
 _PRODUCERS: dict[Kind, tuple[Kind, ...]] = {
     "send_activation": ("forward",),
     "send_gradient": ("backward", "backward_input"),
 }
-_RECEIVE_OF: dict[Kind, tuple[Kind, int]] = {
-    "send_activation": ("receive_activation", 1),
-    "send_gradient": ("receive_gradient", -1),
-}
 
 
-def check_schedule(schedule: Schedule, workers: Workers | None = None, *, window: int = 0) -> None:
-    """Raise ValueError, listing every fault, unless the schedule is complete and free of deadlock.
+def check_schedule(schedule: Schedule, workers: Workers | None = None) -> None:
+    """Raise ValueError, listing every fault, unless the schedule is complete and cannot deadlock.
 
     Complete: each stage takes each step of every micro-batch once, on the worker that `workers` gives (by
     default stage s on worker s), forwards before backwards, sends after what they send; each send has its
-    receive at the neighbour, in the same order at both ends. Free of deadlock even on a transport that
-    buffers at most `window` messages of an edge whose receives are not yet posted; with `window` 0 a send
-    blocks its worker until the receive is posted.
+    receive at the neighbour, in the same order at both ends.
+
+    It cannot deadlock if it runs to its end when every step blocks its worker: a send until its receive is
+    posted and the message moved, a receive until its message has arrived. On a real transport a posted
+    receive or an open send may hold up what its worker does next (by a device-wide synchronisation, a
+    hardware queue that streams share, a full buffer), but nothing waits for a later step of its own worker.
+    So every wait of a device is one of the blocking run too, and where that has no cycle, no device has one.
+    A fault names the cycle.
     """
     if workers is None:
         workers = one_worker_each(len(schedule))
     faults = [*_step_faults(schedule, workers), *_message_faults(schedule, workers)]
     if not faults:
-        faults = list(_deadlocks(schedule, workers, window))
+        faults = list(_deadlock(schedule, workers))
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -98,7 +110,7 @@ def _order_faults(step: Step, done: set[Step]) -> Iterator[str]:
 
 
 def _message_faults(schedule: Schedule, workers: Workers) -> Iterator[str]:
-    sent, received = _messages(schedule, workers, _RECEIVE_OF), _messages(schedule, workers, _send_of())
+    sent, received = _messages(schedule, workers, RECEIVE_OF), _messages(schedule, workers, SEND_OF)
     for edge in sorted(sent.keys() | received.keys()):
         kind, stage, sender, receiver = edge
         orders = sent.get(edge, []), received.get(edge, [])
@@ -117,10 +129,6 @@ def _message_faults(schedule: Schedule, workers: Workers) -> Iterator[str]:
                 yield f"the {step} has no receive for its input"
             elif needed is not None and needed not in seen:
                 yield f"the {needed} is posted after the {step} that needs it"
-
-
-def _send_of() -> dict[Kind, tuple[Kind, int]]:
-    return {receive: (send, -offset) for send, (receive, offset) in _RECEIVE_OF.items()}
 
 
 def _messages(
@@ -148,69 +156,72 @@ def _messages(
     return found
 
 
-@dataclass
-class _Progress:
-    """The steps taken so far, on a transport that buffers `window` unreceived messages of an edge."""
-
-    schedule: Schedule
-    workers: Workers
-    window: int
-    posted: set[Step] = field(default_factory=set[Step])
-    done: set[Step] = field(default_factory=set[Step])
-    under_way: dict[tuple[Kind, int, int], list[Step]] = field(
-        default_factory=dict[tuple[Kind, int, int], list[Step]]
-    )
-
-    def waits_for(self, step: Step, worker: int) -> Step | None:
-        """The step that must happen before a worker can take `step`; None if it can take it now."""
-        if step.kind in _RECEIVE_OF:
-            pending = [
-                s for s in self.under_way.get((step.kind, step.stage, worker), ()) if self._is_unmatched(s)
-            ]
-            pending = [*pending, step] if self._is_unmatched(step) else pending
-            return self._receive_of(pending[0]) if len(pending) > self.window else None
-        if step.kind == "forward" and step.stage > 0:
-            source: tuple[Kind, Kind, int] = ("send_activation", "forward", step.stage - 1)
-        elif step.kind in ("backward", "backward_input") and step.stage < len(self.workers) - 1:
-            source = ("send_gradient", step.kind, step.stage + 1)
-        else:
-            return None
-        send, compute, stage = source
-        crosses = receive_for(step, self.workers) is not None
-        needed = Step(send if crosses else compute, stage, step.micro_batch)
-        return None if needed in self.done else needed
-
-    def take(self, step: Step, worker: int) -> None:
-        if step.kind.startswith("receive"):
-            self.posted.add(step)
-        else:
-            self.done.add(step)
-        if step.kind in _RECEIVE_OF:
-            edge = (step.kind, step.stage, worker)
-            self.under_way[edge] = [s for s in self.under_way.get(edge, ()) if self._is_unmatched(s)] + [step]
-
-    def _is_unmatched(self, send: Step) -> bool:
-        return self._receive_of(send) not in self.posted
-
-    def _receive_of(self, send: Step) -> Step:
-        kind, offset = _RECEIVE_OF[send.kind]
-        return Step(kind, send.stage + offset, send.micro_batch)
+def _deadlock(schedule: Schedule, workers: Workers) -> Iterator[str]:
+    """Run the schedule with every step blocking its worker; if it gets stuck, name a cycle of steps."""
+    run = _BlockingRun(schedule, workers)
+    run.run()
+    stuck = [worker for worker in range(len(schedule)) if run.next_step(worker) is not None]
+    if not stuck:
+        return
+    path = [stuck[0]]
+    while (awaited := run.waits_for(path[-1])[0]) not in path:
+        path.append(awaited)
+    cycle = path[path.index(awaited) :]
+    waits = [
+        f"the {run.next_step(worker)} waits for the {run.waits_for(worker)[1]}, "
+        f"which comes after the {run.next_step(run.waits_for(worker)[0])}"
+        for worker in cycle
+    ]
+    yield f"deadlock: {'; '.join(waits)}"
 
 
-def _deadlocks(schedule: Schedule, workers: Workers, window: int) -> Iterator[str]:
-    position = [0] * len(schedule)
-    progress = _Progress(schedule, workers, window)
-    advanced = True
-    while advanced:
-        advanced = False
-        for worker, program in enumerate(schedule):
-            while position[worker] < len(program) and not progress.waits_for(
-                program[position[worker]], worker
-            ):
-                progress.take(program[position[worker]], worker)
-                position[worker] += 1
-                advanced = True
-    for worker, program in enumerate(schedule):
-        if position[worker] < len(program):
-            step = program[position[worker]]
-            yield f"deadlock: the {step} waits forever for the {progress.waits_for(step, worker)}"
+class _BlockingRun:
+    """A run of a schedule in which a send and its receive happen when both are their workers' next steps."""
+
+    def __init__(self, schedule: Schedule, workers: Workers) -> None:
+        self._schedule = schedule
+        self._workers = workers
+        self._position = [0] * len(schedule)
+        self._done: set[Step] = set()
+        """Compute steps whose result another stage of the same worker takes."""
+
+    def run(self) -> None:
+        """Take steps until all programs have ended or every worker waits."""
+        ready = list(range(len(self._schedule)))
+        while ready:
+            worker = ready.pop()
+            while (step := self.next_step(worker)) is not None:
+                peer, awaited = self.waits_for(worker)
+                if awaited is None:
+                    self._done.add(step)
+                elif not step.is_compute and self.next_step(peer) == awaited:
+                    self._position[peer] += 1
+                    ready.append(peer)
+                else:
+                    break
+                self._position[worker] += 1
+
+    def next_step(self, worker: int) -> Step | None:
+        """The step that a worker is about to take; None at the end of its program."""
+        program, position = self._schedule[worker], self._position[worker]
+        return program[position] if position < len(program) else None
+
+    def waits_for(self, worker: int) -> tuple[int, Step | None]:
+        """What a worker's next step waits for, and on which worker; None if it can be taken.
+
+        A message waits for its other end, compute for the result of another stage of the same worker.
+        """
+        step = self.next_step(worker)
+        assert step is not None
+        if not step.is_compute:
+            other = receive_of(step) if step.kind in RECEIVE_OF else send_of(step)
+            return worker_of(self._workers, other.stage, other.micro_batch), other
+        source = -1
+        if step.kind == "forward":
+            source = step.stage - 1
+        elif step.kind in ("backward", "backward_input"):
+            source = step.stage + 1
+        if not 0 <= source < len(self._workers) or receive_for(step, self._workers) is not None:
+            return worker, None
+        needed = Step(step.kind, source, step.micro_batch)
+        return worker, None if needed in self._done else needed

@@ -7,11 +7,10 @@ schedule follows from its name, the workers of the stages and the number of micr
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 
 from yuan_train.schedule.list_scheduling import Limits, list_schedule
+from yuan_train.schedule.messages import FAST_MESSAGE, SLOW_MESSAGE, with_messages
 from yuan_train.schedule.step import (
-    Kind,
     RankProgram,
     Schedule,
     Step,
@@ -78,8 +77,9 @@ def one_forward_one_backward(
     workers = _workers(num_stages, workers)
     _reject_virtual_stages(workers, "1f1b")
     programs: list[RankProgram] = [()] * num_workers(workers)
-    for stage, replicas in enumerate(workers):
-        depth = in_flight[stage] if in_flight else sum(map(len, workers[stage:]))
+    defaults = [sum(map(len, workers[stage:])) for stage in range(len(workers))]
+    depths = in_flight or tuple(defaults)
+    for stage, (replicas, depth) in enumerate(zip(workers, depths, strict=True)):
         for r, worker in enumerate(replicas):
             own = range(r, num_micro_batches, len(replicas))
             # This replica's part of the first `depth` micro-batches, minus the one that alternates.
@@ -89,7 +89,9 @@ def one_forward_one_backward(
                 program += [Step("forward", stage, forward), Step("backward", stage, backward)]
             program += [Step("backward", stage, m) for m in own[len(own) - num_warmup :]]
             programs[worker] = tuple(program)
-    return with_messages(programs, workers)
+    # A deeper warm-up than needed is there for messages that take long.
+    is_deep = any(depth > default for depth, default in zip(depths, defaults, strict=True))
+    return with_messages(programs, workers, message_units=SLOW_MESSAGE if is_deep else FAST_MESSAGE)
 
 
 def gpipe(
@@ -168,66 +170,6 @@ def forward_only(
             for m in range(first, min(first + group, num_micro_batches)):
                 programs[worker_of(workers, stage, m)].append(Step("forward", stage, m))
     return with_messages(map(tuple, programs), workers)
-
-
-def with_messages(compute: Iterable[RankProgram], workers: Workers | None = None) -> Schedule:
-    """Add the sends and receives that rank programs of compute steps need.
-
-    A send directly follows its compute step. A receive is posted before the compute step that uses the
-    previous message of the same stage and direction, and at the latest one compute step before its own use.
-    So one receive is always posted, and a link that takes as long as a forward and a backward of the worker
-    is never idle, even if the transport starts to move a message only when its receive is posted. A receive
-    buffer lives from its posting to its use.
-    """
-    programs = tuple(compute)
-    if workers is None:
-        workers = one_worker_each(len(programs))
-    return tuple(_program_with_messages(program, workers) for program in programs)
-
-
-def _program_with_messages(program: RankProgram, workers: Workers) -> RankProgram:
-    posted: list[list[Step]] = [[] for _ in program]
-    taken_at: dict[tuple[Kind, int], int] = {}
-    for i, step in enumerate(program):
-        if receive := receive_for(step, workers):
-            before = taken_at.get((receive.kind, receive.stage), i)
-            posted[min(before, max(i - 1, 0))].append(receive)
-            taken_at[receive.kind, receive.stage] = i
-    steps: list[Step] = []
-    for step, receives in zip(program, posted, strict=True):
-        steps += [*receives, step]
-        if send := send_after(step, workers):
-            steps.append(send)
-    return tuple(steps)
-
-
-def receive_for(step: Step, workers: Workers) -> Step | None:
-    """The receive that a compute step waits for; None if its input does not come from another worker."""
-    if step.kind == "forward" and _crosses(workers, step.stage - 1, step.stage, step.micro_batch):
-        return Step("receive_activation", step.stage, step.micro_batch)
-    backward = step.kind in ("backward", "backward_input")
-    if backward and _crosses(workers, step.stage, step.stage + 1, step.micro_batch):
-        return Step("receive_gradient", step.stage, step.micro_batch)
-    return None
-
-
-def send_after(step: Step, workers: Workers) -> Step | None:
-    """The send of a compute step's result; None if no other worker needs it."""
-    if step.kind == "forward" and _crosses(workers, step.stage, step.stage + 1, step.micro_batch):
-        return Step("send_activation", step.stage, step.micro_batch)
-    backward = step.kind in ("backward", "backward_input")
-    if backward and _crosses(workers, step.stage - 1, step.stage, step.micro_batch):
-        return Step("send_gradient", step.stage, step.micro_batch)
-    return None
-
-
-def _crosses(workers: Workers, left: int, right: int, micro_batch: int) -> bool:
-    """Whether two adjacent stages have different workers for a micro-batch, so that a message is sent."""
-    if left < 0 or right >= len(workers):
-        return False
-    # `worker_of`, inlined: a large schedule calls this a million times.
-    sources, targets = workers[left], workers[right]
-    return sources[micro_batch % len(sources)] != targets[micro_batch % len(targets)]
 
 
 def _workers(num_stages: int | None, workers: Workers | None) -> Workers:

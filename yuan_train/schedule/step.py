@@ -41,6 +41,30 @@ class Step:
         return f"{self.kind.replace('_', ' ')} of micro-batch {self.micro_batch} on stage {self.stage}"
 
 
+RECEIVE_OF: dict[Kind, tuple[Kind, int]] = {
+    "send_activation": ("receive_activation", 1),
+    "send_gradient": ("receive_gradient", -1),
+}
+"""The other end of each kind of send: the kind of receive, and the offset of its stage."""
+
+SEND_OF: dict[Kind, tuple[Kind, int]] = {
+    receive: (send, -offset) for send, (receive, offset) in RECEIVE_OF.items()
+}
+"""The same for each kind of receive."""
+
+
+def receive_of(send: Step) -> Step:
+    """The receive at the other end of a send."""
+    kind, offset = RECEIVE_OF[send.kind]
+    return Step(kind, send.stage + offset, send.micro_batch)
+
+
+def send_of(receive: Step) -> Step:
+    """The send at the other end of a receive."""
+    kind, offset = SEND_OF[receive.kind]
+    return Step(kind, receive.stage + offset, receive.micro_batch)
+
+
 RankProgram = tuple[Step, ...]
 """The steps of one worker, in the order in which it takes them."""
 

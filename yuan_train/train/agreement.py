@@ -1,6 +1,6 @@
 """Before anything is built: all ranks run the same job, or none does.
 
-Each rank reads run, plan, checkpoint and corpora by itself. A stale file on one node would train garbage
+Each rank reads run, plan and corpora by itself. A stale file on one node would train garbage
 without an error, for owners of the same layers never compare their weights. So the ranks compare hashes of
 all that they have read, and check that they see one checkpoint directory. A difference ends the run on all
 ranks, with a message that names the rank, its host, and what differs.
@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 import yuan_train
 from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
-from yuan_train.train.job import Job
+from yuan_train.train.job import Job, find_resume
 
 NODE_LOCAL = (
     "data.train",
@@ -127,6 +128,36 @@ def check_same_directory(directory: str | Path) -> None:
             token.unlink(missing_ok=True)
 
 
+def find_resume_together(job: Job) -> Job:
+    """The job with the checkpoint to resume from, if there is one; collective over all ranks.
+
+    Rank 0 looks at the files, of which there are as many as ranks, and tells the others. Raises
+    CheckpointError, on all ranks, if it is incomplete, holds another model, or is not seen by all.
+    """
+    if not dist.is_initialized():
+        return job
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = find_resume(job.run)
+        except YuanError as error:
+            told[1] = (type(error), str(error))
+    dist.broadcast_object_list(told, src=0)
+    found, fault = told
+    if fault is not None:
+        raise fault[0](fault[1])
+    if found is None:
+        return job
+    directory = job.run.checkpoint.directory
+    if job.run.checkpoint.resume == "auto" and directory is not None:
+        # Each node may have the shared directory under a path of its own.
+        found = replace(found, path=Path(directory) / found.path.name)
+    is_there = (found.path / ".metadata").is_file()
+    missing = f"{found.path}: rank 0 resumes from it, but it is not here; all nodes must share it"
+    raise_together(None if is_there else CheckpointError(missing))
+    return replace(job, checkpoint=found)
+
+
 def job_facts(job: Job) -> dict[str, Any]:
     """All that must be the same on every rank, as plain values."""
     data = {
@@ -138,7 +169,6 @@ def job_facts(job: Job) -> dict[str, Any]:
         "run": _without(as_plain(job.run), NODE_LOCAL),
         "plan": as_plain(job.plan),
         "saves checkpoints": job.run.checkpoint.directory is not None,
-        "resumed step": None if job.checkpoint is None else job.checkpoint.step,
         "corpora": data,
         "tokenizer": None if job.tokenizer is None else job.tokenizer.digest,
         "yuan_train": yuan_train.__version__,

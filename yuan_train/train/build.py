@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
@@ -14,15 +15,17 @@ from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.run import RunConfig
+from yuan_train.model.initial import initial_rows
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import Transformer, initial_weight
-from yuan_train.parallel.apply import ModelParts, parallelize
+from yuan_train.model.transformer import Transformer
+from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.zero import STATES, OwnedState, State
+from yuan_train.train.feed import Feed, Share
 from yuan_train.train.job import Job
 from yuan_train.train.optimizer import Optimizer
-from yuan_train.train.stage import StageRunner
+from yuan_train.train.stage import StageRunner, stage_needs
 from yuan_train.train.state import Progress, from_state
 from yuan_train.train.step import Trainer
 
@@ -38,7 +41,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
     dtype = DTYPES[run.train.precision]
     parts = ModelParts(
         build=partial(_build_part, run.model, dtype),
-        initial=partial(initial_weight, run.model, seed=run.train.seed),
+        initial=partial(initial_rows, run.model, seed=run.train.seed) if job.checkpoint is None else None,
         sharding=SHARDING,
         row_blocks=ROW_BLOCKS,
     )
@@ -54,15 +57,14 @@ def build(job: Job) -> tuple[Trainer, Progress]:
     )
     device_type = plan.device_type(rank)
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
-    eod_id = job.tokenizer.eod_id if job.tokenizer is not None else None
-    pipeline = runtime.grid.pipeline(runtime.coord)
+    feed = Feed(_share(job, runtime))
     runners = {
         stage: StageRunner(
             cast(Transformer, part),
-            pipeline,
-            run.data,
+            feed,
+            micro_batch_size=runtime.grid.pipeline(runtime.coord).micro_batch_size,
+            resets=_resets(job),
             seed=run.train.seed,
-            eod_id=eod_id,
             device=job.device,
             deferred=runtime.deferred[stage],
         )
@@ -75,11 +77,40 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         optimizer=Optimizer(runtime.states, run.optimizer),
         stopwatch=stopwatch,
         executor=Executor(runners, runtime.bridge, stopwatch),
+        feed=feed,
         device=job.device,
     )
     if job.checkpoint is None:
         return trainer, Progress.initial(run)
     return trainer, _restore(job.checkpoint, trainer, run)
+
+
+def _resets(job: Job) -> bool:
+    """Whether the run resets something at document ends, which its tokenizer tells."""
+    return job.tokenizer is not None and job.run.data.resets
+
+
+def _share(job: Job, runtime: RankRuntime) -> Share:
+    """What this rank reads of each batch: what its stages need, of the micro-batches that it runs."""
+    data, resets = job.run.data, _resets(job)
+    needs = {
+        stage: stage_needs(cast(Transformer, part), resets=resets) for stage, part in runtime.parts.items()
+    }
+    forwards = [step for step in runtime.evaluation_program if step.kind == "forward"]
+    return Share(
+        first_sequence=runtime.grid.first_sequence(runtime.coord),
+        micro_batch_size=runtime.grid.pipeline(runtime.coord).micro_batch_size,
+        takers=Counter(step.micro_batch for step in forwards if any(needs[step.stage])),
+        with_tokens=any(tokens for tokens, _ in needs.values()),
+        with_targets=frozenset(step.micro_batch for step in forwards if needs[step.stage][1]),
+        resets={
+            "eod_id": job.tokenizer.eod_id if job.tokenizer is not None and resets else None,
+            "reset_position_ids": data.reset_position_ids,
+            "reset_attention": data.reset_attention,
+            "reset_filter": data.reset_filter,
+        },
+        device=job.device,
+    )
 
 
 def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:

@@ -1,4 +1,5 @@
-"""Measured memory of a device: the allocator's bytes on CUDA, the process's resident memory on a CPU."""
+"""Measured memory of a device: of a card, the allocator's bytes or all that is taken; of a CPU, the process's
+resident memory."""
 
 from __future__ import annotations
 
@@ -20,13 +21,28 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak bytes held since the process started, or since `reset_peak_memory`."""
+    """Peak bytes held since the process started, or since `reset_peak_memory`; on CUDA by tensors."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if STATUS.exists():
         return _resident("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_footprint_bytes(device: torch.device) -> int:
+    """Peak bytes taken of a device since the process started, in the terms of a plan's memory forecast.
+
+    On CUDA that is more than tensors: the allocator's blocks at their peak, with what fragmentation wastes,
+    and what is outside of it now (context, kernels, communicators), which the forecast calls `reserved`. The
+    driver does not say whose that is, so other processes on the card count too. On a CPU as
+    `peak_memory_bytes`.
+    """
+    if device.type != "cuda":
+        return peak_memory_bytes(device)
+    free, total = torch.cuda.mem_get_info(device)
+    outside = max(0, total - free - torch.cuda.memory_reserved(device))
+    return torch.cuda.max_memory_reserved(device) + outside
 
 
 def can_track_memory(device: torch.device) -> bool:

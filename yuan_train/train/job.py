@@ -93,7 +93,9 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
             f"{tokenizer.vocab_size} pieces; use a larger vocab_size, or the tokenizer of this model"
         )
     train, validation = open_data(run, tokenizer)
-    return Job(run, plan, position, device, train, validation, tokenizer, find_resume(run))
+    # Of several ranks one looks for all, once they are connected: see `agreement.find_resume_together`.
+    checkpoint = find_resume(run) if position.world_size == 1 else None
+    return Job(run, plan, position, device, train, validation, tokenizer, checkpoint)
 
 
 def choose_device(wanted: str, position: Position) -> torch.device:

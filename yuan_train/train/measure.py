@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,12 +21,12 @@ import torch.distributed as dist
 
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan
 from yuan_train.config.profile import LinkProfile, ProfileEntry, UnitProfile
-from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute, Source
-from yuan_train.data.loader import Batch, Blend
+from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
+from yuan_train.model.initial import initial_rows
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import Transformer, initial_weight
+from yuan_train.model.transformer import Transformer
+from yuan_train.parallel.apply import init_shard
 from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.gradients import FlatBucket
@@ -33,6 +34,7 @@ from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.parallel.zero import OwnedState
+from yuan_train.train.feed import MicroBatch, make_micro_batch
 from yuan_train.train.footprint import (
     can_track_memory,
     held_bytes,
@@ -209,17 +211,27 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class _RandomBlend:
+class _RandomSource:
     """In place of the data: the same random tokens at every call."""
 
     def __init__(self, case: ProfileCase) -> None:
         shape = (case.micro_batch_size, case.sequence_length)
-        tokens = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
-        self._batch = Batch(tokens, tokens)
+        tokens = torch.from_numpy(np.random.default_rng(0).integers(case.model.vocab_size, size=shape))
+        resets = {
+            "eod_id": 0 if _resets(case) else None,
+            "reset_position_ids": case.data is not None and case.data.reset_position_ids,
+            "reset_attention": case.data is not None and case.data.reset_attention,
+            "reset_filter": case.data is not None and case.data.reset_filter,
+        }
+        self._batch = make_micro_batch(tokens, tokens, resets=resets, pin=case.device.type == "cuda")
 
-    def batch(self, first: int, size: int) -> Batch:
-        """Inputs and targets [B, S]."""
+    def take(self, micro_batch: int) -> MicroBatch:
+        """Tokens and targets [B, S]."""
         return self._batch
+
+
+def _resets(case: ProfileCase) -> bool:
+    return case.data is not None and case.data.resets
 
 
 @dataclass(frozen=True)
@@ -248,32 +260,25 @@ class _Unit:
             dtype=case.dtype,
         )
         shards = shard_parameters(self.part, spec, device=case.device)
-        with torch.no_grad():
-            for name, parameter in self.part.named_parameters():
-                full = initial_weight(case.model, name, shards[name].shape, seed=0)
-                parameter.copy_(shards[name].local(full))
+        for name, parameter in self.part.named_parameters():
+            init_shard(name, parameter, shards[name], partial(initial_rows, case.model, seed=0))
         if case.group is not None:
             apply_tensor_parallel(self.part, spec, case.group)
         ranks = tuple(range(case.width))
         parameters = dict(self.part.named_parameters())
         self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)
         self.state = OwnedState(self.bucket, Groups({}, {}), None)
-        random_data = DataConfig(
-            train=(Source(prefix="random"),),
-            sequence_length=case.sequence_length,
-            reset_position_ids=False,
-        )
         self._runner = StageRunner(
             self.part,
-            PipelinePlan(micro_batch_size=case.micro_batch_size, num_micro_batches=1, stages=()),
-            case.data or random_data,
+            _RandomSource(case),
+            micro_batch_size=case.micro_batch_size,
+            resets=_resets(case),
             seed=0,
-            eod_id=0,
             device=case.device,
             deferred=DeferredWeightGrads(),
         )
         tokens = case.micro_batch_size * case.sequence_length
-        self._runner.begin(cast(Blend, _RandomBlend(case)), first_sample=0, trained_tokens=tokens, scale=1.0)
+        self._runner.begin(first_sample=0, trained_tokens=tokens, scale=1.0)
         # Not zeros, on which the hardware runs faster than on real numbers.
         shape = (case.micro_batch_size, case.sequence_length, case.model.hidden_size)
         self._hidden_BSH = torch.randn(*shape, device=case.device).to(case.dtype)
@@ -292,7 +297,8 @@ class _Unit:
         return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
 
     def receive(self) -> torch.Tensor | None:
-        """A hidden state [B, S, H], as if from the stage before; None for the embedding."""
+        """A hidden state [B, S, H], as if from the stage before; None for the embedding. Loads the data."""
+        self._runner.load(0)
         return None if self.part.has_embedding else self._hidden_BSH.clone().requires_grad_()
 
     def forward(self, hidden_BSH: torch.Tensor | None = None) -> _InFlight:

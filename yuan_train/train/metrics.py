@@ -19,7 +19,7 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, seen from rank 0. Lists have one entry per rank."""
+    """One optimizer step, seen from rank 0. Lists have one entry per rank, or are None: not logged."""
 
     step: int
     loss: float
@@ -28,13 +28,16 @@ class StepMetrics:
     tokens: int
     """Trained on since the start of the run."""
     step_seconds: float
+    """From the end of the step before until all ranks' devices have finished this one: optimizer and weight
+    sync are in it; validation and saving are not."""
     tokens_per_second: float
     mfu: float | None
     """Model FLOP/s over the sum of the cards' peak FLOP/s; None if a card's peak is unknown."""
-    peak_memory_bytes: list[int]
+    peak_memory_bytes: list[int] | None
+    """By rank, as the forecast counts them; see `footprint.peak_footprint_bytes`."""
     forecast_step_seconds: float | None
-    stage_seconds: list[float]
-    """Seconds of compute of each rank in the step."""
+    stage_seconds: list[float] | None
+    """Seconds of compute of each rank in the step, without the reading of its data."""
     validation_loss: float | None = None
     loss_scale: float | None = None
     """Loss scale of this step's backward; None, like `skipped_steps`, if the loss is not scaled."""
@@ -64,11 +67,13 @@ class Log:
             self._events = _event_writer(directory)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write the metrics of one step; a progress line every `log.every` steps and at the last."""
+        """Write the metrics of one step, and a progress line if it `is_logged`."""
         if self._file is not None:
             line = {"version": VERSION, **_finite(asdict(metrics))}
             if metrics.loss_scale is None:
                 del line["loss_scale"], line["skipped_steps"]
+            if metrics.stage_seconds is None:
+                del line["peak_memory_bytes"], line["stage_seconds"]
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         if self._events is not None:
@@ -84,7 +89,7 @@ class Log:
                 value = getattr(metrics, name)
                 if value is not None:
                     self._events.add_scalar(name, value, metrics.step)
-        if metrics.step % self._run.log.every == 0 or metrics.step == self._run.train.steps:
+        if is_logged(metrics.step, self._run):
             self.say(progress_line(metrics, total_steps=self._run.train.steps))
 
     def say(self, text: str) -> None:
@@ -97,6 +102,11 @@ class Log:
             self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+def is_logged(step: int, run: RunConfig) -> bool:
+    """Whether a step has a progress line: each `log.every`-th, and the last."""
+    return step % run.log.every == 0 or step == run.train.steps
 
 
 def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
@@ -124,12 +134,12 @@ def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
 def peak_flops(plan: Plan, precision: str) -> float | None:
     """Sum of the cards' peak FLOP/s in a precision; None if a card's peak is unknown."""
     total = 0.0
-    for entry in plan.ranks:
-        device = plan.device_type(entry.rank)
+    for name, count in plan.cards_by_type.items():
+        device = plan.find_type(name)
         peak = device.peak(precision) if device is not None else None  # pyright: ignore[reportArgumentType]
         if peak is None:
             return None
-        total += peak
+        total += count * peak
     return total
 
 

@@ -5,25 +5,31 @@ Reads top to bottom: connect and build, open the log, step, measure, save.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.config.plan_files import save_plan
-from yuan_train.parallel.groups import guard_world_collective, init_distributed, shutdown
-from yuan_train.train.agreement import check_same_directory, check_same_job, raise_together
+from yuan_train.parallel.groups import as_training_error, init_distributed, shutdown
+from yuan_train.parallel.world_sum import gather_on_first
+from yuan_train.train.agreement import (
+    check_same_directory,
+    check_same_job,
+    find_resume_together,
+    raise_together,
+)
 from yuan_train.train.build import build
-from yuan_train.train.footprint import keep_freed_memory, peak_memory_bytes
+from yuan_train.train.clock import StepClock, device_clock
+from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.job import Job, Position
-from yuan_train.train.metrics import Log, StepMetrics, peak_flops
+from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
@@ -49,8 +55,10 @@ def train(job: Job) -> None:
         check_same_job(job)
         if job.run.checkpoint.directory is not None:
             check_same_directory(job.run.checkpoint.directory)
+        job = find_resume_together(job)
         trainer, progress = build(job)
         with (
+            trainer.feed,
             stop_on_sigterm() as stop_requested,
             _open_log(job, progress) as log,
             make_saver(job, trainer, log) as saver,
@@ -133,26 +141,27 @@ def _run_steps(
     run = job.run
     if log is not None and progress.step >= run.train.steps:
         log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
+    clock = device_clock(job.device)
     while progress.step < run.train.steps:
-        start = time.perf_counter()
         lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
-        result = _step(
-            job, trainer, progress, lr, stop=stop_requested[0] or saver.failed(), saved=saver.saved
-        )
-        seconds = time.perf_counter() - start
+        stop = stop_requested[0] or saver.failed()
+        result = _step(job, trainer, progress, lr, stop=stop, saved=saver.saved)
+        measured = _measure(job, trainer, progress.step + 1, clock)
         scale = progress.scaler.scale if progress.scaler else None
         progress = progress.advance(run, skipped=result.skipped)
-        metrics = _measure(job, trainer, progress, result, lr, seconds, loss_scale=scale)
+        with clock.paused():
+            validation = _validate(job, trainer, progress)
         if log is not None:
-            log.write(metrics)
+            log.write(_metrics(job, progress, result, measured, lr, validation, loss_scale=scale))
         if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
-            save_progress(job, trainer, progress, saver)
+            with clock.paused():
+                save_progress(job, trainer, progress, saver)
         if result.stop:
             saver.wait()  # Raises if the reason to stop is a failed save.
             if log is not None:
                 log.say(f"stopped by SIGTERM after step {progress.step}")
             break
-    with guard_world_collective(trainer.runtime.coord, "the last sending of weights"):
+    with as_training_error(trainer.runtime.coord):
         for state in trainer.runtime.states:
             state.finish_weight_sync()
     if saver.started != progress.step:
@@ -184,28 +193,50 @@ def _step(
         raise TrainingError(f"step {progress.step + 1}: {error}; {last_good}") from error
 
 
-def _measure(
+@dataclass(frozen=True)
+class _Measured:
+    """What is measured of a step."""
+
+    step_seconds: float
+    of_ranks: list[list[float]] | None
+    """By rank, seconds of compute and bytes of peak memory; on rank 0, if they were gathered."""
+
+
+def _measure(job: Job, trainer: Trainer, step: int, clock: StepClock) -> _Measured:
+    """Wait until all ranks have finished a step, which ends it, and gather their measurements on rank 0.
+
+    Collective over all ranks. Many ranks' measurements are gathered only where a progress line is due.
+    """
+    # This waits for the device, so that the gathering waits for all of them.
+    local = torch.tensor([trainer.stopwatch.read(), peak_footprint_bytes(job.device)], dtype=torch.float64)
+    runtime, of_ranks = trainer.runtime, None
+    if not runtime.groups.tree or is_logged(step, job.run):
+        of_ranks = gather_on_first(runtime.groups, runtime.coord, local, "the gather of measurements")
+    return _Measured(clock.lap(), of_ranks)
+
+
+def _validate(job: Job, trainer: Trainer, progress: Progress) -> float | None:
+    """The validation loss, if it is due (collective over all ranks)."""
+    config = job.run.validation
+    if job.validation is None or not config.every or progress.step % config.every:
+        return None
+    loss = validation_loss(trainer, job.validation, num_batches=config.batches)
+    trainer.stopwatch.read()
+    return loss
+
+
+def _metrics(
     job: Job,
-    trainer: Trainer,
     progress: Progress,
     result: StepResult,
+    measured: _Measured,
     lr: float,
-    seconds: float,
+    validation: float | None,
     *,
     loss_scale: float | None,
 ) -> StepMetrics:
-    """Metrics of the step, gathered from all ranks (collective); with the validation loss when it is due."""
     run, plan = job.run, job.plan
-    local = torch.tensor([trainer.stopwatch.read(), peak_memory_bytes(job.device)], dtype=torch.float64)
-    all_ranks = [local]
-    if dist.is_initialized():
-        all_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        with guard_world_collective(trainer.runtime.coord, "the all-gather of measurements"):
-            dist.all_gather(all_ranks, local)
-    validation = None
-    if job.validation is not None and run.validation.every and progress.step % run.validation.every == 0:
-        validation = validation_loss(trainer, job.validation, num_batches=run.validation.batches)
-        trainer.stopwatch.read()
+    seconds, of_ranks = measured.step_seconds, measured.of_ranks
     tokens = run.train.global_batch_size * run.data.sequence_length
     peak = peak_flops(plan, run.train.precision)
     flops = tokens * run.model.training_flops(run.data.sequence_length)
@@ -218,9 +249,9 @@ def _measure(
         step_seconds=seconds,
         tokens_per_second=tokens / seconds,
         mfu=flops / seconds / peak if peak else None,
-        peak_memory_bytes=[int(rank[1]) for rank in all_ranks],
+        peak_memory_bytes=[int(rank[1]) for rank in of_ranks] if of_ranks else None,
         forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
-        stage_seconds=[float(rank[0]) for rank in all_ranks],
+        stage_seconds=[rank[0] for rank in of_ranks] if of_ranks else None,
         validation_loss=validation,
         loss_scale=loss_scale,
         skipped_steps=progress.skipped if loss_scale is not None else None,

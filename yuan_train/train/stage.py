@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from yuan_train.config.plan import PipelinePlan
-from yuan_train.config.run import DataConfig
-from yuan_train.data.loader import Blend
-from yuan_train.model.documents import find_resets
 from yuan_train.model.dropout import DropoutSeed
 from yuan_train.model.transformer import Transformer
 from yuan_train.parallel.deferred import DeferredWeightGrads
+from yuan_train.train.feed import Source
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What a forward needs of its samples, on the device; int64 [B, S]."""
+
+    tokens_BS: torch.Tensor | None = None
+    targets_BS: torch.Tensor | None = None
+    resets: dict[str, Any] = field(default_factory=dict)
+    """The model's arguments for what the run resets at document ends."""
 
 
 class StageRunner:
-    """Reads the micro-batches of one pipeline and runs one stage's part of the model on them.
+    """Takes the micro-batches of one pipeline and runs one stage's part of the model on them.
 
     `loss` accumulates the stage's share of the batch's mean loss: its sum over tokens divided by the *global*
     number of trained tokens, so that pipelines with different shares of the batch need no weights. The
@@ -27,59 +35,73 @@ class StageRunner:
     def __init__(
         self,
         model: Transformer,
-        pipeline: PipelinePlan,
-        data: DataConfig,
+        source: Source,
         *,
+        micro_batch_size: int,
+        resets: bool,
         seed: int,
-        eod_id: int | None,
         device: torch.device,
         deferred: DeferredWeightGrads,
     ) -> None:
+        """`resets`: the run resets something at document ends."""
         self._model = model
+        self._source = source
         self._deferred = deferred
-        self._micro_batch_size = pipeline.micro_batch_size
-        self._data = data
+        self._micro_batch_size = micro_batch_size
         self._seed = seed
-        self._eod_id = eod_id
         self._device = device
-        self._blend: Blend | None = None
         self._first_sample = 0
         self._trained_tokens = 1
         self._scale = 1.0
+        self._takes = any(stage_needs(model, resets=resets))
+        self._loaded = _Loaded()
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
 
-    def begin(self, blend: Blend, *, first_sample: int, trained_tokens: int, scale: float) -> None:
+    def begin(self, *, first_sample: int, trained_tokens: int, scale: float) -> None:
         """Start on this pipeline's samples, from `first_sample` on, and reset `loss` and `finite`.
 
         `trained_tokens` is the number of trained tokens of the global batch.
         """
-        self._blend = blend
         self._first_sample = first_sample
         self._trained_tokens = trained_tokens
         self._scale = scale
         self.loss.zero_()
         self.finite.fill_(True)
 
+    def load(self, micro_batch: int) -> None:
+        """Wait until the samples of a micro-batch are read, and start to copy them to the device.
+
+        Not part of the forward: these are not seconds of compute.
+        """
+        if self._takes:
+            batch = self._source.take(micro_batch)
+            self._loaded = _Loaded(
+                None if batch.tokens_BS is None else batch.tokens_BS.to(self._device, non_blocking=True),
+                None if batch.targets_BS is None else batch.targets_BS.to(self._device, non_blocking=True),
+                batch.resets.on(self._device),
+            )
+
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss, times `scale`.
 
-        `hidden_BSH` is the output of the stage before; None on the first stage.
+        `hidden_BSH` is the output of the stage before; None on the first stage. `load` must have been called.
         """
-        assert self._blend is not None
         first = self._first_sample + micro_batch * self._micro_batch_size
-        batch = self._blend.batch(first, self._micro_batch_size)
-        tokens_BS = torch.from_numpy(batch.inputs)
+        batch, self._loaded = self._loaded, _Loaded()
+        if hidden_BSH is None:
+            assert batch.tokens_BS is not None
+            hidden_BSH = batch.tokens_BS
         output = self._model(
-            tokens_BS.to(self._device) if hidden_BSH is None else hidden_BSH,
+            hidden_BSH,
             # Validation runs without gradients and without dropout.
             dropout_seed=DropoutSeed(self._seed, first) if torch.is_grad_enabled() else None,
-            **self._resets(tokens_BS),
+            **batch.resets,
         )
         if self._model.has_head:
-            targets_BS = torch.from_numpy(batch.targets).to(self._device)
+            assert batch.targets_BS is not None
             gradient_scale = self._scale / self._trained_tokens
-            output = self._model.loss(output, targets_BS, gradient_scale=gradient_scale)
+            output = self._model.loss(output, batch.targets_BS, gradient_scale=gradient_scale)
             output = output / self._trained_tokens
             self.loss += output.detach()
         self.finite &= torch.isfinite(output.detach()).all()
@@ -93,13 +115,7 @@ class StageRunner:
         """Compute the deferred weight gradients of a micro-batch whose backward was split."""
         self._deferred.flush(micro_batch)
 
-    def _resets(self, tokens_BS: torch.Tensor) -> dict[str, Any]:
-        """The model's arguments for what the run resets at document ends."""
-        resets = find_resets(
-            tokens_BS,
-            eod_id=self._eod_id if self._data.resets else None,
-            reset_position_ids=self._data.reset_position_ids,
-            reset_attention=self._data.reset_attention,
-            reset_filter=self._data.reset_filter,
-        )
-        return resets.on(self._device)
+
+def stage_needs(model: Transformer, *, resets: bool) -> tuple[bool, bool]:
+    """Whether a stage's part of the model needs the tokens of a micro-batch, and its targets."""
+    return model.has_embedding or resets, model.has_head

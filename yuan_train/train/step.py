@@ -14,6 +14,8 @@ from yuan_train.data.loader import Blend
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, guard_world_collective
+from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.train.feed import Feed
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
@@ -42,6 +44,7 @@ class Trainer:
     optimizer: Optimizer
     stopwatch: Stopwatch
     executor: Executor
+    feed: Feed
     device: torch.device
 
     @property
@@ -83,7 +86,8 @@ def train_step(
     runtime = trainer.runtime
     for bucket in runtime.buckets:
         bucket.gradient.zero_()
-    _begin(trainer, blend, first_sample=first_sample, scale=scale)
+    next_sample = first_sample + runtime.grid.plan.global_batch_size
+    _begin(trainer, blend, first_sample=first_sample, then=next_sample, scale=scale)
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
     runtime.reducer.begin()
     with as_training_error(runtime.coord):
@@ -94,10 +98,13 @@ def train_step(
     stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
     # On the CPU: not all cards share a communication backend, but all ranks share gloo.
     totals = torch.stack([squares, trainer.loss, stop_flag]).cpu()
-    if dist.is_initialized():
-        with guard_world_collective(runtime.coord, "the all-reduce of loss and gradient norm"):
-            dist.all_reduce(totals)
-    square, loss, stops = totals.tolist()
+    if blend.masks:
+        totals = torch.cat([totals, _count(trainer, blend, next_sample)])
+    sum_over_world(runtime.groups, runtime.coord, totals, "the all-reduce of loss and gradient norm")
+    square, loss, stops, *next_tokens = totals.tolist()
+    if next_tokens:
+        trainer.feed.batch_tokens.pop((blend, first_sample), None)
+        trainer.feed.batch_tokens[blend, next_sample] = round(next_tokens[0])
     grad_norm = math.sqrt(square) / scale if square >= 0 else math.nan
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         if may_skip and math.isfinite(loss):
@@ -121,29 +128,54 @@ def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> floa
     batch_size = runtime.grid.plan.global_batch_size
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for batch in range(num_batches):
-        _begin(trainer, blend, first_sample=batch * batch_size)
+        then = (batch + 1) * batch_size if batch + 1 < num_batches else None
+        _begin(trainer, blend, first_sample=batch * batch_size, then=then)
         with as_training_error(runtime.coord):
             trainer.executor.run(runtime.evaluation_program)
         total += trainer.loss
     total = total.cpu()
-    if dist.is_initialized():
-        with guard_world_collective(runtime.coord, "the all-reduce of the validation loss"):
-            dist.all_reduce(total)
+    sum_over_world(runtime.groups, runtime.coord, total, "the all-reduce of the validation loss")
     return total.item() / num_batches
 
 
-def _begin(trainer: Trainer, blend: Blend, *, first_sample: int, scale: float = 1.0) -> None:
-    """Point the stage runners at their pipeline's share of the batch."""
+def _begin(
+    trainer: Trainer, blend: Blend, *, first_sample: int, then: int | None, scale: float = 1.0
+) -> None:
+    """Point the stage runners at their pipeline's share of the batch; that of batch `then` is read ahead."""
     runtime = trainer.runtime
-    # Of the whole batch, not of this pipeline's share: every rank must divide by the same number.
-    trained_tokens = blend.trained_tokens(first_sample, runtime.grid.plan.global_batch_size)
+    trainer.feed.begin(blend, first_sample, then=then)
+    trained_tokens = _trained_tokens(trainer, blend, first_sample)
     for runner in trainer.runners.values():
         runner.begin(
-            blend,
             first_sample=first_sample + runtime.grid.first_sequence(runtime.coord),
             trained_tokens=max(trained_tokens, 1),
             scale=scale,
         )
+
+
+def _trained_tokens(trainer: Trainer, blend: Blend, first_sample: int) -> int:
+    """Tokens with a loss in a whole global batch: every rank divides by the same number.
+
+    With a mask only the last stages know, each of its own share. Their sum over the ranks is known since the
+    step before, in whose all-reduce it was; if there was none, collective over all ranks.
+    """
+    runtime = trainer.runtime
+    plan = runtime.grid.plan
+    if not blend.masks:
+        return plan.global_batch_size * plan.sequence_length
+    known = trainer.feed.batch_tokens
+    if (blend, first_sample) not in known:
+        total = _count(trainer, blend, first_sample)
+        sum_over_world(runtime.groups, runtime.coord, total, "the all-reduce of the tokens with a loss")
+        known[blend, first_sample] = round(total.item())
+    return known[blend, first_sample]
+
+
+def _count(trainer: Trainer, blend: Blend, first_sample: int) -> torch.Tensor:
+    """This rank's term of the tokens with a loss in a batch that is begun or announced: fp64 [1], exact."""
+    counts = trainer.runtime.coord.tensor_rank == 0
+    number = trainer.feed.count_trained(blend, first_sample) if counts else 0
+    return torch.tensor([number], dtype=torch.float64)
 
 
 def _blame(trainer: Trainer, loss: float, grad_norm: float) -> str:

@@ -430,7 +430,7 @@ def test_selective_recompute_lies_between_none_and_full(width):
         none, selective, full = (costs_of(given, recompute=kind, width=width).units[1] for kind in kinds)
         assert none.forward_seconds == selective.forward_seconds == full.forward_seconds
         # Fewer bytes for a few passes over memory, where full recompute runs the forward again.
-        assert full.activation_bytes < selective.activation_bytes < 0.75 * none.activation_bytes
+        assert full.activation_bytes < selective.activation_bytes < 0.8 * none.activation_bytes
         added = selective.backward_seconds - none.backward_seconds
         assert 0 < added < (full.backward_seconds - none.backward_seconds) / 2
         assert none.transient_bytes < selective.transient_bytes < full.transient_bytes or given is not None

@@ -250,3 +250,34 @@ def test_layouts_are_read_back(text):
 def test_wrong_layouts_are_refused(text, words):
     with pytest.raises(PlanError, match=words):
         read_layout(text, num_layers=7)
+
+
+def test_a_stage_without_units_passes_on_whole_micro_batches():
+    stages = [(((0,),), 4), (((1,),), 0), (((2,),), 4)]
+    plan = plan_of((4, stages))
+    larger = replace(plan, global_batch_size=16, pipelines=(replace(plan.pipelines[0], micro_batch_size=4),))
+    for activations, gradients in (
+        (t.send_activation_seconds, t.send_gradient_seconds) for t in cost(larger).times
+    ):
+        assert activations[0] == activations[1] == gradients[0] == gradients[1]
+        assert activations[0] > cost(plan).times[0].send_activation_seconds[0]
+
+
+def test_both_ends_of_a_tied_model_on_a_card_count_the_matrix_once():
+    """In a V, the first card has the first and the last stage; as if it had them in one."""
+    v = plan_of((4, [(((0,),), 2), (((1,),), 2), (((1,),), 2), (((0,),), 2)]), schedule="zero_bubble")
+    matrix = MODEL.embedding_parameters
+    found = {}
+    for tied in (True, False):
+        plan = replace(v, model=replace(MODEL, tie_embeddings=tied))
+        costs = make_costs(problem(EIGHT, model=plan.model, global_batch_size=4))
+        found[tied] = cost_plan(costs, plan)
+    first, same = found[True].stages[0], found[False].stages[0]
+    assert same.memory.parameters - first.memory.parameters == pytest.approx(2 * matrix)
+    assert same.memory.optimizer - first.memory.optimizer == pytest.approx(12 * matrix)
+    assert found[True].stages[1].memory == found[False].stages[1].memory
+    held = MODEL.parameters - 4 * MODEL.layer_parameters
+    assert first.memory.parameters == pytest.approx(2 * held)
+    # The optimizer steps all that the card holds: two of the cards' stages.
+    alone = cost(plan_of((4, [ONE])))
+    assert found[True].update_seconds == pytest.approx(alone.update_seconds * held / MODEL.parameters)

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from yuan_train.cli.main import main
-from yuan_train.config.plan_files import load_plan
+from yuan_train.config.plan_files import load_plan, save_plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LAPTOP = str(CONFIGS / "cluster" / "laptop.yaml")
@@ -134,6 +135,30 @@ def test_simulate_without_a_cluster_has_free_messages(planned, capsys):
     assert document["messages"] == "free"
     assert document["step_seconds"] <= document["forecast_step_seconds"]
     assert "give --cluster F" in shown.err
+
+
+def test_simulate_without_a_cluster_splits_backwards_as_the_forecast(tmp_path, capsys):
+    out = tmp_path / "plan.yaml"
+    # A backward that recomputes is more than twice its weight gradients.
+    words = ["search.schedule=[zero_bubble]", "search.recompute=[full]", "--out", str(out)]
+    assert main(["plan", "--cluster", LAPTOP, "--config", RUN, *words]) == 0
+    written = load_plan(out)
+    forecast = written.forecast
+    assert forecast is not None and len(written.pipelines[0].stages) > 1
+
+    def simulate(plan):
+        save_plan(out, plan)
+        capsys.readouterr()
+        assert main(["simulate", "--plan", str(out), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["compute_seconds"]
+
+    def with_weights(share):
+        stages = (replace(s, weight_seconds=share and share * s.backward_seconds) for s in forecast.stages)
+        return replace(written, forecast=replace(forecast, stages=tuple(stages)))
+
+    # A plan that does not say how a backward divides has halves.
+    assert simulate(with_weights(None)) == simulate(with_weights(0.5)) != simulate(with_weights(0.1))
+    assert simulate(written) != simulate(with_weights(0.5))
 
 
 def test_simulate_needs_stage_times(planned, tmp_path, capsys):

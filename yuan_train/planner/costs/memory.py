@@ -20,7 +20,7 @@ def stage_memory(
     *,
     has_embedding: bool,
     has_head: bool,
-    tied: bool,
+    head_holds_embedding: bool,
     in_flight: int,
     boundary_bytes: float,
     reserved_bytes: float,
@@ -31,12 +31,13 @@ def stage_memory(
 
     `boundary_bytes` is one hidden state at the end of a stage; it is kept for each micro-batch in flight,
     and each edge has MESSAGES_PER_EDGE messages on the way (what a stage received is among its first unit's
-    activations). A stage with both ends of a tied model holds the embedding matrix once. The head's transient
-    (blocks of logits) counts as logits, the largest of the other units' as buffers. `optimizer_share` is the
-    share of the optimizer state that the card itself holds; `packed_share` is the share of its gradients that
-    it holds twice, because the reduced ones lie in a buffer of their own.
+    activations). With `head_holds_embedding`, the embedding matrix is the head's, and counts there: in this
+    stage, or in another one of the card. The head's transient (blocks of logits) counts as logits, the
+    largest of the other units' as buffers. `optimizer_share` is the share of the optimizer state that the
+    card itself holds; `packed_share` is the share of its gradients that it holds twice, because the reduced
+    ones lie in a buffer of their own.
     """
-    stored = units[1:] if tied and has_embedding and has_head else units
+    stored = units[1:] if has_embedding and head_holds_embedding else units
     body = units[:-1] if has_head else units
     tail = units[-1:] if has_head else ()
     num_edges = (not has_embedding) + (not has_head)

@@ -144,14 +144,14 @@ def _share_of(unit: UnitWork, width: int) -> UnitWork:
 
 
 def layer_activation_bytes(model: ModelConfig, precision: Precision) -> int:
-    """Bytes per token that one layer keeps for its backward: 14H + 8P + 8F + 4N + 12 in bf16.
+    """Bytes per token that one layer keeps for its backward: 14H + 8P + 6F + 4N + 12 in bf16.
 
     What autograd saves in the model's code (equal to a count with `saved_tensors_hooks`):
       each of the norms (attention, filter, feed-forward)   the input in e, 1/rms in w
       u (also the filter's input), f, feed-forward input    eH each
       taps of the filter's two convolutions                 eH
       q, k, v, heads' output; their log-sum-exp             eP each; wN
-      up (2F), silu of its first half, product              4eF
+      up (2F) and its SwiGLU product                        3eF
     Plain attention has neither the filter's norm nor taps, and f is u. No attention scores are stored.
     """
     return _replicated_layer_bytes(model, precision) + _sharded_layer_bytes(model, precision)
@@ -160,7 +160,7 @@ def layer_activation_bytes(model: ModelConfig, precision: Precision) -> int:
 def selective_layer_bytes(model: ModelConfig, precision: Precision) -> int:
     """Bytes per token that one layer keeps under selective recompute: 8H + 8P + 4F + 4N + 12 in bf16.
 
-    Of the above u, f, the feed-forward's input, silu and product are recomputed: by the norms from their
+    Of the above u, f, the feed-forward's input and the product are recomputed: by the norms from their
     inputs, and from `up`.
     """
     return _replicated_selective_bytes(model, precision) + _sharded_layer_bytes(
@@ -182,7 +182,7 @@ def _replicated_layer_bytes(model: ModelConfig, precision: Precision) -> int:
     return norms * (e * hidden + w) + kept * e * hidden
 
 
-def _sharded_layer_bytes(model: ModelConfig, precision: Precision, *, feed_forwards: int = 4) -> int:
+def _sharded_layer_bytes(model: ModelConfig, precision: Precision, *, feed_forwards: int = 3) -> int:
     """What tensor parallelism divides, bytes per token, with `feed_forwards` tensors of width F."""
     e, w = ELEMENT_BYTES[precision], _statistic_bytes(precision)
     heads = 4 * e * model.projection_size + w * model.num_attention_heads
@@ -206,8 +206,8 @@ def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision
     w = _statistic_bytes(precision)
     transient = tokens * (3 * e * ffn + 2 * e * hidden + 2 * w * hidden) + 2 * e * ffn * hidden
     filters = 1 if model.attention == "localized_filter" else 0
-    # A norm reads and writes a hidden state; silu runs twice (for itself, and for the product that it is in).
-    partial_recompute = tokens * ((2 + filters) * 2 * e * hidden + 7 * e * ffn)
+    # A norm reads and writes a hidden state; SwiGLU reads `up` and writes the product.
+    partial_recompute = tokens * ((2 + filters) * 2 * e * hidden + 3 * e * ffn)
     return UnitWork(
         parameters=model.layer_parameters,
         replicated_bytes=tokens * _replicated_layer_bytes(model, precision),

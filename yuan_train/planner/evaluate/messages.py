@@ -38,7 +38,9 @@ def edge_seconds(costs: Costs, plan: Plan, cards: PlanCards, p: int, s: int, *, 
     pipeline = plan.pipelines[p]
     sender = costs.of_stage(cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s])
     span = stage_units(pipeline.stages[s], plan.model.num_layers)
-    size = sender.units[span][-1].output_bytes if sender.units[span] else costs.hidden_bytes(1)
+    # A stage without units passes on what it receives.
+    hidden_bytes = costs.hidden_bytes(pipeline.micro_batch_size)
+    size = sender.units[span][-1].output_bytes if sender.units[span] else hidden_bytes
     return (
         max(
             message_seconds(find_route(costs.topology, source[0], target[0]), size, sharers=sharers)

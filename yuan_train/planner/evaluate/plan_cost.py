@@ -25,7 +25,7 @@ from yuan_train.planner.costs.unit_costs import Source
 from yuan_train.planner.evaluate.messages import edge_seconds
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
-from yuan_train.planner.evaluate.stage_cost import StageCost, card_memory, cards_of, stage_cost
+from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of, stage_cost, sum_over_cards
 from yuan_train.schedule.step import Workers
 
 
@@ -104,7 +104,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
             )
             for s in range(len(pipeline.stages))
         ]
-        pipeline_stages = card_memory(plan, pipeline, workers[p], pipeline_stages)
+        pipeline_stages = sum_over_cards(plan, pipeline, workers[p], pipeline_stages)
         times.append(_stage_times(costs, plan, cards, p, pipeline_stages))
         depths = pipeline.depths(plan.schedule)
         key = (times[-1], workers[p], pipeline.num_micro_batches, depths)
@@ -160,9 +160,9 @@ def _stage_times(
     )
 
 
-def make_forecast(costs: Costs, cost: PlanCost, *, lower_bound_seconds: float) -> Forecast:
+def make_forecast(costs: Costs, plan: Plan, cost: PlanCost, *, lower_bound_seconds: float) -> Forecast:
     """The forecast to store in a plan; the bound is at most the plan's own step."""
-    problem = costs.problem
+    problem, splits = costs.problem, plan.schedule == "zero_bubble"
     return Forecast(
         step_seconds=cost.step_seconds,
         tokens_per_second=problem.global_batch_size * problem.sequence_length / cost.step_seconds,
@@ -175,6 +175,7 @@ def make_forecast(costs: Costs, cost: PlanCost, *, lower_bound_seconds: float) -
                 stage=stage.stage,
                 forward_seconds=stage.forward_seconds,
                 backward_seconds=stage.backward_seconds,
+                weight_seconds=stage.weight_seconds if splits else None,
                 peak_memory_bytes=stage.memory.total,
                 memory=stage.memory,
             )

@@ -48,7 +48,7 @@ class StageCost:
     optimizer_share: float
     """Share of the stage's optimizer state that each of its replicas holds."""
     update_seconds: float
-    """The optimizer step of its slowest replica."""
+    """The optimizer step of its slowest replica; with several stages on a card, of all of them together."""
     memory: MemoryForecast
     """Of each card; with several stages on a card, all of them together."""
     capacity_bytes: float
@@ -138,8 +138,8 @@ def stage_cost(
         parts, key=lambda part: sum(u.forward_seconds + u.backward_seconds for u in part.units[span])
     )
     units = slowest.units[span]
-    tied = model.tie_embeddings and not costs.problem.has_external_profile
-    updated = slice(1, None) if tied and stage.embedding and stage.head else span
+    twice = stage.embedding and _head_holds_embedding(costs, plan, pipeline, stage)
+    updated = slice(1, span.stop) if twice else span
     types = [costs.problem.cluster.device_type(card.type) for replica in replicas for card in replica]
     tightest = min(types, key=lambda device: device.memory - device.reserved)
     count = _stage_in_flight(plan, pipeline, s)
@@ -170,7 +170,7 @@ def stage_cost(
             units,
             has_embedding=stage.embedding,
             has_head=stage.head,
-            tied=tied,
+            head_holds_embedding=twice,
             in_flight=count,
             boundary_bytes=slowest.boundary_bytes,
             reserved_bytes=float(tightest.reserved),
@@ -182,6 +182,13 @@ def stage_cost(
         source=slowest.source,
         note=slowest.note,
     )
+
+
+def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stage: StagePlan) -> bool:
+    """Whether the cards of a stage have the head too, in this stage or in another one, with a tied matrix."""
+    if not plan.model.tie_embeddings or costs.problem.has_external_profile:
+        return False
+    return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
 
 
 def _update_seconds(costs: Costs, part: CardCosts, cards: Sequence[DeviceType], offload: float) -> float:
@@ -214,22 +221,32 @@ def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
     return max(peak_in_flight(schedule[worker], s) for worker in workers[s])
 
 
-def card_memory(
+def sum_over_cards(
     plan: Plan, pipeline: PipelinePlan, workers: Workers, stages: Sequence[StageCost]
 ) -> list[StageCost]:
-    """The stages of a pipeline, each with the memory of the whole card where a card has several of them."""
+    """The stages of a pipeline; where a card has several of them, each with the memory and the optimizer step
+    of the whole card."""
     stages_per_worker = Counter(worker for row in workers for worker in row)
     if max(stages_per_worker.values()) == 1:
         return list(stages)
     schedule = make_schedule(plan.schedule, num_micro_batches=pipeline.num_micro_batches, workers=workers)
     memory: dict[int, MemoryForecast] = {}
+    update_seconds: dict[int, float] = {}
     for worker in range(num_workers(workers)):
         on_card = [stage for stage in stages if worker in workers[stage.stage]]
-        memory[worker] = _combined_memory(on_card, schedule[worker], tied=plan.model.tie_embeddings)
-    return [replace(stage, memory=memory[workers[stage.stage][0]]) for stage in stages]
+        memory[worker] = _combined_memory(on_card, schedule[worker])
+        update_seconds[worker] = math.fsum(stage.update_seconds for stage in on_card)
+    return [
+        replace(
+            stage,
+            memory=memory[workers[stage.stage][0]],
+            update_seconds=max(update_seconds[worker] for worker in workers[stage.stage]),
+        )
+        for stage in stages
+    ]
 
 
-def _combined_memory(stages: Sequence[StageCost], program: RankProgram, *, tied: bool) -> MemoryForecast:
+def _combined_memory(stages: Sequence[StageCost], program: RankProgram) -> MemoryForecast:
     """Several stages on a card: their states add up; activations as the rank program has them in flight."""
     last = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
     counts = {stage.stage: max(peak_in_flight(program, stage.stage), 1) for stage in stages}

@@ -32,7 +32,6 @@ from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.search import SearchResult
 
 MAX_DRAWN_PIPELINES = 8
-MAX_DRAWN_CARDS = 128
 
 _STYLE = """
 :root{--ink:#1b1f24;--paper:#fff;--soft:#eef1f4;--line:#c5ccd3;

@@ -323,7 +323,7 @@ def _family(candidate: Candidate) -> object:
 
 
 def _with_forecast(costs: Costs, candidate: Candidate, lower_bound_seconds: float) -> Candidate:
-    forecast = make_forecast(costs, candidate.cost, lower_bound_seconds=lower_bound_seconds)
+    forecast = make_forecast(costs, candidate.plan, candidate.cost, lower_bound_seconds=lower_bound_seconds)
     return replace(candidate, plan=replace(candidate.plan, forecast=forecast))
 
 

@@ -174,13 +174,15 @@ def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: i
                     fewest = all(replicas[name] == min(options.replicas) for name in without)
                     if fewest and (schedule, num_pipelines, kinds) not in seen:
                         seen.add((schedule, num_pipelines, kinds))
-                        yield from _batches(schedule, num_pipelines, groups, options, global_batch_size)
+                        form = (schedule, num_pipelines, groups)
+                        yield from _batches(*form, cards, options, global_batch_size)
 
 
 def _batches(
     schedule: ScheduleName,
     num_pipelines: int,
     groups: dict[str, list[StageGroup]],
+    cards: Sequence[Card],
     options: Options,
     global_batch_size: int,
 ) -> Iterator[Shape]:
@@ -192,7 +194,7 @@ def _batches(
         allowed = options.num_micro_batches
         if rest or count < most or (allowed is not None and count not in allowed):
             continue
-        for slots in deal(groups, num_pipelines, use_all=options.use_all_devices):
+        for slots in deal(groups, num_pipelines, cards, options):
             shared = num_pipelines * most > 1 or (options.tied and len(slots) > 1)
             yield Shape(
                 schedule=schedule,
@@ -256,24 +258,35 @@ def _pipeline_counts(groups: dict[str, list[StageGroup]], options: Options) -> l
     return [d for d in wanted if counts and all(count % d == 0 for count in counts)]
 
 
-def deal(groups: dict[str, list[StageGroup]], num_pipelines: int, *, use_all: bool) -> list[tuple[Slot, ...]]:
-    """Ways to assign the stage groups of each type to equal pipelines, as slots in the cluster's order.
+def deal(
+    groups: dict[str, list[StageGroup]], num_pipelines: int, cards: Sequence[Card], options: Options
+) -> list[tuple[Slot, ...]]:
+    """Ways to assign the stage groups of each type to equal pipelines. The slots of a way are in the order of
+    `cards`, which is the cluster's; in a fixed order, this holds for every pipeline, else for the first.
 
     In runs: a pipeline gets neighbouring groups, so its messages stay inside a node and gradient reductions
     cross nodes. In turn: neighbouring groups get the same position in different pipelines, so reductions stay
-    inside a node. Groups left over by the division (the last ones of their type) are not used; with `use_all`
-    there is then no way.
+    inside a node. Groups left over by the division (the last ones of their type) are not used; if all cards
+    must be used, there is then no way.
     """
     runs: list[Slot] = []
     turns: list[Slot] = []
     for own in groups.values():
         each = len(own) // num_pipelines
-        if use_all and len(own) % num_pipelines:
+        if options.use_all_devices and len(own) % num_pipelines:
             return []
         runs += [tuple(own[i + d * each] for d in range(num_pipelines)) for i in range(each)]
         turns += [tuple(own[i * num_pipelines : (i + 1) * num_pipelines]) for i in range(each)]
-    position = {id(group): i for i, group in enumerate(g for own in groups.values() for g in own)}
-    ways = [tuple(sorted(slots, key=lambda slot: position[id(slot[0])])) for slots in (runs, turns)]
+    # Not by type: cards of one type may stand apart in the cluster.
+    position = {id(card): i for i, card in enumerate(cards)}
+
+    def place(group: StageGroup) -> int:
+        return position[id(group[0][0])]
+
+    ways = [tuple(sorted(slots, key=lambda slot: place(slot[0]))) for slots in (runs, turns)]
+    if options.fixed_order:
+        columns = ((way, zip(*way, strict=True)) for way in ways)
+        ways = [way for way, own in columns if all(list(p) == sorted(p, key=place) for p in own)]
     return [way for i, way in enumerate(ways) if way and way not in ways[:i]]
 
 

@@ -1,0 +1,188 @@
+"""Causal attention over whole sequences, or inside each document of packed sequences.
+
+Whole sequences: torch's `scaled_dot_product_attention`, with one exception. On a CPU without instructions for
+bf16, torch's backward multiplies number by number, 20 times slower than in fp32. There our backward converts
+some heads at a time to fp32 and calls torch's flash backward on them; the forward is torch's own.
+
+Documents: one call of torch's variable-length attention for all of them where it has passed a test (CUDA,
+16 bits); elsewhere one call per document.
+
+B = sequences, S = tokens of a sequence, T = B * S, N = heads, D = size of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from yuan_kernels import dispatch, products
+
+DocumentRanges = tuple[tuple[int, int], ...]
+"""Half-open token ranges of the documents, over a micro-batch's B * S flattened tokens, without gaps."""
+
+_CONVERTED = 1 << 20
+"""Elements of each operand that the backward converts to fp32 at once: 4 MB."""
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, ranges: DocumentRanges | None) -> Tensor:
+    """Return the heads' outputs; arguments and result as in `ops.causal_attention`."""
+    if ranges is None:
+        return _attend(query, key, value)
+    if not ranges:
+        return torch.zeros_like(value)
+    if dispatch.implementation("document_attention", query) == "varlen":
+        return attend_in_one_call(query, key, value, ranges)
+    return attend_in_turn(query, key, value, ranges)
+
+
+# --- documents ---------------------------------------------------------------------------------------------
+
+
+def attend_in_turn(query: Tensor, key: Tensor, value: Tensor, ranges: DocumentRanges) -> Tensor:
+    """Return the attention inside each document, one call per document.
+
+    `split` and `cat` keep the backward's cost linear in the number of tokens.
+    """
+    lengths = [last - first for first, last in ranges]
+    per_document = (x.flatten(0, 1).split(lengths) for x in (query, key, value))
+    documents = [_attend(q[None], k[None], v[None])[0] for q, k, v in zip(*per_document, strict=True)]
+    return torch.cat(documents).unflatten(0, query.shape[:2])
+
+
+def attend_in_one_call(query: Tensor, key: Tensor, value: Tensor, ranges: DocumentRanges) -> Tensor:
+    """Return the attention inside each document, by torch's variable-length attention."""
+    attend = varlen_attention()
+    assert attend is not None
+    lengths = tuple(last - first for first, last in ranges)
+    borders, longest = _borders(lengths, query.device), max(lengths)
+    packed = (x.flatten(0, 1) for x in (query, key, value))
+    # Each token sees all before it and none after it: a window that is open on the left.
+    heads = attend(*packed, borders, borders, longest, longest, window_size=(-1, 0))
+    return heads.unflatten(0, query.shape[:2])
+
+
+def varlen_attention() -> Callable[..., Tensor] | None:
+    """Return torch's variable-length attention; None if this torch has none, or one with other arguments."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+
+
+@functools.lru_cache(maxsize=16)
+def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [documents + 1]: where each document begins, and the end of the last.
+
+    Cached, because a copy to a GPU waits for it, and all layers of a micro-batch have the same documents.
+    """
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+
+
+# --- whole sequences ---------------------------------------------------------------------------------------
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if _needs_own_backward(query, key, value):
+        return torch.ops.yuan.causal_attention(query, key, value)[0]
+    heads = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
+    )
+    return heads.transpose(1, 2)
+
+
+def _needs_own_backward(*operands: Tensor) -> bool:
+    query = operands[0]
+    if query.device.type != "cpu" or query.dtype != torch.bfloat16 or dispatch.reference_selected():
+        return False
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in operands) or not query.numel():
+        return False
+    return not products.cpu_multiplies_bf16() and _own_backward_is_correct()
+
+
+@functools.cache
+def _own_backward_is_correct() -> bool:
+    """Test the private operations of torch that we call, on two sequences of strided operands."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, dy = (torch.randn(2, 5, 3, 8, generator=generator).bfloat16() for _ in range(4))
+    wide = [x.float().transpose(1, 2).requires_grad_() for x in (query, key, value)]
+    expected = F.scaled_dot_product_attention(*wide, is_causal=True)
+    gradients = torch.autograd.grad(expected, wide, dy.float().transpose(1, 2))
+    try:
+        y, normalizer = _forward(query, key, value)
+        actual = y, *_backward_blocks(dy, query, key, value, y, normalizer)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return all(
+        (a.float() - b.transpose(1, 2)).norm() <= 2e-2 * b.norm()
+        for a, b in zip(actual, (expected, *gradients), strict=True)
+    )
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs [B, S, N, D] and the log-sum-exp [B, N, S] in fp32."""
+    operands = (x.transpose(1, 2) for x in (query, key, value))
+    heads, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, True)
+    return heads.transpose(1, 2).contiguous(), normalizer.contiguous()
+
+
+def _backward_blocks(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, normalizer: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, some heads of one sequence after the other."""
+    gradients = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    batch, tokens, heads, head_dim = query.shape
+    # torch gives each thread whole heads.
+    step = max(torch.get_num_threads(), _CONVERTED // (tokens * head_dim))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for sequence in range(batch):
+        for first in range(0, heads, step):
+            block = (slice(sequence, sequence + 1), slice(None), slice(first, first + step))
+            wide = (x[block].float().transpose(1, 2) for x in (dy, query, key, value, y))
+            parts = flash(*wide, normalizer[sequence : sequence + 1, first : first + step], 0.0, True)
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient[block] = part.transpose(1, 2)
+    return gradients
+
+
+@torch.library.custom_op("yuan::causal_attention", mutates_args=())
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return _forward(query, key, value)
+
+
+@torch.library.custom_op("yuan::causal_attention_backward", mutates_args=())
+def _causal_attention_backward(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, normalizer: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward_blocks(dy, query, key, value, y, normalizer)
+
+
+@_causal_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, _ = query.shape
+    return query.new_empty(value.shape), query.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@_causal_attention_backward.register_fake
+def _(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, normalizer: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.yuan.causal_attention_backward(dy, *ctx.saved_tensors)
+
+
+_causal_attention.register_autograd(_backward, setup_context=_save)

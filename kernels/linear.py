@@ -1,0 +1,56 @@
+"""Linear maps through `products.py`: on CPUs where torch's own product is slow. Elsewhere they are torch's.
+
+    y = x W^T + b      dx = dy W      dW = dy^T x      db = sum dy
+
+Both products of the backward are linear maps too, of transposed operands: one op serves all three.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from yuan_kernels import dispatch, products
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b; arguments and result as in `ops.linear`."""
+    if dispatch.reference_selected() or not products.replaces_torch(x, weight.shape[0]):
+        return F.linear(x, weight, bias)
+    return torch.ops.yuan.linear(x, weight, bias)
+
+
+@torch.library.custom_op("yuan::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return products.linear(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] as [T, K]."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    op, rows = torch.ops.yuan.linear, _rows(dy)
+    return (
+        op(dy, weight.T, None) if needs_x else None,
+        op(rows.T, _rows(x).T, None) if needs_weight else None,
+        rows.sum(dim=0) if needs_bias else None,
+    )
+
+
+_linear.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,60 @@
+"""Rotary embedding in the half-split layout (Su et al. 2021), forward and backward.
+
+    (a, b) = x      y = (a cos - b sin, b cos + a sin)      dx = (da cos + db sin, db cos - da sin)
+
+The backward rotates by the opposite angles: the same op with -sin. The tables get no gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from yuan_kernels import dispatch, reference
+from yuan_kernels.rms_norm import row_blocks
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the rotary embedding of x; arguments and result as in `ops.rotary`."""
+    if dispatch.reference_selected():
+        return reference.rotary(x, cos, sin)
+    return torch.ops.yuan.rotary(x, cos, sin, False)
+
+
+@torch.library.custom_op("yuan::rotary", mutates_args=())
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """Return x rotated by the tables' angles, or by their opposites if `inverse`."""
+    if dispatch.implementation("rotary", x) == "triton":
+        from yuan_kernels import triton_elementwise
+
+        return triton_elementwise.rotary(x, cos, sin, inverse=inverse)
+    return _rotate_blocks(x, cos, -sin if inverse else sin)
+
+
+def _rotate_blocks(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The definition, in blocks of tokens: on a CPU the fp32 copy of a block stays in the cache."""
+    batch = x.shape[0]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    flat_x, flat_y = x.flatten(0, 1), y.flatten(0, 1)
+    cos, sin = (t.expand(batch, -1, -1).flatten(0, 1) for t in (cos, sin))
+    for rows in row_blocks(flat_x.flatten(1)):
+        flat_y[rows] = reference.rotary(flat_x[None, rows], cos[None, rows], sin[None, rows])[0]
+    return y
+
+
+@_rotary.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.yuan.rotary(dy, *ctx.saved_tensors, not ctx.inverse), None, None, None
+
+
+_rotary.register_autograd(_backward, setup_context=_save)

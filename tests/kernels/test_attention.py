@@ -1,0 +1,143 @@
+"""Causal attention: over documents in one call, and its backward on processors without bf16 instructions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from yuan_kernels import attention, dispatch, ops, products
+
+from tests.support.memory import kept_bytes
+
+RANGES = ((0, 1), (1, 6), (6, 9), (9, 18))
+
+
+def operands(dtype: torch.dtype, *, tokens: int = 9) -> tuple[torch.Tensor, ...]:
+    """Queries and keys interleaved, as in the model."""
+    generator = torch.Generator().manual_seed(0)
+    query_key = torch.randn(2, tokens, 3, 2, 8, generator=generator).to(dtype)
+    value = torch.randn(2, tokens, 3, 8, generator=generator).to(dtype)
+    return tuple(t.requires_grad_() for t in (*query_key.unbind(3), value))
+
+
+def defined(query, key, value, visible) -> torch.Tensor:
+    """The definition, with a mask [.., T, T], of [.., T, N, D]."""
+    scores = torch.einsum("...ind,...jnd->...nij", query, key) / query.shape[-1] ** 0.5
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return torch.einsum("...nij,...jnd->...ind", weights, value)
+
+
+def varlen_definition(query, key, value, cu_q, cu_k, max_q, max_k, *, window_size):
+    """Torch's variable-length attention by its documentation, of [T, N, D]."""
+    assert query.dim() == 3 and query.stride(-1) == 1 and window_size == (-1, 0)
+    assert cu_q.dtype == torch.int32 and cu_q is cu_k and cu_q[0] == 0 and cu_q[-1] == query.shape[0]
+    assert max_q == max_k == int(cu_q.diff().max())
+    document = torch.bucketize(torch.arange(query.shape[0]), cu_q, right=True)
+    visible = (document[:, None] == document).tril()
+    return defined(query, key, value, visible)
+
+
+def test_one_call_for_all_documents(monkeypatch):
+    whole = operands(torch.float64)
+    loop = ops.causal_attention(*whole, document_ranges=RANGES)
+    monkeypatch.setattr(attention, "varlen_attention", lambda: varlen_definition)
+    monkeypatch.setattr(dispatch, "implementation", lambda *_: "varlen")
+    packed = ops.causal_attention(*whole, document_ranges=RANGES)
+    dy = torch.randn(loop.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for a, b in zip(
+        (packed, *torch.autograd.grad(packed, whole, dy)),
+        (loop, *torch.autograd.grad(loop, whole, dy)),
+        strict=True,
+    ):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b)
+
+
+def test_documents_are_isolated_and_none_is_nothing():
+    query, key, value = operands(torch.float32)
+    before = ops.causal_attention(query, key, value, document_ranges=RANGES)
+    changed = value.detach().clone()
+    changed[0, 2] = float("inf")
+    after = ops.causal_attention(query, key, changed, document_ranges=RANGES)
+    outside = [0, *range(6, 18)]
+    assert torch.equal(before.flatten(0, 1)[outside], after.flatten(0, 1)[outside])
+    nothing = ops.causal_attention(query[:0], key[:0], value[:0], document_ranges=())
+    assert nothing.shape == (0, 9, 3, 8)
+
+
+def test_the_borders_of_equal_documents_are_made_once():
+    cpu = torch.device("cpu")
+    assert attention._borders((1, 5, 3), cpu).tolist() == [0, 1, 6, 9]
+    assert attention._borders((1, 5, 3), cpu) is attention._borders((1, 5, 3), cpu)
+
+
+def test_the_installed_torch_has_the_call_that_we_make():
+    """Its parameters are read, as it runs on CUDA alone."""
+    if attention.varlen_attention() is None:
+        pytest.skip("this torch has no variable-length attention with windows")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_call_agrees_with_the_loop_on_a_gpu(dtype):
+    choice = dispatch.choose("document_attention", torch.device("cuda"), dtype, "regular")
+    if torch.cuda.get_device_capability() >= (8, 0) and attention.varlen_attention() is not None:
+        assert choice.implementation == "varlen", choice.reason
+    else:
+        assert choice.implementation == "loop"
+
+
+# --- the backward without bf16 instructions ----------------------------------------------------------------
+
+
+@pytest.fixture
+def no_bf16(monkeypatch):
+    monkeypatch.setattr(products, "cpu_multiplies_bf16", lambda: False)
+    # Two of the three heads at a time.
+    monkeypatch.setattr(attention, "_CONVERTED", 9 * 8 * 2)
+
+
+def test_the_fp32_backward_rounds_no_worse(no_bf16):
+    inputs = operands(torch.bfloat16)
+    dy = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ours = ops.causal_attention(*inputs)
+    assert type(ours.grad_fn).__name__.startswith("GeneratedBackwardFor_yuan_causal_attention")
+    query, key, value = (t.transpose(1, 2) for t in inputs)
+    plain = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    wide = tuple(t.detach().double().requires_grad_() for t in inputs)
+    visible = torch.ones(9, 9, dtype=torch.bool).tril()
+    exact = defined(wide[0], wide[1], wide[2], visible)
+    results = [
+        (y, *torch.autograd.grad(y, leaves, upstream.to(y.dtype)))
+        for y, leaves, upstream in (
+            (ours, inputs, dy),
+            (plain.transpose(1, 2), inputs, dy),
+            (exact, wide, dy),
+        )
+    ]
+    for a, b, truth in zip(*results, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.double() - truth).norm() <= 1.1 * (b.double() - truth).norm()
+
+
+def test_the_fp32_backward_keeps_no_fp32_copies(no_bf16):
+    inputs = operands(torch.bfloat16)
+    kept = kept_bytes(lambda: ops.causal_attention(*inputs), beside=inputs)
+    assert kept == inputs[2].nbytes + 2 * 9 * 3 * 4  # the result, and fp32 log-sum-exps
+
+
+def test_where_torchs_own_backward_is_kept(no_bf16, monkeypatch):
+    inputs = operands(torch.bfloat16)
+    assert attention._needs_own_backward(*inputs)
+    assert not attention._needs_own_backward(*operands(torch.float32))
+    assert not attention._needs_own_backward(*(t.detach() for t in inputs))
+    with torch.no_grad():
+        assert not attention._needs_own_backward(*inputs)
+    monkeypatch.setattr(attention, "_own_backward_is_correct", lambda: False)
+    assert not attention._needs_own_backward(*inputs)
+
+
+def test_a_torch_without_the_private_operations(monkeypatch):
+    correct = attention._own_backward_is_correct.__wrapped__
+    assert correct()
+    monkeypatch.setattr(attention, "_forward", lambda *_: torch.ops.aten._no_such_operation())
+    assert not correct()

@@ -1,0 +1,52 @@
+"""One rank among many, on a fake process group: its groups, its set-up, and steps without a model."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools/bench_scale.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("bench_scale", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_scale"] = module  # Its dataclasses look themselves up.
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bench_scale"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "num_groups"),
+    [
+        # The world; two edges; owners of layers and of the embedding; its tensor group; two levels of tree.
+        ((4, 2, 8), 0, 1 + 2 + 2 + 1 + 2),
+        # The second rank of a group sends nothing to other stages, and is at the bottom of the tree.
+        ((4, 2, 8), 33, 1 + 0 + 2 + 1 + 1),
+        # In the middle of a pipeline of single cards: four edges; its owners; below 32 ranks no tree.
+        ((2, 4, 1), 5, 1 + 4 + 1),
+    ],
+)
+def test_a_rank_is_in_few_groups(
+    tool, tmp_path: Path, shape: tuple[int, int, int], rank: int, num_groups: int
+) -> None:
+    row = tool.measure(tool.Shape(*shape, num_micro_batches=2), rank, tmp_path, steps=2)
+    assert row.num_groups == num_groups
+    assert row.rest_seconds > 0 and row.micro_batches_seconds > 0
+
+
+def test_an_index_is_measured(tool, tmp_path: Path) -> None:
+    tool.write_index(tmp_path / "corpus", 100_000)
+    for _ in range(2):
+        seconds, taken = tool.measure_index(str(tmp_path / "corpus"))
+        assert seconds > 0 and taken < 50 << 20
+    assert {path.name.partition("-")[0] for path in (tmp_path / "corpus.cache").iterdir()} >= {
+        "checked",
+        "order",
+    }

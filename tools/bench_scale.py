@@ -1,0 +1,369 @@
+"""python tools/bench_scale.py: what one rank of 1,024 and of 8,192 costs its host, on a fake process group.
+
+Nothing is sent: the groups are made, and their operations return at once. So the figures are one rank's own:
+seconds and private memory of its set-up (the plan file, the data, the comparison of jobs, groups, buckets),
+the groups of which it is a member, and a training step whose model does nothing. Seconds are processor time,
+which other programs of the machine do not change. `--documents` also writes an index of so many documents
+(20 bytes each, deleted afterwards), and measures a rank that maps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan_files import load_plan, save_plan
+from yuan_train.config.run import DataConfig, LogConfig, OptimizerConfig, RunConfig, Source, TrainConfig
+from yuan_train.data.indexed import HEADER, MAGIC, VERSION, IndexedWriter, bin_path, idx_path
+from yuan_train.data.loader import open_corpora
+from yuan_train.parallel import groups as groups_module
+from yuan_train.parallel.executor import Executor
+from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.zero import OwnedState
+from yuan_train.train.agreement import check_same_job
+from yuan_train.train.build import build
+from yuan_train.train.feed import Feed
+from yuan_train.train.job import Position, prepare
+from yuan_train.train.run import _measure
+from yuan_train.train.step import Trainer, train_step
+
+STEPS, WARM_UP = 30, 5
+REDUCTION = ("start_grad_reduce", "finish_grad_reduce", "sync_weights")
+SEQUENCE_LENGTH = 64
+MODEL = ModelConfig(
+    name="scale", num_layers=32, hidden_size=64, num_attention_heads=8, ffn_hidden_size=128, vocab_size=1024
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Equal pipelines of equal stages, each a tensor-parallel group on a node."""
+
+    pipelines: int
+    stages: int
+    width: int
+    num_micro_batches: int = 32
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipelines * self.stages * self.width
+
+
+SHAPES = (Shape(16, 8, 8), Shape(64, 16, 1), Shape(128, 8, 8), Shape(512, 16, 1))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank costs: seconds of processor time (in a step its thread's), bytes of private memory."""
+
+    rank: int
+    setup_seconds: float
+    plan_seconds: float
+    """Of the set-up: reading and checking the plan file."""
+    setup_bytes: int
+    num_groups: int
+    micro_batches_seconds: float
+    """The executor and its messages, of a step."""
+    reduction_seconds: float
+    """Starting and ending the gradient reductions and the weight sync."""
+    rest_seconds: float
+    """Everything else: the feed, AdamW, norm, loss; the median step, which is not logged."""
+
+
+def make_plan(shape: Shape) -> Plan:
+    """A plan of a shape, on cards that the catalogue knows."""
+    ranks = iter(range(shape.num_ranks))
+    cuts = [round(MODEL.num_layers * s / shape.stages) for s in range(shape.stages + 1)]
+    pipelines = tuple(
+        PipelinePlan(
+            micro_batch_size=1,
+            num_micro_batches=shape.num_micro_batches,
+            stages=tuple(
+                StagePlan(
+                    replicas=(tuple(next(ranks) for _ in range(shape.width)),),
+                    layers=(cuts[s], cuts[s + 1]),
+                    embedding=s == 0,
+                    head=s == shape.stages - 1,
+                )
+                for s in range(shape.stages)
+            ),
+        )
+        for _ in range(shape.pipelines)
+    )
+    types = ("A100-80G", "H100-80G")
+    return Plan(
+        model=MODEL,
+        sequence_length=SEQUENCE_LENGTH,
+        global_batch_size=shape.pipelines * shape.num_micro_batches,
+        optimizer_sharding=True,
+        ranks=tuple(
+            RankPlan(rank=i, device=f"node-{i // 8}/{i % 8}", type=types[i // 8 % 2])
+            for i in range(shape.num_ranks)
+        ),
+        pipelines=pipelines,
+    )
+
+
+def make_run(plan: Plan, corpus: Path) -> RunConfig:
+    """A run of the plan on the CPU, with a corpus of its own."""
+    with IndexedWriter(corpus, dtype=np.dtype("<u2")) as writer:
+        for length in range(20, 520):
+            writer.add(np.arange(length, dtype="<u2") % MODEL.vocab_size)
+    return RunConfig(
+        model=MODEL,
+        data=DataConfig(
+            train=(Source(prefix=str(corpus)),), sequence_length=SEQUENCE_LENGTH, reset_position_ids=False
+        ),
+        train=TrainConfig(
+            steps=STEPS, global_batch_size=plan.global_batch_size, precision="fp32", device="cpu"
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3, minimum_learning_rate=1e-4),
+        log=LogConfig(every=10),
+    )
+
+
+class NullStage:
+    """In place of a stage runner: takes its micro-batches, and computes nothing."""
+
+    def __init__(self, feed: Feed, hidden_size: int, *, takes: bool, is_last: bool) -> None:
+        self._feed, self._takes, self._is_last = feed, takes, is_last
+        self._unit = torch.ones((), requires_grad=True)
+        self._hidden_BSH = torch.zeros(1, SEQUENCE_LENGTH, hidden_size)
+        self.loss = torch.zeros((), dtype=torch.float64)
+
+    def begin(self, **_: Any) -> None:
+        """Start on a batch."""
+
+    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+        """A tensor for the next stage, or a loss, with a graph for the backward."""
+        if self._takes:
+            self._feed.take(micro_batch)
+        output = (self._hidden_BSH if hidden_BSH is None else hidden_BSH) * self._unit
+        return output[0, 0, 0] if self._is_last else output
+
+    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
+        """Around a backward; nothing is split."""
+        return nullcontext()
+
+
+@contextmanager
+def fake_ranks(num_ranks: int, rank: int) -> Iterator[None]:
+    """As rank `rank` of a world whose other ranks do not exist."""
+
+    def new_group(ranks: Sequence[int], **_: Any) -> dist.ProcessGroup:
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend="fake"))
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        with mock.patch.object(groups_module, "_new_group", new_group):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(shape: Shape, rank: int, folder: Path, *, steps: int = STEPS) -> Row:
+    """Set up one rank of a plan of this shape, run steps, and say what that took."""
+    save_plan(folder / "plan.yaml", make_plan(shape))
+    gc.collect()
+    held, start = private_bytes(), time.process_time()
+    plan = load_plan(folder / "plan.yaml")
+    plan_seconds = time.process_time() - start
+    run = make_run(plan, folder / "corpus")
+    with fake_ranks(shape.num_ranks, rank):
+        job = prepare(run, plan, Position(rank, shape.num_ranks, rank % 8, 8))
+        # The others do not answer, so they cannot have other jobs.
+        check_same_job(job)
+        trainer, progress = build(job)
+        setup_seconds = time.process_time() - start
+        setup_bytes = private_bytes() - held
+        trainer = _without_model(trainer)
+        timers = [_Timer(Executor, "run"), *(_Timer(OwnedState, name) for name in REDUCTION)]
+        rows: list[tuple[float, float, float]] = []
+        with trainer.feed, contextlib.ExitStack() as stack:
+            for timer in timers:
+                stack.enter_context(timer.running())
+            for step in range(steps):
+                start = time.thread_time()
+                result = train_step(
+                    trainer,
+                    job.train,
+                    first_sample=step * plan.global_batch_size,
+                    lr=0.0,
+                    clip=1.0,
+                    stop=False,
+                )
+                progress = progress.advance(run)
+                _measure(job, trainer, progress, result, 0.0, 1.0, loss_scale=None)
+                total = time.thread_time() - start
+                executor, started, *others = [timer.read() for timer in timers]
+                rows.append((executor - started, started + sum(others), total - executor - sum(others)))
+        number = _num_groups(trainer.runtime.groups, rank)
+    rows = rows[min(WARM_UP, steps - 1) :]
+    micro_batches, reduction, rest = map(statistics.median, zip(*rows, strict=True))
+    return Row(rank, setup_seconds, plan_seconds, setup_bytes, number, micro_batches, reduction, rest)
+
+
+def _without_model(trainer: Trainer) -> Trainer:
+    """A trainer whose stages compute nothing."""
+    runtime = trainer.runtime
+    stages = {
+        stage: NullStage(
+            trainer.feed,
+            MODEL.hidden_size,
+            takes=bool(part.has_embedding or part.has_head),
+            is_last=bool(part.has_head),
+        )
+        for stage, part in runtime.parts.items()
+    }
+    executor = Executor(cast(Any, stages), runtime.bridge, trainer.stopwatch)
+    return dataclasses.replace(trainer, runners=cast(Any, stages), executor=executor)
+
+
+class _Timer:
+    """Adds up the seconds of the calls of a method, of this thread's processor time."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._kind, self._name, self._seconds = kind, name, 0.0
+
+    def running(self) -> AbstractContextManager[object]:
+        """While entered, the calls are timed."""
+        method: Callable[..., Any] = getattr(self._kind, self._name)
+
+        def timed(*arguments: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return method(*arguments)
+            finally:
+                self._seconds += time.thread_time() - start
+
+        return mock.patch.object(self._kind, self._name, timed)
+
+    def read(self) -> float:
+        """The seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def _num_groups(groups: Groups, rank: int) -> int:
+    """The groups of which a rank is a member, the world's own included."""
+    edges = sum(rank in (edge.sender, edge.receiver) for edge in groups.edges)
+    owners = sum(rank in ranks for ranks in groups.owners)
+    return 1 + edges + owners + (groups.tensor is not None) + len(groups.tree)
+
+
+def private_bytes() -> int:
+    """Memory of this process alone: not the page cache, which the processes of a node share."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) * 1024
+
+
+def write_index(prefix: Path, num_documents: int) -> None:
+    """A pair of token files of `num_documents` documents of 1 to 19 tokens, which take no room on disk."""
+    chunk, num_bytes = 1 << 20, 0
+
+    def lengths(first: int) -> np.ndarray:
+        numbers = np.arange(first, min(first + chunk, num_documents), dtype=np.int64)
+        return numbers * 2654435761 % 19 + 1
+
+    with idx_path(prefix).open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, 8, num_documents, num_documents + 1))
+        for first in range(0, num_documents, chunk):
+            file.write(lengths(first).astype("<i4").tobytes())
+        for first in range(0, num_documents, chunk):
+            ends = num_bytes + np.cumsum(lengths(first) * 2)
+            file.write(np.concatenate(([num_bytes], ends[:-1])).astype("<i8").tobytes())
+            num_bytes = int(ends[-1])
+        for first in range(0, num_documents + 1, chunk):
+            file.write(np.arange(first, min(first + chunk, num_documents + 1), dtype="<i8").tobytes())
+    with bin_path(prefix).open("wb") as file:
+        file.truncate(num_bytes)
+
+
+def measure_index(prefix: str) -> tuple[float, int]:
+    """Seconds of processor time to the first batch of a corpus, and the private bytes that this takes."""
+    held, start = private_bytes(), time.process_time()
+    blend = open_corpora([(prefix, 1.0)], sequence_length=4096, seed=1, vocab_size=None)
+    blend.batch(0, 4)
+    return time.process_time() - start, private_bytes() - held
+
+
+def main() -> None:
+    """Print one table of set-up and steps, and one of the index if `--documents` is given."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--documents", type=float, default=0, help="such as 1e8: 2 GB, and 1.2 GB of order")
+    parser.add_argument("--folder", type=Path, help="where the index is written; default: a temporary folder")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only:
+        print(json.dumps(_run_only(json.loads(options.only))))
+        return
+    print(
+        "| ranks | pipelines x stages x width | rank | set-up s | of that, plan file s | private MiB "
+        "| groups | 32 micro-batches ms | reductions, weight sync ms | rest of the step ms |"
+    )
+    print("|--:|---" + "|--:" * 8 + "|")
+    for shape in SHAPES:
+        for rank in (0, shape.num_ranks // 2 + 1, shape.num_ranks - 1):
+            row = Row(**_in_process({"shape": dataclasses.asdict(shape), "rank": rank}))
+            print(
+                f"| {shape.num_ranks:,} | {shape.pipelines} x {shape.stages} x {shape.width} | {rank} "
+                f"| {row.setup_seconds:.2f} | {row.plan_seconds:.2f} | {row.setup_bytes / 2**20:.0f} "
+                f"| {row.num_groups} | {row.micro_batches_seconds * 1e3:.1f} "
+                f"| {row.reduction_seconds * 1e3:.1f} | {row.rest_seconds * 1e3:.1f} |",
+                flush=True,
+            )
+    if options.documents:
+        _print_index(int(options.documents), options.folder)
+
+
+def _print_index(num_documents: int, parent: Path | None) -> None:
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        prefix = Path(folder) / "corpus"
+        write_index(prefix, num_documents)
+        print("\n| documents | process of the node | first batch s | private MiB |\n|--:|---|--:|--:|")
+        for name in ("first, writes the files", "another, maps them"):
+            seconds, taken = _in_process({"index": str(prefix)})
+            print(f"| {num_documents:,} | {name} | {seconds:.2f} | {taken / 2**20:.0f} |", flush=True)
+
+
+def _in_process(case: dict[str, Any]) -> Any:
+    """Measured in a process of its own, so that no memory is left over from the case before."""
+    command = [sys.executable, __file__, "--only", json.dumps(case)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def _run_only(case: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
+    if "index" in case:
+        return measure_index(case["index"])
+    with tempfile.TemporaryDirectory() as folder:
+        # Modules are imported and torch is warm: that is no cost of the number of ranks.
+        measure(Shape(2, 2, 1), 0, Path(folder), steps=1)
+        return dataclasses.asdict(measure(Shape(**case["shape"]), case["rank"], Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The environment variables of a rank, set before torch is imported; what the user has set stays.
+
+`launch` gives them to the ranks that it starts; under torchrun, `train` and `profile` set them themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+THREADS = "OMP_NUM_THREADS"
+OWN_THREADS = "YUAN_THREADS"
+"""For users of torchrun who want one thread per rank: an OMP_NUM_THREADS of 1 is taken for torchrun's own."""
+
+CUDA_DEFAULTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    # Loading a kernel at its first use may wait for the card, which may wait for a message of another rank.
+    (("CUDA_MODULE_LOADING",), "EAGER"),
+    # Stages hold tensors of many sizes and lifetimes, which leave holes between fixed segments.
+    (("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"), "expandable_segments:True"),
+    # torch's flight recorder: the last collectives of every rank, written when one of them times out.
+    (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+    (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+)
+"""Variables, each with other names that the user may have set instead, and values; without effect on CPUs."""
+
+
+def rank_defaults(given: Mapping[str, str], *, local_ranks: int, num_cores: int) -> dict[str, str]:
+    """The variables to set for one of `local_ranks` ranks on `num_cores` cores, in the environment `given`.
+
+    Threads serve the optimizer on the host, and all else that runs there: the ranks divide the cores.
+    """
+    found = {names[0]: value for names, value in CUDA_DEFAULTS if not any(name in given for name in names)}
+    if OWN_THREADS in given:
+        return found | {THREADS: given[OWN_THREADS]}
+    if local_ranks > 1 and (THREADS not in given or _is_torchruns(given)):
+        return found | {THREADS: str(max(1, num_cores // local_ranks))}
+    return found
+
+
+def _is_torchruns(given: Mapping[str, str]) -> bool:
+    """Whether OMP_NUM_THREADS looks like torchrun's own: 1 for several ranks, if the user has set none."""
+    return "TORCHELASTIC_RUN_ID" in given and given[THREADS] == "1"
+
+
+def set_rank_defaults() -> None:
+    """Set what this process, a rank or a run alone, needs. To be called before torch is imported."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local_ranks = int(ranks) if ranks.isdigit() else 1
+    os.environ.update(rank_defaults(os.environ, local_ranks=local_ranks, num_cores=count_cores()))
+
+
+def count_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

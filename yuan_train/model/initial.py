@@ -1,0 +1,88 @@
+"""The initial weights of a model: functions of the seed and of a parameter's global name and shape.
+
+Any rank can draw any part of any parameter. A generator cannot jump, so the rows before a part are drawn too,
+but in blocks that are dropped at once: no more than one block is in memory beside the part itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from yuan_train.config.model import ModelConfig
+
+BLOCK_ELEMENTS = 1 << 22
+"""Elements that are drawn at a time, 16 MiB."""
+
+_VECTOR = 16
+"""Torch draws normal numbers in vectors of this many, and more than it needs for a rest that is shorter: so
+blocks are multiples of it, and the last one is never shorter."""
+
+
+def initial_weight(config: ModelConfig, name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
+    """Return the initial value of a parameter, fp32 on the CPU, from its global name and global shape.
+
+    Each name has its own generator, so the value depends neither on the partition of the model nor on the
+    order of calls. Norms are 1; the filter's convolutions, weights and biases, are U(-r, r) with
+    r = 1 / sqrt(2 * input channels) (PyTorch's Conv2d default, as published); attention.out and
+    feed_forward.down are N(0, init_std / sqrt(2 * num_layers)); all others are N(0, init_std).
+    """
+    weight = torch.empty(shape, dtype=torch.float32)
+    for first, rows in initial_rows(config, name, shape, seed=seed):
+        weight[first : first + len(rows)] = rows
+    return weight
+
+
+def initial_rows(
+    config: ModelConfig,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    seed: int,
+    wanted: Callable[[int, int], bool] = lambda first, last: True,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield `initial_weight` in blocks of rows, as (first row, rows [n, ...]), in order.
+
+    A block [first, last) of which `wanted` says no is left out; after the last wanted one nothing is drawn.
+    """
+    blocks = list(_blocks(shape))
+    while blocks and not wanted(*blocks[-1]):
+        blocks.pop()
+    draw = _drawing(config, name, seed)
+    for first, last in blocks:
+        rows = draw(torch.empty((last - first, *shape[1:]), dtype=torch.float32))
+        if wanted(first, last):
+            yield first, rows
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    row = math.prod(shape[1:])
+    unit = _VECTOR // math.gcd(row, _VECTOR)
+    length = max(BLOCK_ELEMENTS // row // unit, 1) * unit
+    first = 0
+    while first < shape[0]:
+        # What would be left is less than a vector: the block takes it along.
+        rest = (shape[0] - first - length) * row
+        last = shape[0] if rest < _VECTOR else first + length
+        yield first, last
+        first = last
+
+
+def _drawing(config: ModelConfig, name: str, seed: int) -> Callable[[Tensor], Tensor]:
+    """Fills tensors with the next values of a parameter, in place."""
+    if name.endswith("norm.weight"):
+        return lambda weight: weight.fill_(1.0)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if ".filter.conv" in name:
+        in_size = config.hidden_size if ".conv1." in name else config.hidden_size // 2
+        bound = 1.0 / math.sqrt(2 * in_size)
+        return lambda weight: weight.uniform_(-bound, bound, generator=generator)
+    std = config.init_std
+    if name.endswith((".attention.out.weight", ".feed_forward.down.weight")):
+        std /= math.sqrt(2 * config.num_layers)
+    return lambda weight: weight.normal_(0.0, std, generator=generator)
