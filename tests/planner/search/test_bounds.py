@@ -118,9 +118,8 @@ def test_no_plan_takes_less_than_the_bound(seed):
     ("bandwidth", "layers", "sharded"),
     [(1e8, 0.5, True), (1e8, 99, False), (1e9, 2.1, True), (1e10, 1, False)],
 )
-def test_two_equal_pipelines_are_proven(bandwidth, layers, sharded):
-    """The search finds the best of all cuts of two equal pipelines, by what outlasts their compute of their
-    gradient reductions in buckets of so many layers."""
+def test_no_cut_of_two_equal_pipelines_is_faster(bandwidth, layers, sharded):
+    """Gradients are reduced in buckets of so many layers, over links from slow to fast."""
     link = Link(bandwidth=bandwidth, latency=1e-5)
     nodes = tuple(NodeGroup(name=kind, device=kind, count=2, network=link) for kind in ("Fast", "Slow"))
     types = {"Fast": card(speed=2.5), "Slow": card()}
@@ -146,6 +145,7 @@ def test_two_equal_pipelines_are_proven(bandwidth, layers, sharded):
     lowest = min(cost.step_seconds for cost in costs_of_cuts)
     keys = {"tensor": (1,), "replicas": (1,), "recompute": ("none",), "num_micro_batches": (4,)}
     result = find(given_problem, pipelines=(2,), optimizer_sharding=(sharded,), **keys)
-    assert result.exact
-    assert result.best.step_seconds == pytest.approx(lowest, rel=1e-9)
+    # Over slow links deeper warm-ups are faster still, and no proof covers them.
+    assert result.exact if bandwidth > 1e8 else result.best.step_seconds < lowest
+    assert result.best.step_seconds <= lowest * (1 + 1e-9)
     assert result.lower_bound_seconds <= lowest * (1 + 1e-9)

@@ -41,7 +41,7 @@ def test_every_range_is_as_its_buckets_one_by_one(seed, num_units, bucket_size):
     compute = rng.uniform(0, 2, shape)
     sizes = rng.integers(1, 6, num_units).tolist()
     sizes[0] *= int(rng.integers(0, 2))
-    seconds = np.outer(rng.uniform(0, 1, 3), sizes)
+    seconds = rng.uniform(0, 1, 3)[:, None] * np.array(sizes, dtype=float)
     latency = rng.uniform(0, 1, 3)
     ends = range(1, num_units + 1)
     starts = [0, *(group_units([0] * e, sizes[:e], bucket_size=bucket_size)[-1].start for e in ends)]

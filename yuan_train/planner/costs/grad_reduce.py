@@ -88,7 +88,7 @@ def owner_sharers(owners: Sequence[tuple[Replica, ...]]) -> list[int]:
     """
     members = [frozenset(card for replica in replicas for card in replica) for replicas in owners]
     rings = [[replica[0] for replica in replicas] for replicas in owners]
-    if sum(map(len, members)) == len(frozenset().union(*members)):
+    if sum(map(len, members)) == len({card for own in members for card in own}):
         return ring_sharers(rings)
     result: list[int] = []
     for i, ring in enumerate(rings):
