@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, split_backward
 from yuan_train.parallel.gradients import FlatBucket, grad_reduce_after
@@ -60,7 +61,8 @@ class RankRuntime:
     def start_grad_reduces(self, step: Step) -> None:
         """Start the gradient reductions that follow a step of the rank program; does not wait."""
         for number in self.grad_reduce_after.get(step, ()):
-            self.states[number].start_grad_reduce()
+            with during(Activity("start_grad_reduce", number=number)):
+                self.states[number].start_grad_reduce()
 
 
 def parallelize(

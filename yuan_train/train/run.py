@@ -30,6 +30,7 @@ from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
 from yuan_train.train.step import StepResult, Trainer, train_step, validation_loss
+from yuan_train.train.trace import Tracer
 
 FAILURE_TIMEOUT = 60.0
 """Seconds in which a rank that cannot start reaches the others, to tell them why."""
@@ -135,11 +136,15 @@ def _run_steps(
     if log is not None and progress.step >= run.train.steps:
         log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
     clock = device_clock(job.device)
+    tracer = Tracer(
+        run.train.trace, run.log.directory, grid=trainer.runtime.grid, coord=trainer.runtime.coord
+    )
     while progress.step < run.train.steps:
         lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
         stop = stop_requested[0] or saver.failed()
-        result = _step(job, trainer, progress, lr, stop=stop, saved=saver.saved)
-        measured = _measure(job, trainer, clock)
+        with tracer.step(progress.step + 1, job.device, clock):
+            result = _step(job, trainer, progress, lr, stop=stop, saved=saver.saved)
+            measured = _measure(job, trainer, clock)
         scale = progress.scaler.scale if progress.scaler else None
         progress = progress.advance(run, skipped=result.skipped)
         with clock.paused():
@@ -154,6 +159,7 @@ def _run_steps(
             if log is not None:
                 log.say(f"stopped by SIGTERM after step {progress.step}")
             break
+    tracer.finish()
     if saver.started != progress.step:
         save_progress(job, trainer, progress, saver)
 
@@ -175,12 +181,15 @@ def _step(
             may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
         )
     except TrainingError as error:
-        last_good = (
-            f"the last good checkpoint is that of step {saved}"
-            if saved is not None
-            else "no checkpoint is saved yet"
-        )
-        raise TrainingError(f"step {progress.step + 1}: {error}; {last_good}") from error
+        raise TrainingError(f"step {progress.step + 1}: {error}; {_last_good(saved)}") from error
+
+
+def _last_good(saved: int | None) -> str:
+    return (
+        f"the last good checkpoint is that of step {saved}"
+        if saved is not None
+        else "no checkpoint is saved yet"
+    )
 
 
 @dataclass(frozen=True)
