@@ -31,6 +31,7 @@ from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
 from yuan_train.train.step import StepResult, Trainer, train_step, validation_loss
 from yuan_train.train.trace import Tracer
+from yuan_train.train.watch import watching
 
 FAILURE_TIMEOUT = 60.0
 """Seconds in which a rank that cannot start reaches the others, to tell them why."""
@@ -56,6 +57,13 @@ def train(job: Job) -> None:
             stop_on_sigterm() as stop_requested,
             _open_log(job, progress) as log,
             make_saver(job, trainer, log) as saver,
+            watching(
+                trainer.runtime.grid,
+                trainer.runtime.coord,
+                job.device,
+                timeout_seconds=job.run.train.timeout,
+                last_good=lambda: _last_good(saver.saved),
+            ),
         ):
             _run_steps(job, trainer, progress, log, saver, stop_requested)
     finally:
