@@ -15,12 +15,16 @@ import torch
 
 from tests.support.project import make_project, parse_plan, run_config
 from tests.support.ranks import Case, run_cases
+from tools.draw_trace import draw
 from yuan_train.cli.main import main
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
+from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.apply import pipeline_schedule
 from yuan_train.parallel.grid import Grid
+from yuan_train.schedule.step import Step
 from yuan_train.train.rank_clock import bound_offset
+from yuan_train.train.trace import Recorder
 
 TRACED = (3, 4)
 TRACE = "train.trace={first_step: 3, steps: 2, kernels: true}"
@@ -259,3 +263,46 @@ def test_what_to_trace_is_checked(tmp_path: Path, trace: str, log: str, message:
     run_file = make_project(tmp_path)
     with pytest.raises(ConfigError, match=message):
         run_config(run_file, f"train.trace={trace}", f"log.directory={log}")
+
+
+def test_on_a_card_spans_are_on_the_streams_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Card:
+        """Comes to an event at a time of the test, in milliseconds, not when the host enqueues it."""
+
+        now = 100.0
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = Card.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr("yuan_train.train.trace.time.perf_counter", lambda: 50.0)
+    recorder = Recorder(torch.device("cuda", 0))
+    wait = Activity("wait", Step("receive_activation", 1, 0))
+    compute = Activity("compute", Step("forward", 1, 0))
+    with observed_by(recorder), during(Activity("training_step", number=7)):
+        for activity, milliseconds in ((wait, 30.0), (compute, 20.0)):
+            with during(activity):
+                Card.now += milliseconds
+    found = {one.activity.kind: (one.start_seconds, one.end_seconds) for one in recorder.recorded()}
+    assert found["wait"] == pytest.approx((50.0, 50.03)) and found["compute"] == pytest.approx((50.03, 50.05))
+    assert found["training_step"] == pytest.approx((50.0, 50.05))
+
+
+def test_the_picture_of_a_step(merged: list[dict[str, Any]]) -> None:
+    svg = draw(merged, step=TRACED[0])
+    for row in ("rank 2 (pipeline 1, stage 0) on card/2", "measured", "messages", "reductions", "forecast"):
+        assert row in svg
+    # Forwards and backwards of 4 micro-batches of 3 ranks, measured and forecast.
+    assert svg.count("<title>forward ") == svg.count("<title>backward ") == 24
