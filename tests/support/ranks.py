@@ -15,7 +15,7 @@ from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
 from yuan_train.model.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
-from yuan_train.parallel import bridge, collectives
+from yuan_train.parallel import collectives, transport
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
@@ -80,7 +80,7 @@ def _disabled(key: str) -> Iterator[None]:
         "sharded_grad_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
         "sharded_weight_sync": (OwnedState, "sync_weights", lambda self: None),
         "host_weight_sync": (OwnedState, "sync_weights", lambda self: None),
-        "host_copy": (bridge, "_host_copy", torch.zeros_like),
+        "host_copy": (transport, "_host_copy", torch.zeros_like),
         "grad_reduce_overlap": (RankRuntime, "start_grad_reduces", _start_all_at_the_end),
         "tensor_all_reduce": (collectives.dist, "all_reduce", _skip_activations(collectives.dist.all_reduce)),
         "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),

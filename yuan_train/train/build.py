@@ -43,7 +43,13 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         row_blocks=ROW_BLOCKS,
     )
     runtime = parallelize(
-        plan, rank, parts, device=job.device, dtype=dtype, timeout_seconds=run.train.timeout
+        plan,
+        rank,
+        parts,
+        device=job.device,
+        dtype=dtype,
+        timeout_seconds=run.train.timeout,
+        startup_timeout_seconds=run.train.startup_timeout,
     )
     device_type = plan.device_type(rank)
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
