@@ -29,13 +29,12 @@ import torch.multiprocessing as mp
 
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
-from yuan_train.parallel.apply import pipeline_schedule
-from yuan_train.parallel.bridge import Boundary, Bridge
+from yuan_train.parallel.apply import make_bridge, pipeline_schedule
+from yuan_train.parallel.bridge import Boundary
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import init_distributed, make_groups, shutdown
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
-from yuan_train.schedule.check import peak_in_flight
 from yuan_train.train.measure import machine_name, measure_links
 
 CPU = torch.device("cpu")
@@ -195,8 +194,7 @@ def _run_steps(case: Case, rank: int) -> torch.Tensor:
     schedule = pipeline_schedule(plan, 0)
     groups = make_groups(grid, device=CPU, timeout_seconds=60)
     boundary = Boundary((1, SEQUENCE_LENGTH, HIDDEN_SIZE), torch.float32, CPU)
-    window = 1 + max(peak_in_flight(program) for program in schedule)
-    bridge = Bridge(grid, coord, groups, boundary, window=window)
+    bridge = make_bridge(grid, coord, groups, boundary, schedule)
     work, stopwatch = Work(case, last=rank == case.num_stages - 1), Stopwatch(CPU)
     executor = Executor({rank: work}, bridge, stopwatch)
     rows: list[torch.Tensor] = []

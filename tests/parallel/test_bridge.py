@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from yuan_train.parallel.bridge import _host_copy
+from yuan_train.parallel.transport import _host_copy
 
 
 @pytest.mark.gpu

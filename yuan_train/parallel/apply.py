@@ -21,6 +21,7 @@ from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.check import check_schedule, peak_in_flight
+from yuan_train.schedule.messages import arrivals_proven
 from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import RankProgram, Schedule
 
@@ -80,20 +81,26 @@ def parallelize(
     device: torch.device,
     dtype: torch.dtype,
     timeout_seconds: float = 600.0,
+    startup_timeout_seconds: float | None = None,
     bucket_size: int = BUCKET_SIZE,
     reduce_dtype: torch.dtype | None = None,
 ) -> RankRuntime:
     """Build this rank's parts of the model, move their weights into flat buckets, create its process groups.
 
-    `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another.
-    Gradients are reduced in buckets of at most `bucket_size` parameters, in `reduce_dtype` (None: as they are
-    accumulated).
+    `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another,
+    `startup_timeout_seconds` (None: the same) how long in the first use of a link or a group. Gradients are
+    reduced in buckets of at most `bucket_size` parameters, in `reduce_dtype` (None: as they are accumulated).
     Collective over all ranks. Raises TrainingError if a link or a group fails, PlanError for a schedule that
     cannot run.
     """
     grid = Grid(plan, bucket_size)
     coord = grid.coords[rank]
-    groups = make_groups(grid, device=device, timeout_seconds=timeout_seconds)
+    groups = make_groups(
+        grid,
+        device=device,
+        timeout_seconds=timeout_seconds,
+        startup_timeout_seconds=startup_timeout_seconds,
+    )
     pipeline = grid.pipeline(coord)
     spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, len(grid.replica(coord)))
     modules, shards = _build_parts(grid, coord, parts, spec, device)
@@ -119,14 +126,13 @@ def parallelize(
     workers = grid.workers(coord.pipeline)
     schedule = pipeline_schedule(plan, coord.pipeline)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
-    window = 1 + max(peak_in_flight(program) for program in schedule)
+    evaluation = forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)
+    check_schedule(evaluation, workers)
     return RankRuntime(
         grid=grid,
         coord=coord,
         program=schedule[coord.worker],
-        evaluation_program=forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)[
-            coord.worker
-        ],
+        evaluation_program=evaluation[coord.worker],
         parts=modules,
         deferred=deferred,
         shards=shards,
@@ -140,9 +146,23 @@ def parallelize(
             start=lambda number: states[number].start_grad_reduce(),
         ),
         groups=groups,
-        bridge=Bridge(grid, coord, groups, Boundary(shape, dtype, device), window=window)
+        bridge=make_bridge(grid, coord, groups, Boundary(shape, dtype, device), schedule)
         if len(pipeline.stages) > 1
         else None,
+    )
+
+
+def make_bridge(
+    grid: Grid, coord: RankCoord, groups: Groups, boundary: Boundary, schedule: Schedule
+) -> Bridge:
+    """The bridge of a rank that runs its program of a pipeline's schedule."""
+    return Bridge(
+        grid,
+        coord,
+        groups,
+        boundary,
+        proofs=arrivals_proven(schedule, grid.workers(coord.pipeline), coord.worker),
+        window=1 + max(peak_in_flight(program) for program in schedule),
     )
 
 
@@ -159,10 +179,8 @@ def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
     try:
         check_schedule(schedule, workers)
     except ValueError as error:
-        raise PlanError(
-            f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}; "
-            "plan again, or set another schedule"
-        ) from error
+        fault = f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}"
+        raise PlanError(f"{fault}; plan again, or with another schedule") from error
     return schedule
 
 

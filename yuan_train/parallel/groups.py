@@ -18,8 +18,14 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
-from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
+from yuan_train.parallel.transport import (
+    GroupTransport,
+    LostPeer,
+    blame_peers,
+    library_of,
+    transport_of,
+)
 
 TREE_WIDTH = 8
 """Ranks of a group of the tree in which all ranks sum; the cards of a usual node."""
@@ -35,12 +41,14 @@ LAZY_FROM = 64
 class Groups:
     """The process groups of a plan, by purpose; empty in a single process."""
 
-    edges: Mapping[Edge, dist.ProcessGroup]
+    edges: Mapping[Edge, GroupTransport]
     """Of two ranks each, for point-to-point messages."""
-    owners: Mapping[tuple[int, ...], dist.ProcessGroup]
+    owners: Mapping[tuple[int, ...], GroupTransport]
     """For gradient reductions and weight sync, by the ranks that hold the same slices of the same units."""
     tensor: dist.ProcessGroup | None = None
     """This rank's tensor-parallel group; None if it is one rank wide."""
+    replica: GroupTransport | None = None
+    """The group of `tensor` as a transport."""
     tree: Sequence[tuple[tuple[int, ...], dist.ProcessGroup]] = ()
     """For `sum_over_world`: this rank's group and, as far as it is the first of each, those above. Empty on
     few ranks, which sum in a ring."""
@@ -73,26 +81,6 @@ def init_distributed(
         raise TrainingError(f"the ranks could not connect within {startup_seconds:g} s: {error}") from error
 
 
-class LostPeer(RuntimeError):
-    """A rank of a group died or timed out; the message names the operation and the rank."""
-
-
-@contextmanager
-def blame_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Around an operation `what` of `ranks`: raise its RuntimeError as a LostPeer that names the others."""
-    try:
-        with during(Activity("collective", what=what, ranks=tuple(ranks))):
-            yield
-    except LostPeer:
-        raise
-    except RuntimeError as error:
-        if not dist.is_initialized():
-            raise
-        others = [str(rank) for rank in ranks if rank != dist.get_rank()]
-        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
-        raise LostPeer(f"{what} failed; {who} is gone or stuck ({error})") from error
-
-
 @contextmanager
 def as_training_error(coord: RankCoord) -> Iterator[None]:
     """Raise a LostPeer as a TrainingError that names this rank's coordinates."""
@@ -116,37 +104,54 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def make_groups(grid: Grid, *, device: torch.device, timeout_seconds: float) -> Groups:
+def make_groups(
+    grid: Grid, *, device: torch.device, timeout_seconds: float, startup_timeout_seconds: float | None = None
+) -> Groups:
     """Create and warm up the groups of a plan; collective over all ranks.
 
-    An operation of a group that waits longer than `timeout_seconds` fails. Ranks whose cards have no common
-    backend get gloo: for reductions gloo itself copies from the card, and for messages the bridge copies to
-    the host. Raises TrainingError, naming the ranks, if a group does not work.
+    An operation of a group that waits longer than `timeout_seconds` fails, a first one that does not end in
+    `startup_timeout_seconds` (None: the same) too. Ranks whose cards have no common backend get gloo. Raises
+    TrainingError, naming the ranks, if a group does not work.
+
+    On cards each group is an NCCL communicator with buffers of its own on the card; a rank has two for each
+    worker that it exchanges messages with in a cut, one for each group of owners, and one for its
+    tensor-parallel group. What they take is not measured here; it counts in the card's `reserved` bytes.
     """
     if not dist.is_initialized():
         return Groups({}, {})
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        direct = device.type == "cuda" and not grid.plan.via_host(ranks)
-        timeout = timedelta(seconds=timeout_seconds)
-        return _new_group(ranks, timeout=timeout, backend="nccl" if direct else "gloo")
+        library = library_of(device, via_host=grid.plan.via_host(ranks))
+        return _new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=library)
 
-    edges = {edge: new_group((edge.sender, edge.receiver)) for edge in grid.edges}
+    def transport(ranks: tuple[int, ...], group: dist.ProcessGroup) -> GroupTransport:
+        return transport_of(group, ranks, device=device, via_host=grid.plan.via_host(ranks))
+
+    edges: dict[Edge, GroupTransport] = {}
+    for edge in grid.edges:
+        ranks = (edge.sender, edge.receiver)
+        edges[edge] = transport(ranks, new_group(ranks))
     shared = dict.fromkeys(
         bucket.slice_group(i)
         for bucket in grid.buckets
         for i in range(bucket.num_slices)
         if len(bucket.owners) > 1
     )
-    owners = {ranks: new_group(ranks) for ranks in shared}
+    owners = {ranks: transport(ranks, new_group(ranks)) for ranks in shared}
     wide: list[Replica] = [
         replica for p in range(len(grid.plan.pipelines)) for replica in grid.replicas(p) if len(replica) > 1
     ]
     tensor: dict[Replica, dist.ProcessGroup] = {replica: new_group(replica) for replica in wide}
     own = grid.replica(grid.coords[dist.get_rank()])
     tree = _make_tree(timeout_seconds=timeout_seconds)
-    groups = Groups(edges, owners, tensor.get(own), tree)
-    _warm_up(grid, groups, device)
+    groups = Groups(
+        edges,
+        owners,
+        tensor.get(own),
+        tree=tree,
+        replica=transport(own, tensor[own]) if own in tensor else None,
+    )
+    _warm_up(groups, device, timeout_seconds if startup_timeout_seconds is None else startup_timeout_seconds)
     return groups
 
 
@@ -193,31 +198,31 @@ def _new_group(
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timeout, backend=backend))
 
 
-def _warm_up(grid: Grid, groups: Groups, device: torch.device) -> None:
-    """Use each group once, in the same order on all ranks. Raises TrainingError, naming the peer."""
+def _warm_up(groups: Groups, device: torch.device, seconds: float) -> None:
+    """Use each group once, in the same order on all ranks. Raises TrainingError, naming the peer.
+
+    The host waits for the end of each: on nccl, a link that does not work would only be noticed in step 1.
+    """
     rank = dist.get_rank()
-    for edge, group in groups.edges.items():
-        sender, receiver = edge.sender, edge.receiver
-        if rank not in (sender, receiver):
-            continue
-        token = torch.zeros(1, device="cpu" if grid.via_host[edge] else device)
-        try:
-            if rank == sender:
-                dist.send(token, receiver, group=group)
-            else:
-                dist.recv(token, sender, group=group)
-        except RuntimeError as error:
-            raise TrainingError(
-                f"rank {rank}: the link from rank {sender} to rank {receiver} failed: {error}"
-            ) from error
     token = torch.zeros(1, device=device)
-    for ranks, group in groups.owners.items():
+    for edge, transport in groups.edges.items():
+        with _naming(rank, f"the link from rank {edge.sender} to rank {edge.receiver}"):
+            if rank == edge.sender:
+                transport.send(token, edge.receiver).finish(seconds)
+            elif rank == edge.receiver:
+                transport.post((1,), token.dtype, edge.sender).finish(seconds)
+    for ranks, transport in groups.owners.items():
         if rank in ranks:
-            try:
-                dist.all_reduce(token, group=group)
-            except RuntimeError as error:
-                raise TrainingError(
-                    f"rank {rank}: the gradient group of ranks {list(ranks)} failed: {error}"
-                ) from error
-    if groups.tensor is not None:
-        dist.all_reduce(token, group=groups.tensor)
+            with _naming(rank, f"the gradient group of ranks {list(ranks)}"):
+                transport.all_reduce(token, "the first use of the gradient group").finish(seconds)
+    if groups.replica is not None:
+        with _naming(rank, "the tensor-parallel group"):
+            groups.replica.all_reduce(token, "the first use of the tensor-parallel group").finish(seconds)
+
+
+@contextmanager
+def _naming(rank: int, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError(f"rank {rank}: {what} failed: {error}") from error

@@ -23,8 +23,8 @@ from torch import Tensor
 from yuan_kernels import ops
 
 from yuan_train.parallel.collectives import copy_to_tp, reduce_from_tp
-from yuan_train.parallel.groups import blame_peers
 from yuan_train.parallel.shard import Shard, find_shard, sharding_style
+from yuan_train.parallel.transport import blame_peers
 
 
 @dataclass(frozen=True)

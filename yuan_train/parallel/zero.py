@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from yuan_train.parallel.boxes import global_boxes
 from yuan_train.parallel.gradients import (
@@ -28,8 +27,9 @@ from yuan_train.parallel.gradients import (
     squared_norm,
     sum_of_squares,
 )
-from yuan_train.parallel.groups import Groups, blame_peers
+from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import TensorBox
+from yuan_train.parallel.transport import GroupTransport, Pending
 
 State = Literal["master", "exp_avg", "exp_avg_sq"]
 STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
@@ -75,10 +75,10 @@ class OwnedState:
         self._groups = groups
         self._reduce_dtype = reduce_dtype or bucket.gradient.dtype
         self._packed: list[torch.Tensor] = []
-        self._pending: list[tuple[Slice, dist.Work]] = []
+        self._pending: list[Pending] = []
         self._synced: list[torch.Tensor] = []
         """By slice, the buffers in which weights are on their way to this rank."""
-        self._syncing: list[tuple[Slice, dist.Work]] = []
+        self._syncing: list[Pending] = []
         self._ranges = None if shares is None else [_ranges(part, shares) for part in bucket.slices]
         """By slice: the range of each owner."""
         if self._ranges is None:
@@ -122,31 +122,27 @@ class OwnedState:
             packed = self._bucket.pack(self._bucket.gradient, part)
             if len(part.group) > 1:
                 packed = packed.to(self._reduce_dtype)
-                self._pending += [(part, work) for work in self._reduce(i, part, packed)]
+                self._pending += self._reduce(i, part, packed)
             self._packed.append(packed)
 
-    def _reduce(self, number: int, part: Slice, packed: torch.Tensor) -> Iterator[dist.Work]:
+    def _reduce(self, number: int, part: Slice, packed: torch.Tensor) -> Iterator[Pending]:
         """Start to reduce a packed slice [n] in place: all of it, or to each owner its range."""
         group = self._groups.owners[part.group]
-        with blame_peers("the gradient reduction over owners", part.group):
-            if self._ranges is None:
-                yield _started(dist.all_reduce(packed, group=group, async_op=True))
-            elif _is_coalesced(self._ranges[number], group):
-                start, end = self._ranges[number][self._bucket.rank]
-                yield _started(
-                    dist.reduce_scatter_tensor(packed[start:end], packed, group=group, async_op=True)
-                )
-            else:
-                for rank, (start, end) in self._ranges[number].items():
-                    if end > start:
-                        yield _started(dist.reduce(packed[start:end], rank, group=group, async_op=True))
+        if self._ranges is None:
+            yield group.all_reduce(packed, GRAD_REDUCE)
+        elif _is_coalesced(self._ranges[number], group):
+            start, end = self._ranges[number][self._bucket.rank]
+            yield group.reduce_scatter(packed[start:end], packed, GRAD_REDUCE)
+        else:
+            for rank, (start, end) in self._ranges[number].items():
+                if end > start:
+                    yield group.reduce(packed[start:end], rank, GRAD_REDUCE)
 
     def finish_grad_reduce(self) -> torch.Tensor:
         """Wait until this rank's shards have the reduced gradient; return their share of its squared global
         norm, fp64."""
-        for part, work in self._pending:
-            with blame_peers("the gradient reduction over owners", part.group):
-                work.wait()
+        for pending in self._pending:
+            pending.wait()
         norm = self._take_all() if self._ranges is None else self._take_ranges(self._ranges)
         self._pending.clear()
         self._packed.clear()
@@ -184,30 +180,26 @@ class OwnedState:
             for shard in held:
                 _copy(shard.master, buffer[shard.start : shard.end])
             if len(part.group) > 1:
-                self._syncing += [(part, work) for work in self._share(self._ranges[i], part, buffer)]
+                self._syncing += self._share(self._ranges[i], part, buffer)
             self._synced.append(buffer)
 
     def _share(
         self, ranges: dict[int, tuple[int, int]], part: Slice, buffer: torch.Tensor
-    ) -> Iterator[dist.Work]:
+    ) -> Iterator[Pending]:
         """Start to fill a packed slice [n] of weights with each owner's range."""
         group = self._groups.owners[part.group]
-        with blame_peers(WEIGHT_SYNC, part.group):
-            if _is_coalesced(ranges, group):
-                start, end = ranges[self._bucket.rank]
-                yield _started(
-                    dist.all_gather_into_tensor(buffer, buffer[start:end], group=group, async_op=True)
-                )
-                return
-            for rank, (start, end) in ranges.items():
-                if end > start:
-                    yield _started(dist.broadcast(buffer[start:end], rank, group=group, async_op=True))
+        if _is_coalesced(ranges, group):
+            start, end = ranges[self._bucket.rank]
+            yield group.all_gather(buffer, buffer[start:end], WEIGHT_SYNC)
+            return
+        for rank, (start, end) in ranges.items():
+            if end > start:
+                yield group.broadcast(buffer[start:end], rank, WEIGHT_SYNC)
 
     def finish_weight_sync(self) -> None:
         """Wait until the model's weights are those of the last step; nothing to do if they are."""
-        for part, work in self._syncing:
-            with blame_peers(WEIGHT_SYNC, part.group):
-                work.wait()
+        for pending in self._syncing:
+            pending.wait()
         for part, buffer in zip(self._bucket.slices, self._synced, strict=False):
             self._bucket.unpack(buffer, part, self._bucket.weights)
         self._syncing.clear()
@@ -288,21 +280,17 @@ class _Located:
     count: int
 
 
+GRAD_REDUCE = "the gradient reduction over owners"
 WEIGHT_SYNC = "the sending of stepped weights to all owners"
 
 
-def _is_coalesced(ranges: Mapping[int, tuple[int, int]], group: dist.ProcessGroup) -> bool:
+def _is_coalesced(ranges: Mapping[int, tuple[int, int]], group: GroupTransport) -> bool:
     """Whether equal ranges take one reduce-scatter or all-gather instead of an operation per owner.
 
     Not on gloo: there a reduce-scatter sends what an all-reduce does, and an all-gather copies its input.
     """
     equal = len({end - start for start, end in ranges.values()}) == 1
-    return equal and dist.get_backend(group) == "nccl"
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
+    return equal and group.library == "nccl"
 
 
 def _ranges(part: Slice, shares: Sequence[float]) -> dict[int, tuple[int, int]]:

@@ -52,6 +52,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         device=job.device,
         dtype=dtype,
         timeout_seconds=run.train.timeout,
+        startup_timeout_seconds=run.train.startup_timeout,
         bucket_size=run.optimizer.bucket_size,
         reduce_dtype=torch.bfloat16 if run.optimizer.reduce_dtype == "bf16" else None,
     )

@@ -1,0 +1,317 @@
+"""Transports: how tensors move between the ranks of a process group. One module posts, sends, waits, reduces.
+
+Every operation returns at once, with what is pending of it. What `wait` does depends on the library:
+
+- gloo: it blocks the host until the operation has ended, and raises if a rank of the group is lost.
+- nccl: it makes the current stream wait. The host goes on and learns of nothing; a lost rank is found by
+  NCCL's watchdog. `finish` blocks the host in both.
+
+Buffers belong to the operation until then: a pending operation keeps its tensors alive until it has been
+waited for or was seen to be done. On nccl that is enough even if the host runs ahead: memory that is freed
+after `wait` is used again on the same stream, after the operation.
+
+Between cards without a common library, tensors move over gloo from pinned host memory to pinned host memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.parallel.activity import Activity, during
+
+POLL_SECONDS = 1e-3
+"""Between two looks at an operation for which the host waits."""
+
+
+class LostPeer(RuntimeError):
+    """A rank of a group died or timed out; the message names the operation and the rank."""
+
+
+@contextmanager
+def blame_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Around an operation `what` of `ranks`: raise its RuntimeError as a LostPeer that names the others."""
+    try:
+        with during(Activity("collective", what=what, ranks=tuple(ranks))):
+            yield
+    except LostPeer:
+        raise
+    except RuntimeError as error:
+        if not dist.is_initialized():
+            raise
+        others = [str(rank) for rank in ranks if rank != dist.get_rank()]
+        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
+        raise LostPeer(f"{what} failed; {who} is gone or stuck ({error})") from error
+
+
+class Pending(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Wait until the operation has ended: on gloo the host waits, on nccl the current stream.
+
+        Raises LostPeer, on gloo, if a rank of the group is lost.
+        """
+        ...
+
+    def is_done(self) -> bool:
+        """Whether the operation is known to have ended; never blocks.
+
+        gloo tells it of collectives, but of a message only when it has been waited for.
+        """
+        ...
+
+    def finish(self, seconds: float) -> None:
+        """Block the host until the operation has ended. Raises LostPeer if it has not after `seconds`."""
+        ...
+
+
+class PendingReceive(Protocol):
+    """A posted receive."""
+
+    def take(self) -> torch.Tensor:
+        """Wait as `Pending.wait` does, and return the message, on the device. To be called once."""
+        ...
+
+    def finish(self, seconds: float) -> None:
+        """As `Pending.finish`."""
+        ...
+
+
+class Transport(Protocol):
+    """What the ranks of one group do together; `ranks` and roots are ranks of the world.
+
+    Operations of a group happen in the order in which they are started, which must be the same on its ranks.
+    `what` names an operation in errors.
+    """
+
+    def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
+        """Allocate a buffer and start to receive into it."""
+        ...
+
+    def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
+        """Start to send a contiguous tensor, which must not change until then."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
+        """Start to sum a tensor over the group, in place."""
+        ...
+
+    def reduce(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
+        """Start to sum a tensor over the group, in place on `root`; elsewhere it is overwritten."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
+        """Start to copy a tensor from `root` to the others."""
+        ...
+
+    def reduce_scatter(self, part: torch.Tensor, tensor: torch.Tensor, what: str) -> Pending:
+        """Start to sum a tensor [n k] over the n ranks of the group, and to keep this rank's part [k]."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
+        """Start to collect the parts [k] of the n ranks of the group in a tensor [n k]."""
+        ...
+
+
+class _PendingWork:
+    """An operation of torch.distributed, and the tensors that it reads or writes."""
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        tensors: tuple[torch.Tensor, ...],
+        ranks: Sequence[int],
+        what: str,
+        *,
+        polls: bool,
+    ) -> None:
+        self._work = work
+        self._tensors = tensors
+        self._ranks = ranks
+        self._what = what
+        self._polls = polls
+
+    def wait(self) -> None:
+        if self._work is not None:
+            with blame_peers(self._what, self._ranks):
+                self._work.wait()
+        self._work, self._tensors = None, ()
+
+    def is_done(self) -> bool:
+        if self._work is not None and self._work.is_completed():
+            # At no cost by now; it also raises what a failed operation has to say.
+            self.wait()
+        return self._work is None
+
+    def finish(self, seconds: float) -> None:
+        if not self._polls:
+            # gloo's own wait ends with the group's timeout.
+            self.wait()
+        end = time.monotonic() + seconds
+        while not self.is_done():
+            if time.monotonic() > end:
+                with blame_peers(self._what, self._ranks):
+                    raise RuntimeError(f"no answer within {seconds:g} s")
+            time.sleep(POLL_SECONDS)
+
+
+class _PendingMessage:
+    """A posted receive of a message that arrives where it is used."""
+
+    def __init__(self, pending: _PendingWork, buffer: torch.Tensor) -> None:
+        self._pending = pending
+        self._buffer = buffer
+
+    def take(self) -> torch.Tensor:
+        self._pending.wait()
+        return self._buffer
+
+    def finish(self, seconds: float) -> None:
+        self._pending.finish(seconds)
+
+
+class GroupTransport:
+    """A process group as a transport: what gloo and nccl have in common."""
+
+    library: str
+    """The backend of the process group."""
+    _polls: bool
+    """Whether messages under way can be asked if they have arrived."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device) -> None:
+        self._group = group
+        self._ranks = tuple(ranks)
+        self._device = device
+
+    def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        return _PendingMessage(self._receive(buffer, sender), buffer)
+
+    def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
+        what = f"the message to rank {receiver}"
+        work = dist.isend(tensor, receiver, group=self._group)
+        return self._pending(work, (tensor,), what)
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
+        with blame_peers(what, self._ranks):
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return self._pending(work, (tensor,), what)
+
+    def reduce(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
+        with blame_peers(what, self._ranks):
+            work = dist.reduce(tensor, root, group=self._group, async_op=True)
+        return self._pending(work, (tensor,), what)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
+        with blame_peers(what, self._ranks):
+            work = dist.broadcast(tensor, root, group=self._group, async_op=True)
+        return self._pending(work, (tensor,), what)
+
+    def reduce_scatter(self, part: torch.Tensor, tensor: torch.Tensor, what: str) -> Pending:
+        with blame_peers(what, self._ranks):
+            work = dist.reduce_scatter_tensor(part, tensor, group=self._group, async_op=True)
+        return self._pending(work, (part, tensor), what)
+
+    def all_gather(self, tensor: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
+        with blame_peers(what, self._ranks):
+            work = dist.all_gather_into_tensor(tensor, part, group=self._group, async_op=True)
+        return self._pending(work, (tensor, part), what)
+
+    def free(self) -> None:
+        """Destroy the process group; nothing may be pending."""
+        dist.destroy_process_group(self._group)
+
+    def _receive(self, buffer: torch.Tensor, sender: int) -> _PendingWork:
+        work = dist.irecv(buffer, sender, group=self._group)
+        return self._pending(work, (buffer,), f"the message from rank {sender}")
+
+    def _pending(self, work: dist.Work | None, tensors: tuple[torch.Tensor, ...], what: str) -> _PendingWork:
+        return _PendingWork(work, tensors, self._ranks, what, polls=self._polls)
+
+
+class GlooTransport(GroupTransport):
+    """gloo, from and to host memory; for collectives gloo itself copies from and to a card."""
+
+    library = "gloo"
+    _polls = False
+
+
+class NcclTransport(GroupTransport):
+    """nccl or rccl, from card to card."""
+
+    library = "nccl"
+    _polls = True
+
+
+class HostStagedTransport(GlooTransport):
+    """Messages between cards that share no library but gloo; its collectives are gloo's."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device) -> None:
+        super().__init__(group, ranks, device=device)
+        self._uploads: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        """Buffers from which the card copies, until it has; the event tells."""
+
+    def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
+        buffer = _host_buffer(shape, dtype, card=self._device)
+        return _PendingUpload(self._receive(buffer, sender), buffer, self)
+
+    def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
+        return super().send(_host_copy(tensor), receiver)
+
+    def upload(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A copy on the card, made by the current stream; the host does not wait for it."""
+        while self._uploads and self._uploads[0][0].query():
+            self._uploads.popleft()
+        copy = torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
+        copy.copy_(buffer, non_blocking=True)
+        if self._device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+            self._uploads.append((copied, buffer))
+        return copy
+
+
+class _PendingUpload(_PendingMessage):
+    """A posted receive into host memory, from which the message is copied to the card."""
+
+    def __init__(self, pending: _PendingWork, buffer: torch.Tensor, transport: HostStagedTransport) -> None:
+        super().__init__(pending, buffer)
+        self._transport = transport
+
+    def take(self) -> torch.Tensor:
+        return self._transport.upload(super().take())
+
+
+def transport_of(
+    group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device, via_host: bool
+) -> GroupTransport:
+    """The transport of a process group; `via_host`: its cards share no library but gloo."""
+    return _kind_of(device, via_host=via_host)(group, ranks, device=device)
+
+
+def library_of(device: torch.device, *, via_host: bool) -> str:
+    """The backend that a process group needs for `transport_of`."""
+    return _kind_of(device, via_host=via_host).library
+
+
+def _kind_of(device: torch.device, *, via_host: bool) -> type[GroupTransport]:
+    if via_host:
+        return HostStagedTransport
+    return NcclTransport if device.type == "cuda" else GlooTransport
+
+
+def _host_buffer(shape: tuple[int, ...], dtype: torch.dtype, *, card: torch.device) -> torch.Tensor:
+    """A buffer in host memory, pinned if a card copies to and from it."""
+    return torch.empty(shape, dtype=dtype, pin_memory=card.type == "cuda")
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, complete on return, because gloo reads it at once."""
+    return _host_buffer(tuple(tensor.shape), tensor.dtype, card=tensor.device).copy_(tensor)
