@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -122,6 +123,9 @@ def test_a_rank_that_hangs_is_named(job: list[str], tmp_path: Path) -> None:
     assert code == 1
     # Its neighbour reports it; rank 1 itself was stopped, and killed by the launcher.
     assert "rank 1 is gone or stuck" in errors, errors
+    # Before that, as it waits, it says so.
+    waits = r"step \d+: rank [02] \(pipeline 0, stage [02]\) has waited \d s in the (forward|backward) of "
+    assert re.search(waits + r"micro-batch \d for rank 1's (activation|gradient)", errors), errors
     assert "Traceback" not in errors
 
 

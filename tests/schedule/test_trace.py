@@ -8,7 +8,16 @@ import pytest
 
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
 from yuan_train.schedule.step import Step
-from yuan_train.schedule.trace import TimedStep, TraceTrack, trace_events, write_trace
+from yuan_train.schedule.trace import (
+    Span,
+    TimedStep,
+    TraceTrack,
+    nested_rows,
+    trace_events,
+    track_threads,
+    whole_arrows,
+    write_trace,
+)
 
 
 def tracks():
@@ -25,9 +34,13 @@ def tracks():
     ]
 
 
+def events_of(tracks):
+    return whole_arrows(trace_events(track_threads(tracks)))
+
+
 def test_a_trace_file_has_the_events_that_perfetto_reads(tmp_path):
     path = tmp_path / "deep" / "trace.json"
-    write_trace(path, tracks())
+    write_trace(path, events_of(tracks()))
     document = json.loads(path.read_text())
     assert {event["ph"] for event in document["traceEvents"]} == {"M", "X", "s", "f"}
     names = {e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}
@@ -36,7 +49,7 @@ def test_a_trace_file_has_the_events_that_perfetto_reads(tmp_path):
 
 
 def test_every_step_appears_once_and_none_overlap_on_a_thread():
-    boxes = [event for event in trace_events(tracks()) if event["ph"] == "X"]
+    boxes = [event for event in events_of(tracks()) if event["ph"] == "X"]
     # 2 stages * 3 micro-batches * (forward, backward), and 3 messages each way.
     assert Counter(box["cat"] for box in boxes) == {
         "forward": 6,
@@ -50,7 +63,7 @@ def test_every_step_appears_once_and_none_overlap_on_a_thread():
 
 
 def test_arrows_lead_to_the_step_that_uses_the_message():
-    events = trace_events(tracks())
+    events = events_of(tracks())
     starts = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     assert starts.keys() == ends.keys()
@@ -61,7 +74,7 @@ def test_arrows_lead_to_the_step_that_uses_the_message():
 
 def test_times_are_microseconds():
     track = TraceTrack(process="p", pipeline=1, stage=0, steps=[TimedStep(Step("forward", 0, 0), 0.25, 0.5)])
-    (box,) = [event for event in trace_events([track]) if event["ph"] == "X"]
+    (box,) = [event for event in events_of([track]) if event["ph"] == "X"]
     assert (box["ts"], box["dur"]) == (250_000, 250_000)
     assert box["args"] == {"pipeline": 1, "stage": 0, "micro_batch": 0}
 
@@ -70,10 +83,20 @@ def test_a_message_without_a_receiver_has_no_arrow():
     track = TraceTrack(
         process="p", pipeline=0, stage=0, steps=[TimedStep(Step("send_activation", 0, 0), 0, 1)]
     )
-    assert not [event for event in trace_events([track]) if event["ph"] in "sf"]
+    assert not [event for event in events_of([track]) if event["ph"] in "sf"]
 
 
 def test_an_unwritable_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        write_trace(tmp_path / "file" / "trace.json", tracks())
+        write_trace(tmp_path / "file" / "trace.json", events_of(tracks()))
+
+
+def test_spans_that_overlap_go_to_rows_of_their_own():
+    def span(start, end):
+        return Span(name="", category="", start_seconds=start, end_seconds=end)
+
+    nested, disjoint, crossing = span(1, 2), span(4, 5), span(3, 6)
+    whole = span(0, 4)
+    rows = nested_rows([crossing, disjoint, nested, whole])
+    assert rows == [[whole, nested, disjoint], [crossing]]

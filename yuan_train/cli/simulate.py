@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         cost = _cost(arguments, plan)
         simulations = list(cost.simulations)
     else:
-        simulations = _from_forecast(arguments, plan)
+        print("messages are free: a plan holds no links; give --cluster F to count them", file=sys.stderr)
+        simulations = simulate_forecast(plan, overlap=not arguments.blocking)
     document = _document(plan, simulations, cost)
     if arguments.trace:
         _write_trace(arguments.trace, plan, simulations)
@@ -196,11 +197,13 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     return cost_plan(make_costs(problem), plan)
 
 
-def _from_forecast(arguments: argparse.Namespace, plan: Plan) -> list[Simulation]:
-    """Each pipeline with the stage times of the plan's forecast; messages are free."""
+def simulate_forecast(plan: Plan, *, overlap: bool = True) -> list[Simulation]:
+    """Each pipeline with the stage times of the plan's forecast; messages are free.
+
+    Raises PlanError if the forecast lacks a stage's times.
+    """
     from yuan_train.planner.evaluate.simulator import simulate_schedule
 
-    print("messages are free: a plan holds no links; give --cluster F to count them", file=sys.stderr)
     return [
         simulate_schedule(
             plan.schedule,
@@ -208,7 +211,7 @@ def _from_forecast(arguments: argparse.Namespace, plan: Plan) -> list[Simulation
             num_micro_batches=pipeline.num_micro_batches,
             workers=pipeline.workers,
             in_flight=pipeline.depths(plan.schedule),
-            overlap=not arguments.blocking,
+            overlap=overlap,
         )
         for p, pipeline in enumerate(plan.pipelines)
     ]
@@ -300,7 +303,7 @@ def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object
 
 def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
     from yuan_train.config.errors import ConfigError
-    from yuan_train.schedule.trace import TraceTrack, write_trace
+    from yuan_train.schedule.trace import TraceTrack, trace_events, track_threads, whole_arrows, write_trace
 
     tracks: list[TraceTrack] = []
     for p, simulation in enumerate(simulations):
@@ -323,6 +326,6 @@ def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
                     )
                 )
     try:
-        write_trace(path, tracks)
+        write_trace(path, whole_arrows(trace_events(track_threads(tracks))))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error}") from None

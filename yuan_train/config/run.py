@@ -93,6 +93,23 @@ class LossScaleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Training steps of which each rank writes a trace file, for `yuan-train trace`."""
+
+    first_step: Count = 10
+    """The first traced step; the steps before it fill caches and buffers."""
+    steps: Count = 2
+    kernels: bool = False
+    """Adds what torch.profiler records: operators, and on a card its kernels and copies. It slows the traced
+    steps, and the files grow by megabytes."""
+
+    @property
+    def last_step(self) -> int:
+        """The last traced step."""
+        return self.first_step + self.steps - 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Steps, batch sizes, seed, precision and device."""
 
@@ -111,6 +128,8 @@ class TrainConfig:
     """How long a rank waits at the start for all others to connect."""
     timeout: Annotated[float, Gt(0), Unit("seconds")] = 600.0
     """How long a rank waits for another before the run stops."""
+    trace: TraceConfig | None = None
+    """None: no trace."""
 
     @property
     def scaling(self) -> LossScaleConfig | None:
@@ -249,6 +268,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
             f"{train.micro_batch_size} (train.micro_batch_size)",
         )
     yield from _loss_scale_constraints(train)
+    yield from _trace_constraints(run)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
         yield Violation(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
     if optimizer.decay_steps is not None and optimizer.warmup_steps >= optimizer.decay_steps:
@@ -285,6 +305,20 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
     if run.validation.every and not data.validation and data.split is None:
         what_to_do = "give data.validation or data.split"
         yield Violation(("validation", "every"), f"there is no validation data; {what_to_do}")
+
+
+def _trace_constraints(run: RunConfig) -> Iterator[Violation]:
+    trace = run.train.trace
+    if trace is None:
+        return
+    if trace.last_step > run.train.steps:
+        yield Violation(
+            ("train", "trace"),
+            f"steps {trace.first_step} to {trace.last_step} are to be traced, but the run ends at step "
+            f"{run.train.steps} (train.steps); trace earlier steps, or fewer",
+        )
+    if run.log.directory is None:
+        yield Violation(("train", "trace"), "trace files are written to log.directory; give one")
 
 
 def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.bridge import Bridge
 from yuan_train.schedule.step import Kind, RankProgram, Step
 
@@ -112,7 +113,8 @@ class Executor:
             if after_step is not None:
                 after_step(step)
         if self._bridge is not None:
-            self._bridge.drain()
+            with during(Activity("drain")):
+                self._bridge.drain()
         assert not self._kept and not self._results
 
     def _take(self, step: Step, program: frozenset[Step], *, training: bool) -> None:
@@ -121,20 +123,23 @@ class Executor:
         elif step.kind in ("backward", "backward_input"):
             self._backward(step, program)
         elif step.kind == "backward_weight":
-            with self._stopwatch.running():
+            with self._computing(step):
                 self._works[step.stage].backward_weight(step.micro_batch)
         elif step.kind in ("receive_activation", "receive_gradient"):
-            self._need_bridge().post(step)
+            with during(Activity("post", step)):
+                self._need_bridge().post(step)
         else:
-            self._need_bridge().send(step, self._results.pop(step))
+            with during(Activity("send", step)):
+                self._need_bridge().send(step, self._results.pop(step))
 
     def _forward(self, step: Step, program: frozenset[Step], *, training: bool) -> None:
         # Before the wait for the message, which a copy to the card would else stand behind.
-        self._works[step.stage].load(step.micro_batch)
+        with during(Activity("load", step)):
+            self._works[step.stage].load(step.micro_batch)
         hidden_BSH = self._take_input(Step("receive_activation", step.stage, step.micro_batch), program)
         if hidden_BSH is not None and training:
             hidden_BSH.requires_grad_()
-        with self._stopwatch.running():
+        with self._computing(step):
             output = self._works[step.stage].forward(step.micro_batch, hidden_BSH)
         if training:
             self._kept[step.stage, step.micro_batch] = (hidden_BSH, output)
@@ -145,16 +150,22 @@ class Executor:
         gradient_BSH = self._take_input(Step("receive_gradient", step.stage, step.micro_batch), program)
         hidden_BSH, output = self._kept.pop((step.stage, step.micro_batch))
         work = self._works[step.stage]
-        with self._stopwatch.running(), work.splitting(step.micro_batch, step.kind == "backward_input"):
+        with self._computing(step), work.splitting(step.micro_batch, step.kind == "backward_input"):
             torch.autograd.backward(output, gradient_BSH)
         if hidden_BSH is not None:
             assert hidden_BSH.grad is not None
             self._put_result(Step("send_gradient", step.stage, step.micro_batch), hidden_BSH.grad, program)
 
+    @contextmanager
+    def _computing(self, step: Step) -> Iterator[None]:
+        with during(Activity("compute", step)), self._stopwatch.running():
+            yield
+
     def _take_input(self, arrival: Step, program: frozenset[Step]) -> torch.Tensor | None:
         """The message, or the result of another stage of this worker; None at the model's ends."""
         if arrival in program:
-            return self._need_bridge().take(arrival)
+            with during(Activity("wait", arrival)):
+                return self._need_bridge().take(arrival)
         return self._results.pop(arrival, None)
 
     def _put_result(self, departure: Step, tensor: torch.Tensor, program: frozenset[Step]) -> None:

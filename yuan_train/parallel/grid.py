@@ -102,6 +102,11 @@ class Grid:
                     found[rank] = RankCoord(rank, p, worker, tensor_rank, stages)
         return tuple(found[rank] for rank in range(self.plan.world_size))
 
+    def label(self, coord: RankCoord) -> str:
+        """The coordinates of a rank and its card, for people."""
+        card = next(entry.device for entry in self.plan.ranks if entry.rank == coord.rank)
+        return f"{coord} on {card}"
+
     def replicas(self, pipeline: int) -> tuple[Replica, ...]:
         """The ranks of each worker of a pipeline, by the worker's number."""
         return self.plan.pipelines[pipeline].worker_replicas

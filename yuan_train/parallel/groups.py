@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
+from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 
 TREE_WIDTH = 8
@@ -80,7 +81,8 @@ class LostPeer(RuntimeError):
 def blame_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
     """Around an operation `what` of `ranks`: raise its RuntimeError as a LostPeer that names the others."""
     try:
-        yield
+        with during(Activity("collective", what=what, ranks=tuple(ranks))):
+            yield
     except LostPeer:
         raise
     except RuntimeError as error:

@@ -13,10 +13,12 @@ the same order as the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextvars import copy_context
 from functools import partial
 
 import torch
 
+from yuan_train.parallel.activity import Activity, during
 from yuan_train.schedule.step import RankProgram, Step
 
 StageParameter = tuple[int, str]
@@ -50,6 +52,7 @@ class GradReducer:
         self._next = -1
         self._step: Step | None = None
         """The closing step that is running, if one is."""
+        self._context = copy_context()
         self._ended: set[int] = set()
         """Stages whose closing step has ended since the last compute step."""
         for name, parameter in {n: p for held in parameters.values() for n, p in held.items()}.items():
@@ -65,6 +68,8 @@ class GradReducer:
 
     def before_step(self, step: Step) -> None:
         """A step begins: if it is the last of its stage that completes gradients, count those that arrive."""
+        # Torch runs a card's backward in a thread of its own, where the trace would not hear of a start.
+        self._context = copy_context()
         if step.is_compute:
             self._end_stages()
         self._step = step if self._closing.get(step.stage) == step else None
@@ -105,7 +110,11 @@ class GradReducer:
     def _start_complete(self) -> None:
         while self._next >= 0 and not self._missing[self._next]:
             self._next -= 1
-            self._start(self._next + 1)
+            self._context.run(self._announced_start, self._next + 1)
+
+    def _announced_start(self, number: int) -> None:
+        with during(Activity("start_grad_reduce", number=number)):
+            self._start(number)
 
 
 def closing_steps(program: RankProgram) -> dict[int, Step]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from yuan_train.config.run import OptimizerConfig
+from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.zero import OptimizerShard, OwnedState
 
 
@@ -62,9 +63,11 @@ class Optimizer:
         if self._adamw is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
-            self._adamw.step()
-        for state in self.states:
-            state.start_weight_sync()
+            with during(Activity("optimizer")):
+                self._adamw.step()
+        with during(Activity("weight_sync")):
+            for state in self.states:
+                state.start_weight_sync()
 
     def set_step(self, step: int) -> None:
         """Set AdamW's step count, for its bias correction, after loading a checkpoint."""

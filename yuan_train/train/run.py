@@ -35,6 +35,8 @@ from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
 from yuan_train.train.step import StepResult, Trainer, train_step, validation_loss
+from yuan_train.train.trace import Tracer
+from yuan_train.train.watch import watching
 
 FAILURE_TIMEOUT = 60.0
 """Seconds in which a rank that cannot start reaches the others, to tell them why."""
@@ -62,6 +64,13 @@ def train(job: Job) -> None:
             stop_on_sigterm() as stop_requested,
             _open_log(job, progress) as log,
             make_saver(job, trainer, log) as saver,
+            watching(
+                trainer.runtime.grid,
+                trainer.runtime.coord,
+                job.device,
+                timeout_seconds=job.run.train.timeout,
+                last_good=lambda: _last_good(saver.saved),
+            ),
         ):
             _run_steps(job, trainer, progress, log, saver, stop_requested)
     finally:
@@ -142,11 +151,15 @@ def _run_steps(
     if log is not None and progress.step >= run.train.steps:
         log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
     clock = device_clock(job.device)
+    tracer = Tracer(
+        run.train.trace, run.log.directory, grid=trainer.runtime.grid, coord=trainer.runtime.coord
+    )
     while progress.step < run.train.steps:
         lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
         stop = stop_requested[0] or saver.failed()
-        result = _step(job, trainer, progress, lr, stop=stop, saved=saver.saved)
-        measured = _measure(job, trainer, progress.step + 1, clock)
+        with tracer.step(progress.step + 1, job.device, clock):
+            result = _step(job, trainer, progress, lr, stop=stop, saved=saver.saved)
+            measured = _measure(job, trainer, progress.step + 1, clock)
         scale = progress.scaler.scale if progress.scaler else None
         progress = progress.advance(run, skipped=result.skipped)
         with clock.paused():
@@ -164,6 +177,7 @@ def _run_steps(
     with as_training_error(trainer.runtime.coord):
         for state in trainer.runtime.states:
             state.finish_weight_sync()
+    tracer.finish()
     if saver.started != progress.step:
         save_progress(job, trainer, progress, saver)
 
@@ -185,12 +199,15 @@ def _step(
             may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
         )
     except TrainingError as error:
-        last_good = (
-            f"the last good checkpoint is that of step {saved}"
-            if saved is not None
-            else "no checkpoint is saved yet"
-        )
-        raise TrainingError(f"step {progress.step + 1}: {error}; {last_good}") from error
+        raise TrainingError(f"step {progress.step + 1}: {error}; {_last_good(saved)}") from error
+
+
+def _last_good(saved: int | None) -> str:
+    return (
+        f"the last good checkpoint is that of step {saved}"
+        if saved is not None
+        else "no checkpoint is saved yet"
+    )
 
 
 @dataclass(frozen=True)

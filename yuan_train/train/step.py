@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.data.loader import Blend
+from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, guard_world_collective
@@ -93,8 +94,9 @@ def train_step(
     with as_training_error(runtime.coord):
         for step in trainer.executor.steps(runtime.program, runtime.reducer.after_step):
             runtime.reducer.before_step(step)
-        for state in runtime.states:
-            squares += state.finish_grad_reduce()
+        for number, state in enumerate(runtime.states):
+            with during(Activity("finish_grad_reduce", number=number)):
+                squares += state.finish_grad_reduce()
     stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
     # On the CPU: not all cards share a communication backend, but all ranks share gloo.
     totals = torch.stack([squares, trainer.loss, stop_flag]).cpu()

@@ -1,0 +1,221 @@
+"""`yuan-train trace`: merges the trace files of a run's ranks, and puts the plan's forecast beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yuan_train.config.plan import Plan
+    from yuan_train.parallel.grid import RankCoord
+    from yuan_train.planner.evaluate.simulator import Simulation
+    from yuan_train.schedule.trace import Event, Span, TraceThread
+
+_DESCRIPTION = """\
+Merges the trace files that the ranks of a run have written into one for ui.perfetto.dev: what each rank
+measured, and the forecast of plan.yaml for the same training steps, on one time axis. Have a run write them
+with train.trace='{first_step: 10, steps: 2}'; docs/tracing.md says how to read the result.
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="merge the ranks' traces of a run",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", metavar="RUN", help="log directory of the run (log.directory)")
+    parser.add_argument("--out", metavar="F.json", required=True, help="trace file to write")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Merge, print a line per rank, write. Raises ConfigError or PlanError."""
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.schedule.trace import trace_events, whole_arrows, write_trace
+
+    plan, traces = read_traces(Path(arguments.directory))
+    events = [event for trace in traces for event in trace.events]
+    if plan.forecast is None or not plan.forecast.stages:
+        print("the plan has no forecast of its stages: the trace has none either", file=sys.stderr)
+    else:
+        events += trace_events(forecast_threads(plan, [trace.steps for trace in traces]))
+    try:
+        write_trace(arguments.out, whole_arrows(events))
+    except OSError as error:
+        raise ConfigError(f"{arguments.out}: cannot be written: {error}") from None
+    for line in _summary(plan, traces):
+        print(line)
+    error = max(trace.clock_error_seconds for trace in traces)
+    print(
+        f"written: {arguments.out} (open it at ui.perfetto.dev); the ranks' clocks agree within "
+        f"{error * 1e6:.0f} us",
+        file=sys.stderr,
+    )
+    return 0
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The trace file of a rank."""
+
+    events: list[Event]
+    token: int
+    """The same in all files of one run."""
+    world_size: int
+    clock_error_seconds: float
+
+    @property
+    def steps(self) -> dict[int, tuple[float, float]]:
+        """Begin and end of each traced training step, in seconds."""
+        return {
+            event["args"]["step"]: (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+            for event in self.events
+            if event["ph"] == "X" and event["cat"] == "training_step"
+        }
+
+    def seconds_in(self, *categories: str) -> float:
+        """Seconds in all spans of some categories, per training step."""
+        spans = [event for event in self.events if event["ph"] == "X" and event["cat"] in categories]
+        return sum(event["dur"] for event in spans) / 1e6 / len(self.steps)
+
+
+def read_traces(directory: Path) -> tuple[Plan, list[RankTrace]]:
+    """The plan of a run, and the trace of each of its ranks. Raises ConfigError or PlanError."""
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.config.plan_files import load_plan
+    from yuan_train.schedule.trace import trace_path
+
+    if not (directory / "plan.yaml").is_file():
+        raise ConfigError(
+            f"{directory}: wanted the log directory of a run (log.directory), which holds plan.yaml; "
+            f"{'it has none' if directory.is_dir() else 'there is no such directory'}"
+        )
+    plan = load_plan(directory / "plan.yaml")
+    paths = [trace_path(directory, rank) for rank in range(plan.world_size)]
+    missing = [rank for rank, path in enumerate(paths) if not path.is_file()]
+    if len(missing) == len(paths):
+        raise ConfigError(
+            f"{paths[0].parent}: the run has written no trace files; set "
+            "train.trace='{first_step: 10, steps: 2}' and train past these steps"
+        )
+    if missing:
+        raise ConfigError(
+            f"{paths[0].parent}: no trace file of ranks {', '.join(map(str, missing))} (of {len(paths)}); "
+            "each rank writes its own, on its node: copy rank-N.json from there"
+        )
+    traces = [_read_trace(path) for path in paths]
+    for path, trace in zip(paths, traces, strict=True):
+        if trace.world_size != plan.world_size:
+            raise ConfigError(
+                f"{path}: of a run of {trace.world_size} ranks, but plan.yaml has {plan.world_size}; the "
+                "files belong to different runs: delete them, and trace again"
+            )
+        if trace.token != traces[0].token or trace.steps.keys() != traces[0].steps.keys():
+            raise ConfigError(
+                f"{path}: written by another run than {paths[0].name}, so their clocks are not comparable; "
+                "copy all files of one run, or trace again"
+            )
+    return plan, traces
+
+
+def _read_trace(path: Path) -> RankTrace:
+    from yuan_train.config.errors import ConfigError
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        about = document["otherData"]
+        trace = RankTrace(
+            document["traceEvents"], about["token"], about["world_size"], about["clock_error_seconds"]
+        )
+        if not trace.steps:
+            raise ValueError("it has no training step")
+        return trace
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: wanted a trace file that a rank has written, but it cannot be read as one "
+            f"({type(error).__name__}: {error}); trace again"
+        ) from None
+
+
+def forecast_threads(
+    plan: Plan, steps_of_ranks: Sequence[Mapping[int, tuple[float, float]]]
+) -> list[TraceThread]:
+    """The forecast of the traced training steps, of each rank; a second thread where two steps overlap.
+
+    Each starts when the first rank has started it. Times are those of `yuan-train simulate`: compute of the
+    plan's forecast, free messages; the forecast's whole step, with reductions and optimizer, is around them.
+    """
+    from yuan_train.cli.simulate import simulate_forecast
+    from yuan_train.parallel.grid import Grid
+    from yuan_train.schedule.trace import FORECAST_TID, TIDS_PER_RANK, TraceThread
+
+    simulations = simulate_forecast(plan)
+    grid = Grid(plan)
+    starts = {step: min(steps[step][0] for steps in steps_of_ranks) for step in steps_of_ranks[0]}
+    threads: list[TraceThread] = []
+    for coord in grid.coords:
+        rows: list[list[Span]] = []
+        for step, start in starts.items():
+            spans = list(_forecast_spans(plan, simulations[coord.pipeline], coord, step, start))
+            row = next((row for row in rows if all(span.end_seconds <= start for span in row)), None)
+            if row is None:
+                rows.append(spans)
+            else:
+                row += spans
+        threads += (
+            TraceThread(
+                pid=coord.rank,
+                tid=coord.rank * TIDS_PER_RANK + FORECAST_TID + number,
+                process=grid.label(coord),
+                name="forecast" if number == 0 else f"forecast {number + 1}",
+                spans=row,
+            )
+            for number, row in enumerate(rows)
+        )
+    return threads
+
+
+def _forecast_spans(
+    plan: Plan, simulation: Simulation, coord: RankCoord, training_step: int, start: float
+) -> Iterator[Span]:
+    from yuan_train.schedule.trace import Span, TimedStep, step_span
+
+    assert plan.forecast is not None
+    timed_steps = [timed for timed in simulation.timed_steps[coord.worker] if timed.step.is_compute]
+    end = max([plan.forecast.step_seconds, *(timed.end_seconds for timed in timed_steps)])
+    yield Span(
+        name=f"step {training_step}",
+        category="forecast",
+        start_seconds=start,
+        end_seconds=start + end,
+        arguments={"step": training_step},
+    )
+    for timed in timed_steps:
+        moved = TimedStep(timed.step, start + timed.start_seconds, start + timed.end_seconds)
+        yield step_span(moved, pipeline=coord.pipeline, arrows=None)
+
+
+def _summary(plan: Plan, traces: Sequence[RankTrace]) -> Iterator[str]:
+    """For each rank, where its time goes, in a mean traced step."""
+    from yuan_train.config.units import show_seconds
+    from yuan_train.parallel.grid import Grid
+
+    for coord, trace in zip(Grid(plan).coords, traces, strict=True):
+        step = sum(end - start for start, end in trace.steps.values()) / len(trace.steps)
+        compute = trace.seconds_in("forward", "backward", "backward_input", "backward_weight")
+        parts = {
+            "compute": compute,
+            "waits for messages": trace.seconds_in("wait"),
+            "waits for reductions": trace.seconds_in("finish_grad_reduce"),
+            "optimizer and weight sync": trace.seconds_in("optimizer", "weight_sync"),
+        }
+        shares = ", ".join(f"{name} {seconds / step:.0%}" for name, seconds in parts.items())
+        yield f" {coord}: step {show_seconds(step)}: {shares}"

@@ -1,0 +1,88 @@
+"""What a rank is doing, or waiting for, told to its observers: the trace and the watch over waiting ranks.
+
+The scope is dynamic, like that of `torch.no_grad`: observers hear of the activities of the thread that opened
+`observed_by`, and of no other thread's. Unobserved, an activity costs a lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol
+
+from yuan_train.schedule.step import Step
+
+ActivityKind = Literal[
+    "training_step",
+    "load",
+    "compute",
+    "post",
+    "send",
+    "wait",
+    "drain",
+    "start_grad_reduce",
+    "finish_grad_reduce",
+    "optimizer",
+    "weight_sync",
+    "collective",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """One thing that a rank does; activities nest."""
+
+    kind: ActivityKind
+    step: Step | None = None
+    """The step of the rank program: that is computed or loaded for, or the receive or the send."""
+    number: int = 0
+    """Of the training step, or of the bucket whose gradient is reduced."""
+    what: str = ""
+    """The operation, of a collective."""
+    ranks: tuple[int, ...] = ()
+    """Who takes part in a collective."""
+
+
+class Observer(Protocol):
+    """Hears of activities as the host begins and ends them; one that raises an error does not end."""
+
+    def begin(self, activity: Activity) -> None: ...
+
+    def end(self, activity: Activity) -> None: ...
+
+
+_OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("_OBSERVERS", default=())
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Tell `observer`, too, of what this thread does inside."""
+    token = _OBSERVERS.set((*_OBSERVERS.get(), observer))
+    try:
+        yield
+    finally:
+        _OBSERVERS.reset(token)
+
+
+class during:  # noqa: N801 (reads as the context manager that it is)
+    """Around an activity: tell the observers of its begin and its end."""
+
+    __slots__ = ("_activity", "_observers")
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+        self._observers = _OBSERVERS.get()
+
+    def __enter__(self) -> None:
+        for observer in self._observers:
+            observer.begin(self._activity)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for observer in self._observers:
+                observer.end(self._activity)

@@ -1,0 +1,333 @@
+"""Traces the steps that `train.trace` names: each rank records its activities, and writes a trace file.
+
+`yuan-train trace` merges the files of all ranks and puts the forecast beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yuan_train.config.run import TraceConfig
+from yuan_train.parallel.activity import Activity, during, observed_by
+from yuan_train.parallel.grid import Grid, RankCoord
+from yuan_train.schedule.trace import (
+    PROFILER_TID,
+    TIDS_PER_RANK,
+    Event,
+    Span,
+    TimedStep,
+    TraceThread,
+    nested_rows,
+    step_span,
+    trace_events,
+    trace_path,
+    write_trace,
+)
+from yuan_train.train.clock import StepClock
+from yuan_train.train.rank_clock import SharedClock, share_clock
+
+logger = logging.getLogger(__name__)
+
+_CLOCK_MARK = "yuan_train clock"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An activity, and when it was, in seconds of this rank's `time.perf_counter`."""
+
+    activity: Activity
+    start_seconds: float
+    end_seconds: float
+
+
+class Recorder:
+    """Observes activities and notes the times of their begins and ends.
+
+    On CUDA these are events of the current stream: an activity begins when the card comes to it, and a wait
+    for a message lasts as long as the stream stands, whatever the host does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[Activity, bool, torch.cuda.Event | float]] = []
+        self._base_seconds = 0.0
+        self._base: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._base = torch.cuda.Event(enable_timing=True)
+            self._base.record()
+            self._base.synchronize()
+            self._base_seconds = time.perf_counter()
+
+    def begin(self, activity: Activity) -> None:
+        self._marks.append((activity, True, self._mark()))
+
+    def end(self, activity: Activity) -> None:
+        self._marks.append((activity, False, self._mark()))
+
+    def recorded(self) -> list[Recorded]:
+        """All activities, in the order of their begins; waits for the device."""
+        if self._base is not None:
+            torch.cuda.synchronize(self._device)
+        begun: list[int] = []
+        found: list[Recorded] = []
+        for activity, is_begin, mark in self._marks:
+            seconds = self._seconds(mark)
+            if is_begin:
+                begun.append(len(found))
+                found.append(Recorded(activity, seconds, seconds))
+            else:
+                at = begun.pop()
+                assert found[at].activity is activity
+                found[at] = Recorded(activity, found[at].start_seconds, seconds)
+        assert not begun, "an activity has not ended"
+        return found
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self._base is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, mark: torch.cuda.Event | float) -> float:
+        if not isinstance(mark, torch.cuda.Event):
+            return mark
+        assert self._base is not None
+        return self._base_seconds + self._base.elapsed_time(mark) / 1e3
+
+
+class Tracer:
+    """Traces the steps of one rank; writes its file after the last of them, or at the end of the run."""
+
+    def __init__(
+        self, config: TraceConfig | None, directory: str | None, *, grid: Grid, coord: RankCoord
+    ) -> None:
+        """Without `config` nothing is traced."""
+        self._config = config
+        self._directory = directory
+        self._grid = grid
+        self._coord = coord
+        self._recorder: Recorder | None = None
+        self._clock: SharedClock | None = None
+        self._profiler: _Profiler | None = None
+
+    @contextmanager
+    def step(self, number: int, device: torch.device, clock: StepClock) -> Iterator[None]:
+        """Around training step `number`, which observers hear of; trace it if it is to be (collective).
+
+        Comparing the ranks' clocks and writing the file are not in the step's time.
+        """
+        config = self._config
+        if config is None or not config.first_step <= number <= config.last_step:
+            with during(Activity("training_step", number=number)):
+                yield
+            return
+        if self._recorder is None:
+            with clock.paused():
+                self._start(device, with_kernels=config.kernels)
+        assert self._recorder is not None
+        with observed_by(self._recorder), during(Activity("training_step", number=number)):
+            yield
+        if number == config.last_step:
+            with clock.paused():
+                self.finish()
+
+    def finish(self) -> None:
+        """Write what has been traced, if that is not done; a file that cannot be written is a warning."""
+        if self._recorder is None:
+            return
+        assert self._directory is not None and self._clock is not None
+        threads = trace_threads(self._recorder.recorded(), self._clock, self._grid, self._coord)
+        events = trace_events(threads)
+        if self._profiler is not None:
+            events += self._profiler.stop(self._clock, pid=self._coord.rank)
+        self._recorder = self._profiler = None
+        path = trace_path(self._directory, self._coord.rank)
+        about = {
+            "rank": self._coord.rank,
+            "world_size": self._grid.plan.world_size,
+            "token": self._clock.token,
+            "clock_error_seconds": self._clock.error_seconds,
+        }
+        try:
+            write_trace(path, events, about=about)
+        except OSError as error:
+            logger.warning("train.trace: %s cannot be written: %s", path, error)
+
+    def _start(self, device: torch.device, *, with_kernels: bool) -> None:
+        if with_kernels:
+            self._profiler = _Profiler(device)
+        self._clock = share_clock(self._coord)
+        self._recorder = Recorder(device)
+
+
+_THREADS = {
+    "training_step": "measured",
+    "load": "measured",
+    "compute": "measured",
+    "optimizer": "measured",
+    "post": "messages",
+    "send": "messages",
+    "wait": "messages",
+    "drain": "messages",
+    "start_grad_reduce": "reductions",
+    "finish_grad_reduce": "reductions",
+    "weight_sync": "reductions",
+    "collective": "reductions",
+}
+
+
+def trace_threads(
+    recorded: Sequence[Recorded], clock: SharedClock, grid: Grid, coord: RankCoord
+) -> list[TraceThread]:
+    """The threads of a rank: `measured` (compute and optimizer), `messages`, `reductions` (gradients, weights
+    and what all ranks exchange); more of a name where spans overlap."""
+    spans: dict[str, list[Span]] = {name: [] for name in _THREADS.values()}
+    training_step = 0
+    for one in recorded:
+        if one.activity.kind == "training_step":
+            training_step = one.activity.number
+        spans[_THREADS[one.activity.kind]].append(_span(one, clock, grid, coord, training_step))
+    spans["reductions"] += _in_flight(recorded, clock)
+    threads: list[TraceThread] = []
+    for name, own in spans.items():
+        for number, row in enumerate(nested_rows(own) or [[]]):
+            threads.append(
+                TraceThread(
+                    pid=coord.rank,
+                    tid=coord.rank * TIDS_PER_RANK + len(threads),
+                    process=grid.label(coord),
+                    name=name if number == 0 else f"{name} {number + 1}",
+                    spans=row,
+                )
+            )
+    return threads
+
+
+def _span(one: Recorded, clock: SharedClock, grid: Grid, coord: RankCoord, training_step: int) -> Span:
+    activity, step = one.activity, one.activity.step
+    start, end = clock.of(one.start_seconds), clock.of(one.end_seconds)
+    if activity.kind in ("compute", "send"):
+        assert step is not None
+        return step_span(
+            TimedStep(step, start, end),
+            pipeline=coord.pipeline,
+            # Within a tensor-parallel group the first rank sends and receives for all.
+            arrows=f"{training_step}." if coord.tensor_rank == 0 else None,
+        )
+    arguments: dict[str, Any] = {}
+    if step is not None:
+        arguments = {"pipeline": coord.pipeline, "stage": step.stage, "micro_batch": step.micro_batch}
+    if step is not None and activity.kind == "wait":
+        arguments["sender"] = grid.peer(coord, step.stage + SENDER[step.kind], step.micro_batch)
+    if activity.ranks:
+        arguments["ranks"] = list(activity.ranks)
+    if activity.kind == "training_step":
+        arguments["step"] = activity.number
+    return Span(
+        name=_name(activity),
+        category=activity.kind,
+        start_seconds=start,
+        end_seconds=end,
+        arguments=arguments,
+        is_instant=activity.kind == "post",
+    )
+
+
+SENDER = {"receive_activation": -1, "receive_gradient": 1}
+"""The sender's stage, from the receiver's."""
+
+
+def _name(activity: Activity) -> str:
+    step, number = activity.step, activity.number
+    what = step.kind.removeprefix("receive_") if step is not None else ""
+    micro_batch = step.micro_batch if step is not None else 0
+    return {
+        "training_step": f"step {number}",
+        "load": f"data {micro_batch}",
+        "post": f"{what} {micro_batch} posted",
+        "wait": f"wait for {what} {micro_batch}",
+        "drain": "wait for the last sends",
+        "start_grad_reduce": f"start bucket {number}",
+        "finish_grad_reduce": f"wait for bucket {number}",
+        "optimizer": "optimizer",
+        "weight_sync": "weight sync",
+        "collective": activity.what,
+    }[activity.kind]
+
+
+def _in_flight(recorded: Iterable[Recorded], clock: SharedClock) -> Iterator[Span]:
+    """Of each gradient reduction, the time from its start to the end of the wait for it."""
+    started: dict[int, Recorded] = {}
+    for one in recorded:
+        number = one.activity.number
+        if one.activity.kind == "start_grad_reduce":
+            started[number] = one
+        elif one.activity.kind == "finish_grad_reduce" and number in started:
+            yield Span(
+                name=f"gradient reduction of bucket {number}",
+                category="grad_reduce",
+                start_seconds=clock.of(started.pop(number).start_seconds),
+                end_seconds=clock.of(one.end_seconds),
+                arguments={"bucket": number, "waited_seconds": one.end_seconds - one.start_seconds},
+            )
+
+
+class _Profiler:
+    """torch.profiler, from its making to `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.start()
+        self._marked_seconds = time.perf_counter()
+        with torch.profiler.record_function(_CLOCK_MARK):
+            pass
+
+    def stop(self, clock: SharedClock, *, pid: int) -> list[Event]:
+        """Stop, and return the spans recorded since, as events of process `pid` on the shared clock."""
+        self._profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            self._profile.export_chrome_trace(str(path))
+            events: list[Event] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return profiler_events(events, mark_at=clock.of(self._marked_seconds), pid=pid)
+
+
+def profiler_events(events: Iterable[Mapping[str, Any]], *, mark_at: float, pid: int) -> list[Event]:
+    """The spans of torch.profiler, from the shared clock's 0 on, as threads of process `pid`.
+
+    The mark, which torch.profiler saw too, ties its clock to the shared one: it was at `mark_at` seconds.
+    """
+    spans = [event for event in events if event.get("ph") == "X"]
+    mark = next(event for event in spans if event["name"] == _CLOCK_MARK)
+    shift = mark_at * 1e6 - mark["ts"]
+    threads: dict[tuple[object, object], int] = {}
+    found: list[Event] = []
+    for event in spans:
+        start = round(event["ts"] + shift, 3)
+        # Before that, the ranks compare their clocks; and some spans cover the whole profile.
+        if start < 0:
+            continue
+        key = (event["pid"], event["tid"])
+        if key not in threads:
+            threads[key] = pid * TIDS_PER_RANK + PROFILER_TID + len(threads)
+            on_card = event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+            name = f"kernels, stream {event['tid']}" if on_card else f"operators, thread {event['tid']}"
+            where = {"pid": pid, "tid": threads[key]}
+            found.append({"ph": "M", "name": "thread_name", **where, "args": {"name": name}})
+        kept = {name: event[name] for name in ("ph", "name", "cat", "dur", "args") if name in event}
+        found.append(kept | {"pid": pid, "tid": threads[key], "ts": start})
+    return found
