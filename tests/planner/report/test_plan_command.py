@@ -106,14 +106,19 @@ def test_simulate_repeats_the_forecast(planned, tmp_path, capsys):
 
 def test_plan_and_simulate_price_the_reductions_of_the_run(tmp_path, capsys):
     """Two pipelines of one stage each: bucket size and dtype change the step, in both commands alike."""
-    out, steps = tmp_path / "plan.yaml", set()
+    out, pair, steps = tmp_path / "plan.yaml", tmp_path / "pair.yaml", set()
+    pair.write_text(
+        "name: pair\n"
+        "nodes: [{name: n, count: 2, device: Card, network: {bandwidth: 1 GB/s, latency: 100 us}}]\n"
+        "device_types: {Card: {memory: 4 GiB, fp32: 80 GFLOP/s, memory_bandwidth: 10 GB/s}}\n"
+    )
     fixed = ["search.pipelines=[2]", "search.optimizer_sharding=[true]", "search.recompute=[none]"]
     for size, dtype in ((10**9, "fp32"), (1, "fp32"), (1, "bf16")):
         words = [f"optimizer.bucket_size={size}", f"optimizer.reduce_dtype={dtype}"]
-        assert plan("--config", RUN, *fixed, *words, "--out", str(out)) == 0
+        assert plan("--config", RUN, *fixed, *words, "--out", str(out), cluster=str(pair)) == 0
         assert "| weight sync " in capsys.readouterr().out
         words = ["--bucket-size", str(size), "--reduce-dtype", dtype, "--precision", "fp32", "--json"]
-        assert main(["simulate", "--plan", str(out), "--cluster", LAPTOP, *words]) == 0
+        assert main(["simulate", "--plan", str(out), "--cluster", str(pair), *words]) == 0
         document, forecast = json.loads(capsys.readouterr().out), load_plan(out).forecast
         assert forecast is not None
         assert document["step_seconds"] == pytest.approx(forecast.step_seconds)
