@@ -99,6 +99,9 @@ class Stage:
         self.split: list[Callable[[], None]] | None = None
         self.deferred: dict[int, list[Callable[[], None]]] = {}
 
+    def load(self, micro_batch: int) -> None:
+        pass
+
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         x = sample(self.rank.coord.pipeline, micro_batch) if hidden_BSH is None else hidden_BSH
         x = x.clone().requires_grad_() if hidden_BSH is None else x

@@ -22,6 +22,7 @@ from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 from yuan_train.parallel.transport import (
     GroupTransport,
     LostPeer,
+    Transport,
     blame_peers,
     library_of,
     transport_of,
@@ -41,13 +42,13 @@ LAZY_FROM = 64
 class Groups:
     """The process groups of a plan, by purpose; empty in a single process."""
 
-    edges: Mapping[Edge, GroupTransport]
+    edges: Mapping[Edge, Transport]
     """Of two ranks each, for point-to-point messages."""
-    owners: Mapping[tuple[int, ...], GroupTransport]
+    owners: Mapping[tuple[int, ...], Transport]
     """For gradient reductions and weight sync, by the ranks that hold the same slices of the same units."""
     tensor: dist.ProcessGroup | None = None
     """This rank's tensor-parallel group; None if it is one rank wide."""
-    replica: GroupTransport | None = None
+    replica: Transport | None = None
     """The group of `tensor` as a transport."""
     tree: Sequence[tuple[tuple[int, ...], dist.ProcessGroup]] = ()
     """For `sum_over_world`: this rank's group and, as far as it is the first of each, those above. Empty on

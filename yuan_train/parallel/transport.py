@@ -91,6 +91,9 @@ class Transport(Protocol):
     `what` names an operation in errors.
     """
 
+    library: str
+    """gloo or nccl."""
+
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
         """Allocate a buffer and start to receive into it."""
         ...

@@ -29,7 +29,7 @@ from yuan_train.parallel.gradients import (
 )
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import TensorBox
-from yuan_train.parallel.transport import GroupTransport, Pending
+from yuan_train.parallel.transport import Pending, Transport
 
 State = Literal["master", "exp_avg", "exp_avg_sq"]
 STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
@@ -284,7 +284,7 @@ GRAD_REDUCE = "the gradient reduction over owners"
 WEIGHT_SYNC = "the sending of stepped weights to all owners"
 
 
-def _is_coalesced(ranges: Mapping[int, tuple[int, int]], group: GroupTransport) -> bool:
+def _is_coalesced(ranges: Mapping[int, tuple[int, int]], group: Transport) -> bool:
     """Whether equal ranges take one reduce-scatter or all-gather instead of an operation per owner.
 
     Not on gloo: there a reduce-scatter sends what an all-reduce does, and an all-gather copies its input.
