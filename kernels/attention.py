@@ -67,7 +67,7 @@ def attend_in_one_call(query: Tensor, key: Tensor, value: Tensor, ranges: Docume
     return heads.unflatten(0, query.shape[:2])
 
 
-def varlen_attention() -> Callable[..., Tensor] | None:
+def varlen_attention() -> Callable[..., Any] | None:
     """Return torch's variable-length attention; None if this torch has none, or one with other arguments."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -112,7 +112,7 @@ def _own_backward_is_correct() -> bool:
     generator = torch.Generator().manual_seed(0)
     query, key, value, dy = (torch.randn(2, 5, 3, 8, generator=generator).bfloat16() for _ in range(4))
     wide = [x.float().transpose(1, 2).requires_grad_() for x in (query, key, value)]
-    expected = F.scaled_dot_product_attention(*wide, is_causal=True)
+    expected = F.scaled_dot_product_attention(wide[0], wide[1], wide[2], is_causal=True)
     gradients = torch.autograd.grad(expected, wide, dy.float().transpose(1, 2))
     try:
         y, normalizer = _forward(query, key, value)
