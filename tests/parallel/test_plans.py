@@ -103,13 +103,13 @@ FP32_TOO = (
     "interleaved, uneven",
     "sharded state of different widths",
 )
-STEPS = 5
+STEPS = 3
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 
 
 def overrides(precision: str, folder: Path | None = None) -> tuple[str, ...]:
     saves = (f"checkpoint.directory={folder}",) if folder else ()
-    return (f"train.precision={precision}", f"train.steps={STEPS}", "validation.every=5", *saves)
+    return (f"train.precision={precision}", f"train.steps={STEPS}", f"validation.every={STEPS}", *saves)
 
 
 @pytest.fixture(scope="module")
