@@ -43,13 +43,14 @@ from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.agreement import check_same_job
 from yuan_train.train.build import build
+from yuan_train.train.clock import device_clock
 from yuan_train.train.feed import Feed
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import _measure
 from yuan_train.train.step import Trainer, train_step
 
 STEPS, WARM_UP = 30, 5
-REDUCTION = ("start_grad_reduce", "finish_grad_reduce", "sync_weights")
+REDUCTION = ("start_grad_reduce", "finish_grad_reduce", "start_weight_sync", "finish_weight_sync")
 SEQUENCE_LENGTH = 64
 MODEL = ModelConfig(
     name="scale", num_layers=32, hidden_size=64, num_attention_heads=8, ffn_hidden_size=128, vocab_size=1024
@@ -203,6 +204,7 @@ def measure(shape: Shape, rank: int, folder: Path, *, steps: int = STEPS) -> Row
         with trainer.feed, contextlib.ExitStack() as stack:
             for timer in timers:
                 stack.enter_context(timer.running())
+            clock = device_clock(job.device)
             for step in range(steps):
                 start = time.thread_time()
                 result = train_step(
@@ -214,7 +216,7 @@ def measure(shape: Shape, rank: int, folder: Path, *, steps: int = STEPS) -> Row
                     stop=False,
                 )
                 progress = progress.advance(run)
-                _measure(job, trainer, progress, result, 0.0, 1.0, loss_scale=None)
+                _measure(job, trainer, progress.step, clock)
                 total = time.thread_time() - start
                 executor, started, *others = [timer.read() for timer in timers]
                 rows.append((executor - started, started + sum(others), total - executor - sum(others)))
@@ -250,10 +252,10 @@ class _Timer:
         """While entered, the calls are timed."""
         method: Callable[..., Any] = getattr(self._kind, self._name)
 
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
             start = time.thread_time()
             try:
-                return method(*arguments)
+                return method(*arguments, **options)
             finally:
                 self._seconds += time.thread_time() - start
 

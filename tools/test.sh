@@ -36,7 +36,9 @@ skipped=""
 check format ruff format --check .
 check lint ruff check .
 check_types
-check tests python -m pytest -n 2 -q "$@"
+# More workers than cores: tests that wait for a time-out leave theirs idle. Workers take whole runs of tests, whose
+# module fixtures they share, and steal from each other at the end.
+check tests python -m pytest -n 3 --dist worksteal -q "$@"
 
 if [ -n "$skipped" ]; then
     echo "note: $skipped" >&2

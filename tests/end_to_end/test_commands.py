@@ -50,7 +50,7 @@ def launch(*words: str, folder: Path) -> Command:
 def wait_for_step(folder: Path, step: int, runs: Callable[[], bool]) -> None:
     """Wait until a run has logged a step."""
     log = folder / "metrics.jsonl"
-    for _ in range(1200):
+    for _ in range(2400):
         if log.exists() and len(log.read_text().splitlines()) >= step:
             return
         assert runs(), f"the run ended before step {step}"
@@ -112,7 +112,7 @@ def test_a_killed_rank_ends_the_others(job: list[str], tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_named(job: list[str], tmp_path: Path) -> None:
-    launcher = launch(*job, "train.timeout=5 s", folder=tmp_path)
+    launcher = launch(*job, "train.timeout=6 s", folder=tmp_path)
     try:
         wait_for_step(tmp_path, 2, launcher.process.is_alive)
         assert launcher.process.pid is not None

@@ -25,6 +25,19 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_project(tmp_path_factory.mktemp("project"))
 
 
+ALL = ("validation.every=4",)
+FEW = (*ALL, "train.steps=8", "optimizer.decay_steps=20")
+"""The first steps of the run of 20."""
+LONG = ("1-4-1", "two pipelines")
+"""The partitions that take all 20 steps in fp32."""
+
+
+@pytest.fixture(scope="module")
+def alone(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The curve of one process in fp32, over 20 steps."""
+    return run_alone(Case(run_file, tmp_path_factory.mktemp("alone"), None, ALL))
+
+
 def largest_difference(curve: list[dict], reference: list[dict], key: str = "loss") -> float:
     assert len(curve) == len(reference) > 0
     return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
@@ -32,25 +45,38 @@ def largest_difference(curve: list[dict], reference: list[dict], key: str = "los
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_every_partition_gives_the_curve_of_one_process(
-    run_file: Path, tmp_path: Path, precision: str
+    run_file: Path, tmp_path: Path, alone: list[dict], precision: str
 ) -> None:
-    overrides = (f"train.precision={precision}",)
-    run = run_config(run_file, *overrides)
-    cases = [Case(run_file, tmp_path / name, make_plan(run, cuts), overrides) for name, cuts in CUTS.items()]
-    reference = run_alone(Case(run_file, tmp_path / "alone", None, overrides))
+    kind = (f"train.precision={precision}",)
+    run = run_config(run_file, *kind)
+    cases = [
+        Case(
+            run_file,
+            tmp_path / name,
+            make_plan(run, cuts),
+            (*kind, *(ALL if precision == "fp32" and name in LONG else FEW)),
+        )
+        for name, cuts in CUTS.items()
+    ]
+    if precision == "fp64":
+        alone = run_alone(Case(run_file, tmp_path / "alone", None, (*kind, *FEW)))
     run_cases(cases)
-    assert len(reference) == 20 and reference[-1]["loss"] < reference[0]["loss"] - 0.5
     for case in cases:
         curve = read_metrics(case.folder)
+        reference = alone[: len(curve)]
         assert largest_difference(curve, reference) < TOLERANCE[precision], case.folder.name
         assert largest_difference(curve, reference, "grad_norm") < 10 * TOLERANCE[precision], case.folder.name
         assert curve[-1]["validation_loss"] == pytest.approx(
             reference[-1]["validation_loss"], rel=TOLERANCE[precision]
         )
+    if precision == "fp32":
+        lengths = {case.folder.name: len(read_metrics(case.folder)) for case in cases}
+        assert lengths == {name: 20 if name in LONG else 8 for name in CUTS}
+        assert alone[-1]["loss"] < alone[0]["loss"] - 0.5
 
 
 def test_schedule_recompute_and_micro_batch_size_do_not_change_the_curve(
-    run_file: Path, tmp_path: Path
+    run_file: Path, tmp_path: Path, alone: list[dict]
 ) -> None:
     run = run_config(run_file)
     plans = {
@@ -59,18 +85,18 @@ def test_schedule_recompute_and_micro_batch_size_do_not_change_the_curve(
         "micro-batches of two": make_plan(run, [[1, 2, 3]], micro_batch_size=2),
         "fewer micro-batches than stages": make_plan(run, [[1, 2, 2, 1]], micro_batch_size=4),
     }
-    cases = [Case(run_file, tmp_path / name, plan) for name, plan in plans.items()]
-    reference = run_alone(Case(run_file, tmp_path / "alone"))
+    cases = [Case(run_file, tmp_path / name, plan, FEW) for name, plan in plans.items()]
     run_cases(cases)
     for case in cases:
-        assert largest_difference(read_metrics(case.folder), reference) < TOLERANCE["fp32"], case.folder.name
+        curve = read_metrics(case.folder)
+        assert largest_difference(curve, alone[:8]) < TOLERANCE["fp32"], case.folder.name
 
 
 def test_an_untied_head_with_plain_attention_and_all_resets(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     run_file = make_project(folder, model={"tie_embeddings": False, "attention": "plain"})
-    overrides = ("data.reset_attention=true", "data.reset_filter=true")
+    overrides = (*FEW, "data.reset_attention=true", "data.reset_filter=true")
     run = run_config(run_file, *overrides)
     case = Case(run_file, tmp_path / "cut", make_plan(run, [[1, 5], [1, 5]]), overrides)
     reference = run_alone(Case(run_file, tmp_path / "alone", None, overrides))
@@ -78,23 +104,28 @@ def test_an_untied_head_with_plain_attention_and_all_resets(tmp_path: Path) -> N
     assert largest_difference(read_metrics(case.folder), reference) < TOLERANCE["fp32"]
 
 
-def test_bf16_keeps_fp32_masters_under_any_partition(run_file: Path, tmp_path: Path) -> None:
+def test_bf16_keeps_fp32_masters_under_any_partition(
+    run_file: Path, tmp_path: Path, alone: list[dict]
+) -> None:
     # The partition does not change bf16 rounding, because each micro-batch is computed the same way.
-    overrides = ("train.precision=bf16",)
+    overrides = ("train.precision=bf16", *FEW)
     run = run_config(run_file, *overrides)
     case = Case(run_file, tmp_path / "cut", make_plan(run, [[2, 3, 1]]), overrides)
     reference = run_alone(Case(run_file, tmp_path / "alone", None, overrides))
     run_cases([case])
     assert largest_difference(read_metrics(case.folder), reference) < 2e-3
-    fp32 = run_alone(Case(run_file, tmp_path / "fp32"))
-    assert 1e-6 < largest_difference(reference, fp32) < 2e-2
+    assert 1e-6 < largest_difference(reference, alone[:8]) < 2e-2
 
 
-@pytest.mark.parametrize("cut", ["1-4-1", "two pipelines"])
-def test_without_the_gradient_all_reduce_the_curve_differs(run_file: Path, tmp_path: Path, cut: str) -> None:
+def test_without_the_gradient_all_reduce_the_curve_differs(
+    run_file: Path, tmp_path: Path, alone: list[dict]
+) -> None:
     # The negative control of the tests above: a tied embedding, or two pipelines, need the all-reduce.
     run = run_config(run_file)
-    case = Case(run_file, tmp_path / "off", make_plan(run, CUTS[cut]), without="grad_all_reduce")
-    reference = run_alone(Case(run_file, tmp_path / "alone"))
-    run_cases([case])
-    assert largest_difference(read_metrics(case.folder), reference) > 1e-3
+    cases = [
+        Case(run_file, tmp_path / cut, make_plan(run, CUTS[cut]), FEW, without="grad_all_reduce")
+        for cut in ("1-4-1", "two pipelines")
+    ]
+    run_cases(cases)
+    for case in cases:
+        assert largest_difference(read_metrics(case.folder), alone[:8]) > 1e-3, case.folder.name

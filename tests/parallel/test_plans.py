@@ -103,7 +103,7 @@ FP32_TOO = (
     "interleaved, uneven",
     "sharded state of different widths",
 )
-STEPS = 5
+STEPS = 3
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 
 
@@ -111,7 +111,13 @@ def overrides(precision: str, folder: Path | None = None) -> tuple[str, ...]:
     saves = (f"checkpoint.directory={folder}",) if folder else ()
     # One bucket a layer: many reductions inside each last backward.
     buckets = "optimizer.bucket_size=1"
-    return (f"train.precision={precision}", f"train.steps={STEPS}", "validation.every=5", buckets, *saves)
+    return (
+        f"train.precision={precision}",
+        f"train.steps={STEPS}",
+        f"validation.every={STEPS}",
+        buckets,
+        *saves,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -93,14 +93,22 @@ class Executor:
         """Results by the step that would take them: a send, or, for another stage of this worker, the receive
         that a message would need."""
 
-    def run(self, program: RankProgram, after_step: Callable[[Step], None] | None = None) -> None:
-        """Run every step of a rank program, and call `after_step` with each; gradients accumulate.
+    def run(
+        self,
+        program: RankProgram,
+        *,
+        before_step: Callable[[Step], None] | None = None,
+        after_step: Callable[[Step], None] | None = None,
+    ) -> None:
+        """Run every step of a rank program, and call `before_step` and `after_step` around each; gradients
+        accumulate.
 
         A program without backwards (evaluation) keeps no outputs. Raises TrainingError or LostPeer if a peer
         is lost.
         """
-        for _ in self.steps(program, after_step):
-            pass
+        for step in self.steps(program, after_step):
+            if before_step is not None:
+                before_step(step)
 
     def steps(self, program: RankProgram, after_step: Callable[[Step], None] | None = None) -> Iterator[Step]:
         """As `run`, but yield every step just before running it."""

@@ -92,8 +92,11 @@ def train_step(
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
     runtime.reducer.begin()
     with as_training_error(runtime.coord):
-        for step in trainer.executor.steps(runtime.program, runtime.reducer.after_step):
-            runtime.reducer.before_step(step)
+        trainer.executor.run(
+            runtime.program,
+            before_step=runtime.reducer.before_step,
+            after_step=runtime.reducer.after_step,
+        )
         for number, state in enumerate(runtime.states):
             with during(Activity("finish_grad_reduce", number=number)):
                 squares += state.finish_grad_reduce()
