@@ -156,10 +156,13 @@ class NullStage:
     def begin(self, **_: Any) -> None:
         """Start on a batch."""
 
-    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
-        """A tensor for the next stage, or a loss, with a graph for the backward."""
+    def load(self, micro_batch: int) -> None:
+        """Take a micro-batch."""
         if self._takes:
             self._feed.take(micro_batch)
+
+    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+        """A tensor for the next stage, or a loss, with a graph for the backward."""
         output = (self._hidden_BSH if hidden_BSH is None else hidden_BSH) * self._unit
         return output[0, 0, 0] if self._is_last else output
 
@@ -207,7 +210,7 @@ def measure(shape: Shape, rank: int, folder: Path, *, steps: int = STEPS) -> Row
             clock = device_clock(job.device)
             for step in range(steps):
                 start = time.thread_time()
-                result = train_step(
+                train_step(
                     trainer,
                     job.train,
                     first_sample=step * plan.global_batch_size,
