@@ -391,7 +391,7 @@ def valid_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
 
 
 def test_random_valid_plans(run_file: Path, tmp_path: Path) -> None:
-    settings_ = (*overrides("fp64"), "train.steps=5")
+    settings_ = overrides("fp64")
     run = run_config(run_file, *settings_)
     found: list[dict] = []
 
