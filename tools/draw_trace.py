@@ -72,7 +72,10 @@ def draw(events: list[dict[str, Any]], *, step: int) -> str:
                 # Those of two steps may overlap.
                 tids &= {event["tid"] for event in outer}
             own = [e for e in events if e["ph"] == "X" and e["tid"] in tids and e["cat"] in COLOURS]
-            own = [e for e in own if start <= e["ts"] < end]
+            # Not those of the next step, which may begin before the forecast of this one ends.
+            category = "forecast" if row == "forecast" else "training_step"
+            whole = [e for e in outer if e["pid"] == pid and e["cat"] == category]
+            own = [e for e in own if any(w["ts"] <= e["ts"] < w["ts"] + w["dur"] for w in whole)]
             if not own:
                 continue
             shapes.append(f'<text x="8" y="{top + 11}">{row}</text>')
