@@ -62,11 +62,6 @@ class Bridge:
         self._received: dict[Step, PendingReceive] = {}
         self._sent: dict[Edge, deque[tuple[Step, Pending]]] = {}
 
-    @property
-    def num_sent(self) -> int:
-        """Messages that are kept because they may not have arrived."""
-        return sum(map(len, self._sent.values()))
-
     def post(self, step: Step) -> None:
         """Allocate the buffer of a message and start to receive it; does not wait."""
         if self._is_leader:
