@@ -179,9 +179,8 @@ def _measure_sends(case: Case) -> tuple[list[float], list[float]]:
     """Seconds of a message over each cut: activations, then gradients."""
     names = [str(rank) for rank in range(case.num_stages)]
     sizes = (1 << 16, SEQUENCE_LENGTH * HIDDEN_SIZE * 4)
-    seconds = {
-        (link.from_, link.to): link.seconds[-1] for link in measure_links(names, device=CPU, sizes=sizes)
-    }
+    links = measure_links(names, device=CPU, backends=["nccl"] * case.num_stages, sizes=sizes)
+    seconds = {(link.from_, link.to): link.seconds[-1] for link in links}
     pairs = list(zip(names, names[1:], strict=False))
     return [seconds[a, b] for a, b in pairs], [seconds[b, a] for a, b in pairs]
 

@@ -275,13 +275,14 @@ PLANS = {
     ),
     "two interleaved": make_plan("interleaved_1f1b", [Pipe(loop(3, 2), 6), Pipe(loop(2, 3), 4)]),
     "two of zero bubble": make_plan("zero_bubble", [Pipe(v_shape(3)), Pipe(one_worker_each(2), 5)]),
-    "two libraries": make_plan("1f1b", [Pipe(one_worker_each(4))], ("A100-80G", "A100-80G", "MI210")),
+    "two libraries": make_plan("1f1b", [Pipe(one_worker_each(4))], ("A100-80G", "A100-80G", "MI300X")),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_no_plan_deadlocks_on_cards(name: str) -> None:
     plan = PLANS[name]
+    assert any(Grid(plan).via_host.values()) == (name == "two libraries")
     world, ranks = run(plan)
     for queues, synchronise in MACHINES:
         deadlock = find_deadlock(world, num_queues=queues, synchronise=synchronise)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from yuan_train.cli.launch import Node, free_port, start_ranks
 from yuan_train.config.cluster import Cluster, load_cluster
+from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.dump import as_plain, write_text
 from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError
@@ -221,7 +222,20 @@ def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int
     names = _all_gather(f"{platform.node()}/{position.local_rank}", position)
     if cluster is not None:
         names = [card.name for card in cluster.cards]
-    return replace(profile, links=measure_links(names, device=bench.device)), position.rank
+    links = measure_links(
+        names,
+        device=bench.device,
+        backends=_all_gather(_backend_of(bench.device_type, cluster), position),
+        timeout_seconds=bench.timeout_seconds,
+    )
+    return replace(profile, links=links), position.rank
+
+
+def _backend_of(device_type: str, cluster: Cluster | None) -> Backend:
+    """The communication backend of a type of card; nccl if neither cluster nor catalogue describes it."""
+    described = cluster.device_types if cluster is not None else {}
+    card = described.get(device_type) or CATALOGUE.get(device_type)
+    return card.backend if card is not None else "nccl"
 
 
 def _all_gather(value: T, position: Position) -> list[T]:

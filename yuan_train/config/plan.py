@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, MinLen
 
 from yuan_train.config.cluster import Cluster
-from yuan_train.config.devices import CATALOGUE, DeviceType
+from yuan_train.config.devices import CATALOGUE, Backend, DeviceType
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute, RunConfig, ScheduleName
 
@@ -216,8 +216,13 @@ class Plan:
         A card of unknown type has backend nccl.
         """
         cards = [self.device_type(rank) for rank in ranks]
-        backends = {card.backend if card is not None else "nccl" for card in cards}
-        return len(backends) > 1 or backends == {"gloo"}
+        return share_only_gloo(card.backend if card is not None else "nccl" for card in cards)
+
+
+def share_only_gloo(backends: Iterable[Backend]) -> bool:
+    """Whether cards of these backends can exchange messages only over gloo."""
+    found = set(backends)
+    return len(found) > 1 or found == {"gloo"}
 
 
 def tensor_parallel_sizes(model: ModelConfig) -> dict[str, int]:

@@ -181,6 +181,15 @@ def make_tensor_groups(
     return {ranks: _new_group(ranks, timeout=timedelta(seconds=timeout_seconds)) for ranks in rank_groups}
 
 
+def make_pair(
+    ranks: tuple[int, int], *, device: torch.device, via_host: bool, timeout_seconds: float
+) -> GroupTransport:
+    """A group of two ranks, to be freed by them; collective over all ranks."""
+    library, timeout = library_of(device, via_host=via_host), timedelta(seconds=timeout_seconds)
+    group = _new_group(ranks, timeout=timeout, backend=library)
+    return transport_of(group, ranks, device=device, via_host=via_host)
+
+
 def make_save_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
     """A gloo group of all ranks for asynchronous saves, whose messages must not mix with those of training.
 

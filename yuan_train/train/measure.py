@@ -6,6 +6,7 @@ are measured, and their mean taken: a single layer would find its weights still 
 
 from __future__ import annotations
 
+import itertools
 import platform
 import statistics
 import time
@@ -19,8 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from yuan_train.config.devices import CATALOGUE
+from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import LinkProfile, ProfileEntry, UnitProfile
 from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
 from yuan_train.model.initial import initial_rows
@@ -31,8 +33,9 @@ from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
-from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.groups import Groups, make_pair
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
+from yuan_train.parallel.transport import Transport
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.feed import MicroBatch, make_micro_batch
 from yuan_train.train.footprint import (
@@ -134,36 +137,49 @@ def _num_layers_in_a_row(case: ProfileCase) -> int:
 
 
 def measure_links(
-    names: Sequence[str], *, device: torch.device, sizes: Sequence[int] = LINK_SIZES
+    names: Sequence[str],
+    *,
+    device: torch.device,
+    backends: Sequence[Backend],
+    sizes: Sequence[int] = LINK_SIZES,
+    timeout_seconds: float = 600.0,
 ) -> tuple[LinkProfile, ...]:
     """Seconds of every directed link between the ranks, by size of message; collective over all ranks.
 
-    One pair of ranks at a time, while the others wait. The receiver answers each message with one byte, whose
-    time (half a round trip of one byte) is subtracted.
+    `backends` are those of the ranks' cards: messages go as they go in training, over host memory between
+    cards without a common one. One pair of ranks at a time, in a group that is freed after it, while the
+    others wait. The receiver answers each message with one byte, whose time (half a round trip of one byte)
+    is subtracted. Raises LostPeer if a rank does not answer within `timeout_seconds`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    links: list[LinkProfile] = []
-    for source in range(world_size):
-        for target in range(world_size):
-            if source == target:
-                continue
+    measured: dict[tuple[int, int], torch.Tensor] = {}
+    for pair in itertools.combinations(range(world_size), 2):
+        via_host = share_only_gloo(backends[end] for end in pair)
+        transport = make_pair(pair, device=device, via_host=via_host, timeout_seconds=timeout_seconds)
+        for source, target in (pair, pair[::-1]):
             dist.barrier()
             times = torch.zeros(len(sizes), dtype=torch.float64)
-            if rank in (source, target):
-                one_byte = _round_trip(1, source, target, device)
-                times = torch.tensor([_round_trip(size, source, target, device) for size in sizes])
+            if rank in pair:
+                one_byte = _round_trip(transport, 1, source, target, device)
+                times = torch.tensor([_round_trip(transport, size, source, target, device) for size in sizes])
                 times = (times - one_byte / 2).clamp(min=one_byte / 2).to(torch.float64)
-            times = times.to(device)
+            # Of host memory, over gloo, which all ranks share.
             dist.broadcast(times, source)
-            seconds = tuple(times.flip(0).cummin(0).values.flip(0).tolist())
-            link = LinkProfile(
-                from_=names[source], to=names[target], message_bytes=tuple(map(float, sizes)), seconds=seconds
-            )
-            links.append(link)
-    return tuple(links)
+            measured[source, target] = times
+        if rank in pair:
+            transport.free()
+    return tuple(
+        LinkProfile(
+            from_=names[source],
+            to=names[target],
+            message_bytes=tuple(map(float, sizes)),
+            seconds=tuple(measured[source, target].flip(0).cummin(0).values.flip(0).tolist()),
+        )
+        for source, target in sorted(measured)
+    )
 
 
-def _round_trip(size: int, source: int, target: int, device: torch.device) -> float:
+def _round_trip(transport: Transport, size: int, source: int, target: int, device: torch.device) -> float:
     """Median seconds of a message of `size` bytes to the target, and the byte it answers."""
     message = torch.randint(255, (size,), dtype=torch.uint8, device=device)
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -171,11 +187,12 @@ def _round_trip(size: int, source: int, target: int, device: torch.device) -> fl
     for _ in range(2 + LINK_REPEATS):
         start = _now(device)
         if dist.get_rank() == source:
-            dist.send(message, target)
-            dist.recv(answer, target)
+            sent = transport.send(message, target)
+            transport.post((1,), torch.uint8, target).take()
         else:
-            dist.recv(message, source)
-            dist.send(answer, source)
+            transport.post((size,), torch.uint8, source).take()
+            sent = transport.send(answer, source)
+        sent.wait()
         times.append(_now(device) - start)
     return statistics.median(times[2:])
 
