@@ -35,6 +35,7 @@ from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import init_distributed, make_groups, shutdown
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
+from yuan_train.schedule.messages import post_early
 from yuan_train.train.measure import machine_name, measure_links
 
 CPU = torch.device("cpu")
@@ -196,12 +197,13 @@ def _run_steps(case: Case, rank: int) -> torch.Tensor:
     bridge = make_bridge(grid, coord, groups, boundary, schedule)
     work, stopwatch = Work(case, last=rank == case.num_stages - 1), Stopwatch(CPU)
     executor = Executor({rank: work}, bridge, stopwatch)
+    program = post_early(schedule[coord.worker], grid.workers(0), bridge.holds_up_nothing)
     rows: list[torch.Tensor] = []
     for _ in range(WARM_UP_STEPS + case.steps):
         work.forward_seconds = 0.0
         dist.barrier()
         start = time.perf_counter()
-        executor.run(schedule[coord.worker])
+        executor.run(program)
         seconds = time.perf_counter() - start
         forward, busy = work.forward_seconds, stopwatch.read()
         own = torch.tensor([seconds, forward, busy - forward], dtype=torch.float64)

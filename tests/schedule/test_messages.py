@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import pytest
 
 from yuan_train.schedule.check import check_schedule
-from yuan_train.schedule.messages import arrivals_proven, receive_for, send_after
+from yuan_train.schedule.messages import arrivals_proven, post_early, receive_for, send_after
 from yuan_train.schedule.schedules import forward_only, make_schedule
-from yuan_train.schedule.step import RECEIVE_OF, Schedule, Step, Workers, one_worker_each
+from yuan_train.schedule.step import RECEIVE_OF, Kind, Schedule, Step, Workers, one_worker_each
 
 UNITS = {"forward": 2.0, "backward": 4.0, "backward_input": 2.0, "backward_weight": 2.0}
 
@@ -102,6 +105,20 @@ def test_two_receives_of_a_direction_at_most(
             elif receive is not None:
                 waiting[receive.kind, receive.stage] -= 1
         assert not any(waiting.values())
+
+
+def test_gloo_gets_its_receives_earlier() -> None:
+    """In 1F1B a receive moves before the use of the one before it; without gloo nothing moves."""
+    workers = one_worker_each(3)
+    for program in make_schedule("1f1b", num_stages=3, num_micro_batches=6):
+        assert post_early(program, workers, lambda receive: False) == program
+        moved = post_early(program, workers, lambda receive: True)
+        assert sorted(map(str, moved)) == sorted(map(str, program))
+        for kind, use in (("receive_activation", "forward"), ("receive_gradient", "backward")):
+            receives = [step for step in moved if step.kind == kind]
+            assert receives == [step for step in program if step.kind == kind]
+            for one, following in zip(receives, receives[1:], strict=False):
+                assert moved.index(following) < moved.index(replace(one, kind=cast(Kind, use)))
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

@@ -21,7 +21,7 @@ from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.check import check_schedule, peak_in_flight
-from yuan_train.schedule.messages import arrivals_proven
+from yuan_train.schedule.messages import arrivals_proven, post_early
 from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import RankProgram, Schedule
 
@@ -128,27 +128,31 @@ def parallelize(
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
     evaluation = forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)
     check_schedule(evaluation, workers)
+    bridge = None
+    program, evaluation_program = schedule[coord.worker], evaluation[coord.worker]
+    if len(pipeline.stages) > 1:
+        bridge = make_bridge(grid, coord, groups, Boundary(shape, dtype, device), schedule)
+        program = post_early(program, workers, bridge.holds_up_nothing)
+        evaluation_program = post_early(evaluation_program, workers, bridge.holds_up_nothing)
     return RankRuntime(
         grid=grid,
         coord=coord,
-        program=schedule[coord.worker],
-        evaluation_program=evaluation[coord.worker],
+        program=program,
+        evaluation_program=evaluation_program,
         parts=modules,
         deferred=deferred,
         shards=shards,
         states=states,
         buckets=tuple(buckets),
         reducer=GradReducer(
-            schedule[coord.worker],
+            program,
             parameters,
             {name: number for number, bucket in enumerate(buckets) for name in bucket.parameters},
             deferred=set().union(*added),
             start=lambda number: states[number].start_grad_reduce(),
         ),
         groups=groups,
-        bridge=make_bridge(grid, coord, groups, Boundary(shape, dtype, device), schedule)
-        if len(pipeline.stages) > 1
-        else None,
+        bridge=bridge,
     )
 
 

@@ -62,6 +62,10 @@ class Bridge:
         self._received: dict[Step, PendingReceive] = {}
         self._sent: dict[Edge, deque[tuple[Step, Pending]]] = {}
 
+    def holds_up_nothing(self, receive: Step) -> bool:
+        """Whether this rank's device goes on while a posted receive waits for its sender."""
+        return self._groups.edges[self._edge(receive)].open_receives_hold_up_nothing
+
     def post(self, step: Step) -> None:
         """Allocate the buffer of a message and start to receive it; does not wait."""
         if self._is_leader:

@@ -93,6 +93,8 @@ class Transport(Protocol):
 
     library: str
     """gloo or nccl."""
+    open_receives_hold_up_nothing: bool
+    """Whether the device goes on while a receive waits for its sender; on nccl it is a running kernel."""
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
         """Allocate a buffer and start to receive into it."""
@@ -185,6 +187,8 @@ class GroupTransport:
 
     library: str
     """The backend of the process group."""
+    open_receives_hold_up_nothing: bool
+    """Whether the device goes on while a receive waits for its sender; on nccl it is a running kernel."""
     _polls: bool
     """Whether messages under way can be asked if they have arrived."""
 
@@ -243,6 +247,7 @@ class GlooTransport(GroupTransport):
     """gloo, from and to host memory; for collectives gloo itself copies from and to a card."""
 
     library = "gloo"
+    open_receives_hold_up_nothing = True
     _polls = False
 
 
@@ -250,6 +255,7 @@ class NcclTransport(GroupTransport):
     """nccl or rccl, from card to card."""
 
     library = "nccl"
+    open_receives_hold_up_nothing = False
     _polls = True
 
 
