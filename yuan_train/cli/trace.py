@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from yuan_train.config.plan import Plan
-    from yuan_train.parallel.grid import RankCoord
-    from yuan_train.planner.evaluate.simulator import Simulation
-    from yuan_train.schedule.trace import Event, Span, TraceThread
+    from yuan_train.schedule.trace import Event, Span, TimedStep, TraceThread
 
 _DESCRIPTION = """\
 Merges the trace files that the ranks of a run have written into one for ui.perfetto.dev: what each rank
@@ -164,7 +162,8 @@ def forecast_threads(
     for coord in grid.coords:
         rows: list[list[Span]] = []
         for step, start in starts.items():
-            spans = list(_forecast_spans(plan, simulations[coord.pipeline], coord, step, start))
+            timed_steps = simulations[coord.pipeline].timed_steps[coord.worker]
+            spans = list(_forecast_spans(plan, timed_steps, coord.pipeline, step, start))
             row = next((row for row in rows if all(span.end_seconds <= start for span in row)), None)
             if row is None:
                 rows.append(spans)
@@ -184,13 +183,13 @@ def forecast_threads(
 
 
 def _forecast_spans(
-    plan: Plan, simulation: Simulation, coord: RankCoord, training_step: int, start: float
+    plan: Plan, timed_steps: Sequence[TimedStep], pipeline: int, training_step: int, start: float
 ) -> Iterator[Span]:
     from yuan_train.schedule.trace import Span, TimedStep, step_span
 
     assert plan.forecast is not None
-    timed_steps = [timed for timed in simulation.timed_steps[coord.worker] if timed.step.is_compute]
-    end = max([plan.forecast.step_seconds, *(timed.end_seconds for timed in timed_steps)])
+    compute = [timed for timed in timed_steps if timed.step.is_compute]
+    end = max([plan.forecast.step_seconds, *(timed.end_seconds for timed in compute)])
     yield Span(
         name=f"step {training_step}",
         category="forecast",
@@ -198,9 +197,9 @@ def _forecast_spans(
         end_seconds=start + end,
         arguments={"step": training_step},
     )
-    for timed in timed_steps:
+    for timed in compute:
         moved = TimedStep(timed.step, start + timed.start_seconds, start + timed.end_seconds)
-        yield step_span(moved, pipeline=coord.pipeline, arrows=None)
+        yield step_span(moved, pipeline=pipeline, arrows=None)
 
 
 def _summary(plan: Plan, traces: Sequence[RankTrace]) -> Iterator[str]:
