@@ -64,7 +64,8 @@ class Bridge:
 
     def holds_up_nothing(self, receive: Step) -> bool:
         """Whether this rank's device goes on while a posted receive waits for its sender."""
-        return self._groups.edges[self._edge(receive)].open_receives_hold_up_nothing
+        transport = self._groups.edges.get(self._edge(receive))
+        return transport is not None and transport.open_receives_hold_up_nothing
 
     def post(self, step: Step) -> None:
         """Allocate the buffer of a message and start to receive it; does not wait."""
