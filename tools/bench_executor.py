@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from yuan_train.config.devices import Backend
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.parallel.apply import make_bridge, pipeline_schedule
@@ -180,7 +181,8 @@ def _measure_sends(case: Case) -> tuple[list[float], list[float]]:
     """Seconds of a message over each cut: activations, then gradients."""
     names = [str(rank) for rank in range(case.num_stages)]
     sizes = (1 << 16, SEQUENCE_LENGTH * HIDDEN_SIZE * 4)
-    links = measure_links(names, device=CPU, backends=["nccl"] * case.num_stages, sizes=sizes)
+    backends: list[Backend] = ["nccl"] * case.num_stages
+    links = measure_links(names, device=CPU, backends=backends, sizes=sizes)
     seconds = {(link.from_, link.to): link.seconds[-1] for link in links}
     pairs = list(zip(names, names[1:], strict=False))
     return [seconds[a, b] for a, b in pairs], [seconds[b, a] for a, b in pairs]

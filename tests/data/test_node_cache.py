@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def refuse(arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def open_parts(prefix: Path) -> list[Blend]:
-    options = {"sequence_length": 16, "seed": 3, "vocab_size": 135_040}
+    options: dict[str, Any] = {"sequence_length": 16, "seed": 3, "vocab_size": 135_040}
     return [
         open_corpora([(str(prefix), 1.0)], **options),
         open_corpora([(str(prefix), 1.0)], split=(0.8, 0.2), **options),

@@ -7,6 +7,7 @@ where a new interpreter takes seconds of imports, and finds nothing that another
 from __future__ import annotations
 
 import importlib
+import itertools
 import multiprocessing
 import os
 import socket
@@ -28,11 +29,23 @@ PRELOADED = ["tests.support.ranks", "yuan_train.cli.main", "torch._dynamo", "pyd
 """What the server imports. torch's optimizers import torch._dynamo, the config loader pydantic."""
 
 
+FIRST_PORT, PORTS_PER_WORKER = 12_000, 2_000
+"""Below the ports that the system gives to connections: one of those could take a port before it is used."""
+_ports = itertools.count()
+
+
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of 127.0.0.1 that is free at the moment, and that no other worker of these tests takes."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for _ in range(PORTS_PER_WORKER):
+        port = FIRST_PORT + worker % 10 * PORTS_PER_WORKER + (os.getpid() + next(_ports)) % PORTS_PER_WORKER
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise AssertionError("no free port")
 
 
 def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:

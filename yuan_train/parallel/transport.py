@@ -37,9 +37,14 @@ class LostPeer(RuntimeError):
 @contextmanager
 def blame_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
     """Around an operation `what` of `ranks`: raise its RuntimeError as a LostPeer that names the others."""
+    with during(Activity("collective", what=what, ranks=tuple(ranks))), _name_lost_peers(what, ranks):
+        yield
+
+
+@contextmanager
+def _name_lost_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
     try:
-        with during(Activity("collective", what=what, ranks=tuple(ranks))):
-            yield
+        yield
     except LostPeer:
         raise
     except RuntimeError as error:
@@ -136,8 +141,11 @@ class _PendingWork:
         what: str,
         *,
         polls: bool,
+        is_message: bool,
     ) -> None:
         self._work = work
+        # Who takes or sends a message says of which micro-batch.
+        self._around = _name_lost_peers if is_message else blame_peers
         self._tensors = tensors
         self._ranks = ranks
         self._what = what
@@ -145,7 +153,7 @@ class _PendingWork:
 
     def wait(self) -> None:
         if self._work is not None:
-            with blame_peers(self._what, self._ranks):
+            with self._around(self._what, self._ranks):
                 self._work.wait()
         self._work, self._tensors = None, ()
 
@@ -204,7 +212,7 @@ class GroupTransport:
     def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
         what = f"the message to rank {receiver}"
         work = dist.isend(tensor, receiver, group=self._group)
-        return self._pending(work, (tensor,), what)
+        return self._pending(work, (tensor,), what, is_message=True)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
         with blame_peers(what, self._ranks):
@@ -237,10 +245,17 @@ class GroupTransport:
 
     def _receive(self, buffer: torch.Tensor, sender: int) -> _PendingWork:
         work = dist.irecv(buffer, sender, group=self._group)
-        return self._pending(work, (buffer,), f"the message from rank {sender}")
+        return self._pending(work, (buffer,), f"the message from rank {sender}", is_message=True)
 
-    def _pending(self, work: dist.Work | None, tensors: tuple[torch.Tensor, ...], what: str) -> _PendingWork:
-        return _PendingWork(work, tensors, self._ranks, what, polls=self._polls)
+    def _pending(
+        self,
+        work: dist.Work | None,
+        tensors: tuple[torch.Tensor, ...],
+        what: str,
+        *,
+        is_message: bool = False,
+    ) -> _PendingWork:
+        return _PendingWork(work, tensors, self._ranks, what, polls=self._polls, is_message=is_message)
 
 
 class GlooTransport(GroupTransport):
