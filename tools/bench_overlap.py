@@ -72,8 +72,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"Machine: {machine_name()}\n")
     print(
-        "| network | backward s | reduction s | step alone s | one bucket: forecast, measured s | exposed "
-        "| a bucket a layer: forecast, measured s | exposed | forecast off by |"
+        "| network | backward s | reduction s | alone s | one bucket s | exposed | a bucket a layer s "
+        "| exposed | off by |"
     )
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     try:
