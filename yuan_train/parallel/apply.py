@@ -111,6 +111,7 @@ def parallelize(
     added = [add_weight_grads(module, deferred[stage], parts.sharding) for stage, module in modules.items()]
     parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
     buckets = _flatten(grid, rank, {n: p for held in parameters.values() for n, p in held.items()}, shards)
+    bucket_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.parameters}
     states = tuple(
         _state(
             plan,
@@ -122,18 +123,9 @@ def parallelize(
         for bucket in buckets
     )
     for module in modules.values():
-        _await_weights(module, states, buckets)
-    workers = grid.workers(coord.pipeline)
-    schedule = pipeline_schedule(plan, coord.pipeline)
+        _await_weights(module, states, bucket_of)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
-    evaluation = forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)
-    check_schedule(evaluation, workers)
-    bridge = None
-    program, evaluation_program = schedule[coord.worker], evaluation[coord.worker]
-    if len(pipeline.stages) > 1:
-        bridge = make_bridge(grid, coord, groups, Boundary(shape, dtype, device), schedule)
-        program = post_early(program, workers, bridge.holds_up_nothing)
-        evaluation_program = post_early(evaluation_program, workers, bridge.holds_up_nothing)
+    program, evaluation_program, bridge = _make_programs(grid, coord, groups, Boundary(shape, dtype, device))
     return RankRuntime(
         grid=grid,
         coord=coord,
@@ -147,13 +139,29 @@ def parallelize(
         reducer=GradReducer(
             program,
             parameters,
-            {name: number for number, bucket in enumerate(buckets) for name in bucket.parameters},
+            bucket_of,
             deferred=set().union(*added),
             start=lambda number: states[number].start_grad_reduce(),
         ),
         groups=groups,
         bridge=bridge,
     )
+
+
+def _make_programs(
+    grid: Grid, coord: RankCoord, groups: Groups, boundary: Boundary
+) -> tuple[RankProgram, RankProgram, Bridge | None]:
+    """This rank's programs for training and evaluation, and the bridge of a pipeline of several stages."""
+    pipeline, workers = grid.pipeline(coord), grid.workers(coord.pipeline)
+    schedule = pipeline_schedule(grid.plan, coord.pipeline)
+    evaluation = forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)
+    check_schedule(evaluation, workers)
+    programs = schedule[coord.worker], evaluation[coord.worker]
+    if len(pipeline.stages) == 1:
+        return *programs, None
+    bridge = make_bridge(grid, coord, groups, boundary, schedule)
+    program, evaluation_program = (post_early(p, workers, bridge.holds_up_nothing) for p in programs)
+    return program, evaluation_program, bridge
 
 
 def make_bridge(
@@ -221,15 +229,15 @@ def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None
 
 
 def _await_weights(
-    module: torch.nn.Module, states: Sequence[OwnedState], buckets: Sequence[FlatBucket]
+    module: torch.nn.Module, states: Sequence[OwnedState], bucket_of: Mapping[str, int]
 ) -> None:
     """Make the forward of each unit of a stage's part wait until its stepped weights are there."""
-    for name in dict(module.named_parameters()):
-        state = next(s for s, bucket in zip(states, buckets, strict=True) if name in bucket.parameters)
-        for path in _entries(name):
-            # A part without an embedding lookup may hold a tied embedding: its head uses it.
-            if path in dict(module.named_modules()):
-                module.get_submodule(path).register_forward_pre_hook(_finish_weight_sync(state))
+    needed = {(path, bucket_of[name]) for name, _ in module.named_parameters() for path in _entries(name)}
+    modules = dict(module.named_modules())
+    for path, number in sorted(needed):
+        # A part without an embedding lookup may hold a tied embedding: its head uses it.
+        if path in modules:
+            modules[path].register_forward_pre_hook(_finish_weight_sync(states[number]))
 
 
 def _entries(parameter: str) -> tuple[str, ...]:

@@ -68,11 +68,12 @@ class GradReducer:
 
     def before_step(self, step: Step) -> None:
         """A step begins: if it is the last of its stage that completes gradients, count those that arrive."""
-        # Torch runs a card's backward in a thread of its own, where the trace would not hear of a start.
-        self._context = copy_context()
         if step.is_compute:
             self._end_stages()
         self._step = step if self._closing.get(step.stage) == step else None
+        if self._step is not None:
+            # Torch runs a card's backward in a thread of its own, where the trace would not hear of a start.
+            self._context = copy_context()
         if self._step is not None and step.kind == "backward_weight":
             # What is not deferred was complete after the last backward_input.
             self._complete(lambda stage, name: stage == step.stage and name not in self._deferred)
