@@ -7,7 +7,7 @@ some heads at a time to fp32 and calls torch's flash backward on them; the forwa
 Documents: one call of torch's variable-length attention for all of them where it has passed a test (CUDA,
 16 bits); elsewhere one call per document.
 
-B = sequences, S = tokens of a sequence, T = B * S, N = heads, D = size of a head.
+B = sequences, S = tokens of a sequence, T = B * S, N = heads (M of keys and values), D = size of a head.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, ranges: Document
     if ranges is None:
         return _attend(query, key, value)
     if not ranges:
-        return torch.zeros_like(value)
+        return torch.zeros_like(query)
     if dispatch.implementation("document_attention", query) == "varlen":
         return attend_in_one_call(query, key, value, ranges)
     return attend_in_turn(query, key, value, ranges)
@@ -59,6 +59,7 @@ def attend_in_one_call(query: Tensor, key: Tensor, value: Tensor, ranges: Docume
     """Return the attention inside each document, by torch's variable-length attention."""
     attend = varlen_attention()
     assert attend is not None
+    key, value = _for_every_head(query, key, value)
     lengths = tuple(last - first for first, last in ranges)
     borders, longest = _borders(lengths, query.device), max(lengths)
     packed = (x.flatten(0, 1) for x in (query, key, value))
@@ -92,9 +93,21 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if _needs_own_backward(query, key, value):
         return torch.ops.yuan.causal_attention(query, key, value)[0]
     heads = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=query.shape[2] != key.shape[2],
     )
     return heads.transpose(1, 2)
+
+
+def _for_every_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated for each query head, where an operation has no grouped queries."""
+    count = query.shape[2] // key.shape[2]
+    if count == 1:
+        return key, value
+    return key.repeat_interleave(count, dim=2), value.repeat_interleave(count, dim=2)
 
 
 def _needs_own_backward(*operands: Tensor) -> bool:
@@ -110,9 +123,11 @@ def _needs_own_backward(*operands: Tensor) -> bool:
 def _own_backward_is_correct() -> bool:
     """Test the private operations of torch that we call, on two sequences of strided operands."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value, dy = (torch.randn(2, 5, 3, 8, generator=generator).bfloat16() for _ in range(4))
+    query, key, value, dy = (
+        torch.randn(2, 5, heads, 8, generator=generator).bfloat16() for heads in (6, 3, 3, 6)
+    )
     wide = [x.float().transpose(1, 2).requires_grad_() for x in (query, key, value)]
-    expected = F.scaled_dot_product_attention(wide[0], wide[1], wide[2], is_causal=True)
+    expected = F.scaled_dot_product_attention(wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True)
     gradients = torch.autograd.grad(expected, wide, dy.float().transpose(1, 2))
     try:
         y, normalizer = _forward(query, key, value)
@@ -138,15 +153,19 @@ def _backward_blocks(
     """The gradients of query, key and value, some heads of one sequence after the other."""
     gradients = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     batch, tokens, heads, head_dim = query.shape
-    # torch gives each thread whole heads.
-    step = max(torch.get_num_threads(), _CONVERTED // (tokens * head_dim))
+    group = heads // key.shape[2]
+    # torch gives each thread whole heads. Query heads that read the same keys stay together.
+    step = -(-max(torch.get_num_threads(), _CONVERTED // (tokens * head_dim)) // group) * group
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     for sequence in range(batch):
         for first in range(0, heads, step):
-            block = (slice(sequence, sequence + 1), slice(None), slice(first, first + step))
-            wide = (x[block].float().transpose(1, 2) for x in (dy, query, key, value, y))
+            of_queries = (slice(sequence, sequence + 1), slice(None), slice(first, first + step))
+            of_keys = (*of_queries[:2], slice(first // group, (first + step) // group))
+            blocks = (of_queries, of_queries, of_keys, of_keys, of_queries)
+            operands = zip((dy, query, key, value, y), blocks, strict=True)
+            wide = (x[block].float().transpose(1, 2) for x, block in operands)
             parts = flash(*wide, normalizer[sequence : sequence + 1, first : first + step], 0.0, True)
-            for gradient, part in zip(gradients, parts, strict=True):
+            for gradient, part, block in zip(gradients, parts, blocks[1:4], strict=True):
                 gradient[block] = part.transpose(1, 2)
     return gradients
 
@@ -166,7 +185,7 @@ def _causal_attention_backward(
 @_causal_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _ = query.shape
-    return query.new_empty(value.shape), query.new_empty(batch, heads, tokens, dtype=torch.float32)
+    return query.new_empty(query.shape), query.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
 @_causal_attention_backward.register_fake

@@ -255,7 +255,10 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, document_ranges: DocumentRanges | None = None
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(D)) v [B, S, N, D] of three such tensors; no token sees a later one.
+    """Return softmax(q k^T / sqrt(D)) v [B, S, N, D]; no token sees a later one.
+
+    `query` is [B, S, N, D], `key` and `value` are [B, S, M, D]: each of the M key-value heads is read by N/M
+    query heads (grouped queries).
 
     With `document_ranges` tokens also see only their own document: half-open ranges of the B * S flattened
     tokens, in order and without gaps, none across two sequences.

@@ -18,16 +18,16 @@ MAY_IMPORT = {
     "config": set[str](),
     "schedule": set[str](),
     "planner": {"config", "schedule"},
-    "model": {"config", "yuan_kernels"},
+    "models": {"config", "yuan_kernels"},
     "data": {"config"},
     "parallel": {"config", "schedule", "yuan_kernels"},
-    "checkpoint": {"config", "parallel"},
-    "train": {"config", "schedule", "yuan_kernels", "model", "data", "parallel", "checkpoint"},
+    "checkpoint": {"config", "models", "parallel"},
+    "train": {"config", "schedule", "yuan_kernels", "models", "data", "parallel", "checkpoint"},
     "cli": {
         "config",
         "schedule",
         "yuan_kernels",
-        "model",
+        "models",
         "data",
         "parallel",
         "checkpoint",
@@ -42,7 +42,7 @@ NEVER = {
     "schedule": ENGINE | {"yaml", "pydantic", "numpy"},
     "planner": ENGINE,
     "data": ENGINE,
-    "model": {"torch.distributed"},
+    "models": {"torch.distributed"},
     "kernels": {"torch.distributed", "yuan_train"},
 }
 """Modules that a folder never imports, wherever in a file."""
@@ -284,11 +284,11 @@ def test_the_reader_of_imports(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import yuan_train.cli\n"
         "def f():\n    import yuan_kernels.ops\n"
     )
-    found = list(imports_of(path, file="model/file.py", package="yuan_train.model"))
+    found = list(imports_of(path, file="models/file.py", package="yuan_train.models"))
     assert {i.module: i.target for i in found} == {
         "torch.nn": None,
         "yuan_train.config.plan": "config",
-        "yuan_train.model.load": "model",
+        "yuan_train.models.load": "models",
         "yuan_train.schedule.step.Step": "schedule",
         "typing.TYPE_CHECKING": None,
         "yuan_train.cli": "cli",

@@ -29,8 +29,9 @@ from torch import Tensor
 from yuan_kernels import ops, products
 
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.model.layers import rotary_tables
-from yuan_train.model.transformer import Block, Transformer, init_weights
+from yuan_train.models.block import Block
+from yuan_train.models.rotary import rotary_tables
+from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.train.measure import machine_name
 
 ROOT = Path(__file__).parents[1]
@@ -273,7 +274,7 @@ def layer_rows(bench: Bench) -> Rows:
         x = bench.random(1, tokens, config.hidden_size, dtype=dtype)
         dy = bench.random(1, tokens, config.hidden_size, dtype=dtype, grad=False)
         positions = torch.arange(tokens, device=bench.device).unsqueeze(0)
-        tables = rotary_tables(positions, head_dim=config.head_dim, base=config.rope_base, dtype=dtype)
+        tables = rotary_tables(config, positions, length=tokens, dtype=dtype)
         inputs = [x, *block.parameters()]
 
         def step(block: Block = block, inputs: list[Tensor] = inputs, dy: Tensor = dy, tables=tables) -> None:

@@ -19,13 +19,13 @@ from typing import cast
 
 import torch
 
+from yuan_train.config.architecture import sharding_of
 from yuan_train.config.document import Document
 from yuan_train.config.load import build
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.run import RunConfig
-from yuan_train.model.initial import initial_rows
-from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.initial import initial_rows
+from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import init_distributed, shutdown
@@ -87,13 +87,14 @@ def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None
     device = torch.device("cpu")
     init_distributed(device=device, timeout_seconds=300)
     plan = make_plan(*shape)
+    sharding, row_blocks = sharding_of(plan.model)
     parts = ModelParts(
         build=lambda stage: Transformer(
             plan.model, layers=stage.layers, embedding=stage.embedding, head=stage.head, device="meta"
         ),
         initial=partial(initial_rows, plan.model, seed=0),
-        sharding=SHARDING,
-        row_blocks=ROW_BLOCKS,
+        sharding=sharding,
+        row_blocks=row_blocks,
     )
     runtime = parallelize(plan, rank, parts, device=device, dtype=torch.float32)
     works = {s: Stage(cast(Transformer, part), shape[1]) for s, part in runtime.parts.items()}

@@ -17,7 +17,7 @@ import torch
 
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.errors import YuanError
-from yuan_train.model.generate import generate
+from yuan_train.models.generate import generate
 from yuan_train.train.evaluate import TrainedModel, hidden_states, load_trained
 
 

@@ -21,11 +21,11 @@ from yuan_train.checkpoint.hf_import import import_hf, weights_state
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed, split_into_shards
-from yuan_train.checkpoint.yuan_layout import published_config, published_layout
 from yuan_train.config.document import Document
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig
-from yuan_train.model.transformer import Transformer, init_weights
+from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.models.yuan.hf import published_config, published_layout
 
 ROOT = Path(__file__).parents[2]
 K = "model.layers.0.self_attn.k_proj.weight"

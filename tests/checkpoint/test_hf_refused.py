@@ -19,8 +19,8 @@ from yuan_train.checkpoint import hf_export
 from yuan_train.checkpoint.hf_export import export_hf
 from yuan_train.checkpoint.hf_import import import_hf
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.checkpoint.yuan_layout import model_from_config
 from yuan_train.config.errors import CheckpointError
+from yuan_train.models.yuan.hf import model_from_config
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -72,7 +72,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path, change: Any, message: str, pick
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
         ({"hidden_size": "64"}, "describes no model"),
         ({"num_attention_heads": 5, "attention_projection_size": None}, "5 heads do not divide"),
-        ({"model_type": "llama"}, "model_type 'llama'; wanted 'yuan'"),
+        ({"model_type": "mamba"}, "model_type 'mamba'; wanted one of"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
         ({"use_shareqk": True}, "use_shareqk"),

@@ -22,7 +22,7 @@ from yuan_train.checkpoint.megatron_import import import_megatron
 from yuan_train.checkpoint.megatron_layout import FILE, join_shards, take_shard
 from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.transformer import Transformer
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.support.yuan_hf import GOLDEN, copy_of, read_published, same_bits
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.cli.main import main
 from yuan_train.data.tokenizer import train_tokenizer
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.transformer import Transformer
 
 EXPECTED = load_file(GOLDEN / "expected.safetensors")
 GREEDY = EXPECTED["greedy"].tolist()

@@ -12,7 +12,7 @@ from yuan_train.config.run import load_run
 from yuan_train.data.loader import Blend, open_corpora
 from yuan_train.data.rules import IGNORED, SampleRules, sample_rules
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.model.transformer import IGNORE_INDEX
+from yuan_train.models.transformer import IGNORE_INDEX
 
 EOD, SEP = 9, 8
 LENGTH = 24

@@ -20,7 +20,7 @@ from yuan_train.cli.main import main
 from yuan_train.data.indexed import IndexedWriter
 from yuan_train.data.rules import IGNORED
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.transformer import Transformer
 from yuan_train.train.job import Position, prepare
 
 pytestmark = pytest.mark.slow
@@ -107,8 +107,8 @@ def test_the_loss_is_the_mean_over_trained_tokens(tmp_path: Path) -> None:
     job = prepare(run, None, Position())
     batch = job.train.batch(0, run.train.global_batch_size)
     model = Transformer(run.model)
-    from yuan_train.model.documents import find_resets
-    from yuan_train.model.transformer import init_weights
+    from yuan_train.models.documents import find_resets
+    from yuan_train.models.transformer import init_weights
 
     init_weights(model, seed=run.train.seed)
     tokens = torch.from_numpy(batch.inputs)

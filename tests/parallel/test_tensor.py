@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.models import VARIANTS, tiny_model
+from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import CATALOGUE
-from yuan_train.config.model import ModelConfig
-from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import Transformer, init_weights
+from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import collectives
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel
 from yuan_train.planner.costs.unit_costs import card_costs
@@ -31,27 +31,19 @@ class Counter:
         return count
 
 
-@pytest.mark.parametrize("attention", ["localized_filter", "plain"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_makes_the_all_reduces_that_the_planner_prices(
-    attention: Any, recompute: Any, monkeypatch: pytest.MonkeyPatch
+    variant: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = Counter()
     monkeypatch.setattr(collectives, "_all_reduce", counter)
-    model = ModelConfig(
-        name="t",
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        ffn_hidden_size=128,
-        vocab_size=256,
-        attention=attention,
-    )
+    model = tiny_model(variant)
     part = Transformer(model, layers=(0, 2), embedding=False, head=False, recompute=recompute)
     init_weights(part, seed=0)
     alone = Transformer(model, layers=(0, 2), embedding=False, head=False)
     init_weights(alone, seed=0)
-    apply_tensor_parallel(part, ShardSpec(SHARDING, ROW_BLOCKS), group=None)  # pyright: ignore[reportArgumentType]
+    apply_tensor_parallel(part, ShardSpec(*sharding_of(model)), group=None)  # pyright: ignore[reportArgumentType]
     costs = card_costs(
         model,
         sequence_length=8,

@@ -11,11 +11,11 @@ import torch
 
 from tests.parallel.test_grid import run_of
 from tests.support.project import parse_plan
+from yuan_train.config.architecture import sharding_of
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import RunConfig
-from yuan_train.model.initial import initial_rows
-from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.initial import initial_rows
+from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.zero import OwnedState
 
@@ -32,7 +32,7 @@ def runtimes_of(plan: Plan) -> list[RankRuntime]:
             dtype=torch.float64,
         )
 
-    parts = ModelParts(build, partial(initial_rows, plan.model, seed=1), SHARDING, ROW_BLOCKS)
+    parts = ModelParts(build, partial(initial_rows, plan.model, seed=1), *sharding_of(plan.model))
     return [
         parallelize(plan, rank, parts, device=torch.device("cpu"), dtype=torch.float64)
         for rank in range(plan.world_size)

@@ -14,7 +14,7 @@ import torch
 from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
-from yuan_train.model.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
+from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import collectives, transport, zero
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.zero import OwnedState

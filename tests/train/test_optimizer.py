@@ -9,7 +9,7 @@ import torch
 
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import OptimizerConfig
-from yuan_train.model.transformer import Transformer, init_weights
+from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups

@@ -20,21 +20,13 @@ from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.checkpoint.save import copy_tokenizer
 from yuan_train.checkpoint.stream import LazyTensor, split_into_shards, write_safetensors
 from yuan_train.checkpoint.whole_tensors import WholeTensorReader
-from yuan_train.checkpoint.yuan_layout import (
-    EMBEDDING,
-    HEAD,
-    TensorMapping,
-    published_config,
-    published_layout,
-)
 from yuan_train.config.errors import CheckpointError
+from yuan_train.models.published import EMBEDDING, HEAD, PublishedFormat, TensorMapping, format_of
 
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float32"}
 """Exported dtype by the precision of the run."""
 
 SHARD_BYTES = 5_000_000_000
-
-MODEL_CODE = ("configuration_yuan.py", "modeling_yuan.py")
 
 TOKENIZER_CODE = "tokenization_yuan.py"
 
@@ -84,7 +76,8 @@ def export_hf(
     tensors = dict(
         _published(checkpoint, common, {} if dtype else hf.get("dtypes", {}), hf.get("head", True))
     )
-    config = published_config(
+    published = format_of(checkpoint.model.architecture)
+    config = published.published_config(
         checkpoint.model, dtype=common, original=hf.get("config"), resets=data, token_ids=token_ids
     )
     temporary = out.with_name(f".{out.name}.tmp")
@@ -93,7 +86,7 @@ def export_hf(
         temporary.mkdir(parents=True)
         _write_weights(temporary, tensors, shard_bytes)
         _write_configs(temporary, config)
-        _write_code(temporary, tokenizer or _tokenizer_of(checkpoint))
+        _write_code(temporary, published, tokenizer or _tokenizer_of(checkpoint))
         if out.exists():
             out.rmdir()
         files = tuple(sorted(path.name for path in temporary.iterdir()))
@@ -115,7 +108,7 @@ def _published(
     def dtype_of(name: str) -> torch.dtype:
         return DTYPES[dtypes.get(name, common)]
 
-    for mapping in published_layout(model):
+    for mapping in format_of(model.architecture).published_layout(model):
         for number, part in enumerate(mapping.parts):
             yield part, _part(reader, mapping, number, dtype_of(part))
         if mapping.parts == (EMBEDDING,) and head and model.tie_embeddings:
@@ -160,10 +153,10 @@ def _write_configs(temporary: Path, config: Mapping[str, Any]) -> None:
         (temporary / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _write_code(temporary: Path, tokenizer: Path | None) -> None:
+def _write_code(temporary: Path, published: PublishedFormat, tokenizer: Path | None) -> None:
     """Write the model code, the tokenizer and, for a sentencepiece tokenizer, its code and config."""
     code = resources.files("yuan_train") / "hf_export"
-    for name in MODEL_CODE:
+    for name in published.MODEL_CODE:
         (temporary / name).write_text((code / name).read_text(encoding="utf-8"), encoding="utf-8")
     if tokenizer is None:
         return

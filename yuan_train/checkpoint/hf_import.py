@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,9 @@ from yuan_train.checkpoint.hf_files import DTYPES, find_tokenizer_file, open_ten
 from yuan_train.checkpoint.names import BUFFERS, WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed
 from yuan_train.checkpoint.tensor_checks import digest, is_finite
-from yuan_train.checkpoint.yuan_layout import (
-    EMBEDDING,
-    HEAD,
-    TensorMapping,
-    model_as_plain,
-    model_from_config,
-    published_layout,
-    rotary_buffer,
-)
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
+from yuan_train.models.published import EMBEDDING, HEAD, TensorMapping, format_for, format_of, rotary_buffer
 
 MAX_LISTED = 5
 """Differences that a message lists."""
@@ -58,7 +50,8 @@ def import_hf(folder: str | Path, out: str | Path) -> Imported:
     """
     folder = Path(folder)
     config = _read_config(folder)
-    model = model_from_config(config, name=folder.resolve().name, where=f"{folder}/config.json")
+    where = f"{folder}/config.json"
+    model = format_for(config, where=where).model_from_config(config, name=folder.resolve().name, where=where)
     stored = open_tensors(folder)
     layout = _check_names(folder, model, stored)
     notes: list[str] = []
@@ -91,7 +84,7 @@ def weights_state(model: ModelConfig, data: Mapping[str, Any] | None = None) -> 
         "sequences": 0,
         "tokens": 0,
         "weights_only": True,
-        "run": {"model": model_as_plain(model), "data": dict(data or {})},
+        "run": {"model": asdict(model), "data": dict(data or {})},
     }
 
 
@@ -119,7 +112,7 @@ def _check_names(folder: Path, model: ModelConfig, stored: Mapping[str, LazyTens
         raise CheckpointError(
             f"{folder}: config.json says {model.num_layers} layers, the weights hold {len(stored)} tensors"
         )
-    layout = list(published_layout(model))
+    layout = list(format_of(model.architecture).published_layout(model))
     wanted = {part: mapping.part_shape for mapping in layout for part in mapping.parts}
     optional: dict[str, tuple[int, ...]] = {
         rotary_buffer(i): (model.head_dim // 2,) for i in range(model.num_layers)

@@ -14,9 +14,9 @@ from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.checkpoint.megatron_import import shard_shape
 from yuan_train.checkpoint.megatron_layout import FILE, LAYER_NAMES, TRACKER, Tensors, take_shard
 from yuan_train.checkpoint.whole_tensors import WholeTensorReader
-from yuan_train.checkpoint.yuan_layout import published_layout
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
+from yuan_train.models.yuan.hf import published_layout
 
 
 def export_megatron(

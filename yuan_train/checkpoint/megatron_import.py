@@ -16,11 +16,11 @@ from yuan_train.checkpoint.megatron_layout import BUFFER, FILE, LAYER_NAMES, TRA
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed
 from yuan_train.checkpoint.tensor_checks import is_finite
-from yuan_train.checkpoint.yuan_layout import published_layout
 from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.models.yuan.hf import published_layout
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 

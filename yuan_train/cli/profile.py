@@ -20,7 +20,6 @@ from yuan_train.config.dump import as_plain, write_text
 from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.plan import tensor_parallel_sizes
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, load_profile
 from yuan_train.config.run import Recompute, RunConfig, load_run
 
@@ -186,7 +185,7 @@ def _make_bench(
     node = card.node if card and position.world_size > 1 else platform.node()
     nodes_and_types = _all_gather((node, device_type), position)
     widths = (config.search.tensor if config else None) or WIDTHS
-    fitting = [w for w in widths if all(size % w == 0 for size in tensor_parallel_sizes(model).values())]
+    fitting = [w for w in widths if all(size % w == 0 for size in model.spec.tensor_sizes(model).values())]
     return Bench(
         model=model,
         config=config,

@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from yuan_train.config.architecture import ModelSpec, architectures, find_spec
 from yuan_train.config.document import override, read_document
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import build
 
 AttentionKind = Literal["localized_filter", "plain"]
+RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
 Count = Annotated[int, Gt(0)]
+Size = Annotated[int, Ge(0)]
 Rate = Annotated[float, Ge(0), Lt(1)]
+Positive = Annotated[float, Gt(0)]
 
 ONLY_IN_TRAINING = ("hidden_dropout", "attention_dropout")
 """Fields that affect neither the names and shapes of weights nor the output of a trained model."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Scaling of the rotary frequencies for longer sequences, with the keys of published configs."""
+
+    rope_type: RopeType
+    factor: Annotated[float, Ge(1)]
+    """New length / original length."""
+    original_max_position_embeddings: Size = 0
+    """Length that the model was trained with before; 0: max_sequence_length. `linear` does not need it."""
+    low_freq_factor: Positive = 1.0
+    """Of `llama3`: wavelengths above original length / this are stretched by `factor`."""
+    high_freq_factor: Positive = 4.0
+    """Of `llama3`: wavelengths below original length / this stay; between both they are interpolated."""
+    beta_fast: Positive = 32.0
+    """Of `yarn`: frequencies that turn more often than this over the original length stay."""
+    beta_slow: Positive = 1.0
+    """Of `yarn`: those that turn less often than this are divided by `factor`."""
+    attention_factor: Annotated[float, Ge(0)] = 0.0
+    """Of `yarn`: multiplies cosine and sine; 0: 0.1 ln(factor) + 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes of a decoder-only transformer of the Yuan 2.0 family (paper, sections 3.1 and 4.1)."""
+    """Sizes of a decoder-only transformer. Which fields it may set, `architecture` says."""
 
     name: str
     num_layers: Count
@@ -33,15 +60,24 @@ class ModelConfig:
     """Width of the SwiGLU feed-forward; Yuan 2.0 uses 4 * hidden_size."""
     vocab_size: Count
     """Rows of the embedding matrix, padding included."""
-    head_dim: Annotated[int, Ge(0)] = 0
+    architecture: str = "yuan"
+    """A folder of `yuan_train/models`."""
+    num_key_value_heads: Size = 0
+    """Heads of keys and values, each read by several query heads; 0 means num_attention_heads."""
+    head_dim: Size = 0
     """Width of one attention head; 0 means hidden_size / num_attention_heads."""
-    attention: AttentionKind = "localized_filter"
+    attention: AttentionKind | None = None
     """Input of queries and keys: the two-convolution filter (`localized_filter`), or the norm (`plain`)."""
-    rope_base: Annotated[float, Gt(0)] = 10000.0
-    norm_epsilon: Annotated[float, Gt(0)] = 1e-6
+    qkv_bias: bool = False
+    """Queries, keys and values have a bias."""
+    query_key_norm: bool = False
+    """An RMSNorm over each head of queries and keys, before the rotary embedding."""
+    rope_base: Positive = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_epsilon: Positive = 1e-6
     tie_embeddings: bool = True
     """The output head shares the embedding matrix."""
-    init_std: Annotated[float, Gt(0)] = 0.02
+    init_std: Positive = 0.02
     max_sequence_length: Count = 4096
     hidden_dropout: Rate = 0.0
     """Fraction of elements dropped after attention and after the feed-forward, before the residual."""
@@ -51,27 +87,35 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.hidden_size % self.num_attention_heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.architecture in architectures():
+            for name, value in self.spec.defaults.items():
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, value)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the architecture is. Raises KeyError for an unknown one."""
+        return find_spec(self.architecture)
 
     @property
     def projection_size(self) -> int:
-        """Width of all queries, or of all values: heads times head_dim."""
+        """Width of all queries: heads times head_dim."""
         return self.num_attention_heads * self.head_dim
 
     @property
-    def filter_parameters(self) -> int:
-        """Parameters of one localized filter: 2H^2 + 2.5H, its norm included; 0 for plain attention."""
-        if self.attention == "plain":
-            return 0
-        hidden, half = self.hidden_size, self.hidden_size // 2
-        return 2 * (half * hidden) + half + 2 * (half * hidden) + hidden + hidden
+    def key_value_heads(self) -> int:
+        """Heads of keys, or of values."""
+        return self.num_key_value_heads or self.num_attention_heads
 
     @property
+    def key_value_size(self) -> int:
+        """Width of all keys, or of all values."""
+        return self.key_value_heads * self.head_dim
+
+    @cached_property
     def layer_parameters(self) -> int:
-        """Parameters of one layer: 18H^2 + 4.5H for the published shapes."""
-        hidden = self.hidden_size
-        attention = 4 * hidden * self.projection_size
-        feed_forward = 3 * hidden * self.ffn_hidden_size
-        return attention + feed_forward + self.filter_parameters + 2 * hidden
+        """Parameters of one layer: 18H^2 + 4.5H for Yuan 2.0's published shapes."""
+        return sum(parameter.size for parameter in self.spec.layer(self))
 
     @property
     def embedding_parameters(self) -> int:
@@ -83,7 +127,7 @@ class ModelConfig:
         """Parameters of the final norm and of the output matrix (which may be the embedding's)."""
         return self.hidden_size + self.vocab_size * self.hidden_size
 
-    @property
+    @cached_property
     def unit_parameters(self) -> tuple[int, ...]:
         """Parameters of each unit: embedding, layers, head (its norm alone if the embedding is tied)."""
         head = self.hidden_size if self.tie_embeddings else self.head_parameters
@@ -95,15 +139,13 @@ class ModelConfig:
         return sum(self.unit_parameters)
 
     def layer_forward_flops(self, sequence_length: int) -> int:
-        """Forward FLOP of one layer per token: 36H^2 + 2SH for the published shapes, causal attention.
+        """Forward FLOP of one layer per token: 36H^2 + 2SH for Yuan 2.0's published shapes.
 
-        Each weight of a matrix product costs two FLOP; the convolutions are matrix products over all tokens.
+        Each weight of a matrix product costs two FLOP; convolutions are matrix products over all tokens.
         Attention scores, and their weighted sum of values, cover S/2 earlier tokens on average.
         """
-        hidden = self.hidden_size
-        filter_weights = 2 * hidden * hidden if self.attention == "localized_filter" else 0
-        weights = 4 * hidden * self.projection_size + 3 * hidden * self.ffn_hidden_size + filter_weights
-        return 2 * weights + 2 * sequence_length * self.projection_size
+        halves = self.spec.sublayers(self)
+        return sum(2 * half.products + 2 * sequence_length * half.scores for half in halves)
 
     @property
     def head_forward_flops(self) -> int:
@@ -116,8 +158,19 @@ class ModelConfig:
         return 3 * (layers + self.head_forward_flops)
 
 
+OPTIONAL_FIELDS = ("attention", "num_key_value_heads", "qkv_bias", "query_key_norm", "rope_scaling")
+"""Fields that only some architectures take."""
+
+
 def validate_model(model: ModelConfig) -> Iterator[Violation]:
     """Yield the violated constraints between the fields of a model."""
+    if model.architecture not in architectures():
+        known = ", ".join(architectures())
+        close = difflib.get_close_matches(model.architecture, architectures(), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        yield Violation(("architecture",), f"{model.architecture!r} is unknown{hint} (has: {known})")
+        return
+    yield from _foreign_fields(model)
     if model.head_dim == 0:
         yield Violation(
             ("num_attention_heads",),
@@ -128,6 +181,12 @@ def validate_model(model: ModelConfig) -> Iterator[Violation]:
         yield Violation(
             ("head_dim",), f"head_dim {model.head_dim} is odd; rotary embedding needs an even one"
         )
+    if model.num_attention_heads % model.key_value_heads:
+        yield Violation(
+            ("num_key_value_heads",),
+            f"{model.num_key_value_heads} key-value heads do not divide {model.num_attention_heads} heads; "
+            "as many query heads must read each of them",
+        )
     if model.attention_dropout:
         yield Violation(
             ("attention_dropout",),
@@ -135,10 +194,25 @@ def validate_model(model: ModelConfig) -> Iterator[Violation]:
             "depend on the partition of the model, and takes an outside mask only with all S x S scores; "
             "use hidden_dropout",
         )
-    if model.attention == "localized_filter" and model.hidden_size % 2:
+    scaling = model.rope_scaling
+    if (
+        scaling is not None
+        and scaling.rope_type == "llama3"
+        and scaling.low_freq_factor >= scaling.high_freq_factor
+    ):
         yield Violation(
-            ("hidden_size",), f"{model.hidden_size} is odd; the localized filter has hidden_size / 2 channels"
+            ("rope_scaling", "low_freq_factor"),
+            f"{scaling.low_freq_factor:g} must be less than high_freq_factor {scaling.high_freq_factor:g}",
         )
+    yield from model.spec.constraints(model)
+
+
+def _foreign_fields(model: ModelConfig) -> Iterator[Violation]:
+    """Fields that are set, and that the architecture does not take."""
+    spec = model.spec
+    for name in OPTIONAL_FIELDS:
+        if name not in spec.takes and getattr(model, name) not in (spec.defaults.get(name), None, 0):
+            yield Violation((name,), f"architecture {model.architecture} ({spec.title}) has no {name}")
 
 
 def load_model(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:

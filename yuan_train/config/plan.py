@@ -225,18 +225,6 @@ def share_only_gloo(backends: Iterable[Backend]) -> bool:
     return len(found) > 1 or found == {"gloo"}
 
 
-def tensor_parallel_sizes(model: ModelConfig) -> dict[str, int]:
-    """The sizes that a tensor-parallel group shards, by name; each must be divisible by the group's width."""
-    sizes = {
-        "heads": model.num_attention_heads,
-        "feed-forward columns": model.ffn_hidden_size,
-        "vocabulary rows": model.vocab_size,
-    }
-    if model.attention == "localized_filter":
-        sizes["filter channels"] = model.hidden_size // 2
-    return sizes
-
-
 def single_card_plan(run: RunConfig) -> Plan:
     """The plan of a single process: the whole model on one card."""
     stage = StagePlan(replicas=((0,),), layers=(0, run.model.num_layers), embedding=True, head=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
-from yuan_train.config.plan import PipelinePlan, Plan, tensor_parallel_sizes
+from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.run import RunConfig, ScheduleName
 
 
@@ -165,7 +165,7 @@ def _depth_constraints(pipeline: PipelinePlan, schedule: ScheduleName) -> Iterat
 
 
 def _replica_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violation]:
-    sizes = tensor_parallel_sizes(plan.model)
+    sizes = plan.model.spec.tensor_sizes(plan.model)
     for s, stage in enumerate(pipeline.stages):
         for i, replica in enumerate(stage.replicas):
             if len(replica) > 1 and all(map(plan.has_rank, replica)) and plan.via_host(replica):

@@ -18,7 +18,7 @@ from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
+from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_head_norms, shard_parameters
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.check import check_schedule, peak_in_flight
 from yuan_train.schedule.messages import arrivals_proven, post_early
@@ -141,11 +141,24 @@ def parallelize(
             parameters,
             bucket_of,
             deferred=set().union(*added),
-            start=lambda number: states[number].start_grad_reduce(),
+            start=_start_reduction(buckets, states, spec, groups),
         ),
         groups=groups,
         bridge=bridge,
     )
+
+
+def _start_reduction(
+    buckets: Sequence[FlatBucket], states: Sequence[OwnedState], spec: ShardSpec, groups: Groups
+) -> Callable[[int], None]:
+    """Starts the reduction of a bucket, by number, when all its gradients are there."""
+
+    def start(number: int) -> None:
+        if groups.tensor is not None:
+            reduce_head_norms(buckets[number], spec, groups.tensor)
+        states[number].start_grad_reduce()
+
+    return start
 
 
 def _make_programs(

@@ -63,11 +63,20 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
         if hasattr(module, "convolution"):
             module.convolution = _filter(deferred)
     styles = {name: sharding_style(name.rpartition(".")[0], sharding) for name, _ in model.named_parameters()}
-    return {name for name, style in styles.items() if style in ("column", "row", "filter")}
+    return {
+        name
+        for name, style in styles.items()
+        # The bias of a linear is added outside of it.
+        if style == "filter" or (style in ("column", "row") and name.endswith(".weight"))
+    }
 
 
 def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Tensor]:
-    return lambda x: _Linear.apply(x, module.weight, deferred)  # pyright: ignore[reportReturnType]
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = _Linear.apply(x, module.weight, deferred)  # pyright: ignore[reportAssignmentType]
+        return y if module.bias is None else y + module.bias
+
+    return forward
 
 
 def _filter(deferred: DeferredWeightGrads) -> Callable[..., Tensor]:

@@ -1,7 +1,8 @@
 """Tensor parallelism, applied to a model from outside: shards its parameters and wraps its modules.
 
-The model names a sharding style for each module (`model/sharding.py`). Every rank of a group holds the full
-activations between modules; f and g are Megatron's operators (`collectives.copy_to_tp`, `reduce_from_tp`):
+The model names a sharding style for each module (`config/architecture.py`). Every rank of a group holds the
+full activations between modules; f and g are Megatron's operators (`collectives.copy_to_tp`,
+`reduce_from_tp`):
 
     column      f on the input (its gradient is all-reduced, once for all modules of a layer that read the
                 same tensor); the output is sharded
@@ -9,6 +10,7 @@ activations between modules; f and g are Megatron's operators (`collectives.copy
     filter      conv1 as column, conv2 as row, over the H/2 channels; conv2's bias is added after g
     vocabulary  each rank looks up its own rows, and g all-reduces the output; the head all-gathers two
                 numbers per token (its logsumexp and its target's logit)
+    head_norm   each rank norms its own heads; the weights' gradients are all-reduced once per step
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 from yuan_kernels import ops
 
 from yuan_train.parallel.collectives import copy_to_tp, reduce_from_tp
+from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.shard import Shard, find_shard, sharding_style
 from yuan_train.parallel.transport import blame_peers
 
@@ -83,6 +86,27 @@ def apply_tensor_parallel(model: Any, spec: ShardSpec, group: dist.ProcessGroup)
             module.convolve = _parallel_filter(module, inputs, group)
     if model.has_head:
         model.loss = _parallel_loss(model, spec, group)
+
+
+def reduce_head_norms(bucket: FlatBucket, spec: ShardSpec, group: dist.ProcessGroup) -> None:
+    """All-reduce a bucket's gradients of weights that each rank applies to its own heads.
+
+    Once per optimizer step, before the bucket's own reduction. Blocks the host on gloo, the stream on nccl;
+    the ranks of the group run one program, so that all of them come here between the same two collectives.
+    Raises LostPeer.
+    """
+    partial = [
+        bucket.view(bucket.gradient, name)
+        for name in bucket.parameters
+        if sharding_style(name.rpartition(".")[0], spec.sharding) == "head_norm"
+    ]
+    if not partial:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in partial])
+    with blame_peers("the reduction of head norms", dist.get_process_group_ranks(group)):
+        dist.all_reduce(flat, group=group)
+    for gradient, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 class _LayerInputs:

@@ -12,12 +12,12 @@ import torch
 from yuan_train.checkpoint.load import Checkpoint, holds_optimizer_state, load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import WEIGHTS
+from yuan_train.config.architecture import sharding_of
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.run import RunConfig
-from yuan_train.model.initial import initial_rows
-from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.initial import initial_rows
+from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.shard import TensorBox
@@ -39,11 +39,12 @@ def build(job: Job) -> tuple[Trainer, Progress]:
     """
     run, plan, rank = job.run, job.plan, job.position.rank
     dtype = DTYPES[run.train.precision]
+    sharding, row_blocks = sharding_of(run.model)
     parts = ModelParts(
         build=partial(_build_part, run.model, dtype),
         initial=partial(initial_rows, run.model, seed=run.train.seed) if job.checkpoint is None else None,
-        sharding=SHARDING,
-        row_blocks=ROW_BLOCKS,
+        sharding=sharding,
+        row_blocks=row_blocks,
     )
     runtime = parallelize(
         plan,

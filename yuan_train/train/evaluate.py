@@ -12,8 +12,8 @@ from yuan_train.checkpoint.load import Checkpoint, load_weights
 from yuan_train.config.errors import ConfigError
 from yuan_train.data.loader import open_corpora
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.model.documents import find_resets
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.documents import find_resets
+from yuan_train.models.transformer import Transformer
 
 BATCH_SIZE = 8
 

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import LinkProfile, ProfileEntry, UnitProfile
 from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
-from yuan_train.model.initial import initial_rows
-from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.initial import initial_rows
+from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import init_shard
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.executor import Stopwatch
@@ -266,7 +266,8 @@ class _Unit:
         self, case: ProfileCase, *, layers: int, embedding: bool = False, head: bool = False
     ) -> None:
         self.case = case
-        spec = ShardSpec(SHARDING, ROW_BLOCKS, case.position, case.width)
+        sharding, row_blocks = sharding_of(case.model)
+        spec = ShardSpec(sharding, row_blocks, case.position, case.width)
         self.part = Transformer(
             case.model,
             layers=(0, layers),
@@ -282,7 +283,7 @@ class _Unit:
         if case.group is not None:
             apply_tensor_parallel(self.part, spec, case.group)
         deferred = DeferredWeightGrads()
-        add_weight_grads(self.part, deferred, SHARDING)
+        add_weight_grads(self.part, deferred, sharding)
         ranks = tuple(range(case.width))
         parameters = dict(self.part.named_parameters())
         self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from yuan_train.model.dropout import DropoutSeed
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.dropout import DropoutSeed
+from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.train.feed import Source
 

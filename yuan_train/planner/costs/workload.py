@@ -1,5 +1,7 @@
 """Work and bytes of each unit of the model (embedding, layers, head) for a micro-batch of `tokens` tokens.
 
+What a layer does and keeps is its architecture's (`ModelSpec.sublayers`).
+
 H = hidden size, P = heads * head size, F = feed-forward width, V = vocabulary, N = heads, S = sequence
 length, e = bytes of an element (2 for bf16 and fp16, 4 for fp32, 8 for fp64), w = bytes of a statistic (8 for
 fp64, else 4).
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from yuan_train.config.architecture import Kept
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute
@@ -144,49 +147,13 @@ def _share_of(unit: UnitWork, width: int) -> UnitWork:
 
 
 def layer_activation_bytes(model: ModelConfig, precision: Precision) -> int:
-    """Bytes per token that one layer keeps for its backward: 14H + 8P + 6F + 4N + 12 in bf16.
-
-    What autograd saves in the model's code (equal to a count with `saved_tensors_hooks`):
-      each of the norms (attention, filter, feed-forward)   the input in e, 1/rms in w
-      u (also the filter's input), f, feed-forward input    eH each
-      taps of the filter's two convolutions                 eH
-      q, k, v, heads' output; their log-sum-exp             eP each; wN
-      up (2F) and its SwiGLU product                        3eF
-    Plain attention has neither the filter's norm nor taps, and f is u. No attention scores are stored.
-    """
-    return _replicated_layer_bytes(model, precision) + _sharded_layer_bytes(model, precision)
+    """Bytes per token that one layer keeps for its backward: 14H + 8P + 6F + 4N + 12 for Yuan 2.0 in bf16."""
+    halves = model.spec.sublayers(model)
+    return sum(_bytes(half.replicated, precision) + _bytes(half.sharded, precision) for half in halves)
 
 
-def selective_layer_bytes(model: ModelConfig, precision: Precision) -> int:
-    """Bytes per token that one layer keeps under selective recompute: 8H + 8P + 4F + 4N + 12 in bf16.
-
-    Of the above u, f, the feed-forward's input and the product are recomputed: by the norms from their
-    inputs, and from `up`.
-    """
-    return _replicated_selective_bytes(model, precision) + _sharded_layer_bytes(
-        model, precision, feed_forwards=2
-    )
-
-
-def _replicated_selective_bytes(model: ModelConfig, precision: Precision) -> int:
-    """What every card of a tensor-parallel group keeps under selective recompute, bytes per token."""
-    e, hidden = ELEMENT_BYTES[precision], model.hidden_size
-    norms, taps = (3, 1) if model.attention == "localized_filter" else (2, 0)
-    return norms * (e * hidden + _statistic_bytes(precision)) + taps * e * hidden
-
-
-def _replicated_layer_bytes(model: ModelConfig, precision: Precision) -> int:
-    """Hidden states, which every card of a tensor-parallel group keeps in full, bytes per token."""
-    e, w, hidden = ELEMENT_BYTES[precision], _statistic_bytes(precision), model.hidden_size
-    norms, kept = (3, 4) if model.attention == "localized_filter" else (2, 2)
-    return norms * (e * hidden + w) + kept * e * hidden
-
-
-def _sharded_layer_bytes(model: ModelConfig, precision: Precision, *, feed_forwards: int = 3) -> int:
-    """What tensor parallelism divides, bytes per token, with `feed_forwards` tensors of width F."""
-    e, w = ELEMENT_BYTES[precision], _statistic_bytes(precision)
-    heads = 4 * e * model.projection_size + w * model.num_attention_heads
-    return heads + feed_forwards * e * model.ffn_hidden_size
+def _bytes(kept: Kept, precision: Precision) -> int:
+    return ELEMENT_BYTES[precision] * kept.elements + _statistic_bytes(precision) * kept.statistics
 
 
 def _statistic_bytes(precision: Precision) -> int:
@@ -195,34 +162,35 @@ def _statistic_bytes(precision: Precision) -> int:
 
 
 def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision: Precision) -> UnitWork:
-    """Forward 36H^2 + 2SH FLOP a token for the published shapes, the filter's 4H^2 in it; backward twice."""
-    e, hidden, ffn = ELEMENT_BYTES[precision], model.hidden_size, model.ffn_hidden_size
+    """Both halves of a layer, forward, and backward with twice the FLOP."""
+    halves = model.spec.sublayers(model)
+    e, hidden = ELEMENT_BYTES[precision], model.hidden_size
     flops = float(tokens * model.layer_forward_flops(sequence_length))
     kept = tokens * layer_activation_bytes(model, precision)
-    # Each kept tensor is written once and read about once; the filter's shift and residual add a pass.
-    shifts = 3 * e * hidden * tokens if model.attention == "localized_filter" else 0
-    traffic = 2.0 * kept + shifts + e * model.layer_parameters
-    # In the backward: gradients of `up` and of its product, of two hidden states, and of the largest weight.
-    w = _statistic_bytes(precision)
-    transient = tokens * (3 * e * ffn + 2 * e * hidden + 2 * w * hidden) + 2 * e * ffn * hidden
-    filters = 1 if model.attention == "localized_filter" else 0
-    # A norm reads and writes a hidden state; SwiGLU reads `up` and writes the product.
-    partial_recompute = tokens * ((2 + filters) * 2 * e * hidden + 3 * e * ffn)
+    parameters = sum(half.parameters for half in halves)
+    # Each kept tensor is written once and read about once.
+    traffic = 2.0 * kept + e * tokens * sum(half.shifted for half in halves) + e * parameters
+    replicated = sum(_bytes(half.replicated, precision) for half in halves)
+    selective_replicated = sum(_bytes(half.selective_replicated, precision) for half in halves)
+    selective = selective_replicated + sum(_bytes(half.selective_sharded, precision) for half in halves)
+    collectives = sum(half.collectives for half in halves)
     return UnitWork(
-        parameters=model.layer_parameters,
-        replicated_bytes=tokens * _replicated_layer_bytes(model, precision),
-        forward_collectives=2 + filters,
-        backward_collectives=2 + filters,
+        parameters=parameters,
+        replicated_bytes=tokens * replicated,
+        forward_collectives=collectives,
+        backward_collectives=collectives,
         forward_flops=flops,
         backward_flops=2 * flops,
         forward_traffic_bytes=traffic,
-        backward_traffic_bytes=2 * traffic + STATE_BYTES[precision].gradients * 2 * model.layer_parameters,
+        backward_traffic_bytes=2 * traffic + STATE_BYTES[precision].gradients * 2 * parameters,
         activation_bytes=kept,
         input_bytes=e * hidden * tokens,
-        selective_bytes=tokens * selective_layer_bytes(model, precision),
-        selective_replicated_bytes=tokens * _replicated_selective_bytes(model, precision),
-        recomputed_traffic_bytes=partial_recompute,
-        transient_bytes=transient,
+        selective_bytes=tokens * selective,
+        selective_replicated_bytes=tokens * selective_replicated,
+        recomputed_traffic_bytes=tokens * e * sum(half.recomputed for half in halves),
+        transient_bytes=max(
+            tokens * _bytes(half.held, precision) + e * half.largest_weight for half in halves
+        ),
         output_bytes=e * hidden * tokens,
     )
 

@@ -21,7 +21,6 @@ from yuan_train.config.plan import (
     Plan,
     RankPlan,
     StagePlan,
-    tensor_parallel_sizes,
     uncatalogued_types,
 )
 from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
@@ -132,7 +131,7 @@ def read_options(
 
 def _can_shard(model: ModelConfig, width: int) -> bool:
     """Whether a tensor-parallel group of this width can shard the model evenly."""
-    return all(size % width == 0 for size in tensor_parallel_sizes(model).values())
+    return all(size % width == 0 for size in model.spec.tensor_sizes(model).values())
 
 
 def _allowed(key: str, given: Sequence[T] | None, known: tuple[T, ...], add: str) -> tuple[T, ...]:

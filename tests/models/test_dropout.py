@@ -11,8 +11,8 @@ import torch
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.config.errors import ConfigError
-from yuan_train.model import dropout
-from yuan_train.model.dropout import DropoutSeed, hashes, hidden_dropout
+from yuan_train.models import dropout
+from yuan_train.models.dropout import DropoutSeed, hashes, hidden_dropout
 
 RATES = (0.1, 0.5)
 COUNT = 1 << 18

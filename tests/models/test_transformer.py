@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.models import VARIANTS, tiny_model
+from yuan_train.config.architecture import find_parameter, sharding_of
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
-from yuan_train.model import initial
-from yuan_train.model.documents import find_resets
-from yuan_train.model.initial import initial_rows, initial_weight
-from yuan_train.model.layers import rotary_tables
-from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
-from yuan_train.model.transformer import IGNORE_INDEX, Transformer, init_weights
+from yuan_train.models import initial
+from yuan_train.models.documents import find_resets
+from yuan_train.models.initial import initial_rows, initial_weight
+from yuan_train.models.rotary import rotary_tables
+from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.parallel.shard import Shard, part_of
 
 EOD = 9
@@ -105,12 +106,19 @@ def test_config_counts_the_parameters_of_the_model(make_model, attention, tie_em
     assert sum(p.numel() for p in model.parameters()) == model.config.parameters
 
 
-def test_sharding_matches_every_module_once(make_model):
-    modules = {name.rpartition(".")[0] for name, _ in make_model(tie_embeddings=False).named_parameters()}
-    for module in modules:
-        assert sum(fnmatch(module, pattern) for pattern in SHARDING) == 1, module
-    assert set(SHARDING.values()) == {"column", "row", "filter", "vocabulary", "whole"}
-    assert set(ROW_BLOCKS) <= set(SHARDING)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_the_spec_says_what_the_model_has(variant, tie_embeddings):
+    """Each parameter once, with its shape; each module is sharded in one way."""
+    config = tiny_model(variant, tie_embeddings=tie_embeddings)
+    named = dict(Transformer(config, device="meta").named_parameters())
+    assert sum(parameter.numel() for parameter in named.values()) == config.parameters
+    sharding, blocks = sharding_of(config)
+    assert set(blocks) <= set(sharding)
+    for name, parameter in named.items():
+        assert find_parameter(config, name).shape == tuple(parameter.shape), name
+        module = name.rpartition(".")[0]
+        assert sum(fnmatch(module, pattern) for pattern in sharding) == 1, module
 
 
 def test_errors(make_config):
@@ -323,10 +331,11 @@ def test_narrow_dtypes_agree_with_fp64(make_model, tokens_BS, dtype):
     assert (a - b.double()).norm() <= 8 * torch.finfo(dtype).eps * a.norm()
 
 
-def test_rotary_tables_are_never_narrow():
+def test_rotary_tables_are_never_narrow(make_config):
     """bf16 cannot represent the difference between positions 8191 and 8192; the tables must."""
     positions = torch.tensor([[8191, 8192]])
-    cos, _ = rotary_tables(positions, head_dim=8, base=10000.0, dtype=torch.bfloat16)
+    config = make_config(head_dim=8, rope_base=10000.0)
+    cos = rotary_tables(config, positions, length=8193, dtype=torch.bfloat16).cos
     assert cos.dtype == torch.float32
     exact = (positions.double()[..., None] * 10000.0 ** (-torch.arange(0, 8, 2).double() / 8)).cos()
     torch.testing.assert_close(cos.double(), exact, rtol=0, atol=1e-3)

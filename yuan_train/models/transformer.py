@@ -1,9 +1,7 @@
-"""The Yuan 2.0 transformer, whole or any contiguous part of it, on one device.
+"""A decoder-only transformer, whole or any contiguous part of it, on one device.
 
-    layer:  u = RMSNorm(x);  x += attention(u, filter(u));  x += feed_forward(RMSNorm(x))
-
-(Yuan 2.0 paper, section 2; IEIT-Yuan/Yuan-2.0:megatron/model/transformer.py:697.) Parameter names are
-global: a part of the model has the names, shapes and initial values that the whole model has.
+A layer is what the architecture's `build_block` builds. Parameter names are global: a part of the model has
+the names, shapes and initial values that the whole model has.
 
 B = sequences, S = tokens of a sequence, H = hidden size, V = vocabulary.
 """
@@ -20,14 +18,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from yuan_kernels import ops
 
+from yuan_train.config.architecture import find_module
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.model.attention import Attention, LayerCache, LocalizedFilter
-from yuan_train.model.documents import DocumentRanges
-from yuan_train.model.dropout import DropoutSeed, hidden_dropout
-from yuan_train.model.initial import initial_weight
-from yuan_train.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
-from yuan_train.model.recompute import SAVE_ALL, RecomputePolicy, SelectiveRecompute
+from yuan_train.models.attention import LayerCache
+from yuan_train.models.block import Block
+from yuan_train.models.documents import DocumentRanges
+from yuan_train.models.dropout import DropoutSeed, hidden_dropout
+from yuan_train.models.initial import initial_weight
+from yuan_train.models.layers import Embedding, Linear, RMSNorm
+from yuan_train.models.recompute import SAVE_ALL, SelectiveRecompute
+from yuan_train.models.rotary import RotaryTables, rotary_tables
 
 IGNORE_INDEX = -100
 """Target of a token that is not trained."""
@@ -43,65 +44,6 @@ class Cache:
     """Tokens per sequence that the cache has room for."""
     length: int = 0
     """Tokens per sequence so far."""
-
-
-class Block(nn.Module):
-    """One layer. Without `filter` (plain attention) queries and keys come from the norm."""
-
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        hidden, epsilon = config.hidden_size, config.norm_epsilon
-        self.attention_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
-        self.filter = (
-            LocalizedFilter(config, device=device, dtype=dtype)
-            if config.attention == "localized_filter"
-            else None
-        )
-        self.attention = Attention(config, device=device, dtype=dtype)
-        self.feed_forward_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
-        self.feed_forward = FeedForward(hidden, config.ffn_hidden_size, device=device, dtype=dtype)
-
-    def forward(
-        self,
-        x_BSH: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        document_start: Tensor | None = None,
-        document_ranges: DocumentRanges | None = None,
-        policy: RecomputePolicy = SAVE_ALL,
-        drop: Callable[[Tensor, str], Tensor] | None = None,
-    ) -> Tensor:
-        """Return [B, S, H] of x [B, S, H].
-
-        `drop(branch, site)` is the dropout, applied to both branches before they are added to the residual;
-        `site` is `attention` or `feed_forward`.
-        """
-        u_BSH = policy.mark_recomputable(self.attention_norm(x_BSH), self.attention_norm, x_BSH)
-        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start, policy)
-        attended_BSH = self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
-        if drop is not None:
-            attended_BSH = drop(attended_BSH, "attention")
-        u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
-        policy.mark_recomputable(u_BSH, self.feed_forward_norm, x_BSH)
-        ffn_BSH = self.feed_forward(u_BSH, policy)
-        return x_BSH + (ffn_BSH if drop is None else drop(ffn_BSH, "feed_forward"))
-
-    def step(
-        self,
-        x_BSH: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        cache: LayerCache,
-        first: int,
-        document_start: Tensor | None,
-        visible: Tensor | None,
-    ) -> Tensor:
-        """Return [B, S, H] of tokens [first, first + S), and add them to `cache`."""
-        u_BSH = filtered_BSH = self.attention_norm(x_BSH)
-        if self.filter is not None:
-            assert cache.filter_state is not None
-            filtered_BSH, cache.filter_state = self.filter.step(u_BSH, cache.filter_state, document_start)
-        attended_BSH = self.attention.step(u_BSH, filtered_BSH, rotary, cache, first, visible)
-        u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
-        return x_BSH + self.feed_forward(u_BSH)
 
 
 class Transformer(nn.Module):
@@ -159,9 +101,10 @@ class Transformer(nn.Module):
         sizes = (config.vocab_size, config.hidden_size)
         if embedding or (head and config.tie_embeddings):
             self.embedding = Embedding(*sizes, device=device, dtype=dtype)
+        build_block = find_module(config.architecture, "block").build_block
         # Not a ModuleList: its keys would count from 0 in every part.
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, device=device, dtype=dtype) for i in range(first, last)}
+            {str(i): build_block(config, device=device, dtype=dtype) for i in range(first, last)}
         )
         if head:
             self.final_norm = RMSNorm(config.hidden_size, config.norm_epsilon, device=device, dtype=dtype)
@@ -199,7 +142,7 @@ class Transformer(nn.Module):
             dropout_seed: seed of the masks of `config.hidden_dropout`; None disables dropout.
         """
         x_BSH = self.embedding(x) if self.has_embedding else x
-        rotary = self._rotary(x_BSH, positions)
+        rotary = self._rotary(x_BSH, positions, x_BSH.shape[1])
         for i, (layer, block) in enumerate(self.blocks.items()):
             recompute = self.recompute if i < self.recompute_layers else "none"
             drop = self._dropout(dropout_seed, layer)
@@ -275,7 +218,7 @@ class Transformer(nn.Module):
             raise ValueError(f"{count} tokens do not fit a cache that holds {first} of {cache.max_length}")
         if positions is None:
             positions = torch.arange(first, first + count, device=x_BSH.device).unsqueeze(0)
-        rotary = self._rotary(x_BSH, positions)
+        rotary = self._rotary(x_BSH, positions, first + count)
         visible = _visible(first, count, visible_from, device=x_BSH.device)
         for i, block in self.blocks.items():
             x_BSH = block.step(x_BSH, rotary, cache.layers[i], first, document_start, visible)
@@ -293,18 +236,17 @@ class Transformer(nn.Module):
             else None
         )
 
-    def _rotary(self, x_BSH: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotary(self, x_BSH: Tensor, positions: Tensor | None, length: int) -> RotaryTables:
         if positions is None:
             positions = torch.arange(x_BSH.shape[1], device=x_BSH.device).unsqueeze(0)
-        config = self.config
-        return rotary_tables(positions, head_dim=config.head_dim, base=config.rope_base, dtype=x_BSH.dtype)
+        return rotary_tables(self.config, positions, length=length, dtype=x_BSH.dtype)
 
 
 def _run(
     block: Block,
     recompute: str,
     x_BSH: Tensor,
-    rotary: tuple[Tensor, Tensor],
+    rotary: RotaryTables,
     document_start: Tensor | None,
     document_ranges: DocumentRanges | None,
     drop: Callable[[Tensor, str], Tensor] | None,

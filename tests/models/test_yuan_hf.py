@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from yuan_train.config.model import ModelConfig
-from yuan_train.model.generate import generate
-from yuan_train.model.transformer import Transformer
+from yuan_train.models.generate import generate
+from yuan_train.models.transformer import Transformer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "yuan_hf_tiny_a"
 

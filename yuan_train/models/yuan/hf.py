@@ -13,39 +13,21 @@ No files are read here. In three things the published format differs from what i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.models.published import EMBEDDING, HEAD, TensorMapping
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
+MODEL_TYPES = ("yuan",)
+"""`model_type` of the configs that `model_from_config` reads."""
+MODEL_CODE = ("configuration_yuan.py", "modeling_yuan.py")
+"""Files of `hf_export` that transformers needs beside the weights."""
 END_OF_DOCUMENT_ID = 77185
 SEPARATOR_ID = 77187
 MASK_ID = 134953
-
-
-@dataclass(frozen=True)
-class TensorMapping:
-    """One of our tensors, and the published tensors (`parts`) that it is the row-wise concatenation of.
-
-    `name` and `shape` are ours. All parts have `part_shape`, with equal numbers of rows; a Conv2d's ends
-    in a dimension of size 1 that ours does not have.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[str, ...]
-    conv2d: bool = False
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Shape of each published part."""
-        rows = self.shape[0] // len(self.parts)
-        return (rows, *self.shape[1:], *((1,) if self.conv2d else ()))
 
 
 def published_layout(model: ModelConfig) -> Iterator[TensorMapping]:
@@ -92,11 +74,6 @@ def _layer(model: ModelConfig, our_prefix: str, published_prefix: str) -> Iterat
         "feed_forward.up.weight", (2 * width, hidden), f"{mlp}.up_proj.weight", f"{mlp}.gate_proj.weight"
     )
     yield one("feed_forward.down.weight", (hidden, width), f"{mlp}.down_proj.weight")
-
-
-def rotary_buffer(layer: int) -> str:
-    """Published name of a layer's rotary frequencies [head_dim / 2], a buffer that files need not store."""
-    return f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
 
 
 def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig:
@@ -233,8 +210,3 @@ def published_config(
         "reset_filter": resets.get("reset_filter", False),
     }
     return {**defaults, **kept, **derived}
-
-
-def model_as_plain(model: ModelConfig) -> dict[str, Any]:
-    """A model as the plain values of a model file."""
-    return asdict(model)

@@ -1,7 +1,6 @@
-"""Modules of a layer: linear maps, embedding, norm, rotary tables, feed-forward.
+"""Modules of a layer: linear maps, embedding, norm, feed-forward.
 
-B = sequences, S = tokens of a sequence, H = hidden size, N = heads, D = size of a head,
-F = feed-forward width, V = vocabulary.
+B = sequences, S = tokens of a sequence, H = hidden size, F = feed-forward width, V = vocabulary.
 
 Parameters are created empty; `transformer.init_weights` or a checkpoint fills them. A tensor-parallel shard
 of a layer has the same modules with fewer rows or columns, so the code here takes widths from the weights'
@@ -15,19 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from yuan_kernels import ops
 
-from yuan_train.model.recompute import SAVE_ALL, RecomputePolicy
+from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 
 
 class Linear(nn.Module):
-    """x weight^T without bias; weight is [out, in]."""
+    """x weight^T + bias; weight is [out, in], bias [out] or none."""
 
-    def __init__(self, in_size: int, out_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_size: int, out_size: int, *, bias: bool = False, device: torch.device, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_size, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return ops.linear(x, self.weight)
+        return ops.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -75,17 +77,3 @@ class FeedForward(nn.Module):
         """Return [B, S, H] of x [B, S, H]."""
         up = self.up(x)
         return self.down(policy.mark_recomputable(ops.swiglu(up), ops.swiglu, up))
-
-
-def rotary_tables(
-    positions: Tensor, *, head_dim: int, base: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin) [B or 1, S, D/2] of the angles position * base^(-2i/D) (Su et al. 2021).
-
-    Always computed in fp32, or fp64 where `dtype` is fp64: bf16 has 8 significant bits, so positions above
-    256 would share their angles. (The published training code does round them.)
-    """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
-    angles = positions.to(wide).unsqueeze(-1) * (1.0 / base**exponents)
-    return angles.cos(), angles.sin()

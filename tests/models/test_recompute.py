@@ -1,14 +1,13 @@
 """Bytes that a part of the model saves for its backward under each recompute: exactly the planner's count."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.support.memory import kept_bytes
+from tests.support.models import VARIANTS, tiny_model
 from yuan_train.config.model import ModelConfig
-from yuan_train.model.transformer import Transformer, init_weights
-from yuan_train.planner.costs.workload import layer_activation_bytes, model_work, selective_layer_bytes
+from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.planner.costs.workload import layer_activation_bytes, model_work
 
 MODEL = ModelConfig(
     name="toy",
@@ -38,26 +37,29 @@ def kept_by(model: ModelConfig, dtype: torch.dtype, recompute: str, recompute_la
     return kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
 
 
-@pytest.mark.parametrize("attention", ["localized_filter", "plain"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize(
     ("recompute", "layers"),
     [("none", None), ("selective", None), ("full", None), ("selective", 3), ("full", 1)],
 )
-def test_kept_bytes_equal_the_planners(attention, precision, recompute, layers):
-    model = replace(MODEL, attention=attention)
+def test_kept_bytes_equal_the_planners(variant, precision, recompute, layers):
+    model = tiny_model(variant)
     work = model_work(
         model, sequence_length=48, micro_batch_size=2, precision=precision, logit_rows=48, tensor_parallel=1
     )
-    count = MODEL.num_layers if layers is None else layers
+    count = 4 if layers is None else layers
     expected = count * work.layer.kept_bytes(recompute) + (4 - count) * work.layer.kept_bytes("none")
     # The rotary tables, cosine and sine, are computed once for all layers.
-    tables = 48 * MODEL.head_dim * (8 if precision == "fp64" else 4)
+    tables = 48 * model.head_dim * (8 if precision == "fp64" else 4)
     assert kept_by(model, DTYPES[precision], recompute, layers) == expected + tables
 
 
 def test_selective_recompute_frees_three_tenths():
     """H = P, F = 4H: of 23 hidden states 16 are kept, in any precision."""
     for precision in ("bf16", "fp32"):
-        saved_by_all = layer_activation_bytes(MODEL, precision)
-        assert 0.68 < selective_layer_bytes(MODEL, precision) / saved_by_all < 0.71
+        layer = model_work(
+            MODEL, sequence_length=48, micro_batch_size=1, precision=precision, logit_rows=48
+        ).layer
+        assert layer.activation_bytes == 48 * layer_activation_bytes(MODEL, precision)
+        assert 0.68 < layer.selective_bytes / layer.activation_bytes < 0.71

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from yuan_train.config.model import ModelConfig
-from yuan_train.model.transformer import Transformer, init_weights
+from yuan_train.models.transformer import Transformer, init_weights
 
 
 @pytest.fixture

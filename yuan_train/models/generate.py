@@ -11,7 +11,7 @@ from torch import Tensor
 
 from yuan_train.config.errors import YuanError
 from yuan_train.config.model import ModelConfig
-from yuan_train.model.transformer import Cache, Transformer
+from yuan_train.models.transformer import Cache, Transformer
 
 PREFILL_CHUNK = 512
 """Prompt tokens per forward: bounds the attention mask [chunk, prefix] of a long prompt."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from yuan_train.config.architecture import Constant, Uniform, find_parameter
 from yuan_train.config.model import ModelConfig
 
 BLOCK_ELEMENTS = 1 << 22
@@ -27,9 +28,7 @@ def initial_weight(config: ModelConfig, name: str, shape: tuple[int, ...], *, se
     """Return the initial value of a parameter, fp32 on the CPU, from its global name and global shape.
 
     Each name has its own generator, so the value depends neither on the partition of the model nor on the
-    order of calls. Norms are 1; the filter's convolutions, weights and biases, are U(-r, r) with
-    r = 1 / sqrt(2 * input channels) (PyTorch's Conv2d default, as published); attention.out and
-    feed_forward.down are N(0, init_std / sqrt(2 * num_layers)); all others are N(0, init_std).
+    order of calls. From which distribution it is drawn, the architecture says (`ParameterSpec.initial`).
     """
     weight = torch.empty(shape, dtype=torch.float32)
     for first, rows in initial_rows(config, name, shape, seed=seed):
@@ -74,15 +73,11 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 def _drawing(config: ModelConfig, name: str, seed: int) -> Callable[[Tensor], Tensor]:
     """Fills tensors with the next values of a parameter, in place."""
-    if name.endswith("norm.weight"):
-        return lambda weight: weight.fill_(1.0)
+    initial = find_parameter(config, name).initial
+    if isinstance(initial, Constant):
+        return lambda weight: weight.fill_(initial.value)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    if ".filter.conv" in name:
-        in_size = config.hidden_size if ".conv1." in name else config.hidden_size // 2
-        bound = 1.0 / math.sqrt(2 * in_size)
-        return lambda weight: weight.uniform_(-bound, bound, generator=generator)
-    std = config.init_std
-    if name.endswith((".attention.out.weight", ".feed_forward.down.weight")):
-        std /= math.sqrt(2 * config.num_layers)
-    return lambda weight: weight.normal_(0.0, std, generator=generator)
+    if isinstance(initial, Uniform):
+        return lambda weight: weight.uniform_(-initial.bound, initial.bound, generator=generator)
+    return lambda weight: weight.normal_(0.0, initial.std, generator=generator)

@@ -1,0 +1,205 @@
+"""What an architecture is: its parameters, its work and its constraints, without torch.
+
+An architecture is a folder `yuan_train/models/NAME`: `spec.py` has its `ModelSpec`, `block.py` builds a
+layer, `hf.py` knows the published format. The planner reads the spec, the engine all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from yuan_train.config.errors import Violation
+
+if TYPE_CHECKING:
+    from yuan_train.config.model import ModelConfig
+
+FOLDER = "yuan_train.models"
+
+Sharding = Literal["column", "row", "filter", "vocabulary", "head_norm", "whole"]
+"""How a tensor-parallel group shards a module's parameters:
+
+column      weight [out, in] and bias [out] by rows: each rank computes a part of the output
+row         weight [out, in] by columns: each rank reads a part of the input, and the outputs are all-reduced
+filter      the C = H/2 channels between both convolutions: conv1.weight [C, H, 2] and conv1.bias [C] by
+            dim 0, conv2.weight [H, C, 2] by dim 1; conv2.bias is replicated, and added once, after the
+            all-reduce
+vocabulary  weight [V, H] by rows
+head_norm   replicated, but each rank applies it to its own heads: the gradients are all-reduced
+whole       replicated on every rank, which computes the same gradient
+"""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Drawn from N(0, std)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Drawn from U(-bound, bound)."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """All of this value; nothing is drawn."""
+
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """One parameter of a layer, or of the ends of a model."""
+
+    name: str
+    """Inside the layer (`attention.out.weight`), or the model (`embedding.weight`)."""
+    shape: tuple[int, ...]
+    sharding: Sharding
+    initial: Normal | Uniform | Constant
+    blocks: int = 1
+    """Matrices stacked in a column-sharded weight; each of them is sharded by itself."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept per token: elements of the model's dtype, and statistics in fp32 (fp64 for fp64)."""
+
+    elements: int
+    statistics: int = 0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(self.elements + other.elements, self.statistics + other.statistics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SublayerWork:
+    """Half of a layer, attention or feed-forward with its norm and residual; per token of one forward."""
+
+    parameters: int
+    products: int
+    """Weights of the matrix products that a token meets, two FLOP each."""
+    scores: int = 0
+    """Width of all heads: causal scores and their weighted values cost 2 S FLOP for each of it."""
+    replicated: Kept
+    """Kept for the backward by every card of a tensor-parallel group."""
+    sharded: Kept
+    """Kept for the backward, and divided by tensor parallelism."""
+    selective_replicated: Kept
+    """Of `replicated`, what is kept under selective recompute; so the next."""
+    selective_sharded: Kept
+    shifted: int = 0
+    """Elements that pass through memory beside those kept."""
+    recomputed: int
+    """Elements that pass through memory in the backward to recompute what selective recompute drops."""
+    held: Kept
+    """Held at once while the backward runs."""
+    largest_weight: int
+    """Elements of the largest weight gradient."""
+    collectives: int = 1
+    """All-reduces of a hidden state over the tensor-parallel group, in the forward as in the backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One architecture, without torch."""
+
+    title: str
+    """As messages name it: `Yuan 2.0`."""
+    takes: frozenset[str]
+    """Fields of `ModelConfig` that not all architectures have."""
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of fields whose default depends on the architecture."""
+    constraints: Callable[[ModelConfig], Iterator[Violation]]
+    layer: Callable[[ModelConfig], tuple[ParameterSpec, ...]]
+    """The parameters of a layer; names are inside the layer."""
+    sublayers: Callable[[ModelConfig], tuple[SublayerWork, SublayerWork]]
+    """The work of attention and of the feed-forward."""
+    tensor_sizes: Callable[[ModelConfig], dict[str, int]]
+    """The sizes that a tensor-parallel group shards, by name; its width must divide each."""
+
+
+@functools.cache
+def architectures() -> tuple[str, ...]:
+    """The names of all architectures."""
+    folder = importlib.import_module(FOLDER)
+    return tuple(
+        sorted(
+            found.name
+            for found in pkgutil.iter_modules(folder.__path__)
+            if found.ispkg and importlib.util.find_spec(f"{FOLDER}.{found.name}.spec") is not None
+        )
+    )
+
+
+@functools.cache
+def find_spec(architecture: str) -> ModelSpec:
+    """The spec of an architecture. Raises KeyError if there is none of this name."""
+    if architecture not in architectures():
+        raise KeyError(architecture)
+    return importlib.import_module(f"{FOLDER}.{architecture}.spec").SPEC
+
+
+def find_module(architecture: str, part: Literal["block", "hf"]) -> ModuleType:
+    """A module of an architecture's folder: `block` (needs torch) or `hf`."""
+    return importlib.import_module(f"{FOLDER}.{architecture}.{part}")
+
+
+def ends(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """The parameters outside the layers, in the model's order: embedding, final norm, untied head."""
+    matrix = (model.vocab_size, model.hidden_size)
+    drawn = Normal(model.init_std)
+    found = (
+        ParameterSpec(name="embedding.weight", shape=matrix, sharding="vocabulary", initial=drawn),
+        norm("final_norm.weight", model.hidden_size),
+    )
+    if model.tie_embeddings:
+        return found
+    return (*found, ParameterSpec(name="head.weight", shape=matrix, sharding="vocabulary", initial=drawn))
+
+
+def norm(name: str, size: int) -> ParameterSpec:
+    """The weight of a norm over the hidden state."""
+    return ParameterSpec(name=name, shape=(size,), sharding="whole", initial=Constant(1.0))
+
+
+def find_parameter(model: ModelConfig, name: str) -> ParameterSpec:
+    """A parameter by its global name, such as `layers.3.attention.out.weight`. Raises KeyError."""
+    layers, _, rest = name.partition(".")
+    inside = rest.partition(".")[2] if layers == "layers" else name
+    return _by_name(model, layers == "layers")[inside]
+
+
+@functools.lru_cache(maxsize=16)
+def _by_name(model: ModelConfig, in_layers: bool) -> dict[str, ParameterSpec]:
+    found = model.spec.layer(model) if in_layers else ends(model)
+    return {parameter.name: parameter for parameter in found}
+
+
+def sharding_of(model: ModelConfig) -> tuple[dict[str, str], dict[str, int]]:
+    """How each module is sharded, and the blocks of its weight where there are several.
+
+    Both by pattern of module names (`fnmatch`; `*` is the number of a layer); each module matches one.
+    """
+    table = [(f"layers.*.{parameter.name}", parameter) for parameter in model.spec.layer(model)]
+    table += [(parameter.name, parameter) for parameter in ends(model)]
+    modules = {name.rpartition(".")[0]: parameter for name, parameter in table}
+    return (
+        {module: parameter.sharding for module, parameter in modules.items()},
+        {module: parameter.blocks for module, parameter in modules.items() if parameter.blocks > 1},
+    )

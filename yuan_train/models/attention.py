@@ -1,0 +1,116 @@
+"""Causal self-attention, whole and token by token: all that does not depend on how heads are projected.
+
+B = sequences, S = tokens of a sequence, P = tokens of a cache, H = hidden size, N = query heads,
+M = key-value heads, D = size of a head.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from yuan_kernels import ops
+
+from yuan_train.config.model import ModelConfig
+from yuan_train.models.documents import DocumentRanges
+from yuan_train.models.layers import Linear
+from yuan_train.models.rotary import RotaryTables
+
+
+@dataclass
+class LayerCache:
+    """Keys, values and filter state of the tokens that one layer has processed."""
+
+    keys_BPMD: Tensor
+    """[B, P, M, D] for at most P tokens, rotary embedding applied."""
+    values_BPMD: Tensor
+    """[B, P, M, D]."""
+    filter_state: ops.FilterState | None
+    """(u_last [B, H], c_last [B, channels]), zero before the first token; None without a filter."""
+
+
+class SelfAttention(nn.Module):
+    """Causal attention; a subclass says how queries, keys and values are projected.
+
+    The number of heads follows from the weights' shapes, which may be a tensor-parallel shard's.
+    """
+
+    value: Linear
+    out: Linear
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+
+    @abstractmethod
+    def project(
+        self, u_BSH: Tensor, filtered_BSH: Tensor, rotary: RotaryTables
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, S, N, D], and keys and values [B, S, M, D]; queries and keys are rotated."""
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Return [B, S, heads, D] of [B, S, heads * D]."""
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def forward(
+        self,
+        u_BSH: Tensor,
+        filtered_BSH: Tensor,
+        rotary: RotaryTables,
+        document_ranges: DocumentRanges | None = None,
+    ) -> Tensor:
+        """Return [B, S, H]: values from u, queries and keys from filtered.
+
+        With `document_ranges`, tokens attend only within their document.
+        """
+        operands = self.project(u_BSH, filtered_BSH, rotary)
+        heads_BSND = ops.causal_attention(*operands, document_ranges=document_ranges)
+        return self.out(heads_BSND.flatten(2))
+
+    def step(
+        self,
+        u_BSH: Tensor,
+        filtered_BSH: Tensor,
+        rotary: RotaryTables,
+        cache: LayerCache,
+        first: int,
+        visible: Tensor | None,
+    ) -> Tensor:
+        """Return [B, S, H] of tokens [first, first + S), and write their keys and values into `cache`.
+
+        `visible` is bool [B or 1, 1, S, first + S], True where a token attends to another. None: each token
+        attends to itself and to all before it; allowed only if `first` is 0 or S is 1.
+        """
+        query_BSND, key_BSMD, value_BSMD = self.project(u_BSH, filtered_BSH, rotary)
+        last = first + key_BSMD.shape[1]
+        cache.keys_BPMD[:, first:last] = key_BSMD
+        cache.values_BPMD[:, first:last] = value_BSMD
+        heads_BSND = _attend(
+            query_BSND,
+            cache.keys_BPMD[:, :last],
+            cache.values_BPMD[:, :last],
+            is_causal=visible is None and first == 0,
+            visible=visible,
+        )
+        return self.out(heads_BSND.flatten(2))
+
+
+def _attend(
+    query_BSND: Tensor,
+    key_BSMD: Tensor,
+    value_BSMD: Tensor,
+    *,
+    is_causal: bool,
+    visible: Tensor | None = None,
+) -> Tensor:
+    heads_BNSD = F.scaled_dot_product_attention(
+        query_BSND.transpose(1, 2),
+        key_BSMD.transpose(1, 2),
+        value_BSMD.transpose(1, 2),
+        attn_mask=visible,
+        is_causal=is_causal,
+        enable_gqa=query_BSND.shape[2] != key_BSMD.shape[2],
+    )
+    return heads_BNSD.transpose(1, 2)

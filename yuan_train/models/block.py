@@ -1,0 +1,83 @@
+"""One layer: attention and feed-forward, each behind a norm and added to the residual.
+
+B = sequences, S = tokens of a sequence, H = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from yuan_train.config.model import ModelConfig
+from yuan_train.models.attention import LayerCache, SelfAttention
+from yuan_train.models.documents import DocumentRanges
+from yuan_train.models.layers import FeedForward, RMSNorm
+from yuan_train.models.localized_filter import LocalizedFilter
+from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
+from yuan_train.models.rotary import RotaryTables
+
+
+class Block(nn.Module):
+    """One layer of any architecture. Without `filter`, queries and keys come from the norm, as values do."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        filter: LocalizedFilter | None,
+        attention: SelfAttention,
+        feed_forward: FeedForward,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        hidden, epsilon = config.hidden_size, config.norm_epsilon
+        self.attention_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
+        self.filter = filter
+        self.attention = attention
+        self.feed_forward_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
+        self.feed_forward = feed_forward
+
+    def forward(
+        self,
+        x_BSH: Tensor,
+        rotary: RotaryTables,
+        document_start: Tensor | None = None,
+        document_ranges: DocumentRanges | None = None,
+        policy: RecomputePolicy = SAVE_ALL,
+        drop: Callable[[Tensor, str], Tensor] | None = None,
+    ) -> Tensor:
+        """Return [B, S, H] of x [B, S, H].
+
+        `drop(branch, site)` is the dropout, applied to both branches before they are added to the residual;
+        `site` is `attention` or `feed_forward`.
+        """
+        u_BSH = policy.mark_recomputable(self.attention_norm(x_BSH), self.attention_norm, x_BSH)
+        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start, policy)
+        attended_BSH = self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
+        if drop is not None:
+            attended_BSH = drop(attended_BSH, "attention")
+        u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
+        policy.mark_recomputable(u_BSH, self.feed_forward_norm, x_BSH)
+        ffn_BSH = self.feed_forward(u_BSH, policy)
+        return x_BSH + (ffn_BSH if drop is None else drop(ffn_BSH, "feed_forward"))
+
+    def step(
+        self,
+        x_BSH: Tensor,
+        rotary: RotaryTables,
+        cache: LayerCache,
+        first: int,
+        document_start: Tensor | None,
+        visible: Tensor | None,
+    ) -> Tensor:
+        """Return [B, S, H] of tokens [first, first + S), and add them to `cache`."""
+        u_BSH = filtered_BSH = self.attention_norm(x_BSH)
+        if self.filter is not None:
+            assert cache.filter_state is not None
+            filtered_BSH, cache.filter_state = self.filter.step(u_BSH, cache.filter_state, document_start)
+        attended_BSH = self.attention.step(u_BSH, filtered_BSH, rotary, cache, first, visible)
+        u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
+        return x_BSH + self.feed_forward(u_BSH)

@@ -1,0 +1,84 @@
+"""Published Hugging Face formats: what they have in common, and which architecture reads which. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from yuan_train.config.architecture import architectures, find_module
+from yuan_train.config.errors import CheckpointError
+from yuan_train.config.model import ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """One of our tensors, and the published tensors (`parts`) that it is the row-wise concatenation of.
+
+    `name` and `shape` are ours. All parts have `part_shape`, with equal numbers of rows; a Conv2d's ends
+    in a dimension of size 1 that ours does not have.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    conv2d: bool = False
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of each published part."""
+        rows = self.shape[0] // len(self.parts)
+        return (rows, *self.shape[1:], *((1,) if self.conv2d else ()))
+
+
+def rotary_buffer(layer: int) -> str:
+    """Published name of a layer's rotary frequencies [head_dim / 2], a buffer that files need not store."""
+    return f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
+
+
+class PublishedFormat(Protocol):
+    """What an architecture's `hf.py` has."""
+
+    MODEL_TYPES: tuple[str, ...]
+    """`model_type` of the configs that it reads."""
+    MODEL_CODE: tuple[str, ...]
+    """Files of `hf_export` that transformers needs beside the weights; none where it has the model itself."""
+
+    def published_layout(self, model: ModelConfig) -> Iterator[TensorMapping]:
+        """Yield every tensor of a model, in the model's order; a tied output head is left out."""
+        ...
+
+    def model_from_config(self, config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig:
+        """The model that a `config.json` describes. Raises CheckpointError, naming `where`."""
+        ...
+
+    def published_config(
+        self,
+        model: ModelConfig,
+        *,
+        dtype: str,
+        original: Mapping[str, Any] | None = None,
+        resets: Mapping[str, bool] | None = None,
+        token_ids: Mapping[str, int] | None = None,
+    ) -> dict[str, Any]:
+        """The `config.json` of a model, with the keys of `original` that say nothing of sizes."""
+        ...
+
+
+def format_of(architecture: str) -> PublishedFormat:
+    """The published format of an architecture."""
+    return cast(PublishedFormat, find_module(architecture, "hf"))
+
+
+def format_for(config: Mapping[str, Any], *, where: str) -> PublishedFormat:
+    """The format that reads a `config.json`, by its `model_type`. Raises CheckpointError for another one."""
+    wanted = config.get("model_type", "yuan")
+    formats = [format_of(architecture) for architecture in architectures()]
+    for found in formats:
+        if wanted in found.MODEL_TYPES:
+            return found
+    known = ", ".join(name for found in formats for name in found.MODEL_TYPES)
+    raise CheckpointError(f"{where}: model_type {wanted!r}; wanted one of {known}")

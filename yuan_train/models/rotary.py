@@ -1,0 +1,89 @@
+"""Rotary embedding: frequencies, their published scalings, and the tables of a micro-batch.
+
+All of it in fp32, or fp64 where the model is fp64: bf16 has 8 significant bits, so positions above 256 would
+share their angles.
+
+B = sequences, S = tokens of a sequence, D = size of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from yuan_kernels import ops
+
+from yuan_train.config.model import ModelConfig, RopeScaling
+
+
+@dataclass(frozen=True)
+class RotaryTables:
+    """Cosines and sines [B or 1, S, D/2] of the angles of a micro-batch's tokens."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def rotate(self, x_BSND: Tensor) -> Tensor:
+        """Return the rotary embedding of queries or keys [B, S, N, D]."""
+        return ops.rotary(x_BSND, self.cos, self.sin)
+
+
+def rotary_tables(config: ModelConfig, positions: Tensor, *, length: int, dtype: torch.dtype) -> RotaryTables:
+    """Return the tables of positions int64 [B or 1, S]: angle = position * frequency.
+
+    `length` is the longest sequence so far, which `dynamic` scaling depends on.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    frequencies, factor = rotary_frequencies(config, length=length, device=positions.device, dtype=wide)
+    angles = positions.to(wide).unsqueeze(-1) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return RotaryTables(cos, sin) if factor == 1.0 else RotaryTables(cos * factor, sin * factor)
+
+
+def rotary_frequencies(
+    config: ModelConfig, *, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, float]:
+    """Return the frequencies [D/2], base^(-2i/D) (Su et al. 2021) before scaling, and a factor of the tables.
+
+    The scalings are those that transformers names (modeling_rope_utils.py).
+    """
+    scaling, base, dim = config.rope_scaling, config.rope_base, config.head_dim
+    original = scaling.original_max_position_embeddings if scaling is not None else 0
+    original = original or config.max_sequence_length
+    if scaling is not None and scaling.rope_type == "dynamic" and length > original:
+        stretch = scaling.factor * length / original - (scaling.factor - 1)
+        base *= stretch ** (dim / (dim - 2))
+    exponents = torch.arange(0, dim, 2, device=device, dtype=dtype) / dim
+    frequencies = 1.0 / base**exponents
+    if scaling is None or scaling.rope_type == "dynamic":
+        return frequencies, 1.0
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(frequencies, scaling, original), 1.0
+    return _yarn(frequencies, scaling, original, base)
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling, original: int) -> Tensor:
+    """Long wavelengths are stretched by the factor, short ones stay, between them it is interpolated."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = original * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _yarn(frequencies: Tensor, scaling: RopeScaling, original: int, base: float) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071, section 3): a ramp over the dims between `beta_fast` and `beta_slow` turns."""
+    dim = 2 * len(frequencies)
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = max(math.floor(dim_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(dim_of(scaling.beta_slow)), dim - 1)
+    indices = torch.arange(len(frequencies), device=frequencies.device, dtype=frequencies.dtype)
+    stretched = ((indices - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    scaled = stretched * frequencies / scaling.factor + (1 - stretched) * frequencies
+    return scaled, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0

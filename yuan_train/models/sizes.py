@@ -1,0 +1,123 @@
+"""Parameters and work of the parts that architectures share; no torch.
+
+H = hidden size, P = heads * head size, K = the same of keys or values, F = feed-forward width, N = heads,
+D = head size.
+"""
+
+from __future__ import annotations
+
+from yuan_train.config.architecture import (
+    Constant,
+    Kept,
+    Normal,
+    ParameterSpec,
+    Sharding,
+    SublayerWork,
+    norm,
+)
+from yuan_train.config.model import ModelConfig
+
+
+def feed_forward(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:
+    """A norm and the SwiGLU feed-forward; `up` stacks z0 and z1, and a rank needs the same rows of both."""
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    return (
+        norm("feed_forward_norm.weight", hidden),
+        linear("feed_forward.up", (2 * ffn, hidden), "column", Normal(model.init_std), blocks=2),
+        linear("feed_forward.down", (hidden, ffn), "row", out),
+    )
+
+
+def linear(
+    name: str, shape: tuple[int, int], sharding: Sharding, initial: Normal, *, blocks: int = 1
+) -> ParameterSpec:
+    """The weight [out, in] of a linear map."""
+    return ParameterSpec(
+        name=f"{name}.weight", shape=shape, sharding=sharding, initial=initial, blocks=blocks
+    )
+
+
+def feed_forward_work(model: ModelConfig, parameters: int) -> SublayerWork:
+    """The SwiGLU feed-forward with its norm: it keeps 2H + 3F elements, or H + 2F under selective recompute.
+
+    Kept: the norm's input and output, `up` (2F) and its product.
+    """
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    return SublayerWork(
+        parameters=parameters,
+        products=3 * hidden * ffn,
+        replicated=Kept(2 * hidden, 1),
+        sharded=Kept(3 * ffn),
+        selective_replicated=Kept(hidden, 1),
+        selective_sharded=Kept(2 * ffn),
+        # A norm reads and writes a hidden state; SwiGLU reads `up` and writes the product.
+        recomputed=2 * hidden + 3 * ffn,
+        # Gradients of `up` and of its product, of two hidden states.
+        held=Kept(3 * ffn + 2 * hidden, 2 * hidden),
+        largest_weight=2 * ffn * hidden,
+    )
+
+
+def grouped_attention(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """A norm and grouped-query attention (Ainslie et al. 2023), biases and norms of the heads where asked."""
+    hidden, projection, narrow = model.hidden_size, model.projection_size, model.key_value_size
+    drawn = Normal(model.init_std)
+    table = [norm("attention_norm.weight", hidden)]
+    for name, rows in (("query", projection), ("key", narrow), ("value", narrow)):
+        table.append(linear(f"attention.{name}", (rows, hidden), "column", drawn))
+        if model.qkv_bias:
+            table.append(
+                ParameterSpec(
+                    name=f"attention.{name}.bias", shape=(rows,), sharding="column", initial=Constant(0.0)
+                )
+            )
+    if model.query_key_norm:
+        table += [
+            ParameterSpec(
+                name=f"attention.{name}_norm.weight",
+                shape=(model.head_dim,),
+                sharding="head_norm",
+                initial=Constant(1.0),
+            )
+            for name in ("query", "key")
+        ]
+    return (*table, linear("attention.out", (hidden, projection), "row", drawn))
+
+
+def grouped_attention_work(model: ModelConfig, parameters: int) -> SublayerWork:
+    """Grouped-query attention with its norm: it keeps 2H + 2P + 2K elements, P + K more with head norms.
+
+    Kept: the norm's input and output; queries, keys, values, the heads' outputs; a log-sum-exp per head; the
+    inputs of the head norms.
+    """
+    hidden, projection, narrow = model.hidden_size, model.projection_size, model.key_value_size
+    sharded = Kept(2 * projection + 2 * narrow, model.num_attention_heads)
+    if model.query_key_norm:
+        sharded += Kept(projection + narrow, model.num_attention_heads + model.key_value_heads)
+    return SublayerWork(
+        parameters=parameters,
+        products=2 * hidden * (projection + narrow),
+        scores=projection,
+        replicated=Kept(2 * hidden, 1),
+        sharded=sharded,
+        selective_replicated=Kept(hidden, 1),
+        selective_sharded=sharded,
+        recomputed=2 * hidden,
+        held=Kept(2 * projection + 2 * narrow + 2 * hidden, 2 * hidden),
+        largest_weight=hidden * projection,
+    )
+
+
+def tensor_sizes(model: ModelConfig) -> dict[str, int]:
+    """The sizes that a tensor-parallel group shards in every decoder."""
+    return {
+        "heads": model.num_attention_heads,
+        "key-value heads": model.key_value_heads,
+        "feed-forward columns": model.ffn_hidden_size,
+        "vocabulary rows": model.vocab_size,
+    }
+
+
+def parameters_of(table: tuple[ParameterSpec, ...]) -> int:
+    """Parameters of a part."""
+    return sum(parameter.size for parameter in table)
