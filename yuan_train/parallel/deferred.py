@@ -1,4 +1,4 @@
-"""Weight gradients of linears and filters: added to the fp32 buckets at once, or later in split backwards.
+"""Weight gradients of linears, experts and filters: added to the fp32 buckets at once, or later in split backwards.
 
 A product of 16-bit matrices is added to the bucket in fp32, without a rounded gradient in between. Split in
 two (zero bubble, Qi et al. 2023), a backward computes the gradients of inputs and defers those of these
@@ -52,14 +52,16 @@ class DeferredWeightGrads:
 
 
 def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:
-    """Make the linears and filters of a model add their weight gradients to the buckets themselves.
+    """Make the linears, experts and filters of a model add their weight gradients to the buckets themselves.
 
     In split backwards they defer that. The linears are the modules whose style in `sharding` is column or
-    row. Returns the names of these parameters.
+    row, the experts those of style expert. Returns the names of these parameters.
     """
     for path, module in model.named_modules():
         if sharding_style(path, sharding) in ("column", "row"):
             module.forward = _linear(module, deferred)
+        elif sharding_style(path, sharding) == "expert":
+            module.forward = _experts(module, deferred)
         if hasattr(module, "convolution"):
             module.convolution = _filter(deferred)
     styles = {name: sharding_style(name.rpartition(".")[0], sharding) for name, _ in model.named_parameters()}
@@ -67,7 +69,7 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
         name
         for name, style in styles.items()
         # The bias of a linear is added outside of it.
-        if style == "filter" or (style in ("column", "row") and name.endswith(".weight"))
+        if style in ("filter", "expert") or (style in ("column", "row") and name.endswith(".weight"))
     }
 
 
@@ -75,6 +77,13 @@ def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Te
     def forward(x: Tensor) -> Tensor:
         y: Tensor = _Linear.apply(x, module.weight, deferred)  # pyright: ignore[reportAssignmentType]
         return y if module.bias is None else y + module.bias
+
+    return forward
+
+
+def _experts(module: Any, deferred: DeferredWeightGrads) -> Callable[..., Tensor]:
+    def forward(x: Tensor, counts: Sequence[int]) -> Tensor:
+        return _Experts.apply(x, module.weight, counts, deferred)  # pyright: ignore[reportReturnType]
 
     return forward
 
@@ -120,6 +129,28 @@ class _Linear(torch.autograd.Function):
         dx = ops.linear(dy, weight.T) if ctx.needs_input_grad[0] else None
         _add_or_defer(ctx.deferred, [weight], add)
         return dx, None, None
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int], deferred: DeferredWeightGrads
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.counts, ctx.deferred = weight, counts, deferred
+        return ops.grouped_linear(x, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
+        dy = gradients[0]
+
+        def add() -> None:
+            ops.add_grouped_products_(weight.main_gradient, dy, x, counts)
+
+        dx = ops.grouped_linear(dy, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        _add_or_defer(ctx.deferred, [weight], add)
+        return dx, None, None, None
 
 
 class _Filter(torch.autograd.Function):
