@@ -54,7 +54,7 @@ def import_hf(folder: str | Path, out: str | Path) -> Imported:
     model = format_for(config, where=where).model_from_config(config, name=folder.resolve().name, where=where)
     stored = open_tensors(folder)
     layout = _check_names(folder, model, stored)
-    notes: list[str] = []
+    notes = [] if model.num_experts == 0 else _rotary_notes(config, model)
     tensors = {f"{WEIGHTS}.{mapping.name}": _assemble(mapping, stored) for mapping in layout}
     tensors |= _buffers(model, stored, notes)
     if model.tie_embeddings:
@@ -115,7 +115,7 @@ def _check_names(folder: Path, model: ModelConfig, stored: Mapping[str, LazyTens
     layout = list(format_of(model.architecture).published_layout(model))
     wanted = {part: mapping.part_shape for mapping in layout for part in mapping.parts}
     optional: dict[str, tuple[int, ...]] = {
-        rotary_buffer(i): (model.head_dim // 2,) for i in range(model.num_layers)
+        rotary_buffer(i): (model.rotary_size // 2,) for i in range(model.num_layers)
     }
     if model.tie_embeddings:
         optional[HEAD] = (model.vocab_size, model.hidden_size)
@@ -165,7 +165,7 @@ def _buffers(model: ModelConfig, stored: Mapping[str, LazyTensor], notes: list[s
     found = {name: t for name, t in stored.items() if name.endswith(".rotary_emb.inv_freq")}
     if not found:
         return {}
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
+    exponents = torch.arange(0, model.rotary_size, 2, dtype=torch.float64) / model.rotary_size
     wanted = model.rope_base**-exponents
     for name, tensor in found.items():
         tolerance = 1e-5 if tensor.dtype == torch.float32 else 1e-2
@@ -178,6 +178,17 @@ def _buffers(model: ModelConfig, stored: Mapping[str, LazyTensor], notes: list[s
         f"{len(found)} rotary_emb.inv_freq buffers equal what the model computes; kept for an export"
     )
     return {f"{BUFFERS}.{name}": tensor for name, tensor in found.items()}
+
+
+def _rotary_notes(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """What the published configs of Yuan 2.0-M32 do not say: the base that the weights were trained with."""
+    if any(config.get(key) for key in ("rope_theta", "rotary_base", "rope_parameters")):
+        return []
+    return [
+        f"config.json names no rotary base: taken as {model.rope_base:g}, that of the pre-training and of the "
+        "published class. The released model of 16,384 tokens was tuned and evaluated with 40890: for that, "
+        'add "rope_theta": 40890 to config.json and import again'
+    ]
 
 
 def _check_tied(stored: Mapping[str, LazyTensor], notes: list[str]) -> None:

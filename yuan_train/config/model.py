@@ -87,7 +87,8 @@ class ModelConfig:
     expert_ffn_hidden_size: Size = 0
     """Width of an expert; 0 means ffn_hidden_size."""
     router: RouterKind | None = None
-    """Scores of the experts: Yuan 2.0-M32's attention between them, or a linear map (`softmax`, Mixtral)."""
+    """Scores of the experts: Yuan 2.0-M32's attention between them (the default), or a linear map (`softmax`,
+    Mixtral)."""
     norm_epsilon: Positive = 1e-6
     tie_embeddings: bool = True
     """The output head shares the embedding matrix."""
@@ -101,6 +102,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.hidden_size % self.num_attention_heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.num_experts and self.router is None:
+            object.__setattr__(self, "router", "attention")
         if self.architecture in architectures():
             for name, value in self.spec.defaults.items():
                 if getattr(self, name) is None:
