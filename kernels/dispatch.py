@@ -34,7 +34,15 @@ from yuan_kernels import packages
 
 logger = logging.getLogger("yuan_kernels")
 
-OPS = ("localized_filter", "rms_norm", "linear_cross_entropy", "rotary", "swiglu", "document_attention", "grouped_linear")
+OPS = (
+    "localized_filter",
+    "rms_norm",
+    "linear_cross_entropy",
+    "rotary",
+    "swiglu",
+    "document_attention",
+    "grouped_linear",
+)
 
 _ELEMENTWISE = ("rotary", "swiglu")
 """Ops whose kernels hold no whole row, and so support any length."""

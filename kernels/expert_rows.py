@@ -50,9 +50,7 @@ def _combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("yuan::combine_rows_backward", mutates_args=())
-def _combine_backward(
-    dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor
-) -> tuple[Tensor, Tensor]:
+def _combine_backward(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     dy_rows = dy.index_select(0, order // weights.shape[1])
     dweights = torch.zeros(weights.shape, dtype=weights.dtype, device=weights.device)
     wide = accumulation_dtype(rows.dtype)

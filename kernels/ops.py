@@ -298,7 +298,7 @@ def attention_scores(products: Tensor) -> Tensor:
 
 
 def attention_router_weights(products: Tensor, chosen: Tensor) -> Tensor:
-    """Return the softmax [T, K] over the scores of the chosen experts, int64 [T, K]; see `attention_scores`."""
+    """Return the softmax [T, K] over the `attention_scores` of the chosen experts, int64 [T, K]."""
     return routers.attention_router_weights(products, chosen)
 
 

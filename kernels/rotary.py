@@ -2,7 +2,8 @@
 
     (a, b) = x      y = (a cos - b sin, b cos + a sin)      dx = (da cos + db sin, db cos - da sin)
 
-Tables of R/2 angles rotate the first R dims of a head; the others pass. The backward rotates by the opposite angles: the same op with -sin. The tables get no gradients.
+Tables of R/2 angles rotate the first R dims of a head; the others pass. The backward rotates by the opposite
+angles: the same op with -sin. The tables get no gradients.
 """
 
 from __future__ import annotations

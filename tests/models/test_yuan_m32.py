@@ -227,7 +227,7 @@ def test_equal_scores_take_the_lower_number():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("owners", [(0, 3, 5), (0, 3, 5, 5), (0, 1, 2, 5)])
 def test_ranges_of_experts_add_up_to_the_whole_bit_by_bit(dtype, owners):
-    """Each owner has a contiguous range, of which one may be empty; the sums are what a group would reduce."""
+    """Each owner has a contiguous range, some of them empty; the sums are what a group reduces."""
     router, experts = layer_of(tiny_model("yuan-m32"), dtype)
     generator = torch.Generator().manual_seed(3)
     u, dy = (torch.randn(40, 64, generator=generator).to(dtype) for _ in range(2))
@@ -287,7 +287,9 @@ def test_an_owner_draws_its_experts_only(monkeypatch):
     assert not torch.equal(whole[0], whole[1])
     drawn = []
     normal = torch.Tensor.normal_
-    monkeypatch.setattr(torch.Tensor, "normal_", lambda x, *a, **k: drawn.append(x.shape) or normal(x, *a, **k))
+    monkeypatch.setattr(
+        torch.Tensor, "normal_", lambda x, *a, **k: drawn.append(x.shape) or normal(x, *a, **k)
+    )
     rows = dict(initial_rows(config, name, shape, seed=5, wanted=lambda first, last: 1 <= first < 3))
     assert list(rows) == [1, 2] and len(drawn) == 2
     assert all(torch.equal(rows[e][0], whole[e]) for e in rows)

@@ -185,7 +185,7 @@ def _rotary_notes(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     if any(config.get(key) for key in ("rope_theta", "rotary_base", "rope_parameters")):
         return []
     return [
-        f"config.json names no rotary base: taken as {model.rope_base:g}, that of the pre-training and of the "
+        f"config.json names no rotary base: taken as {model.rope_base:g}, that of pre-training and of the "
         "published class. The released model of 16,384 tokens was tuned and evaluated with 40890: for that, "
         'add "rope_theta": 40890 to config.json and import again'
     ]

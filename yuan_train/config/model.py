@@ -273,8 +273,8 @@ def _expert_constraints(model: ModelConfig) -> Iterator[Violation]:
     elif not 2 <= model.experts_per_token <= model.num_experts:
         yield Violation(
             ("experts_per_token",),
-            f"{model.experts_per_token} of {model.num_experts} experts; wanted 2 or more (the weight of a single "
-            "expert would be 1, and the router would learn nothing), and at most all",
+            f"{model.experts_per_token} of {model.num_experts} experts; wanted 2 or more (the weight of a "
+            "single expert would be 1, and the router would learn nothing), and at most all",
         )
 
 

@@ -1,12 +1,12 @@
-"""Experts: feed-forwards of a layer, of which a router chooses K for each token (Yuan 2.0-M32, arXiv 2405.17976).
+"""Experts: feed-forwards of a layer, of which a router chooses K for each token (arXiv 2405.17976).
 
     products = u Wr^T  (fp32)      scores = attention between the experts, or the products themselves
     e_1..e_K = the K highest scores, the lower number first where they tie
     w = softmax of these K scores      y = sum_k w_k down_e(silu(z0) z1),  (z0, z1) = up_e(u)
 
-No token is dropped and no expert has a capacity: a token's output depends on that token alone, so neither the
-micro-batch nor the plan changes it. The choice is a step function of the products, so it is made once and kept
-under recompute: a second time it might differ.
+No token is dropped and no expert has a capacity: a token's output depends on that token alone, so neither
+the micro-batch nor the plan changes it. The choice is a step function of the products, so it is made once and
+kept under recompute: a second time it might differ.
 
 T = tokens, H = hidden size, F = width of an expert, N = experts, K = experts of a token, R = rows.
 """
@@ -87,8 +87,8 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """The experts [first_expert, first_expert + n) of a layer, n from the weights' shape: all, or a card's.
 
-    The outputs of the cards that hold all of them add up to the whole layer's, as do the gradients of u and of
-    the weights: with K = 2 to the bit, for a token's slots of other cards are exact zeros.
+    The outputs of the cards that together hold all of them add up to the whole layer's, as do the gradients of
+    u and of the weights: with K = 2 to the bit, for a token's slots of other cards are exact zeros.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:

@@ -39,7 +39,7 @@ class TensorMapping:
 
 
 def rotary_buffer(layer: int) -> str:
-    """Published name of a layer's rotary frequencies [rotary_size / 2], a buffer that files need not store."""
+    """Published name of a layer's rotary frequencies [rotary_size / 2], which files need not store."""
     return f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
 
 

@@ -61,7 +61,7 @@ def feed_forward_work(model: ModelConfig, parameters: int) -> SublayerWork:
 def experts(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:
     """A norm, the router and the experts, SwiGLU feed-forwards stacked along dim 0.
 
-    The attention router has the rows of N queries, then of N keys, then of N values; the softmax router N rows.
+    The attention router has the rows of N queries, then of N keys and of N values; the softmax router N rows.
     """
     hidden, count, width = model.hidden_size, model.num_experts, model.expert_width
     drawn = Normal(model.init_std)

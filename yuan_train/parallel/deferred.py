@@ -1,4 +1,4 @@
-"""Weight gradients of linears, experts and filters: added to the fp32 buckets at once, or later in split backwards.
+"""Weight gradients of linears, experts and filters: added to fp32 buckets at once, or later.
 
 A product of 16-bit matrices is added to the bucket in fp32, without a rounded gradient in between. Split in
 two (zero bubble, Qi et al. 2023), a backward computes the gradients of inputs and defers those of these

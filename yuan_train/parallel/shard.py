@@ -92,7 +92,8 @@ def find_shard(
     """The shard of a parameter, given its global name and global shape.
 
     `sharding` maps patterns of module names to the model's sharding styles: column, row, filter, vocabulary,
-    expert, head_norm or whole. `row_blocks` maps patterns to the number of matrices stacked in a weight; 1 where none matches.
+    expert, head_norm or whole. `row_blocks` maps patterns to the number of matrices stacked in a weight; 1
+    where none matches.
     """
     module, _, kind = name.rpartition(".")
     style = sharding_style(module, sharding)

@@ -1,7 +1,8 @@
 """Maps our tensor names and model sizes to those of the published Hugging Face format of Yuan 2.0, and back.
 
 No files are read here. Yuan 2.0-M32 differs from the dense models in its experts, one tensor each, and in the
-keys of its `moe_config`; the rows of an expert's `w1` are first those of the silu. In three things the published format differs from what its names suggest:
+keys of its `moe_config`; the rows of an expert's `w1` are first those of the silu. In three things the
+published format differs from what its names suggest:
 
 - `q_proj` and `k_proj` are the upper and lower half of one query-key matrix whose rows are interleaved per
   head: `q_proj` has the queries and keys of the first half of the heads.
