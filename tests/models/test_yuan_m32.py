@@ -136,6 +136,18 @@ def test_configs_that_are_refused(tmp_path, change, message):
         import_hf(tmp_path / "hf", tmp_path / "out")
 
 
+def test_the_base_and_the_form_may_be_given(tmp_path):
+    done = import_hf(GOLDEN, tmp_path / "out", rope_base=40890, rotary_form="bf16_frequencies")
+    checkpoint = find_checkpoint(done.path)
+    assert (checkpoint.model.rope_base, checkpoint.model.rotary_form) == (40890, "bf16_frequencies")
+    assert not any("40890" in note for note in done.notes)
+    exported = Path(export_hf(checkpoint, tmp_path / "hf").path)
+    config = json.loads((exported / "config.json").read_text())
+    assert (config["rope_theta"], config["rotary_form"]) == (40890, "bf16_frequencies")
+    with pytest.raises(CheckpointError, match="rope_base"):
+        import_hf(GOLDEN, tmp_path / "no", rope_base=-1)
+
+
 def test_the_width_is_not_intermediate_size(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "hf")
     config = json.loads((GOLDEN / "config.json").read_text()) | {"intermediate_size": 200}
