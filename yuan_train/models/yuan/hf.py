@@ -192,7 +192,7 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(moe, Mapping):
         yield from _unsupported_experts(moe)
     elif moe or config.get("num_experts") or config.get("use_moe"):
-        yield "experts without a moe_config; Yuan 2.0-M32 has its sizes there"
+        yield "a mixture of experts without a moe_config, where Yuan 2.0-M32 has its sizes"
     kv_heads = config.get("num_key_value_heads")
     if kv_heads not in (None, config.get("num_attention_heads")):
         yield f"num_key_value_heads {kv_heads}: Yuan 2.0 has no grouped queries"
