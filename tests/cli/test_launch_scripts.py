@@ -74,7 +74,9 @@ def call(
 
 
 def test_there_is_one_for_each_published_size() -> None:
-    sizes = [f"{kind}_yuan2_{size}" for kind in ("finetune", "pretrain") for size in ("102b", "2b", "51b", "m32")]
+    sizes = [
+        f"{kind}_yuan2_{size}" for kind in ("finetune", "pretrain") for size in ("102b", "2b", "51b", "m32")
+    ]
     assert [path.stem for path in SCRIPTS] == sizes
 
 

@@ -87,8 +87,8 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """The experts [first_expert, first_expert + n) of a layer, n from the weights' shape: all, or a card's.
 
-    The outputs of the cards that together hold all of them add up to the whole layer's, as do the gradients of
-    u and of the weights: with K = 2 to the bit, for a token's slots of other cards are exact zeros.
+    The outputs of cards that hold all of them together add up to the whole layer's, as do the gradients of u
+    and of the weights: with K = 2 to the bit, for a token's slots of other cards are exact zeros.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
