@@ -45,6 +45,9 @@ def test_pipelines_compute_what_one_process_computes(tmp_path: Path) -> None:
     narrow, wide = (run_alone(case(f"alone {p}", p, alone=True)) for p in plans)
     # Whole layers were placed elsewhere, no sum of a layer has another order: the same bits.
     assert read_metrics(cases[0].folder)[0]["loss"] == narrow[0]["loss"]
+    # Two of five experts for each of 8 x 24 tokens in each layer, and the same ones.
+    counted = read_metrics(cases[1].folder)[-1]["expert_tokens"]
+    assert counted == wide[-1]["expert_tokens"] and {sum(layer) for layer in counted} == {3 * 2 * 8 * 24}
     for key in ("loss", "grad_norm"):
         assert difference(read_metrics(cases[1].folder), wide, key) < 1e-9
     ours = weights_in(tmp_path / "cut" / "ck")

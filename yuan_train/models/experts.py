@@ -48,8 +48,7 @@ class Router(nn.Module):
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
         rows = self.num_experts * (1 if self.kind == "softmax" else 3)
         self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, device=device, dtype=dtype))
-        self.counts: tuple[int, ...] | None = None
-        """Of the last choice, for the metrics."""
+        self._load = [0] * config.num_experts
 
     def forward(self, u_TH: Tensor, policy: RecomputePolicy = SAVE_ALL) -> tuple[Choice, Tensor]:
         """Return the choice, and the weights [T, K] of the chosen experts, which sum to 1."""
@@ -59,6 +58,11 @@ class Router(nn.Module):
             return choice, products.gather(1, choice.chosen_TK).softmax(dim=-1)
         return choice, ops.attention_router_weights(products, choice.chosen_TK)
 
+    def take_load(self) -> list[int]:
+        """Tokens that each expert was given in training since the last call."""
+        load, self._load = self._load, [0] * self.num_experts
+        return load
+
     def _choose(self, products: Tensor) -> Choice:
         scores_TN = products if self.kind == "softmax" else ops.attention_scores(products)
         # Not topk, which leaves the order of equal scores open; large queries saturate the softmax, and tie.
@@ -66,7 +70,8 @@ class Router(nn.Module):
         chosen_TK = ranked_TN[:, : self.experts_per_token].contiguous()
         slots = chosen_TK.flatten()
         counts = tuple(slots.bincount(minlength=self.num_experts).tolist())
-        self.counts = counts
+        if torch.is_grad_enabled():
+            self._load = [load + count for load, count in zip(self._load, counts, strict=True)]
         return Choice(chosen_TK, slots.argsort(stable=True), counts)
 
 
