@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from yuan_train.config.model import ModelConfig, load_model, validate_model
 from yuan_train.models import experts as moe
 from yuan_train.models.generate import generate
 from yuan_train.models.initial import initial_rows, initial_weight
+from yuan_train.models.recompute import SelectiveRecompute
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.models.yuan.hf import published_layout
 
@@ -115,6 +115,14 @@ def test_an_export_of_the_import_has_the_same_bits(imported, tmp_path):
     assert replace(find_checkpoint(again.path).model, name="") == replace(checkpoint.model, name="")
 
 
+def with_config(folder: Path, config: dict) -> Path:
+    """A folder with the golden weights and another config.json."""
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(GOLDEN / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -128,12 +136,10 @@ def test_an_export_of_the_import_has_the_same_bits(imported, tmp_path):
     ],
 )
 def test_configs_that_are_refused(tmp_path, change, message):
-    shutil.copytree(GOLDEN, tmp_path / "hf")
     config = json.loads((GOLDEN / "config.json").read_text())
     config["moe_config"] |= change
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
-        import_hf(tmp_path / "hf", tmp_path / "out")
+        import_hf(with_config(tmp_path / "hf", config), tmp_path / "out")
 
 
 def test_the_base_and_the_form_may_be_given(tmp_path):
@@ -149,10 +155,9 @@ def test_the_base_and_the_form_may_be_given(tmp_path):
 
 
 def test_the_width_is_not_intermediate_size(tmp_path):
-    shutil.copytree(GOLDEN, tmp_path / "hf")
     config = json.loads((GOLDEN / "config.json").read_text()) | {"intermediate_size": 200}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    model = find_checkpoint(import_hf(tmp_path / "hf", tmp_path / "out").path).model
+    done = import_hf(with_config(tmp_path / "hf", config), tmp_path / "out")
+    model = find_checkpoint(done.path).model
     assert (model.ffn_hidden_size, model.expert_width) == (200, 48)
 
 
@@ -245,12 +250,15 @@ def test_ranges_of_experts_add_up_to_the_whole_bit_by_bit(dtype, owners):
     u, dy = (torch.randn(40, 64, generator=generator).to(dtype) for _ in range(2))
 
     def run(first: int, last: int) -> tuple[torch.Tensor, ...]:
+        """Output, gradients of u and of the weights, gradients of the matrices; under selective recompute."""
         part = layer_of(tiny_model("yuan-m32"), dtype)[1]
         part.first_expert = first
         for linear in (part.up, part.down):
             linear.weight = torch.nn.Parameter(linear.weight[first:last].detach())
         leaves = [u.clone().requires_grad_(), weights.detach().requires_grad_()]
-        y = part(leaves[0], choice, leaves[1])
+        policy = SelectiveRecompute()
+        with policy.saving():
+            y = part(leaves[0], choice, leaves[1], policy)
         weights_of = [part.up.weight, part.down.weight]
         return y.detach(), *torch.autograd.grad(y, leaves + weights_of, dy)
 

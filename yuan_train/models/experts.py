@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from yuan_kernels import ops
 
 from yuan_train.config.model import ModelConfig, RouterKind
+from yuan_train.models import sizes
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 
 
@@ -46,8 +47,8 @@ class Router(nn.Module):
         super().__init__()
         self.kind: RouterKind = config.router or "attention"
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
-        rows = self.num_experts * (1 if self.kind == "softmax" else 3)
-        self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, device=device, dtype=dtype))
+        shape = (sizes.router_rows(config), config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self._load = [0] * config.num_experts
 
     def forward(self, u_TH: Tensor, policy: RecomputePolicy = SAVE_ALL) -> tuple[Choice, Tensor]:
@@ -98,10 +99,10 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        sizes = (config.num_experts, config.hidden_size, config.expert_width)
+        count, hidden, width = config.num_experts, config.hidden_size, config.expert_width
         self.first_expert = 0
-        self.up = ExpertLinear(sizes[0], sizes[1], 2 * sizes[2], device=device, dtype=dtype)
-        self.down = ExpertLinear(sizes[0], sizes[2], sizes[1], device=device, dtype=dtype)
+        self.up = ExpertLinear(count, hidden, 2 * width, device=device, dtype=dtype)
+        self.down = ExpertLinear(count, width, hidden, device=device, dtype=dtype)
 
     def forward(
         self, u_TH: Tensor, choice: Choice, weights_TK: Tensor, policy: RecomputePolicy = SAVE_ALL

@@ -68,6 +68,9 @@ class SelectiveRecompute(RecomputePolicy):
         self._marked.clear()
 
     def mark_recomputable(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        if output.numel() == 0:
+            # All empty storages have the same address.
+            return output
         # An input that is marked itself is recomputed first.
         recompute = _RecomputeFn(function, tuple(self._pack(x.detach()) for x in inputs))
         self._marked[output.untyped_storage().data_ptr()] = (output, recompute)
