@@ -190,7 +190,9 @@ def _buffers(model: ModelConfig, stored: Mapping[str, LazyTensor], notes: list[s
 def _with_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
     """The model with other fields. Raises CheckpointError if it does not have them, or not such values."""
     try:
-        return build(Document("import", asdict(model) | fields, {}), ModelConfig, validate=validate_model)
+        return build(
+            Document("import", asdict(model) | dict(fields), {}), ModelConfig, validate=validate_model
+        )
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
 

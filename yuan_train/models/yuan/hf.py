@@ -145,14 +145,14 @@ def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(moe, Mapping):
         return {}
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    known = isinstance(hidden, int) and isinstance(heads, int) and heads > 0
+    rotated = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else 0
     return {
         "num_experts": moe.get("moe_num_experts"),
         "experts_per_token": moe.get("moe_top_k"),
         "expert_ffn_hidden_size": moe.get("ffn_hidden_size"),
         "router": "attention",
         # The class has no key for it: it rotates hidden_size / num_attention_heads dims of a wider head.
-        "rotary_dim": config.get("rotary_dim", hidden // heads if known else 0),
+        "rotary_dim": config.get("rotary_dim", rotated),
         "rotary_form": config.get("rotary_form", "exact"),
     }
 
