@@ -40,7 +40,8 @@ class Router(nn.Module):
     """Chooses the experts of each token, and weighs them. All of it in fp32 (fp64 for fp64).
 
     `weight` is [3N, H], the queries of all experts, then their keys, then their values; for `softmax` [N, H].
-    Every rank of a tensor-parallel group has all of it: with equal inputs they decide alike.
+    Every rank of a tensor-parallel group has all of it: with equal inputs they decide alike. `wide_linear` is
+    the op of its products; a split backward, which defers weight gradients, replaces it.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -49,11 +50,12 @@ class Router(nn.Module):
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
         shape = (sizes.router_rows(config), config.hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.wide_linear = ops.wide_linear
         self._load = [0] * config.num_experts
 
     def forward(self, u_TH: Tensor, policy: RecomputePolicy = SAVE_ALL) -> tuple[Choice, Tensor]:
         """Return the choice, and the weights [T, K] of the chosen experts, which sum to 1."""
-        products = ops.wide_linear(u_TH, self.weight)
+        products = self.wide_linear(u_TH, self.weight)
         choice = policy.decide(lambda: self._choose(products.detach()))
         if self.kind == "softmax":
             return choice, products.gather(1, choice.chosen_TK).softmax(dim=-1)

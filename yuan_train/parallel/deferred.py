@@ -1,4 +1,4 @@
-"""Weight gradients of linears, experts and filters: added to fp32 buckets at once, or later.
+"""Weight gradients of linears, experts, routers and filters: added to fp32 buckets at once, or later.
 
 A product of 16-bit matrices is added to the bucket in fp32, without a rounded gradient in between. Split in
 two (zero bubble, Qi et al. 2023), a backward computes the gradients of inputs and defers those of these
@@ -52,11 +52,12 @@ class DeferredWeightGrads:
 
 
 def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:
-    """Make the linears, experts and filters of a model add their weight gradients to the buckets themselves.
+    """Make the modules of a model that multiply matrices add their weight gradients to the buckets themselves.
 
     In split backwards they defer that. The linears are the modules whose style in `sharding` is column or
-    row, the experts those of style expert. Returns the names of these parameters.
+    row, the experts those of style expert; routers and filters are known by their ops. Returns the names of these parameters.
     """
+    added: set[str] = set()
     for path, module in model.named_modules():
         if sharding_style(path, sharding) in ("column", "row"):
             module.forward = _linear(module, deferred)
@@ -64,8 +65,11 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
             module.forward = _experts(module, deferred)
         if hasattr(module, "convolution"):
             module.convolution = _filter(deferred)
+        if hasattr(module, "wide_linear"):
+            module.wide_linear = _wide_linear(deferred)
+            added.add(f"{path}.weight")
     styles = {name: sharding_style(name.rpartition(".")[0], sharding) for name, _ in model.named_parameters()}
-    return {
+    return added | {
         name
         for name, style in styles.items()
         # The bias of a linear is added outside of it.
@@ -86,6 +90,10 @@ def _experts(module: Any, deferred: DeferredWeightGrads) -> Callable[..., Tensor
         return _Experts.apply(x, module.weight, counts, deferred)  # pyright: ignore[reportReturnType]
 
     return forward
+
+
+def _wide_linear(deferred: DeferredWeightGrads) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, weight: _WideLinear.apply(x, weight, deferred)  # pyright: ignore[reportReturnType]
 
 
 def _filter(deferred: DeferredWeightGrads) -> Callable[..., Tensor]:
@@ -151,6 +159,26 @@ class _Experts(torch.autograd.Function):
         dx = ops.grouped_linear(dy, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
         _add_or_defer(ctx.deferred, [weight], add)
         return dx, None, None, None
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeightGrads) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.deferred = weight, deferred
+        return ops.wide_linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        dy = gradients[0]
+
+        def add() -> None:
+            ops.add_product_(weight.main_gradient, dy.T, x.to(dy.dtype))
+
+        dx = ops.linear(dy, weight.T.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        _add_or_defer(ctx.deferred, [weight], add)
+        return dx, None, None
 
 
 class _Filter(torch.autograd.Function):
