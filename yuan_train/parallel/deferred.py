@@ -52,10 +52,11 @@ class DeferredWeightGrads:
 
 
 def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:
-    """Make the modules of a model that multiply matrices add their weight gradients to the buckets themselves.
+    """Make a model's modules that multiply matrices add their weight gradients to the buckets themselves.
 
     In split backwards they defer that. The linears are the modules whose style in `sharding` is column or
-    row, the experts those of style expert; routers and filters are known by their ops. Returns the names of these parameters.
+    row, the experts those of style expert; routers and filters are known by their ops. Returns the names of
+    these parameters.
     """
     added: set[str] = set()
     for path, module in model.named_modules():
