@@ -18,7 +18,7 @@ TOKENS = 32
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_flops_are_those_that_torch_counts(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the definitions: torch does not see into our kernels. It counts all of the causal scores, we half."""
+    """Of the definitions: torch sees not into our kernels. It counts all of the causal scores, we half."""
     monkeypatch.setenv("YUAN_KERNELS", "reference")
     config = tiny_model(variant, num_layers=1)
     work = model_work(

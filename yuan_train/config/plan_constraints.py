@@ -111,6 +111,8 @@ def _layer_constraints(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[V
             yield Violation(path, f"layer {first} is held twice; this stage must begin at layer {expected}")
         elif first > expected:
             dropped = f"layer {expected}" if first == expected + 1 else f"layers {expected} to {first - 1}"
+            if expected % 1 or first % 1:
+                dropped = f"layers [{expected}, {first})"
             what_to_do = f"this stage must begin at layer {expected}"
             yield Violation(path, f"{dropped} dropped: no stage holds it; {what_to_do}")
         expected = end
@@ -137,10 +139,10 @@ def _recompute_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
             yield Violation(
                 path, f"{count} layers, but recompute is none; set recompute, or leave the key out"
             )
-        elif count > stage.num_layers:
+        elif count > stage.num_blocks:
             yield Violation(
                 path,
-                f"{count} layers, but the stage holds {stage.num_layers}; leave the key out to recompute all",
+                f"{count} layers, but the stage holds {stage.num_blocks}; leave the key out to recompute all",
             )
 
 

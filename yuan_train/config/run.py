@@ -224,6 +224,8 @@ class SearchConfig:
     """`fixed`: stages take the cards in the order of the cluster file."""
     use_all_devices: bool = False
     """Only plans that use every card."""
+    half_layers: bool = False
+    """Stages may also end in the middle of a layer, between attention and feed-forward."""
     overlap: bool = True
     """Sends overlap computation; false: the sender waits."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0

@@ -8,6 +8,7 @@ B = sequences, S = tokens of a sequence, H = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,7 @@ class Transformer(nn.Module):
         self,
         config: ModelConfig,
         *,
-        layers: tuple[int, int] | None = None,
+        layers: tuple[float, float] | None = None,
         embedding: bool = True,
         head: bool = True,
         recompute: Literal["none", "selective", "full"] | str = "none",
@@ -70,13 +71,14 @@ class Transformer(nn.Module):
 
         Args:
             config: sizes of the whole model.
-            layers: half-open range of global layer numbers, possibly empty; None for all.
+            layers: half-open range of global layer numbers, possibly empty; None for all. It may begin or
+                end in the middle of a layer, between attention and feed-forward: [3.5, 7).
             embedding: whether the part begins with the token embedding.
             head: whether it ends with the final norm and the output matrix.
             recompute: `none`; `selective` to recompute norms and the SwiGLU product in the backward; or
                 `full` to save only each layer's input and recompute the layer.
-            recompute_layers: `recompute` applies to this many of the part's layers, the first ones; None for
-                all.
+            recompute_layers: `recompute` applies to this many of the part's layers, the first ones, half a
+                layer counting as one; None for all.
             device: device of the parameters; None for the CPU.
             dtype: of all parameters, and of the hidden state between the layers.
 
@@ -90,13 +92,16 @@ class Transformer(nn.Module):
         first, last = layers if layers is not None else (0, config.num_layers)
         if not 0 <= first <= last <= config.num_layers:
             raise ValueError(f"layers [{first}, {last}) do not lie within [0, {config.num_layers})")
+        if first % 0.5 or last % 0.5:
+            raise ValueError(f"layers [{first}, {last}) begin or end neither with a layer nor in its middle")
+        numbers = range(math.floor(first), math.ceil(last)) if first < last else range(0)
         if recompute not in ("none", "selective", "full"):
             raise ValueError(f"recompute {recompute!r} is unknown; use 'none', 'selective' or 'full'")
         self.config = config
         self.has_embedding = embedding
         self.has_head = head
         self.recompute = recompute
-        self.recompute_layers = last - first if recompute_layers is None else recompute_layers
+        self.recompute_layers = len(numbers) if recompute_layers is None else recompute_layers
         device = torch.device("cpu" if device is None else device)
         sizes = (config.vocab_size, config.hidden_size)
         if embedding or (head and config.tie_embeddings):
@@ -104,8 +109,13 @@ class Transformer(nn.Module):
         build_block = find_module(config.architecture, "block").build_block
         # Not a ModuleList: its keys would count from 0 in every part.
         self.layers = nn.ModuleDict(
-            {str(i): build_block(config, device=device, dtype=dtype) for i in range(first, last)}
+            {str(i): build_block(config, device=device, dtype=dtype) for i in numbers}
         )
+        for i, block in self.blocks.items():
+            if i < first:
+                block.keep_half("feed_forward")
+            elif i + 1 > last:
+                block.keep_half("attention")
         if head:
             self.final_norm = RMSNorm(config.hidden_size, config.norm_epsilon, device=device, dtype=dtype)
         if head and not config.tie_embeddings:

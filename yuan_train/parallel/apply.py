@@ -284,8 +284,9 @@ def _flatten(
     grid: Grid, rank: int, parameters: dict[str, torch.nn.Parameter], shards: Mapping[str, Shard]
 ) -> list[FlatBucket]:
     flat: list[FlatBucket] = []
+    divided = grid.plan.divided_layers
     for bucket in grid.buckets:
-        held = {name: p for name, p in parameters.items() if unit_of(name) in bucket.units}
+        held = {name: p for name, p in parameters.items() if unit_of(name, divided) in bucket.units}
         if held and bucket.slices_of(rank):
             flat.append(FlatBucket(bucket, held, shards, rank=rank))
     assert sum(len(bucket.parameters) for bucket in flat) == len(parameters)

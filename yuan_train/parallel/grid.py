@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from yuan_train.config.architecture import half_of
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan_units import layer_units, plan_unit_parameters
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.schedule.buckets import group_units
 from yuan_train.schedule.step import Workers, worker_of
@@ -56,7 +58,8 @@ class Edge:
 class Bucket:
     """Adjacent units of the model with the same owners; their gradients are reduced together.
 
-    A unit is `embedding`, `layers.7` or `head`. A tied embedding is owned by both the first and the last
+    A unit is `embedding`, `layers.7` or `head`, or half a layer that a pipeline of the plan divides:
+    `layers.7.attention`, `layers.7.feed_forward`. A tied embedding is owned by both the first and the last
     stages.
     """
 
@@ -142,7 +145,7 @@ class Grid:
     def buckets(self) -> tuple[Bucket, ...]:
         """All units of the model, in the model's order; see `schedule.buckets.group_units`."""
         units, owners = zip(*self._owners(), strict=True)
-        groups = group_units(owners, self.plan.model.unit_parameters, bucket_size=self.bucket_size)
+        groups = group_units(owners, plan_unit_parameters(self.plan), bucket_size=self.bucket_size)
         return tuple(Bucket(units[group.start : group.stop], owners[group.start]) for group in groups)
 
     def first_sequence(self, coord: RankCoord) -> int:
@@ -166,8 +169,8 @@ class Grid:
         head = self._holders(lambda stage: stage.head)
         tied = self.plan.model.tie_embeddings
         yield "embedding", tuple(sorted({*embedding, *head})) if tied else embedding
-        for layer in range(self.plan.model.num_layers):
-            yield f"layers.{layer}", self._holders(partial(_holds_layer, layer=layer))
+        for name, first, end in layer_units(self.plan):
+            yield f"layers.{name}", self._holders(partial(_holds, first=first, end=end))
         yield "head", head
 
     def _holders(self, holds: Callable[[StagePlan], bool]) -> tuple[Replica, ...]:
@@ -175,13 +178,14 @@ class Grid:
         return tuple(sorted(replica for stage in stages for replica in stage.replicas))
 
 
-def unit_of(parameter: str) -> str:
-    """The unit of a parameter, given its global name. The final norm belongs to `head`."""
+def unit_of(parameter: str, divided: Collection[int] = ()) -> str:
+    """The unit of a parameter, given its global name and the divided layers; the final norm is in `head`."""
     parts = parameter.split(".")
     if parts[0] == "layers":
-        return f"layers.{parts[1]}"
+        half = f".{half_of(parts[2])}" if int(parts[1]) in divided else ""
+        return f"layers.{parts[1]}{half}"
     return "embedding" if parts[0] == "embedding" else "head"
 
 
-def _holds_layer(stage: StagePlan, *, layer: int) -> bool:
-    return stage.layers[0] <= layer < stage.layers[1]
+def _holds(stage: StagePlan, *, first: float, end: float) -> bool:
+    return stage.layers[0] <= first and end <= stage.layers[1]
