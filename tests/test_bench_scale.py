@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from yuan_train.parallel.grid import Grid
+from yuan_train.parallel.groups import make_groups
 
 TOOL = Path(__file__).parents[1] / "tools/bench_scale.py"
 
@@ -39,6 +43,24 @@ def test_a_rank_is_in_few_groups(
     row = tool.measure(tool.Shape(*shape, num_micro_batches=2), rank, tmp_path, steps=2)
     assert row.num_groups == num_groups
     assert row.rest_seconds > 0 and row.micro_batches_seconds > 0
+
+
+def test_a_group_has_one_name_on_all_its_ranks(tool) -> None:
+    """Under its name, which is a number, its ranks find each other; each rank makes only its own groups."""
+    grid = Grid(tool.make_plan(tool.Shape(3, 2, 2, num_micro_batches=2)))
+    names: dict[object, list[str]] = {}
+    for rank in range(12):
+        with tool.fake_ranks(12, rank):
+            groups = make_groups(grid, device=torch.device("cpu"), timeout_seconds=1)
+            for key, transport in [*groups.edges.items(), *groups.owners.items(), ("tensor", groups.replica)]:
+                ranks = transport._ranks
+                if rank in ranks:
+                    names.setdefault((key, ranks), []).append(transport._group.group_name)
+    # Two edges a pipeline, six replicas, and the owners of each stage's layers and of the tied embedding.
+    assert len(names) == 6 + 6 + 3 * 2
+    assert all(len(found) == len(ranks) for (_, ranks), found in names.items())
+    assert all(len(set(found)) == 1 for found in names.values())
+    assert len({found[0] for found in names.values()}) == len(names)
 
 
 def test_an_index_is_measured(tool, tmp_path: Path) -> None:

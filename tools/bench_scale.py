@@ -37,7 +37,6 @@ from yuan_train.config.plan_files import load_plan, save_plan
 from yuan_train.config.run import DataConfig, LogConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 from yuan_train.data.indexed import HEADER, MAGIC, VERSION, IndexedWriter, bin_path, idx_path
 from yuan_train.data.loader import open_corpora
-from yuan_train.parallel import groups as groups_module
 from yuan_train.parallel.executor import Executor
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.zero import OwnedState
@@ -175,12 +174,13 @@ class NullStage:
 def fake_ranks(num_ranks: int, rank: int) -> Iterator[None]:
     """As rank `rank` of a world whose other ranks do not exist."""
 
-    def new_group(ranks: Sequence[int], **_: Any) -> dist.ProcessGroup:
-        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend="fake"))
+    def fake_group(ranks: Sequence[int], **_: Any) -> object:
+        return new_group(list(ranks), backend="fake")
 
+    new_group = dist.new_group
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
-        with mock.patch.object(groups_module, "_new_group", new_group):
+        with mock.patch.object(dist, "new_group", fake_group):
             yield
     finally:
         dist.destroy_process_group()

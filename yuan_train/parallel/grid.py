@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.schedule.buckets import group_units
 from yuan_train.schedule.step import Workers, worker_of
@@ -96,10 +96,14 @@ class Grid:
         """The coordinates of every rank, by rank."""
         found: dict[int, RankCoord] = {}
         for p, pipeline in enumerate(self.plan.pipelines):
+            stages: dict[Replica, list[int]] = {}
+            for s, stage in enumerate(pipeline.stages):
+                for replica in stage.replicas:
+                    stages.setdefault(replica, []).append(s)
             for worker, replica in enumerate(self.replicas(p)):
-                stages = tuple(s for s, stage in enumerate(pipeline.stages) if replica in stage.replicas)
+                held = tuple(stages[replica])
                 for tensor_rank, rank in enumerate(replica):
-                    found[rank] = RankCoord(rank, p, worker, tensor_rank, stages)
+                    found[rank] = RankCoord(rank, p, worker, tensor_rank, held)
         return tuple(found[rank] for rank in range(self.plan.world_size))
 
     def label(self, coord: RankCoord) -> str:
@@ -152,9 +156,11 @@ class Grid:
     def _edges(self, p: int) -> Iterator[Edge]:
         replicas, workers = self.replicas(p), self.workers(p)
         for left in range(len(workers) - 1):
+            # Which workers exchange a micro-batch repeats after so many.
+            period = math.lcm(len(workers[left]), len(workers[left + 1]))
             pairs = dict.fromkeys(
                 (worker_of(workers, left, m), worker_of(workers, left + 1, m))
-                for m in range(self.plan.pipelines[p].num_micro_batches)
+                for m in range(min(period, self.plan.pipelines[p].num_micro_batches))
             )
             for a, b in pairs:
                 if a != b:
@@ -162,17 +168,19 @@ class Grid:
                     yield Edge(p, left + 1, False, replicas[b][0], replicas[a][0])
 
     def _owners(self) -> Iterator[tuple[str, tuple[Replica, ...]]]:
-        embedding = self._holders(lambda stage: stage.embedding)
-        head = self._holders(lambda stage: stage.head)
+        embedding: list[Replica] = []
+        head: list[Replica] = []
+        layers: list[list[Replica]] = [[] for _ in range(self.plan.model.num_layers)]
+        for stage in (stage for pipeline in self.plan.pipelines for stage in pipeline.stages):
+            embedding += stage.replicas if stage.embedding else ()
+            head += stage.replicas if stage.head else ()
+            for layer in range(*stage.layers):
+                layers[layer] += stage.replicas
         tied = self.plan.model.tie_embeddings
-        yield "embedding", tuple(sorted({*embedding, *head})) if tied else embedding
-        for layer in range(self.plan.model.num_layers):
-            yield f"layers.{layer}", self._holders(partial(_holds_layer, layer=layer))
-        yield "head", head
-
-    def _holders(self, holds: Callable[[StagePlan], bool]) -> tuple[Replica, ...]:
-        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages if holds(stage)]
-        return tuple(sorted(replica for stage in stages for replica in stage.replicas))
+        yield "embedding", tuple(sorted({*embedding, *head} if tied else embedding))
+        for layer, holders in enumerate(layers):
+            yield f"layers.{layer}", tuple(sorted(holders))
+        yield "head", tuple(sorted(head))
 
 
 def unit_of(parameter: str) -> str:
@@ -181,7 +189,3 @@ def unit_of(parameter: str) -> str:
     if parts[0] == "layers":
         return f"layers.{parts[1]}"
     return "embedding" if parts[0] == "embedding" else "head"
-
-
-def _holds_layer(stage: StagePlan, *, layer: int) -> bool:
-    return stage.layers[0] <= layer < stage.layers[1]
