@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,11 @@ from yuan_train.parallel.activity import Activity, during
 
 POLL_SECONDS = 1e-3
 """Between two looks at an operation for which the host waits."""
+
+
+# Torch 2.13 renames both, and warns of the earlier names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass(frozen=True)
@@ -60,18 +66,26 @@ def blame_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _name_lost_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    try:
-        yield
-    except LostPeer:
-        raise
-    except RuntimeError as error:
-        if not dist.is_initialized():
-            raise
-        others = [str(rank) for rank in ranks if rank != dist.get_rank()]
+class _name_lost_peers:  # noqa: N801 (reads as the context manager that it is)
+    """Around an operation: as `blame_peers`, but unobserved. A class, for this runs with every message."""
+
+    __slots__ = ("_ranks", "_what")
+
+    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+        self._what = what
+        self._ranks = ranks
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, LostPeer) or not dist.is_initialized():
+            return
+        others = [str(rank) for rank in self._ranks if rank != dist.get_rank()]
         who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
-        raise LostPeer(f"{what} failed; {who} is gone or stuck ({error})") from error
+        raise LostPeer(f"{self._what} failed; {who} is gone or stuck ({error})") from error
 
 
 class Pending(Protocol):
@@ -220,6 +234,11 @@ class GroupTransport:
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device) -> None:
         self._group = group
         self._ranks = tuple(ranks)
+        self._index = {rank: index for index, rank in enumerate(sorted(ranks))}
+        """Of each rank, its number in the group, by which the group's own methods know it.
+
+        Torch.distributed's functions of the same names find it, and check what they are given, each time.
+        """
         self._device = device
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
@@ -228,7 +247,7 @@ class GroupTransport:
 
     def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
         what = f"the message to rank {receiver}"
-        work = dist.isend(tensor, receiver, group=self._group)
+        work = self._group.send([tensor], self._index[receiver], 0)
         return self._pending(work, (tensor,), what, is_message=True)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
@@ -246,7 +265,7 @@ class GroupTransport:
             return self._each(tensor, ranges, self._reduce_options, self._group.reduce, what)
         part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
-            work = dist.reduce_scatter_tensor(part, tensor, group=self._group, async_op=True)
+            work = _reduce_scatter(part, tensor, group=self._group, async_op=True)
         return self._pending(work, (part, tensor), what)
 
     def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
@@ -254,11 +273,11 @@ class GroupTransport:
             return self._each(tensor, ranges, self._broadcast_options, self._group.broadcast, what)
         part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
-            work = dist.all_gather_into_tensor(tensor, part, group=self._group, async_op=True)
+            work = _all_gather(tensor, part, group=self._group, async_op=True)
         return self._pending(work, (tensor, part), what)
 
     def _own_part(self, tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-        start, end = ranges.of(self._ranks.index(dist.get_rank()))
+        start, end = ranges.of(self._index[dist.get_rank()])
         return tensor[start:end]
 
     def _each(
@@ -271,8 +290,7 @@ class GroupTransport:
     ) -> Pending:
         """An operation for each range that is not empty, whose rank is its root.
 
-        There may be hundreds: so these are the group's own methods, which torch.distributed's functions of
-        the same names call, and each has its options ready.
+        There may be hundreds: so these are the group's own methods, and each has its options ready.
         """
         parts = zip(tensor.split(ranges.sizes), ranges.sizes, options, strict=True)
         with blame_peers(what, self._ranks):
@@ -292,7 +310,7 @@ class GroupTransport:
         dist.destroy_process_group(self._group)
 
     def _receive(self, buffer: torch.Tensor, sender: int) -> _PendingWork:
-        work = dist.irecv(buffer, sender, group=self._group)
+        work = self._group.recv([buffer], self._index[sender], 0)
         return self._pending(work, (buffer,), f"the message from rank {sender}", is_message=True)
 
     def _pending(
