@@ -263,8 +263,19 @@ def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", ste
             torch_seconds = min(reductions.repeat() for _ in range(steps))
         number = _num_groups(trainer.runtime.groups, rank)
     medians = map(statistics.median, zip(*rows[min(WARM_UP, steps - 1) :], strict=True))
+    null, micro_batches, reduction, rest = medians
     return Row(
-        rank, setup_seconds, plan_seconds, setup_bytes, number, *medians, len(reductions.calls), torch_seconds
+        rank=rank,
+        setup_seconds=setup_seconds,
+        plan_seconds=plan_seconds,
+        setup_bytes=setup_bytes,
+        num_groups=number,
+        model_seconds=null,
+        micro_batches_seconds=micro_batches,
+        reduction_seconds=reduction,
+        rest_seconds=rest,
+        num_reductions=len(reductions.calls),
+        torch_seconds=torch_seconds,
     )
 
 

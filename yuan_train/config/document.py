@@ -11,7 +11,7 @@ import gc
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,7 +155,7 @@ class _Sources(Mapping[Keys, str]):
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection() -> Generator[None]:
     """Around the making of many objects of which none is garbage: the collector, which starts when there are
     more of them, would take two thirds of the time."""
     enabled = gc.isenabled()
@@ -216,7 +216,7 @@ def _values(node: Any, known: dict[str, Any]) -> Any:
     `known` are the values of scalars without quotes, of which large files have few. An alias that contains
     itself raises RecursionError.
     """
-    kind = type(node)
+    kind = cast("Any", type(node))
     if node.tag != _PLAIN_TAGS[kind] and node.tag != "!":
         raise _Refused
     if kind is yaml.ScalarNode:
