@@ -369,8 +369,7 @@ class _Recorder:
 def _num_groups(groups: Groups, rank: int) -> int:
     """The groups of which a rank is a member, the world's own included."""
     edges = sum(rank in (edge.sender, edge.receiver) for edge in groups.edges)
-    owners = sum(rank in ranks for ranks in groups.owners)
-    return 1 + edges + owners + (groups.tensor is not None) + len(groups.tree)
+    return 1 + edges + len(groups.owners) + (groups.tensor is not None) + len(groups.tree)
 
 
 def private_bytes() -> int:
