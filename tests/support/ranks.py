@@ -15,7 +15,7 @@ from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
-from yuan_train.parallel import apply, collectives, transport, zero
+from yuan_train.parallel import apply, collectives, transport
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
@@ -80,7 +80,7 @@ def _disabled(key: str) -> Iterator[None]:
         "sharded_grad_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
         "sharded_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
         "host_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
-        "operation_per_owner": (zero, "_is_coalesced", _is_coalesced_where_equal),
+        "operation_per_owner": (transport, "_is_coalesced", _is_coalesced_where_equal),
         "host_copy": (transport, "_host_copy", torch.zeros_like),
         "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
         "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
@@ -98,8 +98,8 @@ def _disabled(key: str) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _is_coalesced_where_equal(ranges: dict[int, tuple[int, int]], group: object) -> bool:
-    return len({end - start for start, end in ranges.values()}) == 1
+def _is_coalesced_where_equal(ranges: transport.Ranges, group: object) -> bool:
+    return ranges.are_equal
 
 
 def _keep_own_gradient(self: OwnedState) -> None:

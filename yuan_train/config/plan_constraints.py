@@ -61,15 +61,15 @@ def _rank_constraints(plan: Plan) -> Iterator[Violation]:
     stage_of: dict[int, tuple[int, int]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            path = ("pipelines", p, "stages", s, "replicas")
-            for rank in stage.ranks:
+            path, ranks = ("pipelines", p, "stages", s, "replicas"), stage.ranks
+            for rank in ranks:
                 if rank >= plan.world_size:
                     yield Violation(path, f"there is no rank {rank}; ranks has {plan.world_size}, from 0")
-            for rank in sorted(rank for rank, times in Counter(stage.ranks).items() if times > 1):
+            for rank in _named_twice(ranks):
                 yield Violation(
                     path, f"rank {rank} is named twice in this stage; a rank works in one replica"
                 )
-            for rank in sorted(set(stage.ranks) & set(stage_of)):
+            for rank in sorted(rank for rank in set(ranks) if rank in stage_of):
                 first = stage_of[rank]
                 if first[0] != p:
                     other = f"it works in pipeline {first[0]} already"
@@ -86,10 +86,16 @@ def _rank_constraints(plan: Plan) -> Iterator[Violation]:
                         f"rank {rank} is named twice: stage {first[1]} has it already, and schedule "
                         f"{plan.schedule} gives a rank one stage",
                     )
-            stage_of |= dict.fromkeys(stage.ranks, (p, s))
+            stage_of |= dict.fromkeys(ranks, (p, s))
     for rank in range(plan.world_size):
         if rank not in stage_of:
             yield Violation(("ranks", rank), f"rank {rank} works in no stage; leave it out or give it one")
+
+
+def _named_twice(ranks: tuple[int, ...]) -> list[int]:
+    if len(set(ranks)) == len(ranks):
+        return []
+    return sorted(rank for rank, times in Counter(ranks).items() if times > 1)
 
 
 def _same_replica(pipeline: PipelinePlan, a: int, b: int, rank: int) -> bool:
