@@ -103,6 +103,11 @@ def _needs_own_backward(*operands: Tensor) -> bool:
         return False
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in operands) or not query.numel():
         return False
+    return bf16_needs_own_backward()
+
+
+def bf16_needs_own_backward() -> bool:
+    """Whether bf16 attention on this CPU has our backward: torch's is slow, and ours passes its test."""
     return not products.cpu_multiplies_bf16() and _own_backward_is_correct()
 
 
