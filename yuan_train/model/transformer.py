@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -24,13 +23,17 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.model.attention import Attention, LayerCache, LocalizedFilter
 from yuan_train.model.documents import DocumentRanges
-from yuan_train.model.dropout import DropoutSeed, hidden_dropout
+from yuan_train.model.dropout import DropoutSeed, LayerDropout
 from yuan_train.model.initial import initial_weight
 from yuan_train.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
 from yuan_train.model.recompute import SAVE_ALL, RecomputePolicy, SelectiveRecompute
 
 IGNORE_INDEX = -100
 """Target of a token that is not trained."""
+
+
+Drop = Callable[[Tensor, str], Tensor]
+"""The dropout of a layer: of x [B, S, H] at a site."""
 
 
 @dataclass
@@ -47,6 +50,9 @@ class Cache:
 
 class Block(nn.Module):
     """One layer. Without `filter` (plain attention) queries and keys come from the norm."""
+
+    recomputes_itself = False
+    """A compiled block does: what it saves for the backward is decided where it is compiled."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -68,7 +74,7 @@ class Block(nn.Module):
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
         policy: RecomputePolicy = SAVE_ALL,
-        drop: Callable[[Tensor, str], Tensor] | None = None,
+        drop: Drop | None = None,
     ) -> Tensor:
         """Return [B, S, H] of x [B, S, H].
 
@@ -201,10 +207,13 @@ class Transformer(nn.Module):
         x_BSH = self.embedding(x) if self.has_embedding else x
         rotary = self._rotary(x_BSH, positions)
         for i, (layer, block) in enumerate(self.blocks.items()):
-            recompute = self.recompute if i < self.recompute_layers else "none"
             drop = self._dropout(dropout_seed, layer)
-            x_BSH = _run(block, recompute, x_BSH, rotary, document_start, document_ranges, drop)
+            x_BSH = _run(block, self.recompute_of(i), x_BSH, rotary, document_start, document_ranges, drop)
         return self.final_norm(x_BSH) if self.has_head else x_BSH
+
+    def recompute_of(self, index: int) -> str:
+        """How layer number `index` of this part is recomputed."""
+        return self.recompute if index < self.recompute_layers else "none"
 
     def loss(
         self,
@@ -282,16 +291,10 @@ class Transformer(nn.Module):
         cache.length += count
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
-    def _dropout(
-        self, dropout_seed: DropoutSeed | None, layer: int
-    ) -> Callable[[Tensor, str], Tensor] | None:
-        """The dropout function of a layer; None if there is no dropout."""
+    def _dropout(self, dropout_seed: DropoutSeed | None, layer: int) -> LayerDropout | None:
+        """The dropout of a layer; None if there is none."""
         rate = self.config.hidden_dropout
-        return (
-            partial(hidden_dropout, rate=rate, dropout_seed=dropout_seed, layer=layer)
-            if dropout_seed is not None and rate
-            else None
-        )
+        return LayerDropout(rate, dropout_seed, layer) if dropout_seed is not None and rate else None
 
     def _rotary(self, x_BSH: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         if positions is None:
@@ -307,9 +310,9 @@ def _run(
     rotary: tuple[Tensor, Tensor],
     document_start: Tensor | None,
     document_ranges: DocumentRanges | None,
-    drop: Callable[[Tensor, str], Tensor] | None,
+    drop: Drop | None,
 ) -> Tensor:
-    if recompute == "none" or not torch.is_grad_enabled():
+    if recompute == "none" or block.recomputes_itself or not torch.is_grad_enabled():
         return block(x_BSH, rotary, document_start, document_ranges, drop=drop)
     if recompute == "selective":
         policy = SelectiveRecompute()

@@ -15,6 +15,7 @@ from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.run import RunConfig
+from yuan_train.model.compiled import compile_blocks
 from yuan_train.model.initial import initial_rows
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer
@@ -44,6 +45,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         initial=partial(initial_rows, run.model, seed=run.train.seed) if job.checkpoint is None else None,
         sharding=SHARDING,
         row_blocks=ROW_BLOCKS,
+        compile=_compile if run.train.compile else None,
     )
     runtime = parallelize(
         plan,
@@ -126,6 +128,10 @@ def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Tra
         device="meta",
         dtype=dtype,
     )
+
+
+def _compile(part: torch.nn.Module) -> None:
+    compile_blocks(cast(Transformer, part))
 
 
 def _restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:

@@ -25,6 +25,7 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import LinkProfile, ProfileEntry, UnitProfile
 from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
+from yuan_train.model.compiled import compile_blocks
 from yuan_train.model.initial import initial_rows
 from yuan_train.model.sharding import ROW_BLOCKS, SHARDING
 from yuan_train.model.transformer import Transformer
@@ -90,6 +91,8 @@ class ProfileCase:
     seconds_per_unit: float = SECONDS_PER_UNIT
     data: DataConfig | None = None
     """What the run resets at document ends; None: nothing."""
+    compile: bool = False
+    """Whether the layers are compiled (`train.compile`)."""
 
 
 def measure_entry(case: ProfileCase, *, device_type: str) -> ProfileEntry:
@@ -282,7 +285,12 @@ class _Unit:
         if case.group is not None:
             apply_tensor_parallel(self.part, spec, case.group)
         deferred = DeferredWeightGrads()
-        add_weight_grads(self.part, deferred, SHARDING)
+        if case.compile:
+            # Another case's graphs count towards the compiler's limit of graphs for one function.
+            torch.compiler.reset()
+            compile_blocks(self.part)
+        else:
+            add_weight_grads(self.part, deferred, SHARDING)
         ranks = tuple(range(case.width))
         parameters = dict(self.part.named_parameters())
         self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)
