@@ -243,6 +243,27 @@ def check_plan_of_run(plan: Plan, run: RunConfig) -> None:
         )
 
 
+def check_compile(plan: Plan, run: RunConfig) -> None:
+    """Raise PlanError, with every fault, if the run compiles layers and the plan asks too much of them."""
+    if not run.train.compile:
+        return
+    faults: list[str] = []
+    if plan.schedule == "zero_bubble":
+        faults.append(
+            "schedule: zero_bubble splits backwards, and the backward of a compiled layer is one piece"
+        )
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            if len(stage.replicas[0]) > 1:
+                faults.append(
+                    f"pipelines[{p}].stages[{s}]: replicas of {len(stage.replicas[0])} ranks share each "
+                    "layer, and the collectives inside it cannot be compiled"
+                )
+    if faults:
+        what_to_do = "plan again with this run, or set train.compile: false"
+        raise PlanError("\n".join(f"{fault} (train.compile is true); {what_to_do}" for fault in faults))
+
+
 def check_precision(plan: Plan, run: RunConfig) -> None:
     """Raise ConfigError if a card of the plan lacks the run's precision. Cards of unknown type pass."""
     precision = run.train.precision

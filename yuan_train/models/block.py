@@ -19,6 +19,8 @@ from yuan_train.models.localized_filter import LocalizedFilter
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 from yuan_train.models.rotary import RotaryTables
 
+Drop = Callable[[Tensor, str], Tensor]
+"""The dropout of a layer: of x [B, S, H] at a site."""
 Half = Literal["attention", "feed_forward"]
 
 
@@ -27,6 +29,9 @@ class Block(nn.Module):
 
     A stage of a plan may hold one half of a layer only; see `keep_half`.
     """
+
+    recomputes_itself = False
+    """A compiled block does: what it saves for the backward is decided where it is compiled."""
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class Block(nn.Module):
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
         policy: RecomputePolicy = SAVE_ALL,
-        drop: Callable[[Tensor, str], Tensor] | None = None,
+        drop: Drop | None = None,
     ) -> Tensor:
         """Return [B, S, H] of x [B, S, H]: of both halves, or of the one that is held.
 

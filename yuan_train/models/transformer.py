@@ -9,9 +9,7 @@ B = sequences, S = tokens of a sequence, H = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -23,9 +21,9 @@ from yuan_train.config.architecture import find_module
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.models.attention import LayerCache
-from yuan_train.models.block import Block
+from yuan_train.models.block import Block, Drop
 from yuan_train.models.documents import DocumentRanges
-from yuan_train.models.dropout import DropoutSeed, hidden_dropout
+from yuan_train.models.dropout import DropoutSeed, LayerDropout
 from yuan_train.models.initial import initial_weight
 from yuan_train.models.layers import Embedding, Linear, RMSNorm
 from yuan_train.models.recompute import SAVE_ALL, SelectiveRecompute
@@ -154,10 +152,13 @@ class Transformer(nn.Module):
         x_BSH = self.embedding(x) if self.has_embedding else x
         rotary = self._rotary(x_BSH, positions, x_BSH.shape[1])
         for i, (layer, block) in enumerate(self.blocks.items()):
-            recompute = self.recompute if i < self.recompute_layers else "none"
             drop = self._dropout(dropout_seed, layer)
-            x_BSH = _run(block, recompute, x_BSH, rotary, document_start, document_ranges, drop)
+            x_BSH = _run(block, self.recompute_of(i), x_BSH, rotary, document_start, document_ranges, drop)
         return self.final_norm(x_BSH) if self.has_head else x_BSH
+
+    def recompute_of(self, index: int) -> str:
+        """How layer number `index` of this part is recomputed."""
+        return self.recompute if index < self.recompute_layers else "none"
 
     def loss(
         self,
@@ -235,16 +236,10 @@ class Transformer(nn.Module):
         cache.length += count
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
-    def _dropout(
-        self, dropout_seed: DropoutSeed | None, layer: int
-    ) -> Callable[[Tensor, str], Tensor] | None:
-        """The dropout function of a layer; None if there is no dropout."""
+    def _dropout(self, dropout_seed: DropoutSeed | None, layer: int) -> LayerDropout | None:
+        """The dropout of a layer; None if there is none."""
         rate = self.config.hidden_dropout
-        return (
-            partial(hidden_dropout, rate=rate, dropout_seed=dropout_seed, layer=layer)
-            if dropout_seed is not None and rate
-            else None
-        )
+        return LayerDropout(rate, dropout_seed, layer) if dropout_seed is not None and rate else None
 
     def _rotary(self, x_BSH: Tensor, positions: Tensor | None, length: int) -> RotaryTables:
         if positions is None:
@@ -259,9 +254,9 @@ def _run(
     rotary: RotaryTables,
     document_start: Tensor | None,
     document_ranges: DocumentRanges | None,
-    drop: Callable[[Tensor, str], Tensor] | None,
+    drop: Drop | None,
 ) -> Tensor:
-    if recompute == "none" or not torch.is_grad_enabled():
+    if recompute == "none" or block.recomputes_itself or not torch.is_grad_enabled():
         return block(x_BSH, rotary, document_start, document_ranges, drop=drop)
     if recompute == "selective":
         policy = SelectiveRecompute()

@@ -48,6 +48,8 @@ class ModelParts:
     """Sharding style by pattern of module names; see `shard.find_shard`."""
     row_blocks: Mapping[str, int]
     """Number of matrices stacked in a weight, by pattern of module names; 1 where no pattern matches."""
+    compile: Callable[[torch.nn.Module], None] | None = None
+    """Compiles a stage's part in place, except what runs between its units. None: nothing is compiled."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def parallelize(
         for module in modules.values():
             apply_tensor_parallel(module, spec, groups.tensor)
     deferred = {stage: DeferredWeightGrads() for stage in modules}
-    added = [add_weight_grads(module, deferred[stage], parts.sharding) for stage, module in modules.items()]
+    added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]
     parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
     buckets = _flatten(grid, rank, {n: p for held in parameters.values() for n, p in held.items()}, shards)
     bucket_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.parameters}
@@ -232,6 +234,19 @@ def init_shard(name: str, parameter: torch.Tensor, shard: Shard, initial: Initia
     """Fill this rank's shard of a parameter with its initial values."""
     for first, rows in initial(name, shard.shape, wanted=shard.holds_rows):
         shard.fill_rows(parameter, first, rows)
+
+
+def _take_over_weight_grads(
+    module: torch.nn.Module, deferred: DeferredWeightGrads, parts: ModelParts
+) -> set[str]:
+    """The parameters whose ops add the gradients to the buckets themselves; torch does it for the others.
+
+    In a compiled part that is all of them: a compiled graph has no side effects.
+    """
+    if parts.compile is None:
+        return add_weight_grads(module, deferred, parts.sharding)
+    parts.compile(module)
+    return set()
 
 
 def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None:

@@ -45,6 +45,8 @@ class PlanProblem:
     """Of gradients on their way between owners; see `OptimizerConfig`."""
     bucket_size: int = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation."""
+    compile: bool = False
+    """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
 
     @property
     def reduce_bytes(self) -> int:
@@ -203,6 +205,7 @@ def make_costs(problem: PlanProblem) -> Costs:
             problem.model,
             sequence_length=problem.sequence_length,
             precision=problem.precision,
+            compile=problem.compile,
         )
         problem = replace(problem, cluster=_with_measured_reserve(problem.cluster, problem.profile))
     cards = {card.name: card for card in problem.cluster.cards}

@@ -130,9 +130,10 @@ class CardCosts:
 
 
 def check_profile(
-    profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision
+    profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision, compile: bool = False
 ) -> None:
-    """Raise ConfigError unless the profile was measured for this model's depth, length and precision."""
+    """Raise ConfigError unless the profile was measured for this model's depth, length and precision, with
+    layers compiled or not as here. External profiles do not say."""
     if profile.sequence_length != sequence_length:
         raise ConfigError(
             f"profile: measured at sequence_length {profile.sequence_length}, the run has {sequence_length}; "
@@ -142,6 +143,12 @@ def check_profile(
         raise ConfigError(
             f"profile: measured in {profile.precision}, the run has train.precision {precision}; "
             "measure again in this precision"
+        )
+    if profile.compile != compile and (profile.compile or not profile.is_whole):
+        measured = "compiled" if profile.compile else "plain"
+        raise ConfigError(
+            f"profile: measured with {measured} layers, the run has train.compile {str(compile).lower()}; "
+            "measure again with this run"
         )
     for i, entry in enumerate(profile.entries):
         if len(entry.layers) not in (1, model.num_layers):

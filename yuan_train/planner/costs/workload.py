@@ -156,12 +156,6 @@ def _share_of(unit: UnitWork, width: int) -> UnitWork:
     )
 
 
-def layer_activation_bytes(model: ModelConfig, precision: Precision) -> int:
-    """Bytes per token that one layer keeps for its backward: 14H + 8P + 6F + 4N + 12 for Yuan 2.0 in bf16."""
-    halves = model.spec.sublayers(model)
-    return sum(_bytes(half.replicated + half.sharded, precision) for half in halves)
-
-
 def _bytes(kept: Kept, precision: Precision) -> int:
     return ELEMENT_BYTES[precision] * kept.elements + _statistic_bytes(precision) * kept.statistics
 

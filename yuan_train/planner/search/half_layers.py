@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from yuan_train.config.plan import Plan
+from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
@@ -64,7 +64,7 @@ def _with_borders(plan: Plan, p: int, shifts: dict[int, float]) -> Plan:
     borders = [stage.layers[0] + shifts.get(s, 0.0) for s, stage in enumerate(pipeline.stages)]
     borders.append(pipeline.stages[-1].layers[1])
     # Which layers are recomputed is told by number: a stage that shrinks may hold fewer.
-    stages = []
+    stages: list[StagePlan] = []
     for s, stage in enumerate(pipeline.stages):
         moved = replace(stage, layers=(borders[s], borders[s + 1]), recompute_layers=None)
         if stage.recompute_layers is not None and stage.recompute_layers < moved.num_blocks:
