@@ -8,7 +8,8 @@ A choice is the name of an implementation of the op's own file:
     triton      the same with our Triton kernels between torch's matrix products: CUDA
     liger, apex the norm of another package (`packages.py`): CUDA, only on request
     varlen      attention over documents in one call of torch's variable-length attention: CUDA
-    loop        the same by one call per document: any device
+    loop        the same by one call per document: any device. Also: matrix products group by group
+    grouped     matrix products of groups in one call of torch: CUDA from compute capability 9.0
 
 `YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=rms_norm=liger` (or `apex`) another package's
 norm. The variable is read at each call. Unset or empty, this module chooses; any other value is a ValueError.
@@ -33,7 +34,15 @@ from yuan_kernels import packages
 
 logger = logging.getLogger("yuan_kernels")
 
-OPS = ("localized_filter", "rms_norm", "linear_cross_entropy", "rotary", "swiglu", "document_attention")
+OPS = (
+    "localized_filter",
+    "rms_norm",
+    "linear_cross_entropy",
+    "rotary",
+    "swiglu",
+    "document_attention",
+    "grouped_linear",
+)
 
 _ELEMENTWISE = ("rotary", "swiglu")
 """Ops whose kernels hold no whole row, and so support any length."""
@@ -96,6 +105,8 @@ def shape_class(op: str, hidden: int) -> str:
     """Return `regular`, or `odd` for row lengths without a fast kernel; `any` if all have one."""
     if op in _ELEMENTWISE:
         return "any"
+    if op == "grouped_linear":
+        return "regular" if hidden % 8 == 0 else "odd"
     if op == "document_attention":
         return "regular" if hidden % 8 == 0 and 0 < hidden <= _MAXIMUM_HEAD else "odd"
     return "regular" if hidden % 16 == 0 and 0 < hidden <= _MAXIMUM_ROW else "odd"
@@ -110,6 +121,9 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, packag
     if op == "document_attention":
         fault = varlen_fault(device, dtype, shape)
         name, reason = ("loop", fault) if fault else ("varlen", "tested")
+    elif op == "grouped_linear":
+        fault = grouped_fault(device, dtype, shape)
+        name, reason = ("loop", fault) if fault else ("grouped", "tested")
     elif device.type == "cuda":
         name, reason = _on_cuda(op, device, dtype, shape)
     else:
@@ -170,6 +184,25 @@ def varlen_fault(device: torch.device, dtype: torch.dtype, shape: str) -> str | 
     if attention.varlen_attention() is None:
         return f"torch {torch.__version__} has no variable-length attention with windows"
     fault = _fault(lambda: self_test.varlen_is_correct(device, dtype))
+    return fault and f"it failed its test: {fault}"
+
+
+def grouped_fault(device: torch.device, dtype: torch.dtype, shape: str) -> str | None:
+    """Return None if torch's grouped product can be used; otherwise the reason why not."""
+    from yuan_kernels import grouped_linear, self_test
+
+    if device.type != "cuda":
+        return "group by group, each product by the fastest library of this CPU"
+    if dtype != torch.bfloat16:
+        return f"torch has no grouped kernel for {dtype}"
+    if shape == "odd":
+        return "the rows are not a multiple of 16 bytes"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is below 9.0"
+    if grouped_linear.grouped_mm() is None:
+        return f"torch {torch.__version__} has no grouped product"
+    fault = _fault(lambda: self_test.grouped_is_correct(device, dtype))
     return fault and f"it failed its test: {fault}"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from yuan_kernels import dispatch, products
+from yuan_kernels import dispatch, products, reference
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -26,6 +26,41 @@ def _may_replace_torch(x: Tensor, columns: int) -> bool:
     """Whether to call our op. Where torch.compile is tracing, the op itself decides, when it runs: the tests
     that decide cannot be traced."""
     return x.device.type == "cpu" if torch.compiler.is_compiling() else products.replaces_torch(x, columns)
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T in fp32 (fp64 for fp64); arguments and result as in `ops.wide_linear`."""
+    wide = reference.accumulation_dtype(x.dtype)
+    if x.dtype == wide:
+        return linear(x, weight)
+    if dispatch.reference_selected():
+        return F.linear(x.to(wide), weight.to(wide))
+    return torch.ops.yuan.wide_linear(x, weight)
+
+
+@torch.library.custom_op("yuan::wide_linear", mutates_args=())
+def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return products.linear(_rows(x).float(), weight.float()).view(*x.shape[:-1], weight.shape[0])
+
+
+@_wide_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
+
+
+def _save_wide(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _wide_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    rows = _rows(dy)
+    op = torch.ops.yuan.linear
+    dweight = op(rows.T, _rows(x).T.float(), None)
+    return op(dy, weight.T.float(), None).to(x.dtype), dweight.to(weight.dtype)
+
+
+_wide_linear.register_autograd(_wide_backward, setup_context=_save_wide)
 
 
 @torch.library.custom_op("yuan::linear", mutates_args=())

@@ -11,18 +11,23 @@ cross-entropy with a main gradient or a sharded vocabulary, which calls back int
 and breaks the graph under torch.compile.
 
 B = sequences, S = tokens of a sequence, T = tokens, H = hidden size, N = heads, D = size of a head,
-F = feed-forward width, V = vocabulary.
+F = feed-forward width, V = vocabulary, K = experts of a token, R = rows of all experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from yuan_kernels import attention, cross_entropy, dispatch, packages, products, reference
+from yuan_kernels import expert_rows as expert_moves
+from yuan_kernels import grouped_linear as groups
 from yuan_kernels import linear as linear_maps
 from yuan_kernels import localized_filter as sandwich
 from yuan_kernels import rms_norm as norms
 from yuan_kernels import rotary as rotations
+from yuan_kernels import router as routers
 from yuan_kernels import swiglu as gates
 from yuan_kernels.attention import DocumentRanges
 from yuan_kernels.cross_entropy_blocks import Exchange
@@ -34,12 +39,18 @@ __all__ = [
     "DocumentRanges",
     "Exchange",
     "FilterState",
+    "add_grouped_products_",
     "add_product_",
     "add_rms_norm",
+    "attention_router_weights",
+    "attention_scores",
     "bf16_products",
     "causal_attention",
     "choices",
+    "combine_rows",
+    "expert_rows",
     "fp32_products",
+    "grouped_linear",
     "linear",
     "linear_cross_entropy",
     "localized_filter",
@@ -53,6 +64,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "swiglu",
+    "wide_linear",
 ]
 
 
@@ -208,9 +220,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the rotary embedding of x [B, S, N, D] in the half-split layout (Su et al. 2021).
 
-    The pair (x[i], x[i + D/2]) is rotated by the angle whose cosine and sine are cos[b, s, i] and
-    sin[b, s, i]; both are [B or 1, S, D/2], in fp32 (fp64 for fp64), which is also the precision of the
-    products. They get no gradients.
+    The pair (x[i], x[i + R/2]) is rotated by the angle whose cosine and sine are cos[b, s, i] and
+    sin[b, s, i]; both are [B or 1, S, R/2], in fp32 (fp64 for fp64), which is also the precision of the
+    products. They get no gradients. R is at most D; the dims from R on are returned as they are.
 
     Raises:
         ValueError: x is not of four dims, or a table does not fit it.
@@ -219,7 +231,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         raise ValueError(f"x has shape {list(x.shape)}; rotary expects [batch, tokens, heads, head_dim]")
     for name, table in (("cos", cos), ("sin", sin)):
         batch = 1 if table.shape[:1] == (1,) else x.shape[0]
-        _check_shape(name, table, (batch, x.shape[1], x.shape[3] // 2))
+        _check_shape(name, table, (batch, x.shape[1], min(cos.shape[-1], x.shape[3] // 2)))
     return rotations.rotary(x, cos, sin)
 
 
@@ -243,6 +255,71 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     and is rounded once, large fp32 products may go through oneDNN (see `products.py`).
     """
     return linear_maps.linear(x, weight, bias)
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight^T [..., N] in fp32 (fp64 for fp64) of x [..., K] and weight [N, K].
+
+    For operands of 16 bits nothing is rounded before or after the product but their gradients.
+    """
+    return linear_maps.wide_linear(x, weight)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return x_e weight_e^T [R, N] of rows x [R, K] in E groups, and matrices weight [E, N, K].
+
+    Group e has the next counts[e] rows, of which there may be none. Counts are integers of the host, so that
+    no group's size is read from a device. In 16 bits and fp32 as `linear` rounds.
+
+    Raises:
+        ValueError: there is not one count for each matrix, or they do not sum to the rows.
+    """
+    if weight.dim() != 3 or len(counts) != weight.shape[0] or sum(counts) != x.shape[0]:
+        raise ValueError(
+            f"{len(counts)} counts of {sum(counts)} rows in all; wanted one for each matrix of weight "
+            f"{list(weight.shape)}, and the rows of x {list(x.shape)}"
+        )
+    _check_shape("x", x, (x.shape[0], weight.shape[2]))
+    return groups.grouped_linear(x, weight, counts)
+
+
+def add_grouped_products_(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) -> None:
+    """Add dy_e^T x_e to total[e] for each group, in place: the weights' gradient of `grouped_linear`.
+
+    `total` is [E, N, K], dy [R, N], x [R, K]; precisions as in `add_product_`.
+    """
+    with torch.no_grad():
+        groups.add_grouped_products_(total, dy, x, counts)
+
+
+def attention_scores(products: Tensor) -> Tensor:
+    """Return the attention router's score of each expert [T, N] of products [T, 3N] = (q, k, v).
+
+    p_i = sum_j softmax_j(q_i k_j) v_j (arXiv 2405.17976, section 3.1). Without a gradient.
+    """
+    return routers.attention_scores(products)
+
+
+def attention_router_weights(products: Tensor, chosen: Tensor) -> Tensor:
+    """Return the softmax [T, K] over the `attention_scores` of the chosen experts, int64 [T, K]."""
+    return routers.attention_router_weights(products, chosen)
+
+
+def expert_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """Return copies [R, H] of the tokens x [T, H], one for each slot in `order`, int64 [R].
+
+    Each token has `slots` of them: slot t * slots + k is token t's k-th. A slot is in `order` at most once.
+    """
+    return expert_moves.expert_rows(x, order, slots)
+
+
+def combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """Return [T, H]: for each token its slots' rows times their weights [T, K], added in slot order.
+
+    `rows` [R, H] are those of the slots in `order`; slots that are not there count as zero. Weights and each
+    product are rounded to the rows' dtype, as published.
+    """
+    return expert_moves.combine_rows(rows, weights, order)
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

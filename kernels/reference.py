@@ -3,11 +3,12 @@
 Nothing here is optimised. Autograd differentiates all of it.
 
 B = sequences, S = tokens of a sequence, T = B * S, H = hidden size, N = heads, D = size of a head,
-F = feed-forward width, V = vocabulary.
+F = feed-forward width, V = vocabulary, N also = experts, K = experts of a token, R = rows of experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -82,16 +83,52 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) of each head of x [B, S, N, D]; see `ops`."""
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    """Rotate the pairs (x[i], x[i + R/2]) of the first R dims of each head of x [B, S, N, D]; see `ops`."""
+    half = cos.shape[-1]
+    first, second = x[..., : 2 * half].to(cos.dtype).chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((*(part.to(x.dtype) for part in rotated), x[..., 2 * half :]), dim=-1)
 
 
 def swiglu(x: Tensor) -> Tensor:
     """Return silu(z0) * z1, where (z0, z1) are the halves of the last dim."""
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return x_e W_e^T for the rows of each group e, in order."""
+    # unbind, not weight[e]: each index would make a gradient of the size of all groups.
+    groups = zip(x.split(list(counts)), weight.unbind(), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
+
+
+def attention_scores(products: Tensor) -> Tensor:
+    """Return p [T, N], p_i = sum_j softmax_j(q_i k_j) v_j, of products [T, 3N] = (q, k, v)."""
+    query, key, value = products.chunk(3, dim=-1)
+    softmax = (query.unsqueeze(-1) * key.unsqueeze(-2)).softmax(dim=-1)
+    return (softmax * value.unsqueeze(-2)).sum(dim=-1)
+
+
+def expert_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """Return the rows of x [T, H] of each slot in `order` [R]; slot t K + k is of token t."""
+    return x[order // slots]
+
+
+def sum_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
+    """Return [T, H]: the rows [R, H] of each token's slots, added in slot order; absent ones are zero."""
+    empty = rows.new_zeros(tokens * slots, rows.shape[1])
+    first, *others = empty.index_copy(0, order, rows).view(tokens, slots, -1).unbind(1)
+    for other in others:
+        first = first + other
+    return first
+
+
+def combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """Return `sum_slots` of the rows [R, H], each times its slot's weight of weights [T, K]."""
+    weighted = rows * weights.flatten()[order].to(rows.dtype).unsqueeze(-1)
+    return sum_slots(weighted, order, *weights.shape)
 
 
 def linear_cross_entropy(

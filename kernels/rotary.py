@@ -2,7 +2,8 @@
 
     (a, b) = x      y = (a cos - b sin, b cos + a sin)      dx = (da cos + db sin, db cos - da sin)
 
-The backward rotates by the opposite angles: the same op with -sin. The tables get no gradients.
+Tables of R/2 angles rotate the first R dims of a head; the others pass. The backward rotates by the opposite
+angles: the same op with -sin. The tables get no gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     if dispatch.implementation("rotary", x) == "triton":
         from yuan_kernels import triton_elementwise
 
-        return triton_elementwise.rotary(x, cos, sin, inverse=inverse)
+        width = 2 * cos.shape[-1]
+        rotated = triton_elementwise.rotary(x[..., :width], cos, sin, inverse=inverse)
+        return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
     return _rotate_blocks(x, cos, -sin if inverse else sin)
 
 

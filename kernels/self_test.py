@@ -59,6 +59,22 @@ def varlen_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     return all(_close(a, b, dtype) for a, b in zip(*results, strict=True))
 
 
+def grouped_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped product agrees with a loop over the groups, of which some are empty.
+
+    With both memory orders of the matrices: as in the forward, and as for the gradient of the input.
+    """
+    from yuan_kernels import grouped_linear
+
+    counts = (0, _TOKENS, 1, 0, 37)
+    weight = _random(len(counts), 64, _HIDDEN, device=device, dtype=dtype)
+    pairs = (_HIDDEN, weight), (64, weight.transpose(1, 2))
+    return all(
+        _close(grouped_linear.one_call(x, matrix, counts), grouped_linear.loop(x, matrix, counts), dtype)
+        for x, matrix in ((_random(sum(counts), n, device=device, dtype=dtype), m) for n, m in pairs)
+    )
+
+
 def _localized_filter(device: torch.device, dtype: torch.dtype) -> bool:
     from yuan_kernels import localized_filter, triton_forms
 

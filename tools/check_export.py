@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("export", type=Path, metavar="EXPORT")
     parser.add_argument("expected", type=Path, metavar="EXPECTED")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of logits; %(default)g")
     parser.add_argument("--ids", type=Path, metavar="FILE", help="texts and their token ids (JSON)")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     model.eval()
     facts = {"transformers": transformers.__version__, "torch": torch.__version__}
     try:
-        facts |= check(model, load_file(options.expected))
+        facts |= check(model, load_file(options.expected), options.tolerance)
         if options.ids is not None:
             facts |= check_tokenizer(options.export, options.ids)
     except AssertionError as error:
@@ -47,11 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @torch.no_grad()
-def check(model: Any, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+def check(model: Any, expected: dict[str, torch.Tensor], tolerance: float) -> dict[str, Any]:
     """Compare with EXPECTED; return the differences. Raises AssertionError if one is too large."""
     logits = model(expected["input_ids"]).logits
     difference = float((logits - expected["logits"]).abs().max())
-    assert difference <= TOLERANCE, f"logits differ by {difference}"
+    assert difference <= tolerance, f"logits differ by {difference}"
     prompt, greedy = expected["prompt"], expected["greedy"].tolist()
     length = prompt.shape[1]
     for use_cache in (True, False):

@@ -85,7 +85,48 @@ def test_the_shards_of_a_rank(tiny: Checkpoint, tmp_path: Path) -> None:
 def test_sharding_and_joining(sharding: str, width: int) -> None:
     full = torch.arange(12.0 * 6).view(12, 6)
     shards = [take_shard(full, sharding, rank, width) for rank in range(width)]
-    assert torch.equal(join_shards(shards, sharding), full)
+    assert torch.equal(join_shards(shards, sharding, (12, 6)), full)
+
+
+M32 = Path(GOLDEN).parent / "yuan_m32_hf_tiny_a"
+
+
+def test_experts_through_rank_files(tmp_path: Path) -> None:
+    """Read as tools/convert_hf_moe.py of the original code does: by views of the memory, not of the names."""
+    import_hf(M32, tmp_path / "tiny", rope_base=40890)
+    tiny = find_checkpoint(tmp_path / "tiny")
+    weights, experts, hidden, width = weights_of(tiny), 8, 64, 48
+    fields = ("num_experts", "experts_per_token", "expert_width", "head_dim", "rotary_size", "rope_base")
+    for tensor, stages in ((1, [3]), (4, [1, 2])):
+        folder = export_megatron(tiny, tmp_path / f"ranks {tensor}", tensor=tensor, stages=stages)
+        import_megatron(folder, tmp_path / f"back {tensor}")
+        again = find_checkpoint(tmp_path / f"back {tensor}")
+        found = weights_of(again)
+        assert all(torch.equal(weights[name], found[name]) for name in weights)
+        assert [getattr(again.model, f) for f in fields] == [getattr(tiny.model, f) for f in fields]
+        parts = []
+        for rank in range(tensor):
+            name = f"mp_rank_{rank:02d}" + ("_000" if len(stages) > 1 else "")
+            parts.append(encoder_of(torch.load(folder / "release" / name / FILE, weights_only=False)))
+        part = width // tensor
+        for rank, encoder in enumerate(parts):
+            first, second = encoder["layers.0.mlp.experts.weight1"], encoder["layers.0.mlp.experts.weight2"]
+            assert first.shape == (hidden, experts * 2 * part) and second.shape == (experts * part, hidden)
+            rows = slice(rank * part, (rank + 1) * part)
+            for expert in range(experts):
+                w1, w2 = (weights[f"layers.0.experts.{name}.weight"][expert] for name in ("up", "down"))
+                halves = torch.cat([half[rows] for half in w1.chunk(2)])
+                assert torch.equal(first.view(experts, hidden, 2 * part)[expert].T, halves)
+                assert torch.equal(second.view(experts, part, hidden)[expert].T, w2[:, rows])
+        routers = [part["layers.0.mlp.router.attention_router.query_key_value.weight"] for part in parts]
+        assert torch.equal(torch.cat(routers), weights["layers.0.router.weight"])
+
+    def mix(content: dict[str, Any]) -> None:
+        content["args"].num_attention_router_heads = 7
+
+    rewrite(tmp_path / "ranks 1" / "release" / "mp_rank_00" / FILE, mix)
+    with pytest.raises(CheckpointError, match="mixes the tokens"):
+        import_megatron(tmp_path / "ranks 1", tmp_path / "no")
 
 
 def test_other_content_is_ignored(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,11 @@ def test_a_model(inspect: Any) -> None:
     assert facts["training_flops_per_token"] == 3 * facts["forward_flops_per_token"]
 
 
+def test_a_model_with_experts(inspect: Any) -> None:
+    _, facts, _ = inspect("configs/model/yuan2-m32.yaml")
+    assert (facts["parameters"], facts["active_parameters"]) == (39_942_842_368, 3_704_055_808)
+
+
 def test_a_run(inspect: Any) -> None:
     code, facts, _ = inspect("configs/run/yuan2-51b.yaml")
     assert (code, facts["kind"], facts["tokens"]) == (0, "run", 63578 * 1152 * 4096)

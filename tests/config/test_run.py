@@ -228,3 +228,11 @@ def test_published_runs_train_on_300_billion_tokens(name: str) -> None:
     assert (run.optimizer.beta1, run.optimizer.beta2, run.optimizer.weight_decay) == (0.9, 0.95, 0.1)
     assert run.decay_steps == run.train.steps
     assert run.optimizer.minimum_learning_rate == pytest.approx(run.optimizer.learning_rate / 10)
+
+
+@pytest.mark.parametrize(("name", "billions", "base"), [("m32", 2000.7, 10000), ("m32-sft", 79.6, 40890)])
+def test_published_runs_of_m32(name: str, billions: float, base: float) -> None:
+    run = load_run(f"configs/run/yuan2-{name}.yaml")
+    tokens = run.train.steps * run.train.global_batch_size * run.data.sequence_length
+    assert tokens == pytest.approx(billions * 1e9, rel=1e-3)
+    assert (run.model.parameters, run.model.rope_base) == (39_942_842_368, base)

@@ -32,8 +32,8 @@ def test_a_choice_is_logged_once(caplog):
 def test_choices_name_every_op(monkeypatch):
     choices = ops.choices(CPU, torch.bfloat16, hidden=64)
     assert [c.op for c in choices] == list(dispatch.OPS)
-    *rest, attention = (c.implementation for c in choices)
-    assert set(rest) == {"blocks"} and attention == "loop"
+    *rest, attention, grouped = (c.implementation for c in choices)
+    assert set(rest) == {"blocks"} and (attention, grouped) == ("loop", "loop")
     assert all(c.reason for c in choices)
     monkeypatch.setenv("YUAN_KERNELS", "reference")
     assert {c.implementation for c in ops.choices(CPU, torch.bfloat16, hidden=64)} == {"reference"}

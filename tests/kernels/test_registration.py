@@ -19,6 +19,7 @@ def starts() -> torch.Tensor:
     return torch.tensor([[1, 0, 0, 1, 0], [0, 0, 1, 1, 0]], dtype=torch.bool)
 
 
+SLOTS = torch.tensor([4, 0, 3, 5, 1, 2])
 TARGETS = torch.tensor([0, 3, -100, 8])
 YUAN = torch.ops.yuan
 CASES = {
@@ -37,6 +38,19 @@ CASES = {
     "attention": lambda: (YUAN.causal_attention, tuple(random(1, 4, 2, 8) for _ in range(3))),
     "rotary": lambda: (YUAN.rotary, (random(2, 3, 2, 4), *(random(1, 3, 2, grad=False),) * 2, False)),
     "swiglu": lambda: (YUAN.swiglu, (random(2, 3, 8),)),
+    "partly_rotated": lambda: (
+        YUAN.rotary,
+        (random(2, 3, 2, 8), *(random(1, 3, 2, grad=False),) * 2, False),
+    ),
+    "wide_linear": lambda: (YUAN.wide_linear, tuple(random(n, 8, dtype=torch.bfloat16) for n in (3, 5))),
+    "grouped_linear": lambda: (YUAN.grouped_linear, (random(6, 4), random(3, 5, 4), [2, 0, 4])),
+    "grouped_weight_gradient": lambda: (
+        YUAN.grouped_weight_gradient,
+        (random(6, 5, grad=False), random(6, 4, grad=False), [2, 0, 4]),
+    ),
+    "router": lambda: (YUAN.attention_router_weights, (random(3, 12), SLOTS.view(3, 2) % 4)),
+    "expert_rows": lambda: (YUAN.expert_rows, (random(3, 4), SLOTS, 2)),
+    "combine_rows": lambda: (YUAN.combine_rows, (random(6, 4), random(3, 2), SLOTS)),
     "losses": lambda: (YUAN.token_losses, (random(4, 6), random(9, 6), TARGETS, -100, 2)),
 }
 

@@ -52,7 +52,7 @@ def test_kept_bytes_equal_the_planners(variant, precision, recompute, layers):
     count = 4 if layers is None else layers
     expected = count * work.layer.kept_bytes(recompute) + (4 - count) * work.layer.kept_bytes("none")
     # The rotary tables, cosine and sine, are computed once for all layers.
-    tables = 48 * model.head_dim * (8 if precision == "fp64" else 4)
+    tables = 48 * model.rotary_size * (8 if precision == "fp64" else 4)
     assert kept_by(model, DTYPES[precision], recompute, layers) == expected + tables
 
 

@@ -9,6 +9,13 @@ from yuan_train.config.model import ModelConfig, RopeScaling
 VARIANTS: dict[str, dict[str, Any]] = {
     "yuan": {},
     "yuan-plain": {"attention": "plain"},
+    "yuan-m32": {
+        "head_dim": 24,
+        "rotary_dim": 8,
+        "num_experts": 5,
+        "experts_per_token": 2,
+        "expert_ffn_hidden_size": 48,
+    },
     "llama": {
         "architecture": "llama",
         "num_key_value_heads": 2,

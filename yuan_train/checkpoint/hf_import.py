@@ -19,8 +19,10 @@ from yuan_train.checkpoint.hf_files import DTYPES, find_tokenizer_file, open_ten
 from yuan_train.checkpoint.names import BUFFERS, WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed
 from yuan_train.checkpoint.tensor_checks import digest, is_finite
-from yuan_train.config.errors import CheckpointError
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.document import Document
+from yuan_train.config.errors import CheckpointError, ConfigError
+from yuan_train.config.load import build
+from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.models.published import EMBEDDING, HEAD, TensorMapping, format_for, format_of, rotary_buffer
 
 MAX_LISTED = 5
@@ -38,13 +40,16 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def import_hf(folder: str | Path, out: str | Path) -> Imported:
+def import_hf(
+    folder: str | Path, out: str | Path, *, rope_base: float | None = None, rotary_form: str | None = None
+) -> Imported:
     """Turn a folder in the published format into a checkpoint of step 0 under `out`.
 
     Weights keep their dtype, so that an export gives the same bits. There is no optimizer state: training
-    from this checkpoint starts with a new one.
+    from this checkpoint starts with a new one. `rope_base` and `rotary_form` are fields of the model that
+    published configs may not have; None: what the config says, or the default.
 
-    Raises CheckpointError for anything but a complete dense Yuan 2.0 model: truncated files, tensors that are
+    Raises CheckpointError for anything but a complete model that we know: truncated files, tensors that are
     missing, unknown or of another shape, values that are not finite, a tied head that differs from the
     embedding.
     """
@@ -52,9 +57,11 @@ def import_hf(folder: str | Path, out: str | Path) -> Imported:
     config = _read_config(folder)
     where = f"{folder}/config.json"
     model = format_for(config, where=where).model_from_config(config, name=folder.resolve().name, where=where)
+    given = {"rope_base": rope_base, "rotary_form": rotary_form}
+    model = _with_fields(model, {key: value for key, value in given.items() if value is not None})
     stored = open_tensors(folder)
     layout = _check_names(folder, model, stored)
-    notes: list[str] = []
+    notes = [] if model.num_experts == 0 or rope_base is not None else _rotary_notes(config, model)
     tensors = {f"{WEIGHTS}.{mapping.name}": _assemble(mapping, stored) for mapping in layout}
     tensors |= _buffers(model, stored, notes)
     if model.tie_embeddings:
@@ -115,7 +122,7 @@ def _check_names(folder: Path, model: ModelConfig, stored: Mapping[str, LazyTens
     layout = list(format_of(model.architecture).published_layout(model))
     wanted = {part: mapping.part_shape for mapping in layout for part in mapping.parts}
     optional: dict[str, tuple[int, ...]] = {
-        rotary_buffer(i): (model.head_dim // 2,) for i in range(model.num_layers)
+        rotary_buffer(i): (model.rotary_size // 2,) for i in range(model.num_layers)
     }
     if model.tie_embeddings:
         optional[HEAD] = (model.vocab_size, model.hidden_size)
@@ -165,7 +172,7 @@ def _buffers(model: ModelConfig, stored: Mapping[str, LazyTensor], notes: list[s
     found = {name: t for name, t in stored.items() if name.endswith(".rotary_emb.inv_freq")}
     if not found:
         return {}
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
+    exponents = torch.arange(0, model.rotary_size, 2, dtype=torch.float64) / model.rotary_size
     wanted = model.rope_base**-exponents
     for name, tensor in found.items():
         tolerance = 1e-5 if tensor.dtype == torch.float32 else 1e-2
@@ -178,6 +185,27 @@ def _buffers(model: ModelConfig, stored: Mapping[str, LazyTensor], notes: list[s
         f"{len(found)} rotary_emb.inv_freq buffers equal what the model computes; kept for an export"
     )
     return {f"{BUFFERS}.{name}": tensor for name, tensor in found.items()}
+
+
+def _with_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+    """The model with other fields. Raises CheckpointError if it does not have them, or not such values."""
+    try:
+        return build(
+            Document("import", asdict(model) | dict(fields), {}), ModelConfig, validate=validate_model
+        )
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _rotary_notes(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """What the published configs of Yuan 2.0-M32 do not say: the base that the weights were trained with."""
+    if any(config.get(key) for key in ("rope_theta", "rotary_base", "rope_parameters")):
+        return []
+    return [
+        f"config.json names no rotary base: taken as {model.rope_base:g}, that of pre-training and of the "
+        "published class. The released model of 16,384 tokens was tuned and evaluated with 40890: for that, "
+        "import again with --rope-base 40890"
+    ]
 
 
 def _check_tied(stored: Mapping[str, LazyTensor], notes: list[str]) -> None:

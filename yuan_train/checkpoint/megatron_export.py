@@ -12,7 +12,7 @@ import torch
 
 from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.checkpoint.megatron_import import shard_shape
-from yuan_train.checkpoint.megatron_layout import FILE, LAYER_NAMES, TRACKER, Tensors, take_shard
+from yuan_train.checkpoint.megatron_layout import FILE, TRACKER, Tensors, layer_names, take_shard
 from yuan_train.checkpoint.whole_tensors import WholeTensorReader
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
@@ -40,6 +40,10 @@ def export_megatron(
         raise CheckpointError(f"stages of {counts} layers; the model has {model.num_layers}")
     if out.exists():
         raise CheckpointError(f"{out}: already exists; give another --out")
+    if model.router == "softmax":
+        raise CheckpointError(
+            f"{checkpoint.path}: router softmax; the original code has the attention router"
+        )
     if model.num_attention_heads % tensor or not model.tie_embeddings or model.attention == "plain":
         raise CheckpointError(
             f"{checkpoint.path}: {model.num_attention_heads} heads over {tensor} ranks, tied embeddings: "
@@ -88,7 +92,7 @@ def _rank_content(
     encoder: Tensors = {}
     first = sum(counts[:stage])
     for local in range(counts[stage]):
-        for ours, (original, sharding) in LAYER_NAMES.items():
+        for ours, (original, sharding) in layer_names(model).items():
             encoder[f"layers.{local}.{original}"] = shard_of(f"layers.{first + local}.{ours}", sharding)
     language: dict[str, Any] = {"encoder": encoder}
     content: dict[str, Any] = {"language_model": language}
@@ -104,11 +108,25 @@ def _rank_content(
 
 def _arguments(model: ModelConfig) -> argparse.Namespace:
     """The sizes, as the original code saves them."""
+    experts = {}
+    if model.num_experts:
+        experts = {
+            "num_experts": model.num_experts,
+            "moe_router_topk": model.experts_per_token,
+            "use_attention_router": True,
+            # The router's heads must be as many as the tokens: else the original code mixes tokens.
+            "num_attention_router_heads": model.max_sequence_length,
+            "seq_length": model.max_sequence_length,
+        }
     return argparse.Namespace(
+        kv_channels=model.head_dim,
+        rotary_percent=model.rotary_size / model.head_dim,
+        rotary_base=model.rope_base,
+        **experts,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
-        ffn_hidden_size=model.ffn_hidden_size,
+        ffn_hidden_size=model.expert_width if model.num_experts else model.ffn_hidden_size,
         padded_vocab_size=model.vocab_size,
         max_position_embeddings=model.max_sequence_length,
         tokenizer_type="YuanTokenizer",

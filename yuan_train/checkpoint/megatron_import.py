@@ -12,7 +12,7 @@ import torch
 
 from yuan_train.checkpoint.hf_import import Imported, weights_state
 from yuan_train.checkpoint.inert_pickle import Inert, load_inert
-from yuan_train.checkpoint.megatron_layout import BUFFER, FILE, LAYER_NAMES, TRACKER, Tensors, join_shards
+from yuan_train.checkpoint.megatron_layout import BUFFER, FILE, TRACKER, Tensors, join_shards, layer_names
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed
 from yuan_train.checkpoint.tensor_checks import is_finite
@@ -153,11 +153,37 @@ def _model_from_arguments(stages: list[list[RankFile]], folder: Path) -> ModelCo
         "ffn_hidden_size": arguments["ffn_hidden_size"],
         "vocab_size": arguments["padded_vocab_size"],
         "max_sequence_length": arguments.get("max_position_embeddings") or 4096,
+        **_heads_and_experts(arguments, folder),
     }
     try:
         return build(Document(f"{folder}", sizes, {}), ModelConfig, validate=validate_model)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: describes no model: {error}") from None
+
+
+def _heads_and_experts(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The arguments that only Yuan 2.0-M32 sets. Raises CheckpointError for a router that mixes tokens."""
+    found: dict[str, Any] = {}
+    if isinstance(arguments.get("kv_channels"), int):
+        found["head_dim"] = arguments["kv_channels"]
+        percent = arguments.get("rotary_percent")
+        if isinstance(percent, float) and percent < 1:
+            found["rotary_dim"] = int(percent * arguments["kv_channels"])
+    if isinstance(arguments.get("rotary_base"), int | float):
+        found["rope_base"] = arguments["rotary_base"]
+    if arguments.get("num_experts"):
+        found |= {
+            "num_experts": arguments["num_experts"],
+            "experts_per_token": arguments.get("moe_router_topk"),
+            "router": "attention",
+        }
+        heads, length = arguments.get("num_attention_router_heads"), arguments.get("seq_length")
+        if None not in (heads, length) and heads != length:
+            raise CheckpointError(
+                f"{folder}: its arguments have num_attention_router_heads {heads} and seq_length {length}; "
+                "unless they are equal, the original router mixes the tokens of a sequence"
+            )
+    return found
 
 
 def _assemble(
@@ -211,7 +237,7 @@ def _sources(
     number = 0
     for stage, count in enumerate(counts):
         for local in range(count):
-            for ours, (original, sharding) in LAYER_NAMES.items():
+            for ours, (original, sharding) in layer_names(model).items():
                 sources[f"layers.{number}.{ours}"] = (stage, f"layers.{local}.{original}", sharding)
             number += 1
     return sources
@@ -237,7 +263,7 @@ def _join(
             if not all(torch.equal(shard, shards[0]) for shard in shards):
                 raise CheckpointError(f"{name}: differs between tensor ranks, which hold copies of it")
             return shards[0].detach().reshape(shape)
-        return join_shards([shard.detach() for shard in shards], sharding)
+        return join_shards([shard.detach() for shard in shards], sharding, shape)
 
     return LazyTensor(shape, shards[0].dtype, read)
 
@@ -246,6 +272,12 @@ def shard_shape(shape: tuple[int, ...], sharding: str, width: int) -> tuple[int,
     """Shape of the shard of one of `width` tensor ranks; None if the tensor does not divide evenly."""
     if sharding == "whole":
         return shape
+    if sharding == "expert up":
+        count, rows, hidden = shape
+        return None if rows % (2 * width) else (hidden, count * rows // width)
+    if sharding == "expert down":
+        count, hidden, columns = shape
+        return None if columns % width else (count * columns // width, hidden)
     dim = 1 if sharding == "columns" else 0
     parts = 2 * width if sharding == "halves" else width
     if shape[dim] % parts:

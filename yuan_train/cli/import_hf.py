@@ -1,4 +1,4 @@
-"""yuan-train import-hf DIR --out CKPT: converts a Yuan 2.0 model in Hugging Face format to a checkpoint."""
+"""yuan-train import-hf DIR --out CKPT: converts a model in Hugging Face format to a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 from yuan_train.config.errors import DataError
+from yuan_train.config.model import RotaryForm
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,11 +19,22 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "import-hf",
         help="turn a Hugging Face model into a checkpoint",
         description="Reads config.json and the weights (safetensors, or PyTorch .bin; one file or shards) of "
-        "a dense Yuan 2.0 model, and writes a checkpoint of step 0 for generate, evaluate and train. One "
-        "tensor is in memory at a time. No code in the folder is run.",
+        "a Yuan 2.0 model, dense or M32, and writes a checkpoint of step 0 for generate, evaluate and train. "
+        "One tensor is in memory at a time. No code in the folder is run.",
     )
     parser.add_argument("folder", metavar="DIR", help="folder with config.json and the weights")
     parser.add_argument("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
+    parser.add_argument(
+        "--rope-base",
+        type=float,
+        metavar="X",
+        help="base of the rotary frequencies, where config.json has none: Yuan 2.0-M32 of 16K has 40890",
+    )
+    parser.add_argument(
+        "--rotary-form",
+        choices=get_args(RotaryForm),
+        help="rounding of the rotary tables (docs/m32.md); default: exact",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -31,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.checkpoint.hf_import import import_hf
 
     _check_tokenizer(Path(arguments.folder))
-    done = import_hf(arguments.folder, arguments.out)
+    done = import_hf(
+        arguments.folder, arguments.out, rope_base=arguments.rope_base, rotary_form=arguments.rotary_form
+    )
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     if arguments.json:

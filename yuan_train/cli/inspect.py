@@ -234,6 +234,7 @@ def _model_facts(model: ModelConfig) -> Facts:
         "name": model.name,
         "attention": model.attention,
         "parameters": model.parameters,
+        **({"active_parameters": model.active_parameters} if model.num_experts else {}),
         "parameters_per_layer": model.layer_parameters,
         "embedding_parameters": model.embedding_parameters,
         "num_layers": model.num_layers,

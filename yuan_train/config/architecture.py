@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FOLDER = "yuan_train.models"
 
-Sharding = Literal["column", "row", "filter", "vocabulary", "head_norm", "whole"]
+Sharding = Literal["column", "row", "filter", "vocabulary", "head_norm", "expert", "whole"]
 """How a tensor-parallel group shards a module's parameters:
 
 column      weight [out, in] and bias [out] by rows: each rank computes a part of the output
@@ -32,6 +32,8 @@ filter      the C = H/2 channels between both convolutions: conv1.weight [C, H, 
             dim 0, conv2.weight [H, C, 2] by dim 1; conv2.bias is replicated, and added once, after the
             all-reduce
 vocabulary  weight [V, H] by rows
+expert      weight [experts, out, in] by experts: each rank would hold a contiguous range of them. No plan
+            cuts it yet: a model with experts has no tensor parallelism (`ModelSpec.tensor_sizes`)
 head_norm   replicated, but each rank applies it to its own heads: the gradients are all-reduced
 whole       replicated on every rank, which computes the same gradient
 """
@@ -78,13 +80,19 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept per token: elements of the model's dtype, and statistics in fp32 (fp64 for fp64)."""
+    """What is kept per token: elements of the model's dtype, statistics in fp32 (fp64 for fp64), integers."""
 
     elements: int
     statistics: int = 0
+    integers: int = 0
+    """Of 64 bits."""
 
     def __add__(self, other: Kept) -> Kept:
-        return Kept(self.elements + other.elements, self.statistics + other.statistics)
+        return Kept(
+            self.elements + other.elements,
+            self.statistics + other.statistics,
+            self.integers + other.integers,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +117,8 @@ class SublayerWork:
     """Elements that pass through memory in the backward to recompute what selective recompute drops."""
     held: Kept
     """Held at once while the backward runs."""
+    decided: int = 0
+    """Integers (64 bits) per token that full recompute keeps too: what was decided is not decided again."""
     largest_weight: int
     """Elements of the largest weight gradient."""
     collectives: int = 1

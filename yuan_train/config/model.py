@@ -18,6 +18,8 @@ from yuan_train.config.load import build
 
 AttentionKind = Literal["localized_filter", "plain"]
 RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
+RouterKind = Literal["attention", "softmax"]
+RotaryForm = Literal["exact", "bf16_frequencies", "bf16"]
 Count = Annotated[int, Gt(0)]
 Size = Annotated[int, Ge(0)]
 Rate = Annotated[float, Ge(0), Lt(1)]
@@ -74,6 +76,19 @@ class ModelConfig:
     """An RMSNorm over each head of queries and keys, before the rotary embedding."""
     rope_base: Positive = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: Size = 0
+    """The first dims of each head that are rotated; 0: all of head_dim."""
+    rotary_form: RotaryForm = "exact"
+    """Rotary tables in full precision (`exact`), from frequencies rounded to bf16 as Yuan 2.0-M32 was trained
+    (`bf16_frequencies`), or rounded throughout, positions too, as its published class does (`bf16`)."""
+    num_experts: Size = 0
+    """Feed-forwards of a layer, of which a router chooses for each token; 0: one, for all tokens."""
+    experts_per_token: Size = 0
+    expert_ffn_hidden_size: Size = 0
+    """Width of an expert; 0 means ffn_hidden_size."""
+    router: RouterKind | None = None
+    """Scores of the experts: Yuan 2.0-M32's attention between them (the default), or a linear map (`softmax`,
+    Mixtral)."""
     norm_epsilon: Positive = 1e-6
     tie_embeddings: bool = True
     """The output head shares the embedding matrix."""
@@ -87,10 +102,22 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.hidden_size % self.num_attention_heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.num_experts and self.router is None:
+            object.__setattr__(self, "router", "attention")
         if self.architecture in architectures():
             for name, value in self.spec.defaults.items():
                 if getattr(self, name) is None:
                     object.__setattr__(self, name, value)
+
+    @property
+    def rotary_size(self) -> int:
+        """Rotated dims of a head."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert's SwiGLU."""
+        return self.expert_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def spec(self) -> ModelSpec:
@@ -138,6 +165,13 @@ class ModelConfig:
         """All parameters, a tied embedding counted once."""
         return sum(self.unit_parameters)
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token meets: of the experts only those chosen for it."""
+        experts = sum(p.size for p in self.spec.layer(self) if p.sharding == "expert")
+        idle = experts - (experts // self.num_experts * self.experts_per_token if experts else 0)
+        return self.parameters - self.num_layers * idle
+
     def layer_forward_flops(self, sequence_length: int) -> int:
         """Forward FLOP of one layer per token: 36H^2 + 2SH for Yuan 2.0's published shapes.
 
@@ -157,7 +191,19 @@ class ModelConfig:
         return 3 * (layers + self.head_forward_flops)
 
 
-OPTIONAL_FIELDS = ("attention", "num_key_value_heads", "qkv_bias", "query_key_norm", "rope_scaling")
+OPTIONAL_FIELDS = (
+    "attention",
+    "num_key_value_heads",
+    "qkv_bias",
+    "query_key_norm",
+    "rope_scaling",
+    "rotary_dim",
+    "rotary_form",
+    "num_experts",
+    "experts_per_token",
+    "expert_ffn_hidden_size",
+    "router",
+)
 """Fields that only some architectures take."""
 
 
@@ -203,14 +249,40 @@ def validate_model(model: ModelConfig) -> Iterator[Violation]:
             ("rope_scaling", "low_freq_factor"),
             f"{scaling.low_freq_factor:g} must be less than high_freq_factor {scaling.high_freq_factor:g}",
         )
+    yield from _rotary_constraints(model)
+    yield from _expert_constraints(model)
     yield from model.spec.constraints(model)
+
+
+def _rotary_constraints(model: ModelConfig) -> Iterator[Violation]:
+    if model.rotary_dim % 2 or model.rotary_dim > model.head_dim:
+        yield Violation(
+            ("rotary_dim",), f"{model.rotary_dim} must be even, and at most head_dim {model.head_dim}"
+        )
+
+
+def _expert_constraints(model: ModelConfig) -> Iterator[Violation]:
+    if not model.num_experts:
+        for name in ("experts_per_token", "expert_ffn_hidden_size", "router"):
+            if getattr(model, name):
+                yield Violation((name,), f"{getattr(model, name)!r}, but num_experts is 0; set both or none")
+        return
+    if model.num_experts == 1:
+        yield Violation(("num_experts",), "1: nothing to choose; give 2 or more, or 0 for a dense layer")
+    elif not 2 <= model.experts_per_token <= model.num_experts:
+        yield Violation(
+            ("experts_per_token",),
+            f"{model.experts_per_token} of {model.num_experts} experts; wanted 2 or more (the weight of a "
+            "single expert would be 1, and the router would learn nothing), and at most all",
+        )
 
 
 def _foreign_fields(model: ModelConfig) -> Iterator[Violation]:
     """Fields that are set, and that the architecture does not take."""
     spec = model.spec
     for name in OPTIONAL_FIELDS:
-        if name not in spec.takes and getattr(model, name) not in (spec.defaults.get(name), None, 0):
+        unset = (spec.defaults.get(name), ModelConfig.__dataclass_fields__[name].default, None, 0)
+        if name not in spec.takes and getattr(model, name) not in unset:
             yield Violation((name,), f"architecture {model.architecture} ({spec.title}) has no {name}")
 
 

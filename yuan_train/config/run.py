@@ -336,6 +336,12 @@ def _trace_constraints(run: RunConfig) -> Iterator[Violation]:
 
 def _compile_constraints(run: RunConfig) -> Iterator[Violation]:
     search = run.search
+    if run.model.num_experts:
+        yield Violation(
+            ("train", "compile"),
+            "true, but the numbers of tokens of a layer's experts are known to the host only while it runs; "
+            "set train.compile: false",
+        )
     if run.data.reset_attention:
         yield Violation(
             ("train", "compile"),

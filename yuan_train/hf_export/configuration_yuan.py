@@ -10,6 +10,9 @@ class YuanConfig(PretrainedConfig):
 
     Arguments that other models do not have:
         localized_filter: queries and keys come from the filtered input; False for plain attention.
+        moe_config: sizes of Yuan 2.0-M32's experts; None for a dense model.
+        rotary_dim: the first dims of each head, which are rotated; None: all.
+        rotary_form: rounding of the rotary tables: `exact`, `bf16_frequencies` as M32 was trained, or `bf16`.
         attention_projection_size: heads times head_dim; hidden_size for the published models.
         eod_token: id that ends a document; the next three take effect after it.
         reset_position_ids: rotary positions count from the document's start.
@@ -53,6 +56,9 @@ class YuanConfig(PretrainedConfig):
         use_loss_mask: bool = False,
         labels_are_shifted: bool = True,
         dropout: float = 0.0,
+        moe_config: dict[str, Any] | None = None,
+        rotary_dim: int | None = None,
+        rotary_form: str = "exact",
         **others: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -63,6 +69,9 @@ class YuanConfig(PretrainedConfig):
         self.head_dim = head_dim or hidden_size // num_attention_heads
         self.attention_projection_size = self.head_dim * num_attention_heads
         others.pop("attention_projection_size", None)
+        self.moe_config = moe_config
+        self.rotary_dim = rotary_dim or self.head_dim
+        self.rotary_form = rotary_form
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings
         self.model_max_length = model_max_length

@@ -3,6 +3,7 @@
     layer:      u = norm(x);  x += attention(u, filter(u));  x += feed_forward(norm(x))
     filter:     c_t = A0 u_{t-1} + A1 u_t + a;  d_t = B0 c_{t-1} + B1 c_t + b;  f = norm(d + u)
     attention:  queries and keys from f, values from u
+    experts:    of Yuan 2.0-M32, instead of the feed-forward: each token goes to the two that a router chooses
 
 Cache of each layer: keys and values [B, N, P, D], and the filter's u [B, H] and c [B, H/2] of the last token.
 B = sequences, S = new tokens, P = past tokens, N = heads, D = size of a head, H = hidden size.
@@ -114,10 +115,12 @@ class YuanAttention(nn.Module):
 
 
 def _rotate(x: Tensor, context: "Context") -> Tensor:
-    """Rotary embedding of x [B, N, S, D] in fp32; pairs are (x[i], x[i + D/2])."""
-    low, high = x.float().chunk(2, dim=-1)
+    """Rotary embedding of the first R dims of x [B, N, S, D] in fp32; pairs are (x[i], x[i + R/2])."""
     cos, sin = context.cos, context.sin
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    half = cos.shape[-1]
+    low, high = x[..., : 2 * half].float().chunk(2, dim=-1)
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
 
 
 class YuanMLP(nn.Module):
@@ -133,13 +136,70 @@ class YuanMLP(nn.Module):
         return self.down_proj(F.silu(self.up_proj(x)) * self.gate_proj(x))
 
 
+class YuanRouter(nn.Module):
+    """Attention between the experts (arXiv 2405.17976): p_i = sum_j softmax_j(q_i k_j) v_j, all in fp32."""
+
+    def __init__(self, config: YuanConfig, num_experts: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(config.hidden_size, num_experts, bias=False)
+        self.key = nn.Linear(config.hidden_size, num_experts, bias=False)
+        self.value = nn.Linear(config.hidden_size, num_experts, bias=False)
+
+    def forward(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts [T, count] of x [T, H], the lower number where they tie, and weights."""
+        query, key, value = (
+            F.linear(x.float(), linear.weight.float()) for linear in (self.query, self.key, self.value)
+        )
+        softmax = (query.unsqueeze(-1) * key.unsqueeze(-2)).softmax(dim=-1)
+        scores = (softmax * value.unsqueeze(-2)).sum(dim=-1)
+        best = scores.sort(dim=-1, descending=True, stable=True)
+        return best.indices[:, :count], best.values[:, :count].softmax(dim=-1)
+
+
+class YuanExpert(nn.Module):
+    """w2(silu(z0) * z1), (z0, z1) = w1(x)."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(hidden, 2 * width, bias=False)
+        self.w2 = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w1(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * value)
+
+
+class YuanMoE(nn.Module):
+    """The experts of a layer. A token's outputs are added in the order of its choice."""
+
+    def __init__(self, config: YuanConfig, moe: dict[str, Any]) -> None:
+        super().__init__()
+        count, width = moe["moe_num_experts"], moe["ffn_hidden_size"]
+        self.experts_per_token = moe["moe_top_k"]
+        self.gate = YuanRouter(config, count)
+        self.experts = nn.ModuleList([YuanExpert(config.hidden_size, width) for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        chosen, weights = self.gate(flat, self.experts_per_token)
+        outputs = flat.new_zeros(*chosen.shape, flat.shape[1])
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            if token.numel():
+                outputs[token, slot] = expert(flat[token]) * weights[token, slot, None].to(x.dtype)
+        total = outputs[:, 0]
+        for slot in range(1, self.experts_per_token):
+            total = total + outputs[:, slot]
+        return total.view_as(x)
+
+
 class YuanDecoderLayer(nn.Module):
     """One layer."""
 
     def __init__(self, config: YuanConfig) -> None:
         super().__init__()
         self.self_attn = YuanAttention(config)
-        self.mlp = YuanMLP(config)
+        self.mlp = YuanMoE(config, config.moe_config) if config.moe_config else YuanMLP(config)
         self.input_layernorm = YuanRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = YuanRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -200,10 +260,14 @@ def _positions(real: Tensor, begins: Tensor | None) -> Tensor:
 
 
 def _rotary_tables(config: YuanConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequencies = 1.0 / config.rope_theta ** (exponents / config.head_dim)
-    angles = positions[:, None, :, None].float() * frequencies
-    return angles.cos(), angles.sin()
+    """Cosines and sines [B, 1, S, R/2]; `rotary_form` says what of them is rounded to bf16."""
+    exponents = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies = 1.0 / config.rope_theta ** (exponents / config.rotary_dim)
+    if config.rotary_form != "exact":
+        frequencies = frequencies.bfloat16()
+    dtype = torch.bfloat16 if config.rotary_form == "bf16" else torch.float32
+    angles = positions[:, None, :, None].to(dtype) * frequencies.to(dtype)
+    return angles.cos().float(), angles.sin().float()
 
 
 class YuanPreTrainedModel(PreTrainedModel):

@@ -1,4 +1,4 @@
-"""One layer: attention and feed-forward, each behind a norm and added to the residual.
+"""One layer: attention and feed-forward (or experts), each behind a norm and added to the residual.
 
 B = sequences, S = tokens of a sequence, H = hidden size.
 """
@@ -11,9 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from yuan_train.config.architecture import half_of
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.attention import LayerCache, SelfAttention
 from yuan_train.models.documents import DocumentRanges
+from yuan_train.models.experts import Experts, Router
 from yuan_train.models.layers import FeedForward, RMSNorm
 from yuan_train.models.localized_filter import LocalizedFilter
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
@@ -39,7 +41,6 @@ class Block(nn.Module):
         *,
         filter: LocalizedFilter | None,
         attention: SelfAttention,
-        feed_forward: FeedForward,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -49,17 +50,22 @@ class Block(nn.Module):
         self.filter = filter
         self.attention = attention
         self.feed_forward_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
-        self.feed_forward = feed_forward
+        if config.num_experts:
+            self.router = Router(config, device=device, dtype=dtype)
+            self.experts = Experts(config, device=device, dtype=dtype)
+        else:
+            sizes = hidden, config.ffn_hidden_size
+            self.feed_forward = FeedForward(*sizes, device=device, dtype=dtype)
+        self.has_experts = config.num_experts > 0
         self.half: Half | None = None
         """The half that this part of the model holds; None: both."""
 
     def keep_half(self, half: Half) -> None:
         """Drop the modules of the other half: the layer is cut between attention and feed-forward."""
         self.half = half
-        if half == "attention":
-            del self.feed_forward_norm, self.feed_forward
-        else:
-            del self.attention_norm, self.filter, self.attention
+        self.has_experts = self.has_experts and half == "feed_forward"
+        for name in [name for name, _ in self.named_children() if half_of(name) != half]:
+            delattr(self, name)
 
     def forward(
         self,
@@ -85,7 +91,7 @@ class Block(nn.Module):
                 return x_BSH + attended_BSH
             u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
         policy.mark_recomputable(u_BSH, self.feed_forward_norm, x_BSH)
-        ffn_BSH = self.feed_forward(u_BSH, policy)
+        ffn_BSH = self._transform(u_BSH, policy)
         return x_BSH + (ffn_BSH if drop is None else drop(ffn_BSH, "feed_forward"))
 
     def _attend(
@@ -116,4 +122,12 @@ class Block(nn.Module):
             filtered_BSH, cache.filter_state = self.filter.step(u_BSH, cache.filter_state, document_start)
         attended_BSH = self.attention.step(u_BSH, filtered_BSH, rotary, cache, first, visible)
         u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
-        return x_BSH + self.feed_forward(u_BSH)
+        return x_BSH + self._transform(u_BSH)
+
+    def _transform(self, u_BSH: Tensor, policy: RecomputePolicy = SAVE_ALL) -> Tensor:
+        """The feed-forward, or the experts that the router chooses, of the norm's output."""
+        if not self.has_experts:
+            return self.feed_forward(u_BSH, policy)
+        u_TH = u_BSH.flatten(0, 1)
+        choice, weights_TK = self.router(u_TH, policy)
+        return self.experts(u_TH, choice, weights_TK, policy).view_as(u_BSH)

@@ -47,11 +47,18 @@ def initial_rows(
     """Yield `initial_weight` in blocks of rows, as (first row, rows [n, ...]), in order.
 
     A block [first, last) of which `wanted` says no is left out; after the last wanted one nothing is drawn.
+    Each expert of a stack has a generator of its own: who wants some of them draws no other.
     """
+    if find_parameter(config, name).sharding == "expert":
+        for expert in range(shape[0]):
+            if wanted(expert, expert + 1):
+                draw = _drawing(config, name, f"{seed}:{name}:{expert}")
+                yield expert, draw(torch.empty((1, *shape[1:]), dtype=torch.float32))
+        return
     blocks = list(_blocks(shape))
     while blocks and not wanted(*blocks[-1]):
         blocks.pop()
-    draw = _drawing(config, name, seed)
+    draw = _drawing(config, name, f"{seed}:{name}")
     for first, last in blocks:
         rows = draw(torch.empty((last - first, *shape[1:]), dtype=torch.float32))
         if wanted(first, last):
@@ -71,12 +78,12 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _drawing(config: ModelConfig, name: str, seed: int) -> Callable[[Tensor], Tensor]:
-    """Fills tensors with the next values of a parameter, in place."""
+def _drawing(config: ModelConfig, name: str, seed: str) -> Callable[[Tensor], Tensor]:
+    """Fills tensors with the next values of a parameter, in place; `seed` is of this parameter alone."""
     initial = find_parameter(config, name).initial
     if isinstance(initial, Constant):
         return lambda weight: weight.fill_(initial.value)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    digest = hashlib.sha256(seed.encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if isinstance(initial, Uniform):
         return lambda weight: weight.uniform_(-initial.bound, initial.bound, generator=generator)

@@ -19,23 +19,27 @@ class TensorMapping:
     """One of our tensors, and the published tensors (`parts`) that it is the row-wise concatenation of.
 
     `name` and `shape` are ours. All parts have `part_shape`, with equal numbers of rows; a Conv2d's ends
-    in a dimension of size 1 that ours does not have.
+    in a dimension of size 1 that ours does not have. `stacked` parts lack our first dim: each is one entry of
+    it, as a matrix of one expert.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     conv2d: bool = False
+    stacked: bool = False
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of each published part."""
+        if self.stacked:
+            return self.shape[1:]
         rows = self.shape[0] // len(self.parts)
         return (rows, *self.shape[1:], *((1,) if self.conv2d else ()))
 
 
 def rotary_buffer(layer: int) -> str:
-    """Published name of a layer's rotary frequencies [head_dim / 2], a buffer that files need not store."""
+    """Published name of a layer's rotary frequencies [rotary_size / 2], which files need not store."""
     return f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
 
 

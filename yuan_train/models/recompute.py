@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class RecomputePolicy:
@@ -22,11 +25,27 @@ class RecomputePolicy:
     """
 
     def mark_recomputable(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `output`, which is function(*inputs): cheap, and its inputs are saved anyway."""
+        """Return `output`, which is function(*inputs): cheap, and its inputs are saved anyway, or marked."""
         return output
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        """Return `decision()`, or what it returned when the layer was run before. Once per layer."""
+        return decision()
 
 
 SAVE_ALL = RecomputePolicy()
+
+
+class KeptDecision(RecomputePolicy):
+    """For a layer that is run again in the backward: keeps what it decided, as an expert of a token."""
+
+    def __init__(self) -> None:
+        self._decided: Any = None
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        if self._decided is None:
+            self._decided = decision()
+        return self._decided
 
 
 class SelectiveRecompute(RecomputePolicy):
@@ -49,7 +68,11 @@ class SelectiveRecompute(RecomputePolicy):
         self._marked.clear()
 
     def mark_recomputable(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        recompute = _RecomputeFn(function, tuple(x.detach() for x in inputs))
+        if output.numel() == 0:
+            # All empty storages have the same address.
+            return output
+        # An input that is marked itself is recomputed first.
+        recompute = _RecomputeFn(function, tuple(self._pack(x.detach()) for x in inputs))
         self._marked[output.untyped_storage().data_ptr()] = (output, recompute)
         return output
 
@@ -69,7 +92,7 @@ def _unpack(packed: Tensor | _View) -> Tensor:
 class _RecomputeFn:
     """Recomputes a tensor at the first of its uses in the backward, and holds it until the last."""
 
-    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor | _View, ...]) -> None:
         self._function = function
         self._inputs = inputs
         self._output: Tensor | None = None
@@ -79,7 +102,7 @@ class _RecomputeFn:
         output = self._output
         if output is None:
             with torch.no_grad():
-                output = self._function(*self._inputs)
+                output = self._function(*map(_unpack, self._inputs))
         self.uses -= 1
         self._output = output if self.uses > 0 else None
         return output

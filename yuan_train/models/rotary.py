@@ -1,9 +1,10 @@
 """Rotary embedding: frequencies, their published scalings, and the tables of a micro-batch.
 
 All of it in fp32, or fp64 where the model is fp64: bf16 has 8 significant bits, so positions above 256 would
-share their angles.
+share their angles. Yuan 2.0-M32 was trained with frequencies rounded to bf16, and its published class rounds
+positions, angles and tables too; `ModelConfig.rotary_form` asks for either.
 
-B = sequences, S = tokens of a sequence, D = size of a head.
+B = sequences, S = tokens of a sequence, D = size of a head, R = its rotated dims.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from yuan_train.config.model import ModelConfig, RopeScaling
 
 @dataclass(frozen=True)
 class RotaryTables:
-    """Cosines and sines [B or 1, S, D/2] of the angles of a micro-batch's tokens."""
+    """Cosines and sines [B or 1, S, R/2] of the angles of a micro-batch's tokens."""
 
     cos: Tensor
     sin: Tensor
@@ -37,19 +38,22 @@ def rotary_tables(config: ModelConfig, positions: Tensor, *, length: int, dtype:
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     frequencies, factor = rotary_frequencies(config, length=length, device=positions.device, dtype=wide)
-    angles = positions.to(wide).unsqueeze(-1) * frequencies
-    cos, sin = angles.cos(), angles.sin()
+    if config.rotary_form != "exact":
+        frequencies = frequencies.bfloat16()
+    narrow = torch.bfloat16 if config.rotary_form == "bf16" else wide
+    angles = positions.to(narrow).unsqueeze(-1) * frequencies.to(narrow)
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     return RotaryTables(cos, sin) if factor == 1.0 else RotaryTables(cos * factor, sin * factor)
 
 
 def rotary_frequencies(
     config: ModelConfig, *, length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
-    """Return the frequencies [D/2], base^(-2i/D) (Su et al. 2021) before scaling, and a factor of the tables.
+    """Return the frequencies [R/2], base^(-2i/R) (Su et al. 2021) before scaling, and a factor of the tables.
 
     The scalings are those that transformers names (modeling_rope_utils.py).
     """
-    scaling, base, dim = config.rope_scaling, config.rope_base, config.head_dim
+    scaling, base, dim = config.rope_scaling, config.rope_base, config.rotary_size
     original = scaling.original_max_position_embeddings if scaling is not None else 0
     original = original or config.max_sequence_length
     if scaling is not None and scaling.rope_type == "dynamic" and length > original:

@@ -58,6 +58,58 @@ def feed_forward_work(model: ModelConfig, parameters: int) -> SublayerWork:
     )
 
 
+def experts(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:
+    """A norm, the router and the experts, SwiGLU feed-forwards stacked along dim 0.
+
+    The attention router has the rows of N queries, then of N keys and of N values; the softmax router N rows.
+    """
+    hidden, count, width = model.hidden_size, model.num_experts, model.expert_width
+    drawn = Normal(model.init_std)
+
+    def stacked(name: str, rows: int, columns: int, initial: Normal) -> ParameterSpec:
+        shape = (count, rows, columns)
+        return ParameterSpec(name=f"experts.{name}.weight", shape=shape, sharding="expert", initial=initial)
+
+    return (
+        norm("feed_forward_norm.weight", hidden),
+        linear("router", (router_rows(model), hidden), "whole", drawn),
+        stacked("up", 2 * width, hidden, drawn),
+        stacked("down", hidden, width, out),
+    )
+
+
+def router_rows(model: ModelConfig) -> int:
+    """Rows of the router's weight: queries, keys and values of every expert, or their scores."""
+    return model.num_experts * (1 if model.router == "softmax" else 3)
+
+
+def experts_work(model: ModelConfig, parameters: int) -> SublayerWork:
+    """Experts with their norm and router, for the most rows there can be: all K of a token.
+
+    Kept: the norm's input and output; the router's products, the K weights and two integers for each, the
+    chosen expert and the slot of each row; K times a token's copy (H), `up` (2F), its product (F) and the
+    expert's output (H). Selective recompute keeps neither the norm's output nor the copies nor the products
+    of the gates. On one card all of it is there, so nothing is divided.
+    """
+    hidden, width, chosen = model.hidden_size, model.expert_width, model.experts_per_token
+    routing = Kept(0, router_rows(model) + chosen, 2 * chosen)
+    return SublayerWork(
+        parameters=parameters,
+        products=router_rows(model) * hidden + chosen * 3 * hidden * width,
+        replicated=Kept(2 * hidden + chosen * (2 * hidden + 3 * width), 1) + routing,
+        sharded=Kept(0),
+        selective_replicated=Kept(hidden + chosen * (hidden + 2 * width), 1) + routing,
+        selective_sharded=Kept(0),
+        # The norm twice, for the router and the copies; a copy reads and writes, as SwiGLU does.
+        recomputed=2 * hidden + chosen * (2 * hidden + 3 * width),
+        held=Kept(chosen * (3 * width + 2 * hidden) + 2 * hidden, 2 * hidden),
+        decided=2 * chosen,
+        # Gradients of the experts are added to the bucket one by one.
+        largest_weight=2 * width * hidden,
+        collectives=0,
+    )
+
+
 def grouped_attention(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     """A norm and grouped-query attention (Ainslie et al. 2023), biases and norms of the heads where asked."""
     hidden, projection, narrow = model.hidden_size, model.projection_size, model.key_value_size

@@ -26,7 +26,7 @@ from yuan_train.models.documents import DocumentRanges
 from yuan_train.models.dropout import DropoutSeed, LayerDropout
 from yuan_train.models.initial import initial_weight
 from yuan_train.models.layers import Embedding, Linear, RMSNorm
-from yuan_train.models.recompute import SAVE_ALL, SelectiveRecompute
+from yuan_train.models.recompute import KeptDecision, SelectiveRecompute
 from yuan_train.models.rotary import RotaryTables, rotary_tables
 
 IGNORE_INDEX = -100
@@ -271,7 +271,7 @@ def _run(
             rotary,
             document_start,
             document_ranges,
-            SAVE_ALL,
+            KeptDecision(),
             drop,
             use_reentrant=False,
             preserve_rng_state=False,

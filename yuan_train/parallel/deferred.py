@@ -1,4 +1,4 @@
-"""Weight gradients of linears and filters: added to the fp32 buckets at once, or later in split backwards.
+"""Weight gradients of linears, experts, routers and filters: added to fp32 buckets at once, or later.
 
 A product of 16-bit matrices is added to the bucket in fp32, without a rounded gradient in between. Split in
 two (zero bubble, Qi et al. 2023), a backward computes the gradients of inputs and defers those of these
@@ -52,22 +52,29 @@ class DeferredWeightGrads:
 
 
 def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:
-    """Make the linears and filters of a model add their weight gradients to the buckets themselves.
+    """Make the modules that multiply matrices add their weight gradients to the buckets themselves.
 
     In split backwards they defer that. The linears are the modules whose style in `sharding` is column or
-    row. Returns the names of these parameters.
+    row, the experts those of style expert; routers and filters are known by their ops. Returns the names of
+    these parameters.
     """
+    added: set[str] = set()
     for path, module in model.named_modules():
         if sharding_style(path, sharding) in ("column", "row"):
             module.forward = _linear(module, deferred)
+        elif sharding_style(path, sharding) == "expert":
+            module.forward = _experts(module, deferred)
         if hasattr(module, "convolution"):
             module.convolution = _filter(deferred)
+        if hasattr(module, "wide_linear"):
+            module.wide_linear = _wide_linear(deferred)
+            added.add(f"{path}.weight")
     styles = {name: sharding_style(name.rpartition(".")[0], sharding) for name, _ in model.named_parameters()}
-    return {
+    return added | {
         name
         for name, style in styles.items()
         # The bias of a linear is added outside of it.
-        if style == "filter" or (style in ("column", "row") and name.endswith(".weight"))
+        if style in ("filter", "expert") or (style in ("column", "row") and name.endswith(".weight"))
     }
 
 
@@ -77,6 +84,17 @@ def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Te
         return y if module.bias is None else y + module.bias
 
     return forward
+
+
+def _experts(module: Any, deferred: DeferredWeightGrads) -> Callable[..., Tensor]:
+    def forward(x: Tensor, counts: Sequence[int]) -> Tensor:
+        return _Experts.apply(x, module.weight, counts, deferred)  # pyright: ignore[reportReturnType]
+
+    return forward
+
+
+def _wide_linear(deferred: DeferredWeightGrads) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, weight: _WideLinear.apply(x, weight, deferred)  # pyright: ignore[reportReturnType]
 
 
 def _filter(deferred: DeferredWeightGrads) -> Callable[..., Tensor]:
@@ -118,6 +136,48 @@ class _Linear(torch.autograd.Function):
             ops.add_product_(weight.main_gradient, dy.flatten(0, -2).T, x.flatten(0, -2))
 
         dx = ops.linear(dy, weight.T) if ctx.needs_input_grad[0] else None
+        _add_or_defer(ctx.deferred, [weight], add)
+        return dx, None, None
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int], deferred: DeferredWeightGrads
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.counts, ctx.deferred = weight, counts, deferred
+        return ops.grouped_linear(x, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
+        dy = gradients[0]
+
+        def add() -> None:
+            ops.add_grouped_products_(weight.main_gradient, dy, x, counts)
+
+        dx = ops.grouped_linear(dy, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        _add_or_defer(ctx.deferred, [weight], add)
+        return dx, None, None, None
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeightGrads) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.deferred = weight, deferred
+        return ops.wide_linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        dy = gradients[0]
+
+        def add() -> None:
+            ops.add_product_(weight.main_gradient, dy.T, x.to(dy.dtype))
+
+        dx = ops.linear(dy, weight.T.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         _add_or_defer(ctx.deferred, [weight], add)
         return dx, None, None
 

@@ -91,8 +91,9 @@ def find_shard(
 ) -> Shard:
     """The shard of a parameter, given its global name and global shape.
 
-    `sharding` maps patterns of module names to the model's sharding styles: column, row, filter, vocabulary
-    or whole. `row_blocks` maps patterns to the number of matrices stacked in a weight; 1 where none matches.
+    `sharding` maps patterns of module names to the model's sharding styles: column, row, filter, vocabulary,
+    expert, head_norm or whole. `row_blocks` maps patterns to the number of matrices stacked in a weight; 1
+    where none matches.
     """
     module, _, kind = name.rpartition(".")
     style = sharding_style(module, sharding)
@@ -110,7 +111,7 @@ def sharding_style(module: str, sharding: Mapping[str, str]) -> str | None:
 
 
 def _dim(style: str, module: str, kind: str) -> int | None:
-    if style in ("column", "vocabulary"):
+    if style in ("column", "vocabulary", "expert"):
         return 0
     if style == "row":
         return 1

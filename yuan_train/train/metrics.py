@@ -38,6 +38,9 @@ class StepMetrics:
     forecast_step_seconds: float | None
     stage_seconds: list[float] | None
     """Seconds of compute of each rank in the step, without the reading of its data."""
+    expert_tokens: list[list[int]] | None = None
+    """Tokens that each expert of each layer was given, since the line before that has them; None, and not
+    in the file, without experts."""
     validation_loss: float | None = None
     loss_scale: float | None = None
     """Loss scale of this step's backward; None, like `skipped_steps`, if the loss is not scaled."""
@@ -72,6 +75,8 @@ class Log:
             line = {"version": VERSION, **_finite(asdict(metrics))}
             if metrics.loss_scale is None:
                 del line["loss_scale"], line["skipped_steps"]
+            if metrics.expert_tokens is None:
+                del line["expert_tokens"]
             if metrics.stage_seconds is None:
                 del line["peak_memory_bytes"], line["stage_seconds"]
             self._file.write(json.dumps(line) + "\n")

@@ -12,7 +12,7 @@ from torch import Tensor
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.attention import SelfAttention
 from yuan_train.models.block import Block
-from yuan_train.models.layers import FeedForward, Linear, RMSNorm
+from yuan_train.models.layers import Linear, RMSNorm
 from yuan_train.models.rotary import RotaryTables
 
 
@@ -22,7 +22,6 @@ def build_block(config: ModelConfig, *, device: torch.device, dtype: torch.dtype
         config,
         filter=None,
         attention=GroupedAttention(config, device=device, dtype=dtype),
-        feed_forward=FeedForward(config.hidden_size, config.ffn_hidden_size, device=device, dtype=dtype),
         device=device,
         dtype=dtype,
     )

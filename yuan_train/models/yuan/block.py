@@ -17,7 +17,7 @@ from torch import Tensor
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.attention import SelfAttention
 from yuan_train.models.block import Block
-from yuan_train.models.layers import FeedForward, Linear
+from yuan_train.models.layers import Linear
 from yuan_train.models.localized_filter import LocalizedFilter
 from yuan_train.models.rotary import RotaryTables
 
@@ -29,7 +29,6 @@ def build_block(config: ModelConfig, *, device: torch.device, dtype: torch.dtype
         config,
         filter=LocalizedFilter(config, device=device, dtype=dtype) if has_filter else None,
         attention=InterleavedAttention(config, device=device, dtype=dtype),
-        feed_forward=FeedForward(config.hidden_size, config.ffn_hidden_size, device=device, dtype=dtype),
         device=device,
         dtype=dtype,
     )

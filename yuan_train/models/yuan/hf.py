@@ -1,13 +1,16 @@
 """Maps our tensor names and model sizes to those of the published Hugging Face format of Yuan 2.0, and back.
 
-No files are read here. In three things the published format differs from what its names suggest:
+No files are read here. Yuan 2.0-M32 differs from the dense models in its experts, one tensor each, and in the
+keys of its `moe_config`; the rows of an expert's `w1` are first those of the silu. In three things the
+published format differs from what its names suggest:
 
 - `q_proj` and `k_proj` are the upper and lower half of one query-key matrix whose rows are interleaved per
   head: `q_proj` has the queries and keys of the first half of the heads.
-- The silu is applied to `up_proj`, not to `gate_proj`.
+- The silu is applied to `up_proj`, not to `gate_proj`. M32 has neither.
 - `v_proj` takes the unfiltered input. The filter's kernels are Conv2d weights [out, in, 2, 1].
 
-(IEIT-Yuan/Yuan-2.0:megatron/model/yuan_hf_model.py:279-330 and tools/convert_hf.py:173-255.)
+(IEIT-Yuan/Yuan-2.0:megatron/model/yuan_hf_model.py:279-330 and tools/convert_hf.py:173-255;
+IEIT-Yuan/Yuan2.0-M32:3rd_party/AutoGPTQ/auto_gptq/modeling/yuan_moe_hf_model.py.)
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def published_layout(model: ModelConfig) -> Iterator[TensorMapping]:
 
 def _layer(model: ModelConfig, our_prefix: str, published_prefix: str) -> Iterator[TensorMapping]:
     """Yield the tensors of one layer."""
-    hidden, projection, width = model.hidden_size, model.projection_size, model.ffn_hidden_size
+    hidden, projection = model.hidden_size, model.projection_size
     attention, filter_, mlp = (
         f"{published_prefix}.self_attn",
         f"{published_prefix}.self_attn.lf_gate",
@@ -70,10 +73,26 @@ def _layer(model: ModelConfig, our_prefix: str, published_prefix: str) -> Iterat
     )
     yield one("attention.out.weight", (hidden, projection), f"{attention}.o_proj.weight")
     yield one("feed_forward_norm.weight", (hidden,), f"{published_prefix}.post_attention_layernorm.weight")
+    if model.num_experts:
+        yield from _experts(model, our_prefix, mlp)
+        return
+    width = model.ffn_hidden_size
     yield one(
         "feed_forward.up.weight", (2 * width, hidden), f"{mlp}.up_proj.weight", f"{mlp}.gate_proj.weight"
     )
     yield one("feed_forward.down.weight", (hidden, width), f"{mlp}.down_proj.weight")
+
+
+def _experts(model: ModelConfig, our_prefix: str, mlp: str) -> Iterator[TensorMapping]:
+    """Yield the router and the experts of a layer. Raises CheckpointError for a router that M32 has not."""
+    if model.router != "attention":
+        raise CheckpointError(f"router {model.router!r}: the published format has the attention router only")
+    hidden, width, count = model.hidden_size, model.expert_width, model.num_experts
+    gates = tuple(f"{mlp}.gate.{name}.weight" for name in ("query", "key", "value"))
+    yield TensorMapping(f"{our_prefix}.router.weight", (3 * count, hidden), gates)
+    for ours, theirs, shape in (("up", "w1", (2 * width, hidden)), ("down", "w2", (hidden, width))):
+        parts = tuple(f"{mlp}.experts.{expert}.{theirs}.weight" for expert in range(count))
+        yield TensorMapping(f"{our_prefix}.experts.{ours}.weight", (count, *shape), parts, stacked=True)
 
 
 def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig:
@@ -83,12 +102,14 @@ def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> Mo
     """
     for violation in _unsupported(config):
         raise CheckpointError(f"{where}: {violation}")
+    experts = _expert_sizes(config)
     sizes = {
         "name": name,
         "num_layers": config.get("num_hidden_layers"),
         "hidden_size": config.get("hidden_size"),
         "num_attention_heads": config.get("num_attention_heads"),
-        "ffn_hidden_size": config.get("intermediate_size"),
+        # M32's published class reads the width in moe_config alone, which may differ.
+        "ffn_hidden_size": config.get("intermediate_size") or experts.get("expert_ffn_hidden_size"),
         "vocab_size": config.get("vocab_size"),
         "head_dim": _head_dim(config),
         "attention": "localized_filter" if config.get("localized_filter", True) else "plain",
@@ -97,8 +118,9 @@ def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> Mo
         "tie_embeddings": config.get("tie_word_embeddings", True),
         "init_std": config.get("initializer_range", 0.02),
         "max_sequence_length": config.get("max_position_embeddings") or config.get("model_max_length"),
+        **experts,
     }
-    missing = [key for key in _SIZES if config.get(key) is None]
+    missing = [key for key, ours in _SIZES.items() if sizes[ours] is None]
     if missing or sizes["max_sequence_length"] is None:
         wanted = missing or ["max_position_embeddings"]
         raise CheckpointError(f"{where}: no {', '.join(wanted)}; wanted the sizes of a Yuan 2.0 model")
@@ -108,7 +130,31 @@ def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> Mo
         raise CheckpointError(f"{where}: describes no model: {error}") from None
 
 
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_SIZES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "vocab_size",
+}
+
+
+def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The experts of a published config, and the rotary width, which M32 has; empty for a dense model."""
+    moe = config.get("moe_config")
+    if not isinstance(moe, Mapping):
+        return {}
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    rotated = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else 0
+    return {
+        "num_experts": moe.get("moe_num_experts"),
+        "experts_per_token": moe.get("moe_top_k"),
+        "expert_ffn_hidden_size": moe.get("ffn_hidden_size"),
+        "router": "attention",
+        # The class has no key for it: it rotates hidden_size / num_attention_heads dims of a wider head.
+        "rotary_dim": config.get("rotary_dim", rotated),
+        "rotary_form": config.get("rotary_form", "exact"),
+    }
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
@@ -125,7 +171,7 @@ def _rope_base(config: Mapping[str, Any]) -> Any:
     """The rotary base, as old or new releases of transformers write it; 10000 if absent, as published."""
     rope_parameters = config.get("rope_parameters")
     rope_theta = rope_parameters.get("rope_theta") if isinstance(rope_parameters, dict) else None
-    return config.get("rope_theta") or rope_theta or 10000.0
+    return config.get("rope_theta") or rope_theta or config.get("rotary_base") or 10000.0
 
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
@@ -142,11 +188,28 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         yield "rope_scaling: scaled rotary embeddings cannot be imported"
     if config.get("quantization_config"):
         yield "quantization_config: import the unquantized weights"
-    if config.get("moe_config") or config.get("num_experts"):
-        yield "a mixture of experts (Yuan 2.0-M32) cannot be imported; dense Yuan 2.0 models can"
+    moe = config.get("moe_config")
+    if isinstance(moe, Mapping):
+        yield from _unsupported_experts(moe)
+    elif moe or config.get("num_experts") or config.get("use_moe"):
+        yield "a mixture of experts without a moe_config, where Yuan 2.0-M32 has its sizes"
     kv_heads = config.get("num_key_value_heads")
     if kv_heads not in (None, config.get("num_attention_heads")):
         yield f"num_key_value_heads {kv_heads}: Yuan 2.0 has no grouped queries"
+
+
+def _unsupported_experts(moe: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a `moe_config` needs and we do not support."""
+    count, chosen = moe.get("moe_num_experts"), moe.get("moe_top_k")
+    for key, value in (("moe_num_experts", count), ("moe_top_k", chosen)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+            yield f"moe_config.{key} {value!r}; wanted 2 or more"
+    if not isinstance(moe.get("ffn_hidden_size"), int):
+        yield f"moe_config.ffn_hidden_size {moe.get('ffn_hidden_size')!r}; wanted the width of an expert"
+    if not moe.get("norm_topk_prob", True):
+        yield "moe_config.norm_topk_prob false: the weights of the chosen experts must sum to 1"
+    if not moe.get("gated_linear_unit", True):
+        yield "moe_config.gated_linear_unit false: the experts must be SwiGLU"
 
 
 def published_config(
@@ -208,5 +271,25 @@ def published_config(
         "tie_word_embeddings": model.tie_embeddings,
         "localized_filter": model.attention == "localized_filter",
         "reset_filter": resets.get("reset_filter", False),
+        **_published_experts(model),
     }
     return {**defaults, **kept, **derived}
+
+
+def _published_experts(model: ModelConfig) -> dict[str, Any]:
+    """The keys that only a model with experts or partly rotated heads has."""
+    found: dict[str, Any] = {}
+    if model.num_experts:
+        found["use_moe"] = True
+        found["moe_config"] = {
+            "moe_num_experts": model.num_experts,
+            "moe_top_k": model.experts_per_token,
+            "ffn_hidden_size": model.expert_width,
+            "norm_topk_prob": True,
+            "gated_linear_unit": True,
+        }
+    if model.rotary_dim:
+        found["rotary_dim"] = model.rotary_dim
+    if model.rotary_form != "exact":
+        found["rotary_form"] = model.rotary_form
+    return found

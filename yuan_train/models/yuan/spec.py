@@ -2,6 +2,8 @@
 
     layer:  u = RMSNorm(x);  x += attention(u, filter(u));  x += feed_forward(RMSNorm(x))
 
+In Yuan 2.0-M32 (arXiv 2405.17976) the feed-forward is a mixture of experts.
+
 H = hidden size, P = heads * head size, N = heads.
 """
 
@@ -67,13 +69,18 @@ def _out(model: ModelConfig) -> Normal:
     return Normal(model.init_std / math.sqrt(2 * model.num_layers))
 
 
+def _feed_forward(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    build = sizes.experts if model.num_experts else sizes.feed_forward
+    return build(model, out=_out(model))
+
+
 def _layer(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    return (*_attention(model), *sizes.feed_forward(model, out=_out(model)))
+    return (*_attention(model), *_feed_forward(model))
 
 
 def _sublayers(model: ModelConfig) -> tuple[SublayerWork, SublayerWork]:
-    feed_forward = sizes.parameters_of(sizes.feed_forward(model, out=_out(model)))
-    return _attention_work(model), sizes.feed_forward_work(model, feed_forward)
+    work = sizes.experts_work if model.num_experts else sizes.feed_forward_work
+    return _attention_work(model), work(model, sizes.parameters_of(_feed_forward(model)))
 
 
 def _attention_work(model: ModelConfig) -> SublayerWork:
@@ -109,12 +116,25 @@ def _attention_work(model: ModelConfig) -> SublayerWork:
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
     found = sizes.tensor_sizes(model)
     del found["key-value heads"]
+    if model.num_experts:
+        del found["feed-forward columns"]
+        found |= {"set of experts (no tensor parallelism for a model with experts)": 1}
     return found if model.attention == "plain" else found | {"filter channels": model.hidden_size // 2}
 
 
 SPEC = ModelSpec(
     title="Yuan 2.0",
-    takes=frozenset({"attention"}),
+    takes=frozenset(
+        {
+            "attention",
+            "rotary_dim",
+            "rotary_form",
+            "num_experts",
+            "experts_per_token",
+            "expert_ffn_hidden_size",
+            "router",
+        }
+    ),
     defaults={"attention": "localized_filter"},
     constraints=_constraints,
     layer=_layer,

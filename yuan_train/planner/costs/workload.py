@@ -19,6 +19,8 @@ from yuan_train.config.run import Recompute
 
 ELEMENT_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
+INTEGER_BYTES = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
@@ -157,7 +159,8 @@ def _share_of(unit: UnitWork, width: int) -> UnitWork:
 
 
 def _bytes(kept: Kept, precision: Precision) -> int:
-    return ELEMENT_BYTES[precision] * kept.elements + _statistic_bytes(precision) * kept.statistics
+    statistics = _statistic_bytes(precision) * kept.statistics
+    return ELEMENT_BYTES[precision] * kept.elements + statistics + INTEGER_BYTES * kept.integers
 
 
 def _statistic_bytes(precision: Precision) -> int:
@@ -189,7 +192,7 @@ def _layer_work(
         forward_traffic_bytes=traffic,
         backward_traffic_bytes=2 * traffic + STATE_BYTES[precision].gradients * 2 * parameters,
         activation_bytes=kept,
-        input_bytes=e * hidden * tokens,
+        input_bytes=tokens * (e * hidden + INTEGER_BYTES * sum(half.decided for half in halves)),
         selective_bytes=tokens * selective,
         selective_replicated_bytes=tokens * selective_replicated,
         recomputed_traffic_bytes=tokens * e * sum(half.recomputed for half in halves),

@@ -1,0 +1,101 @@
+"""Rows of tokens in the order of their experts, and back.
+
+A token has a slot for each of its K experts, number t K + k. `order` [R] has the slot of each row: of all T K
+slots, or of those whose experts a card holds.
+
+    copies:  rows_r = x_{order_r div K}            dx_t = sum over the slots of t, in slot order
+    sums:    y_t = sum_k w_tk rows of slot (t, k), each product rounded, in slot order, absent ones zero
+
+Slot by slot, never by an atomic addition: the sum has one order, on any card. With K = 2 it is the same sum,
+bit for bit, if two cards hold one slot each and add their zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from yuan_kernels import dispatch, reference
+from yuan_kernels.reference import accumulation_dtype
+
+
+def expert_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """Return the copies [R, H]; arguments and result as in `ops.expert_rows`."""
+    if dispatch.reference_selected():
+        return reference.expert_rows(x, order, slots)
+    return torch.ops.yuan.expert_rows(x, order, slots)
+
+
+def combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """Return the sums [T, H]; arguments and result as in `ops.combine_rows`."""
+    if dispatch.reference_selected():
+        return reference.combine_rows(rows, weights, order)
+    return torch.ops.yuan.combine_rows(rows, weights, order)
+
+
+@torch.library.custom_op("yuan::expert_rows", mutates_args=())
+def _expert_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    return x.index_select(0, order // slots)
+
+
+@torch.library.custom_op("yuan::sum_slots", mutates_args=())
+def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
+    return reference.sum_slots(rows, order, tokens, slots)
+
+
+@torch.library.custom_op("yuan::combine_rows", mutates_args=())
+def _combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    return reference.combine_rows(rows, weights, order)
+
+
+@torch.library.custom_op("yuan::combine_rows_backward", mutates_args=())
+def _combine_backward(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    dy_rows = dy.index_select(0, order // weights.shape[1])
+    dweights = torch.zeros(weights.shape, dtype=weights.dtype, device=weights.device)
+    wide = accumulation_dtype(rows.dtype)
+    dots = torch.linalg.vecdot(dy_rows.to(wide), rows.to(wide)).to(weights.dtype)
+    dweights.view(-1)[order] = dots
+    return dy_rows * weights.flatten()[order].to(rows.dtype).unsqueeze(-1), dweights
+
+
+@_expert_rows.register_fake
+def _(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    return x.new_empty(order.shape[0], x.shape[1])
+
+
+@_sum_slots.register_fake
+def _(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
+    return rows.new_empty(tokens, rows.shape[1])
+
+
+@_combine_rows.register_fake
+def _(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    return rows.new_empty(weights.shape[0], rows.shape[1])
+
+
+@_combine_backward.register_fake
+def _(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _save_copies(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, order, ctx.slots = inputs
+    ctx.tokens = x.shape[0]
+    ctx.save_for_backward(order)
+
+
+def _copies_backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.yuan.sum_slots(drows, *ctx.saved_tensors, ctx.tokens, ctx.slots), None, None
+
+
+def _save_sums(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _sums_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return *torch.ops.yuan.combine_rows_backward(dy, *ctx.saved_tensors), None
+
+
+_expert_rows.register_autograd(_copies_backward, setup_context=_save_copies)
+_combine_rows.register_autograd(_sums_backward, setup_context=_save_sums)

@@ -1,0 +1,93 @@
+"""A model with experts under pipelines: the same choices, losses, gradients and weights as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.test_plans import difference, weights_in
+from tests.support.models import VARIANTS, tiny_model
+from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases
+from yuan_train.config.architecture import sharding_of
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+
+MODEL = {"hidden_size": 32, "num_layers": 4, "init_std": 0.2} | VARIANTS["yuan-m32"] | {"head_dim": 16}
+KEYS = ("train.steps=3", "validation.every=0", "optimizer.bucket_size=1")
+
+
+def test_pipelines_compute_what_one_process_computes(tmp_path: Path) -> None:
+    run_file = make_project(tmp_path, model=MODEL)
+    run = run_config(run_file)
+    plans = {
+        "fp32": parse_plan(run, "1x8: 1@0 | 3@1"),
+        "fp64": parse_plan(
+            run,
+            "1x4: 2@0 selective | 2@1 full / 1x4: 4@2",
+            optimizer_sharding=True,
+            schedule="zero_bubble",
+        ),
+    }
+    assert not [problem for plan in plans.values() for problem in validate_plan(plan)]
+
+    def case(name: str, precision: str, *, alone: bool = False, without: str = "") -> Case:
+        saves = (f"checkpoint.directory={tmp_path / name / 'ck'}",) if precision == "fp64" else ()
+        plan = None if alone else plans[precision]
+        keys = (f"train.precision={precision}", *saves, *KEYS)
+        return Case(run_file, tmp_path / name, plan, keys, without=without)
+
+    cases = [case("cut fp32", "fp32"), case("cut", "fp64")]
+    run_cases([*cases, case("control", "fp64", without="sharded_grad_reduce")])
+    narrow, wide = (run_alone(case(f"alone {p}", p, alone=True)) for p in plans)
+    # Whole layers were placed elsewhere, no sum of a layer has another order: the same bits.
+    assert read_metrics(cases[0].folder)[0]["loss"] == narrow[0]["loss"]
+    # Two of five experts for each of 8 x 24 tokens in each layer, and the same ones.
+    counted = read_metrics(cases[1].folder)[-1]["expert_tokens"]
+    assert counted == wide[-1]["expert_tokens"] and {sum(layer) for layer in counted} == {3 * 2 * 8 * 24}
+    for key in ("loss", "grad_norm"):
+        assert difference(read_metrics(cases[1].folder), wide, key) < 1e-9
+    ours = weights_in(tmp_path / "cut" / "ck")
+    for key, wanted in weights_in(tmp_path / "alone fp64" / "ck").items():
+        assert float((ours[key] - wanted).abs().max() / wanted.abs().max()) < 1e-9, key
+    assert difference(read_metrics(tmp_path / "control"), wide, "grad_norm") > 1e-4
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_gradients_of_experts_go_into_the_buckets(split: bool, recompute: str) -> None:
+    """As autograd has them; in a split backward only when they are flushed."""
+    config = tiny_model("yuan-m32", init_std=0.2)
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(5))
+    models = [Transformer(config, recompute=recompute, dtype=torch.float64) for _ in range(2)]
+    for model in models:
+        init_weights(model, seed=1)
+    ours, plain = models
+    plain.loss(plain(tokens), tokens.roll(-1, 1)).backward()
+    deferred = DeferredWeightGrads()
+    names = add_weight_grads(ours, deferred, sharding_of(config)[0])
+    mine = {name.split(".", 2)[2] for name in names if ".experts." in name or ".router." in name}
+    assert mine == {"router.weight", "experts.up.weight", "experts.down.weight"}
+    parameters = dict(ours.named_parameters())
+    for name in names:
+        parameters[name].main_gradient = torch.zeros_like(parameters[name])  # pyright: ignore
+        parameters[name].on_main_gradient = lambda: None  # pyright: ignore
+    with deferred.splitting(0, split):
+        ours.loss(ours(tokens), tokens.roll(-1, 1)).backward()
+    added = [n for n in names if bool(parameters[n].main_gradient.any())]  # pyright: ignore
+    assert bool(added) is not split
+    if split:
+        deferred.flush(0)
+    for name, parameter in plain.named_parameters():
+        found = parameters[name].main_gradient if name in names else parameters[name].grad  # pyright: ignore
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_group_cannot_share_experts(tmp_path: Path) -> None:
+    run = run_config(make_project(tmp_path, model=MODEL))
+    problems = list(validate_plan(parse_plan(run, "1x8: 4@0,1")))
+    assert [p.path for p in problems] == [("pipelines", 0, "stages", 0, "replicas", 0)]
+    assert "2 ranks cannot share 1 set of experts" in problems[0].message
