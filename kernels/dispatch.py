@@ -80,6 +80,14 @@ def reference_selected() -> bool:
     return value == "reference"
 
 
+def uses_definition() -> bool:
+    """Whether an elementwise op is its definition: if selected, and while torch.compile is tracing.
+
+    The compiler fuses the definition with what is around it; an op of ours would be a wall to it.
+    """
+    return reference_selected() or torch.compiler.is_compiling()
+
+
 def requested_package(op: str) -> str:
     """Return the package that `YUAN_KERNELS` requests for `op`; empty if none."""
     value = os.environ.get("YUAN_KERNELS", "")

@@ -5,8 +5,10 @@ The environment variable `YUAN_KERNELS` is read at each call: `reference` select
 selects our fast implementations; any other value is a ValueError.
 
 The ops are registered with torch.library (namespace `yuan`) and so support torch.compile, fake tensors and
-autograd. Exception: cross-entropy with a main gradient or a sharded vocabulary, which calls back into Python,
-is not registered and breaks the graph under torch.compile.
+autograd. While torch.compile is tracing, norms, rotary embedding and SwiGLU are their definitions, which it
+fuses with their neighbours; products, filter, attention and cross-entropy stay whole. Exception:
+cross-entropy with a main gradient or a sharded vocabulary, which calls back into Python, is not registered
+and breaks the graph under torch.compile.
 
 B = sequences, S = tokens of a sequence, T = tokens, H = hidden size, N = heads, D = size of a head,
 F = feed-forward width, V = vocabulary, K = experts of a token, R = rows of all experts.
@@ -58,6 +60,7 @@ __all__ = [
     "localized_filter_step",
     "localized_filter_weight_gradient",
     "other_norms",
+    "prepare_compile",
     "rms_norm",
     "rotary",
     "swiglu",
@@ -406,6 +409,14 @@ def linear_cross_entropy(
         gradient_scale=1.0 if gradient_scale is None else gradient_scale,
         vocabulary=vocabulary,
     )
+
+
+def prepare_compile() -> None:
+    """Make the ops ready for torch.compile: to be called before, as often as one likes.
+
+    The compiler then takes the outcome of the tests that choose an implementation; it cannot trace them.
+    """
+    torch.compiler.assume_constant_result(attention.bf16_needs_own_backward)
 
 
 def choices(device: torch.device, dtype: torch.dtype, *, hidden: int, head_dim: int = 64) -> list[Choice]:

@@ -25,7 +25,7 @@ _BLOCK = 1 << 16
 
 def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
     """Return the norm alone; arguments and result as in `ops.rms_norm`."""
-    if dispatch.reference_selected():
+    if dispatch.uses_definition():
         return reference.rms_norm(x, weight, epsilon=epsilon)
     norm = _requested_norm(x)
     if norm is not None:
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return norm and sum; arguments and result as in `ops.add_rms_norm`."""
-    if dispatch.reference_selected():
+    if dispatch.uses_definition():
         return reference.add_rms_norm(x, residual, weight, epsilon=epsilon)
     norm = _requested_norm(x)
     if norm is not None:

@@ -21,7 +21,7 @@ from yuan_kernels.rms_norm import row_blocks
 
 def swiglu(x: Tensor) -> Tensor:
     """Return silu(z0) * z1; argument and result as in `ops.swiglu`."""
-    if dispatch.reference_selected():
+    if dispatch.uses_definition():
         return reference.swiglu(x)
     return torch.ops.yuan.swiglu(x)
 

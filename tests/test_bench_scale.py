@@ -5,8 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from yuan_train.parallel.grid import Grid
+from yuan_train.parallel.groups import make_groups
 
 TOOL = Path(__file__).parents[1] / "tools/bench_scale.py"
 
@@ -23,22 +28,50 @@ def tool():
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank", "num_groups"),
+    ("shape", "rank", "library", "num_groups", "num_reductions"),
     [
         # The world; two edges; owners of layers and of the embedding; its tensor group; two levels of tree.
-        ((4, 2, 8), 0, 1 + 2 + 2 + 1 + 2),
+        # Reductions and weight sync, of 8 owners and of 4.
+        ((4, 2, 8), 0, "gloo", 1 + 2 + 2 + 1 + 2, 2 * (8 + 4)),
         # The second rank of a group sends nothing to other stages, and is at the bottom of the tree.
-        ((4, 2, 8), 33, 1 + 0 + 2 + 1 + 1),
+        # Equal ranges are reduced in one operation.
+        ((4, 2, 8), 33, "nccl", 1 + 0 + 2 + 1 + 1, 2 * (1 + 1)),
         # In the middle of a pipeline of single cards: four edges; its owners; below 32 ranks no tree.
-        ((2, 4, 1), 5, 1 + 4 + 1),
+        ((2, 4, 1), 5, "gloo", 1 + 4 + 1, 2 * 2),
     ],
 )
 def test_a_rank_is_in_few_groups(
-    tool, tmp_path: Path, shape: tuple[int, int, int], rank: int, num_groups: int
+    tool,
+    tmp_path: Path,
+    shape: tuple[int, int, int],
+    rank: int,
+    library: str,
+    num_groups: int,
+    num_reductions: int,
 ) -> None:
-    row = tool.measure(tool.Shape(*shape, num_micro_batches=2), rank, tmp_path, steps=2)
-    assert row.num_groups == num_groups
+    small = tool.Shape(*shape, num_micro_batches=2)
+    row = tool.measure(small, rank, tmp_path, library=library, steps=2)
+    assert (row.num_groups, row.num_reductions) == (num_groups, num_reductions)
     assert row.rest_seconds > 0 and row.micro_batches_seconds > 0
+
+
+def test_a_group_has_one_name_on_all_its_ranks(tool) -> None:
+    """Under its name, which is a number, its ranks find each other; each rank makes only its own groups."""
+    grid = Grid(tool.make_plan(tool.Shape(3, 2, 2, num_micro_batches=2)))
+    names: dict[tuple[object, tuple[int, ...]], list[str]] = {}
+    for rank in range(12):
+        with tool.fake_ranks(12, rank):
+            groups = make_groups(grid, device=torch.device("cpu"), timeout_seconds=1)
+            found: dict[object, Any] = {**groups.edges, **groups.owners, "tensor": groups.replica}
+            for key, transport in found.items():
+                ranks = transport._ranks
+                if rank in ranks:
+                    names.setdefault((key, ranks), []).append(transport._group.group_name)
+    # Two edges a pipeline, six replicas, and the owners of each stage's layers and of the tied embedding.
+    assert len(names) == 6 + 6 + 3 * 2
+    assert all(len(given) == len(ranks) for (_, ranks), given in names.items())
+    assert all(len(set(given)) == 1 for given in names.values())
+    assert len({given[0] for given in names.values()}) == len(names)
 
 
 def test_an_index_is_measured(tool, tmp_path: Path) -> None:

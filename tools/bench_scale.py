@@ -3,8 +3,14 @@
 Nothing is sent: the groups are made, and their operations return at once. So the figures are one rank's own:
 seconds and private memory of its set-up (the plan file, the data, the comparison of jobs, groups, buckets),
 the groups of which it is a member, and a training step whose model does nothing. Seconds are processor time,
-which other programs of the machine do not change. `--documents` also writes an index of so many documents
-(20 bytes each, deleted afterwards), and measures a rank that maps it.
+which other programs of the machine do not change.
+
+Steps are taken with the operations that gloo gets, one for each range of a slice, and with those of nccl, one
+for all ranges if they are equal. What torch itself takes of the reductions is measured by starting those of a
+step again, without anything around them.
+
+`--documents` also writes an index of so many documents (20 bytes each, deleted afterwards), and measures a
+rank that maps it.
 """
 
 from __future__ import annotations
@@ -37,9 +43,10 @@ from yuan_train.config.plan_files import load_plan, save_plan
 from yuan_train.config.run import DataConfig, LogConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 from yuan_train.data.indexed import HEADER, MAGIC, VERSION, IndexedWriter, bin_path, idx_path
 from yuan_train.data.loader import open_corpora
-from yuan_train.parallel import groups as groups_module
+from yuan_train.parallel import transport
 from yuan_train.parallel.executor import Executor
 from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.transport import GlooTransport, NcclTransport
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.agreement import check_same_job
 from yuan_train.train.build import build
@@ -50,11 +57,21 @@ from yuan_train.train.run import _measure
 from yuan_train.train.step import Trainer, train_step
 
 STEPS, WARM_UP = 30, 5
+OPERATIONS = ("allreduce", "reduce", "broadcast", "reduce_scatter_single", "all_gather_single")
+"""Those of a group that reductions and weight sync use, by torch's names for them."""
 REDUCTION = ("start_grad_reduce", "finish_grad_reduce", "start_weight_sync", "finish_weight_sync")
 SEQUENCE_LENGTH = 64
 MODEL = ModelConfig(
-    name="scale", num_layers=32, hidden_size=64, num_attention_heads=8, ffn_hidden_size=128, vocab_size=1024
+    name="scale",
+    num_layers=32,
+    hidden_size=512,
+    num_attention_heads=8,
+    head_dim=8,
+    ffn_hidden_size=32,
+    vocab_size=1024,
+    attention="plain",
 )
+"""Small, but as in the published models each layer divides into as many ranges as it has owners."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +101,18 @@ class Row:
     """Of the set-up: reading and checking the plan file."""
     setup_bytes: int
     num_groups: int
+    model_seconds: float
+    """The forwards and backwards of the model that computes nothing, of a step."""
     micro_batches_seconds: float
-    """The executor and its messages, of a step."""
+    """The executor and its messages, without the model."""
     reduction_seconds: float
     """Starting and ending the gradient reductions and the weight sync."""
     rest_seconds: float
     """Everything else: the feed, AdamW, norm, loss; the median step, which is not logged."""
+    num_reductions: int
+    """Operations of torch.distributed that the reductions and the weight sync are made of."""
+    torch_seconds: float
+    """What torch takes to start these and to wait for them, when nothing else is done."""
 
 
 def make_plan(shape: Shape) -> Plan:
@@ -171,22 +194,33 @@ class NullStage:
         return nullcontext()
 
 
+class _FakeNccl(NcclTransport):
+    """Issues what nccl would get; a fake operation never says that it has ended."""
+
+    _polls = False
+
+
 @contextmanager
-def fake_ranks(num_ranks: int, rank: int) -> Iterator[None]:
-    """As rank `rank` of a world whose other ranks do not exist."""
+def fake_ranks(num_ranks: int, rank: int, *, library: str = "gloo") -> Iterator[None]:
+    """As rank `rank` of a world whose other ranks do not exist, and which uses the library's operations."""
 
-    def new_group(ranks: Sequence[int], **_: Any) -> dist.ProcessGroup:
-        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend="fake"))
+    def fake_group(ranks: Sequence[int], **_: Any) -> object:
+        return new_group(list(ranks), backend="fake")
 
+    new_group = dist.new_group
+    kind = {"gloo": GlooTransport, "nccl": _FakeNccl}[library]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
-        with mock.patch.object(groups_module, "_new_group", new_group):
+        with (
+            mock.patch.object(dist, "new_group", fake_group),
+            mock.patch.object(transport, "_kind_of", lambda device, *, via_host: kind),
+        ):
             yield
     finally:
         dist.destroy_process_group()
 
 
-def measure(shape: Shape, rank: int, folder: Path, *, steps: int = STEPS) -> Row:
+def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", steps: int = STEPS) -> Row:
     """Set up one rank of a plan of this shape, run steps, and say what that took."""
     save_plan(folder / "plan.yaml", make_plan(shape))
     gc.collect()
@@ -194,39 +228,55 @@ def measure(shape: Shape, rank: int, folder: Path, *, steps: int = STEPS) -> Row
     plan = load_plan(folder / "plan.yaml")
     plan_seconds = time.process_time() - start
     run = make_run(plan, folder / "corpus")
-    with fake_ranks(shape.num_ranks, rank):
+    with fake_ranks(shape.num_ranks, rank, library=library):
         job = prepare(run, plan, Position(rank, shape.num_ranks, rank % 8, 8))
         # The others do not answer, so they cannot have other jobs.
         check_same_job(job)
-        trainer, progress = build(job)
+        trainer, _ = build(job)
         setup_seconds = time.process_time() - start
         setup_bytes = private_bytes() - held
         trainer = _without_model(trainer)
-        timers = [_Timer(Executor, "run"), *(_Timer(OwnedState, name) for name in REDUCTION)]
-        rows: list[tuple[float, float, float]] = []
-        with trainer.feed, contextlib.ExitStack() as stack:
-            for timer in timers:
-                stack.enter_context(timer.running())
-            clock = device_clock(job.device)
+        clock = device_clock(job.device)
+
+        def take_step(step: int) -> None:
+            first = step * plan.global_batch_size
+            train_step(trainer, job.train, first_sample=first, lr=0.0, clip=1.0, stop=False)
+            _measure(job, trainer, step + 1, clock)
+
+        model = [_Timer(NullStage, "forward"), _Timer(torch.autograd, "backward")]
+        timers = [_Timer(Executor, "run"), *(_Timer(OwnedState, name) for name in REDUCTION), *model]
+        rows: list[tuple[float, ...]] = []
+        with trainer.feed:
             for step in range(steps):
-                start = time.thread_time()
-                train_step(
-                    trainer,
-                    job.train,
-                    first_sample=step * plan.global_batch_size,
-                    lr=0.0,
-                    clip=1.0,
-                    stop=False,
-                )
-                progress = progress.advance(run)
-                _measure(job, trainer, progress.step, clock)
-                total = time.thread_time() - start
-                executor, started, *others = [timer.read() for timer in timers]
-                rows.append((executor - started, started + sum(others), total - executor - sum(others)))
+                with contextlib.ExitStack() as stack:
+                    for timer in timers:
+                        stack.enter_context(timer.running())
+                    start = time.thread_time()
+                    take_step(step)
+                    total = time.thread_time() - start
+                run_, started, *ended, forward, backward = [timer.read() for timer in timers]
+                null = forward + backward
+                rows.append((null, run_ - started - null, started + sum(ended), total - run_ - sum(ended)))
+            reductions = _Recorder()
+            with reductions.running():
+                take_step(steps)
+            torch_seconds = min(reductions.repeat() for _ in range(steps))
         number = _num_groups(trainer.runtime.groups, rank)
-    rows = rows[min(WARM_UP, steps - 1) :]
-    micro_batches, reduction, rest = map(statistics.median, zip(*rows, strict=True))
-    return Row(rank, setup_seconds, plan_seconds, setup_bytes, number, micro_batches, reduction, rest)
+    medians = map(statistics.median, zip(*rows[min(WARM_UP, steps - 1) :], strict=True))
+    null, micro_batches, reduction, rest = medians
+    return Row(
+        rank=rank,
+        setup_seconds=setup_seconds,
+        plan_seconds=plan_seconds,
+        setup_bytes=setup_bytes,
+        num_groups=number,
+        model_seconds=null,
+        micro_batches_seconds=micro_batches,
+        reduction_seconds=reduction,
+        rest_seconds=rest,
+        num_reductions=len(reductions.calls),
+        torch_seconds=torch_seconds,
+    )
 
 
 def _without_model(trainer: Trainer) -> Trainer:
@@ -246,9 +296,9 @@ def _without_model(trainer: Trainer) -> Trainer:
 
 
 class _Timer:
-    """Adds up the seconds of the calls of a method, of this thread's processor time."""
+    """Adds up the seconds of the calls of a method or function, of this thread's processor time."""
 
-    def __init__(self, kind: type, name: str) -> None:
+    def __init__(self, kind: Any, name: str) -> None:
         self._kind, self._name, self._seconds = kind, name, 0.0
 
     def running(self) -> AbstractContextManager[object]:
@@ -270,11 +320,56 @@ class _Timer:
         return seconds
 
 
+class _Recorder:
+    """The operations that the reductions and the weight sync of a step start, to be started again."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self._depth = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While entered, operations are recorded."""
+        with contextlib.ExitStack() as stack:
+            for name in REDUCTION:
+                stack.enter_context(
+                    mock.patch.object(OwnedState, name, self._inside(getattr(OwnedState, name)))
+                )
+            for name in OPERATIONS:
+                method = getattr(dist.ProcessGroup, name)
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, self._recorded(method)))
+            yield
+
+    def repeat(self) -> float:
+        """Start all operations, and wait for all; the seconds that this takes."""
+        start = time.thread_time()
+        for work in [method(*arguments) for method, arguments in self.calls]:
+            work.wait()
+        return time.thread_time() - start
+
+    def _inside(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(state: OwnedState) -> Any:
+            self._depth += 1
+            try:
+                return method(state)
+            finally:
+                self._depth -= 1
+
+        return run
+
+    def _recorded(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if self._depth:
+                self.calls.append((method, arguments))
+            return method(*arguments)
+
+        return run
+
+
 def _num_groups(groups: Groups, rank: int) -> int:
     """The groups of which a rank is a member, the world's own included."""
     edges = sum(rank in (edge.sender, edge.receiver) for edge in groups.edges)
-    owners = sum(rank in ranks for ranks in groups.owners)
-    return 1 + edges + owners + (groups.tensor is not None) + len(groups.tree)
+    return 1 + edges + len(groups.owners) + (groups.tensor is not None) + len(groups.tree)
 
 
 def private_bytes() -> int:
@@ -327,19 +422,23 @@ def main() -> None:
         return
     print(
         "| ranks | pipelines x stages x width | rank | set-up s | of that, plan file s | private MiB "
-        "| groups | 32 micro-batches ms | reductions, weight sync ms | rest of the step ms |"
+        "| groups | operations of | 32 micro-batches ms | reductions, weight sync ms | rest of the step ms "
+        "| reductions: operations | of their ms, torch's own |"
     )
-    print("|--:|---" + "|--:" * 8 + "|")
+    print("|--:|---" + "|--:" * 5 + "|---" + "|--:" * 5 + "|")
     for shape in SHAPES:
         for rank in (0, shape.num_ranks // 2 + 1, shape.num_ranks - 1):
-            row = Row(**_in_process({"shape": dataclasses.asdict(shape), "rank": rank}))
-            print(
-                f"| {shape.num_ranks:,} | {shape.pipelines} x {shape.stages} x {shape.width} | {rank} "
-                f"| {row.setup_seconds:.2f} | {row.plan_seconds:.2f} | {row.setup_bytes / 2**20:.0f} "
-                f"| {row.num_groups} | {row.micro_batches_seconds * 1e3:.1f} "
-                f"| {row.reduction_seconds * 1e3:.1f} | {row.rest_seconds * 1e3:.1f} |",
-                flush=True,
-            )
+            for library in ("gloo", "nccl"):
+                case = {"shape": dataclasses.asdict(shape), "rank": rank, "library": library}
+                row = Row(**_in_process(case))
+                print(
+                    f"| {shape.num_ranks:,} | {shape.pipelines} x {shape.stages} x {shape.width} | {rank:,} "
+                    f"| {row.setup_seconds:.2f} | {row.plan_seconds:.2f} | {row.setup_bytes / 2**20:.0f} "
+                    f"| {row.num_groups} | {library} | {row.micro_batches_seconds * 1e3:.1f} "
+                    f"| {row.reduction_seconds * 1e3:.2f} | {row.rest_seconds * 1e3:.1f} "
+                    f"| {row.num_reductions} | {row.torch_seconds * 1e3:.2f} |",
+                    flush=True,
+                )
     if options.documents:
         _print_index(int(options.documents), options.folder)
 
@@ -366,8 +465,9 @@ def _run_only(case: dict[str, Any]) -> Any:
         return measure_index(case["index"])
     with tempfile.TemporaryDirectory() as folder:
         # Modules are imported and torch is warm: that is no cost of the number of ranks.
-        measure(Shape(2, 2, 1), 0, Path(folder), steps=1)
-        return dataclasses.asdict(measure(Shape(**case["shape"]), case["rank"], Path(folder)))
+        measure(Shape(2, 2, 1), 0, Path(folder), library=case["library"], steps=1)
+        shape, rank, library = Shape(**case["shape"]), case["rank"], case["library"]
+        return dataclasses.asdict(measure(shape, rank, Path(folder), library=library))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
         "other_norms",
         "fp32_products",
         "bf16_products",
+        "compile",
     }
     assert facts["versions"]["torch"] and facts["versions"]["python"]
     assert [p["name"] for p in facts["packages"]] == [p.name for p in doctor.PACKAGES]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from yuan_train.config import document
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.document import format_keys, parse_document, parse_scalar, read_document
 from yuan_train.config.dump import dump, write_text
@@ -176,6 +177,27 @@ def test_nesting_that_would_end_the_process(text: str) -> None:
 
 def test_brackets_in_a_text_are_not_nesting() -> None:
     assert parse_document(f"name: '{'[' * 500}'", name="flat.yaml").value == {"name": "[" * 500}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(path.read_text() for path in sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))),
+        "a: &x [1, 1.0, true, '1', \"1\", ~, 1e999, x y]\nb: *x\nc: {d: *x, e: , 'f': g}\nh: |\n i\n",
+        "a: ! 1\nb: !!str 1\nc: ! '1'\n? d\n: e",
+        "",
+        "- 1\n- {a: 1}",
+    ],
+)
+def test_values_are_read_alike_with_places_and_without(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = parse_document(text, name="x")
+
+    def refuse(*_: object) -> None:
+        raise document._Refused
+
+    monkeypatch.setattr(document, "_values", refuse)
+    located = parse_document(text, name="x")
+    assert repr(quick.value) == repr(located.value) and dict(quick.sources) == dict(located.sources)
 
 
 # --- overrides -------------------------------------------------------------------------------------------

@@ -217,6 +217,16 @@ def test_written_and_read_again(tmp_path: Path) -> None:
             "stages[1].in_flight: 1, but each of 2 replicas must hold one",
         ),
         (
+            "layers: [0, 16]",
+            "layers: [0, 15.25]",
+            "stages[0].layers[1]: wanted a multiple of 0.5, got 15.25",
+        ),
+        (
+            "layers: [0, 16]",
+            "layers: [0, 15.5]",
+            "stages[1].layers: layers [15.5, 16) dropped",
+        ),
+        (
             "recompute: none",
             "recompute: none, recompute_layers: 2",
             "stages[0].recompute_layers: 2 layers, but recompute is none; set recompute",

@@ -1,5 +1,6 @@
 """A plan together with a run: whether it was made for it; the plan of a run without planning."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from tests.config.test_plan import load, model
 from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import single_card_plan
-from yuan_train.config.plan_constraints import check_plan_of_run, validate_plan
+from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, validate_plan
 from yuan_train.config.run import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 
 
@@ -56,6 +57,23 @@ def test_all_differences_in_one_pass(tmp_path: Path) -> None:
             load(tmp_path), run(sequence_length=8, global_batch_size=2, of=model(rope_base=5.0))
         )
     assert len(str(error.value).splitlines()) == 3
+
+
+def test_what_compiled_layers_cannot_do(tmp_path: Path) -> None:
+    """Stage 0 of the example has a replica of two ranks."""
+    plan = replace(load(tmp_path), schedule="zero_bubble")
+    check_compile(plan, run())
+    plain = run()
+    compiled = replace(plain, train=replace(plain.train, compile=True))
+    with pytest.raises(PlanError) as error:
+        check_compile(plan, compiled)
+    schedule, stage = str(error.value).splitlines()
+    assert schedule == (
+        "schedule: zero_bubble splits backwards, and the backward of a compiled layer is one piece "
+        "(train.compile is true); plan again with this run, or set train.compile: false"
+    )
+    assert stage.startswith("pipelines[0].stages[0]: replicas of 2 ranks share each layer, and the collect")
+    check_compile(single_card_plan(compiled), compiled)
 
 
 def test_the_plan_of_one_process_is_valid() -> None:

@@ -182,6 +182,21 @@ def test_messages(folder: Path, before: str, after: str, message: str) -> None:
     assert message in refusal(folder, RUN.replace(before, after, 1))
 
 
+def test_what_compiled_layers_cannot_do(folder: Path) -> None:
+    assert load(folder, RUN, "train.compile=true").feasible_search.tensor == (1,)
+    assert load(folder, RUN, "search.tensor=[2]").feasible_search.tensor == (2,)
+    load(folder, RUN, "train.compile=true", "search={tensor: [1], schedule: [gpipe]}")
+    wrong = "search={tensor: [1, 2], schedule: [1f1b, zero_bubble]}"
+    load(folder, RUN, wrong, "data.reset_attention=true")
+    reported = refusal(folder, RUN, "train.compile=true", wrong, "data.reset_attention=true")
+    for words in (
+        "train.compile: true, but data.reset_attention gives every micro-batch other ranges",
+        "search.schedule: zero_bubble splits backwards, and the backward of a compiled layer",
+        "search.tensor: [1, 2], but compiled layers (train.compile) are not sharded; set [1]",
+    ):
+        assert words in reported
+
+
 def test_no_tokenizer_where_document_ends_do_not_matter(folder: Path) -> None:
     text = RUN.replace("  tokenizer: data/tokenizer\n", "").replace("ids: true", "ids: false")
     assert not load(folder, text).data.resets

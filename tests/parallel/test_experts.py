@@ -24,7 +24,7 @@ def test_pipelines_compute_what_one_process_computes(tmp_path: Path) -> None:
     run_file = make_project(tmp_path, model=MODEL)
     run = run_config(run_file)
     plans = {
-        "fp32": parse_plan(run, "1x8: 1@0 | 3@1"),
+        "fp32": parse_plan(run, "1x8: 1.5@0 | 2.5@1"),
         "fp64": parse_plan(
             run,
             "1x4: 2@0 selective | 2@1 full / 1x4: 4@2",

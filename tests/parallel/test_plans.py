@@ -73,6 +73,17 @@ PLANS: dict[str, dict] = {
         "optimizer_sharding": True,
         "optimizer_share": [1, 3, 7, 1],
     },
+    "half layers": {"text": "1x8: 2.5@0,1 | 1@2 | 0.5@3 | 2@4"},
+    "half layers beside whole ones": {
+        "text": "1x4: 2.5@0,1 | 3.5@2 / 1x4: 3@3 | 0.5@4 | 2.5@5",
+        "optimizer_sharding": True,
+        "optimizer_share": [1, 3, 7, 1, 2],
+    },
+    "half layers, virtual stages": {
+        "text": "1x8: 0.5@0 | 0.5@1 | 1.5@0 | 1@1 selective | 2@0 full:1 | 0.5@1",
+        "schedule": "interleaved_1f1b",
+    },
+    "half layers, zero bubble": {"text": "1x8: 1.5@0 | 2@1 | 1.5@1 | 1@0", "schedule": "zero_bubble"},
     "recomputed": {"text": "1x8: 2@0,1 | 4@2;3", "recompute": "full"},
     "deeper warm-up": {"text": "1x8: 2@0 | 2@1 | 1@2 | 1@3", "in_flight": [6, 4, None, None]},
     "deeper warm-up, replicas": {"text": "1x8: 2@0 | 2@1;2 | 2@3", "in_flight": [5, 5, 2]},
@@ -187,6 +198,7 @@ def test_every_plan_computes_what_one_process_computes(
 
 CONTROLS = {
     "wide to narrow": "tensor_all_reduce",
+    "half layers beside whole ones": "sharded_grad_reduce",
     "narrow to wide": "tensor_broadcast",
     "one, then two replicas": "grad_all_reduce",
     "mixed pipelines": "grad_all_reduce",

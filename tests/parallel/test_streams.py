@@ -106,7 +106,7 @@ class Stage:
         x = sample(self.rank.coord.pipeline, micro_batch) if hidden_BSH is None else hidden_BSH
         x = x.clone().requires_grad_() if hidden_BSH is None else x
         self.rank.compute(f"the forward of {micro_batch} on stage {self.number}")
-        for layer in range(*self.plan.layers):
+        for layer in range(*map(int, self.plan.layers)):
             x = Layer.apply(x, self, layer)
         # Without layers the output must still be a tensor of its own.
         return x.sum() if self.plan.head else x * 1.0
@@ -172,13 +172,13 @@ class Rank:
         works = {stage: Stage(self, stage) for stage in self.coord.stages}
         self.executor = Executor(works, self.bridge, Stopwatch(CPU))
         stages = self.grid.pipeline(self.coord).stages
-        held = [layer for s in self.coord.stages for layer in range(*stages[s].layers)]
+        held = [layer for s in self.coord.stages for layer in range(*map(int, stages[s].layers))]
         self.gradients = {layer: torch.zeros((), dtype=torch.float64) for layer in held}
         counts = [step for step in self.program if step.kind == "forward"]
         self._missing = {
             layer: sum(step.stage == s for step in counts)
             for s in self.coord.stages
-            for layer in range(*stages[s].layers)
+            for layer in range(*map(int, stages[s].layers))
         }
         self._turns = sorted(held, reverse=True)
         self._pending: list[Any] = []
@@ -204,7 +204,7 @@ class Rank:
 
     def owners(self, layer: int) -> tuple[int, ...]:
         stages = [stage for pipeline in self.grid.plan.pipelines for stage in pipeline.stages]
-        return tuple(r for stage in stages if layer in range(*stage.layers) for r in stage.ranks)
+        return tuple(r for stage in stages if layer in range(*map(int, stage.layers)) for r in stage.ranks)
 
     def is_ready(self, step: Step) -> bool:
         """Whether the values that a step needs exist."""

@@ -123,7 +123,7 @@ def parse_plan(
         shape, _, stages = part.partition(":")
         size, _, number = shape.partition("x")
         cut = [stage.split("@") for stage in stages.split("|")]
-        layers = [int(stage[0]) for stage in cut]
+        layers = [float(stage[0]) for stage in cut]
         words = [stage[1].split() for stage in cut]
         pipelines.append(
             PipelinePlan(

@@ -14,8 +14,9 @@ import torch
 from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
+from yuan_train.models import compiled
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
-from yuan_train.parallel import collectives, transport, zero
+from yuan_train.parallel import apply, collectives, transport
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
@@ -70,7 +71,8 @@ def _run_case(rank: int, case: Case) -> None:
 def _disabled(key: str) -> Iterator[None]:
     """Disable a synchronisation, or another part that the result depends on, for a negative control.
 
-    `grad_reduce_overlap` only delays all gradient reductions to the end of the rank program.
+    `grad_reduce_overlap` only delays all gradient reductions to the end of the rank program, and `inductor`
+    only saves the time in which compiled layers become code.
     """
     if not key:
         yield
@@ -80,13 +82,15 @@ def _disabled(key: str) -> Iterator[None]:
         "sharded_grad_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
         "sharded_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
         "host_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
-        "operation_per_owner": (zero, "_is_coalesced", _is_coalesced_where_equal),
+        "operation_per_owner": (transport, "_is_coalesced", _is_coalesced_where_equal),
         "host_copy": (transport, "_host_copy", torch.zeros_like),
         "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
         "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
         "tensor_all_reduce": (collectives.dist, "all_reduce", _skip_activations(collectives.dist.all_reduce)),
+        "head_norm_reduce": (apply, "reduce_head_norms", lambda *a: None),
         "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),
         "norm_all_reduce": (collectives.dist, "all_reduce", _skip_norm(collectives.dist.all_reduce)),
+        "inductor": (compiled, "BACKEND", "aot_eager"),
         "tensor_broadcast": (collectives.dist, "broadcast", lambda *a, **k: None),
     }[key]
     original = getattr(owner, name)
@@ -97,8 +101,8 @@ def _disabled(key: str) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _is_coalesced_where_equal(ranges: dict[int, tuple[int, int]], group: object) -> bool:
-    return len({end - start for start, end in ranges.values()}) == 1
+def _is_coalesced_where_equal(ranges: transport.Ranges, group: object) -> bool:
+    return ranges.are_equal
 
 
 def _keep_own_gradient(self: OwnedState) -> None:

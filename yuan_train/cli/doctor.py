@@ -138,6 +138,7 @@ def examine(*, hidden: int) -> Facts:
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
         "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
         **_cpu_products(),
+        "compile": [_compile_fact(device["device"]) for device in devices],
     }
 
 
@@ -272,6 +273,13 @@ def _cpu_products() -> Facts:
     return {"fp32_products": ops.fp32_products(), "bf16_products": ops.bf16_products()}
 
 
+def _compile_fact(device: str) -> Facts:
+    """What torch.compile (`train.compile`) lacks on a device; None: it has all that it needs."""
+    from yuan_train.train.compiler import compiler_fault
+
+    return {"device": device, "fault": compiler_fault(device.partition(":")[0])}
+
+
 # --- as text -----------------------------------------------------------------------------------------------
 
 
@@ -302,6 +310,9 @@ def _lines(facts: Facts) -> Iterator[str]:
         yield f"  {_norm_line(norm)}"
     yield f"  large fp32 products on the CPU go through {facts['fp32_products']} (tested just now)"
     yield f"  bf16 products on the CPU go through {facts['bf16_products']}"
+    for fact in facts["compile"]:
+        state = f"is not possible: {fact['fault']}" if fact["fault"] else "has the compilers that it needs"
+        yield f"  train.compile on {fact['device']} {state}"
 
 
 def _shared_lines(saving: Facts | None) -> Iterator[str]:

@@ -80,8 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
         overlap=run_config.search.overlap,
         reduce_dtype=run_config.optimizer.reduce_dtype,
         bucket_size=run_config.optimizer.bucket_size,
+        compile=run_config.train.compile,
     )
-    result = search_plan(problem, run_config.search, micro_batch_size=run_config.train.micro_batch_size)
+    result = search_plan(
+        problem, run_config.feasible_search, micro_batch_size=run_config.train.micro_batch_size
+    )
     if arguments.report:
         write_text(arguments.report, plan_html(result, problem))
     if arguments.out:

@@ -152,10 +152,13 @@ def _measure_here(
     """The profile and this process's rank. Under torchrun all ranks measure their cards at the same time, as
     they run in training, then the links between them."""
     from yuan_train.parallel.groups import init_distributed, shutdown
+    from yuan_train.train.compiler import check_compiler
     from yuan_train.train.job import choose_device, find_position
 
     position = find_position()
     device = choose_device(config.train.device if config else "auto", position)
+    if config is not None and config.train.compile:
+        check_compiler(device)
     if cluster is not None and position.world_size not in (1, len(cluster.cards)):
         raise ConfigError(
             f"--cluster has {len(cluster.cards)} cards, but {position.world_size} processes were started; "
@@ -184,7 +187,7 @@ def _make_bench(
     device_type = card.type if card and slowdown is not None else arguments.device_type or name_of(device)
     node = card.node if card and position.world_size > 1 else platform.node()
     nodes_and_types = _all_gather((node, device_type), position)
-    widths = (config.search.tensor if config else None) or WIDTHS
+    widths = (config.feasible_search.tensor if config else None) or WIDTHS
     fitting = [w for w in widths if all(size % w == 0 for size in model.spec.tensor_sizes(model).values())]
     return Bench(
         model=model,
@@ -267,6 +270,7 @@ def _measure_card(bench: Bench) -> Profile:
         slowdown=bench.slowdown,
         seconds_per_unit=bench.seconds_per_unit,
         data=config.data if config else None,
+        compile=config is not None and config.train.compile,
     )
     reserved = measure_reserved(base)
     entries: list[ProfileEntry] = []
@@ -288,6 +292,7 @@ def _measure_card(bench: Bench) -> Profile:
         model=model.name,
         machine=name_of(bench.device) if bench.device.type == "cuda" else machine_name(),
         precision=precision,
+        compile=base.compile,
         entries=tuple(entries),
     )
 
@@ -326,7 +331,7 @@ def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
     entries: dict[tuple[object, ...], ProfileEntry] = {}
     links: dict[tuple[str, str], LinkProfile] = {}
     for name, profile in [(first_name, first), *others]:
-        for what in ("sequence_length", "precision", "model", "source"):
+        for what in ("sequence_length", "precision", "compile", "model", "source"):
             value, wanted = getattr(profile, what), getattr(first, what)
             if value != wanted:
                 raise ConfigError(

@@ -183,16 +183,19 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
     from yuan_train.planner.evaluate.plan_cost import cost_plan
 
+    profile = read_profiles(arguments.profile)
     problem = PlanProblem(
         cluster=load_cluster(arguments.cluster),
         model=plan.model,
         sequence_length=plan.sequence_length,
         global_batch_size=plan.global_batch_size,
         precision=arguments.precision or "bf16",
-        profile=read_profiles(arguments.profile),
+        profile=profile,
         overlap=not arguments.blocking,
         reduce_dtype=arguments.reduce_dtype or "fp32",
         bucket_size=arguments.bucket_size or BUCKET_SIZE,
+        # A plan does not say whether its run compiles the layers.
+        compile=profile is not None and profile.compile,
     )
     return cost_plan(make_costs(problem), plan)
 

@@ -124,6 +124,10 @@ class SublayerWork:
     collectives: int = 1
     """All-reduces of a hidden state over the tensor-parallel group, in the forward as in the backward."""
 
+    def forward_flops(self, sequence_length: int) -> int:
+        """Forward FLOP per token: causal attention covers S/2 earlier tokens on average."""
+        return 2 * self.products + 2 * sequence_length * self.scores
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -199,6 +203,12 @@ def find_parameter(model: ModelConfig, name: str) -> ParameterSpec:
 def _by_name(model: ModelConfig, in_layers: bool) -> dict[str, ParameterSpec]:
     found = model.spec.layer(model) if in_layers else ends(model)
     return {parameter.name: parameter for parameter in found}
+
+
+def half_of(module: str) -> Literal["attention", "feed_forward"]:
+    """The half of a layer that a module of it belongs to, by its name inside the layer."""
+    first = module.partition(".")[0]
+    return "attention" if first in ("attention_norm", "filter", "attention") else "feed_forward"
 
 
 def sharding_of(model: ModelConfig) -> tuple[dict[str, str], dict[str, int]]:

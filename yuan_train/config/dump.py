@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,20 +20,35 @@ from yuan_train.config.units import Unit, format_quantity
 
 def as_plain(value: Any, hint: Any = None) -> Any:
     """A frozen value as dictionaries, lists and quantities with units; fields that are None are left out."""
-    unit = next((item for item in get_args(hint) if isinstance(item, Unit)), None)
-    if unit is None:
-        unit = next((i for a in get_args(hint) for i in get_args(a) if isinstance(i, Unit)), None)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        plain = {k: as_plain(getattr(value, k), h) for k, h in field_hints(type(value)).items()}
-        return {key_of(k): item for k, item in plain.items() if item is not None}
-    if is_mapping(value):
-        return {str(key): as_plain(item) for key, item in value.items()}
+    return _plain(value, _unit_of(hint))
+
+
+def _plain(value: Any, unit: Unit | None) -> Any:
+    if value is None or type(value) in _SCALARS:
+        return value if unit is None or value is None else format_quantity(cast("float", value), unit.kind)
     if isinstance(value, tuple) or is_list(value):
         items = cast("Iterable[Any]", value)
-        return [as_plain(item) for item in items]
-    if unit is not None and value is not None:
-        return format_quantity(cast("float", value), unit.kind)
-    return value
+        return [item if type(item) in _SCALARS else _plain(item, None) for item in items]
+    if is_mapping(value):
+        return {str(key): _plain(item, None) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((key, getattr(value, name), unit) for name, key, unit in _fields_of(type(value)))
+        return {key: _plain(item, unit) for key, item, unit in fields if item is not None}
+    return value if unit is None else format_quantity(cast("float", value), unit.kind)
+
+
+_SCALARS = (str, int, float, bool)
+
+
+@functools.cache
+def _fields_of(kind: type) -> tuple[tuple[str, str, Unit | None], ...]:
+    """Name, key and unit of each field: found once, for a plan has thousands of values of a kind."""
+    return tuple((name, key_of(name), _unit_of(hint)) for name, hint in field_hints(kind).items())
+
+
+def _unit_of(hint: Any) -> Unit | None:
+    inside = (*get_args(hint), *(item for argument in get_args(hint) for item in get_args(argument)))
+    return next((item for item in inside if isinstance(item, Unit)), None)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -18,6 +18,7 @@ def key_of(name: str) -> str:
     return name[:-1] if name.endswith("_") and is_keyword(name) else name
 
 
+@functools.cache
 def is_keyword(name: str) -> bool:
     """Whether a name, without underscores at its end, is a Python keyword."""
     return keyword.iskeyword(name.rstrip("_"))

@@ -121,7 +121,10 @@ def _without(value: Any, keys: Keys) -> Any:
 def _keywords_safe(value: Any) -> Any:
     """Rename keys that are Python keywords to their fields: `from` to `from_`; `from_` becomes unknown."""
     if is_mapping(value):
-        return {f"{k}_" if is_keyword(k) else k: _keywords_safe(v) for k, v in value.items()}
+        return {
+            f"{k}_" if is_keyword(k) else k: _keywords_safe(v) if isinstance(v, (dict, list)) else v
+            for k, v in value.items()
+        }
     if is_list(value):
-        return [_keywords_safe(item) for item in value]
+        return [_keywords_safe(item) if isinstance(item, (dict, list)) else item for item in value]
     return value

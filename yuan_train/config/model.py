@@ -178,8 +178,7 @@ class ModelConfig:
         Each weight of a matrix product costs two FLOP; convolutions are matrix products over all tokens.
         Attention scores, and their weighted sum of values, cover S/2 earlier tokens on average.
         """
-        halves = self.spec.sublayers(self)
-        return sum(2 * half.products + 2 * sequence_length * half.scores for half in halves)
+        return sum(half.forward_flops(sequence_length) for half in self.spec.sublayers(self))
 
     @property
     def head_forward_flops(self) -> int:

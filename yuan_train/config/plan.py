@@ -5,13 +5,14 @@ The planner and the trainer share only the plan and the schedule made from it. A
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, MinLen, MultipleOf
 
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import CATALOGUE, Backend, DeviceType
@@ -21,6 +22,8 @@ from yuan_train.config.run import Recompute, RunConfig, ScheduleName
 Count = Annotated[int, Gt(0)]
 
 Index = Annotated[int, Ge(0)]
+LayerBorder = Annotated[float, Ge(0), MultipleOf(0.5)]
+"""A number of layers, whole or ending in a half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +41,14 @@ class StagePlan:
 
     replicas: Annotated[tuple[Annotated[tuple[Index, ...], MinLen(1)], ...], MinLen(1)]
     """Each a tensor-parallel group, its ranks in order; of n replicas, micro-batch m runs on m mod n."""
-    layers: tuple[Index, Index]
+    layers: tuple[LayerBorder, LayerBorder]
+    """Half-open. A border may lie in the middle of a layer, between attention and feed-forward: [3.5, 7]."""
     embedding: bool = False
     head: bool = False
     recompute: Recompute = "none"
     recompute_layers: Count | None = None
-    """How many layers, counted from the first, are recomputed; None: all, unless `recompute` is none."""
+    """How many layers, counted from the first, are recomputed; None: all, unless `recompute` is none. Half a
+    layer counts as one."""
     optimizer_share: Annotated[float, Gt(0), Le(1e6)] = 1.0
     """With optimizer_sharding: how much of the optimizer state the stage holds, relative to the other owners
     of the same layers (3 against 1: three quarters)."""
@@ -53,17 +58,26 @@ class StagePlan:
     optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
     """Fraction of its optimizer state that each rank of the stage keeps in host memory and steps there."""
 
+    def __post_init__(self) -> None:
+        whole = tuple(int(border) if float(border).is_integer() else border for border in self.layers)
+        object.__setattr__(self, "layers", whole)
+
     @property
-    def num_layers(self) -> int:
-        """Layers of the stage; may be 0."""
+    def num_layers(self) -> float:
+        """Layers of the stage; may be 0, and end in a half."""
         return self.layers[1] - self.layers[0]
 
     @property
+    def num_blocks(self) -> int:
+        """Layers that the stage holds, wholly or one half of."""
+        return math.ceil(self.layers[1]) - math.floor(self.layers[0]) if self.num_layers > 0 else 0
+
+    @property
     def num_recomputed(self) -> int:
-        """Number of recomputed layers: the stage's first ones."""
+        """Number of recomputed layers, halves counting as one: the stage's first ones."""
         if self.recompute == "none":
             return 0
-        return self.num_layers if self.recompute_layers is None else self.recompute_layers
+        return self.num_blocks if self.recompute_layers is None else self.recompute_layers
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -187,6 +201,14 @@ class Plan:
             for rank in stage.ranks
         }
         return tuple(shares[rank] for rank in range(self.world_size))
+
+    @cached_property
+    def divided_layers(self) -> frozenset[int]:
+        """The layers that some pipeline cuts between attention and feed-forward."""
+        borders = {
+            border for pipeline in self.pipelines for stage in pipeline.stages for border in stage.layers
+        }
+        return frozenset(int(border) for border in borders if border % 1)
 
     @cached_property
     def cards_by_type(self) -> dict[str, int]:

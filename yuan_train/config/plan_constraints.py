@@ -61,15 +61,15 @@ def _rank_constraints(plan: Plan) -> Iterator[Violation]:
     stage_of: dict[int, tuple[int, int]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            path = ("pipelines", p, "stages", s, "replicas")
-            for rank in stage.ranks:
+            path, ranks = ("pipelines", p, "stages", s, "replicas"), stage.ranks
+            for rank in ranks:
                 if rank >= plan.world_size:
                     yield Violation(path, f"there is no rank {rank}; ranks has {plan.world_size}, from 0")
-            for rank in sorted(rank for rank, times in Counter(stage.ranks).items() if times > 1):
+            for rank in _named_twice(ranks):
                 yield Violation(
                     path, f"rank {rank} is named twice in this stage; a rank works in one replica"
                 )
-            for rank in sorted(set(stage.ranks) & set(stage_of)):
+            for rank in sorted(rank for rank in set(ranks) if rank in stage_of):
                 first = stage_of[rank]
                 if first[0] != p:
                     other = f"it works in pipeline {first[0]} already"
@@ -86,10 +86,16 @@ def _rank_constraints(plan: Plan) -> Iterator[Violation]:
                         f"rank {rank} is named twice: stage {first[1]} has it already, and schedule "
                         f"{plan.schedule} gives a rank one stage",
                     )
-            stage_of |= dict.fromkeys(stage.ranks, (p, s))
+            stage_of |= dict.fromkeys(ranks, (p, s))
     for rank in range(plan.world_size):
         if rank not in stage_of:
             yield Violation(("ranks", rank), f"rank {rank} works in no stage; leave it out or give it one")
+
+
+def _named_twice(ranks: tuple[int, ...]) -> list[int]:
+    if len(set(ranks)) == len(ranks):
+        return []
+    return sorted(rank for rank, times in Counter(ranks).items() if times > 1)
 
 
 def _same_replica(pipeline: PipelinePlan, a: int, b: int, rank: int) -> bool:
@@ -111,6 +117,8 @@ def _layer_constraints(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[V
             yield Violation(path, f"layer {first} is held twice; this stage must begin at layer {expected}")
         elif first > expected:
             dropped = f"layer {expected}" if first == expected + 1 else f"layers {expected} to {first - 1}"
+            if expected % 1 or first % 1:
+                dropped = f"layers [{expected}, {first})"
             what_to_do = f"this stage must begin at layer {expected}"
             yield Violation(path, f"{dropped} dropped: no stage holds it; {what_to_do}")
         expected = end
@@ -137,10 +145,10 @@ def _recompute_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
             yield Violation(
                 path, f"{count} layers, but recompute is none; set recompute, or leave the key out"
             )
-        elif count > stage.num_layers:
+        elif count > stage.num_blocks:
             yield Violation(
                 path,
-                f"{count} layers, but the stage holds {stage.num_layers}; leave the key out to recompute all",
+                f"{count} layers, but the stage holds {stage.num_blocks}; leave the key out to recompute all",
             )
 
 
@@ -233,6 +241,27 @@ def check_plan_of_run(plan: Plan, run: RunConfig) -> None:
         raise PlanError(
             "\n".join(f"the plan belongs to another run: {line}; plan again" for line in differences)
         )
+
+
+def check_compile(plan: Plan, run: RunConfig) -> None:
+    """Raise PlanError, with every fault, if the run compiles layers and the plan asks too much of them."""
+    if not run.train.compile:
+        return
+    faults: list[str] = []
+    if plan.schedule == "zero_bubble":
+        faults.append(
+            "schedule: zero_bubble splits backwards, and the backward of a compiled layer is one piece"
+        )
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            if len(stage.replicas[0]) > 1:
+                faults.append(
+                    f"pipelines[{p}].stages[{s}]: replicas of {len(stage.replicas[0])} ranks share each "
+                    "layer, and the collectives inside it cannot be compiled"
+                )
+    if faults:
+        what_to_do = "plan again with this run, or set train.compile: false"
+        raise PlanError("\n".join(f"{fault} (train.compile is true); {what_to_do}" for fault in faults))
 
 
 def check_precision(plan: Plan, run: RunConfig) -> None:

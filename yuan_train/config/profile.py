@@ -80,6 +80,8 @@ class Profile:
     model: str | None = None
     machine: str | None = None
     precision: str | None = None
+    compile: bool = False
+    """Whether the layers were compiled (`train.compile`)."""
     entries: tuple[ProfileEntry, ...] = ()
     links: tuple[LinkProfile, ...] = ()
 

@@ -32,8 +32,11 @@ def accept_earlier_keys(document: Document, kind: Any) -> Document:
 
     Where a section has both names, the earlier one stays and is later refused as unknown.
     """
+    earlier = list(_earlier_keys(document.value, kind, ()))
+    if not earlier:
+        return document
     value, sources = document.value, dict(document.sources)
-    for keys, renamed in list(_earlier_keys(document.value, kind, ())):
+    for keys, renamed in earlier:
         current = (*keys[:-1], renamed.key)
         logger.warning(
             "%s: %s is now called %r; the earlier name is accepted until the next release",

@@ -130,6 +130,10 @@ class TrainConfig:
     """How long a rank waits for another before the run stops."""
     trace: TraceConfig | None = None
     """None: no trace."""
+    compile: bool = False
+    """torch.compile of the layers, in training steps (not in validation). It needs a C++ compiler, and takes
+    up to minutes in the first step. Weight gradients of linears and filters are then rounded to `precision`
+    before they are added up in fp32. Not with zero_bubble, tensor parallelism or data.reset_attention."""
 
     @property
     def scaling(self) -> LossScaleConfig | None:
@@ -224,6 +228,8 @@ class SearchConfig:
     """`fixed`: stages take the cards in the order of the cluster file."""
     use_all_devices: bool = False
     """Only plans that use every card."""
+    half_layers: bool = False
+    """Stages may also end in the middle of a layer, between attention and feed-forward."""
     overlap: bool = True
     """Sends overlap computation; false: the sender waits."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0
@@ -243,6 +249,11 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+
+    @property
+    def feasible_search(self) -> SearchConfig:
+        """`search`, without what the run rules out: compiled layers are not sharded."""
+        return replace(self.search, tensor=(1,)) if self.train.compile else self.search
 
     @property
     def decay_steps(self) -> int:
@@ -269,6 +280,8 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
         )
     yield from _loss_scale_constraints(train)
     yield from _trace_constraints(run)
+    if train.compile:
+        yield from _compile_constraints(run)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
         yield Violation(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
     if optimizer.decay_steps is not None and optimizer.warmup_steps >= optimizer.decay_steps:
@@ -319,6 +332,34 @@ def _trace_constraints(run: RunConfig) -> Iterator[Violation]:
         )
     if run.log.directory is None:
         yield Violation(("train", "trace"), "trace files are written to log.directory; give one")
+
+
+def _compile_constraints(run: RunConfig) -> Iterator[Violation]:
+    search = run.search
+    if run.model.num_experts:
+        yield Violation(
+            ("train", "compile"),
+            "true, but the numbers of tokens of a layer's experts are known to the host only while it runs; "
+            "set train.compile: false",
+        )
+    if run.data.reset_attention:
+        yield Violation(
+            ("train", "compile"),
+            "true, but data.reset_attention gives every micro-batch other ranges, for which the layers would "
+            "be compiled again; set one of the two to false",
+        )
+    if "zero_bubble" in (search.schedule or ()):
+        yield Violation(
+            ("search", "schedule"),
+            "zero_bubble splits backwards, and the backward of a compiled layer (train.compile) is one "
+            "piece; leave it out, or set train.compile: false",
+        )
+    if search.tensor is not None and set(search.tensor) != {1}:
+        yield Violation(
+            ("search", "tensor"),
+            f"{list(search.tensor)}, but compiled layers (train.compile) are not sharded; set [1], or set "
+            "train.compile: false",
+        )
 
 
 def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:

@@ -6,10 +6,12 @@ B = sequences, S = tokens of a sequence, H = hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from yuan_train.config.architecture import half_of
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.attention import LayerCache, SelfAttention
 from yuan_train.models.documents import DocumentRanges
@@ -19,9 +21,19 @@ from yuan_train.models.localized_filter import LocalizedFilter
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 from yuan_train.models.rotary import RotaryTables
 
+Drop = Callable[[Tensor, str], Tensor]
+"""The dropout of a layer: of x [B, S, H] at a site."""
+Half = Literal["attention", "feed_forward"]
+
 
 class Block(nn.Module):
-    """One layer of any architecture. Without `filter`, queries and keys come from the norm, as values do."""
+    """One layer of any architecture. Without `filter`, queries and keys come from the norm, as values do.
+
+    A stage of a plan may hold one half of a layer only; see `keep_half`.
+    """
+
+    recomputes_itself = False
+    """A compiled block does: what it saves for the backward is decided where it is compiled."""
 
     def __init__(
         self,
@@ -45,6 +57,15 @@ class Block(nn.Module):
             sizes = hidden, config.ffn_hidden_size
             self.feed_forward = FeedForward(*sizes, device=device, dtype=dtype)
         self.has_experts = config.num_experts > 0
+        self.half: Half | None = None
+        """The half that this part of the model holds; None: both."""
+
+    def keep_half(self, half: Half) -> None:
+        """Drop the modules of the other half: the layer is cut between attention and feed-forward."""
+        self.half = half
+        self.has_experts = self.has_experts and half == "feed_forward"
+        for name in [name for name, _ in self.named_children() if half_of(name) != half]:
+            delattr(self, name)
 
     def forward(
         self,
@@ -53,22 +74,37 @@ class Block(nn.Module):
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
         policy: RecomputePolicy = SAVE_ALL,
-        drop: Callable[[Tensor, str], Tensor] | None = None,
+        drop: Drop | None = None,
     ) -> Tensor:
-        """Return [B, S, H] of x [B, S, H].
+        """Return [B, S, H] of x [B, S, H]: of both halves, or of the one that is held.
 
         `drop(branch, site)` is the dropout, applied to both branches before they are added to the residual;
         `site` is `attention` or `feed_forward`.
         """
-        u_BSH = policy.mark_recomputable(self.attention_norm(x_BSH), self.attention_norm, x_BSH)
-        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start, policy)
-        attended_BSH = self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
-        if drop is not None:
-            attended_BSH = drop(attended_BSH, "attention")
-        u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
+        if self.half == "feed_forward":
+            u_BSH = self.feed_forward_norm(x_BSH)
+        else:
+            attended_BSH = self._attend(x_BSH, rotary, document_start, document_ranges, policy)
+            if drop is not None:
+                attended_BSH = drop(attended_BSH, "attention")
+            if self.half == "attention":
+                return x_BSH + attended_BSH
+            u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
         policy.mark_recomputable(u_BSH, self.feed_forward_norm, x_BSH)
         ffn_BSH = self._transform(u_BSH, policy)
         return x_BSH + (ffn_BSH if drop is None else drop(ffn_BSH, "feed_forward"))
+
+    def _attend(
+        self,
+        x_BSH: Tensor,
+        rotary: RotaryTables,
+        document_start: Tensor | None,
+        document_ranges: DocumentRanges | None,
+        policy: RecomputePolicy,
+    ) -> Tensor:
+        u_BSH = policy.mark_recomputable(self.attention_norm(x_BSH), self.attention_norm, x_BSH)
+        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start, policy)
+        return self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
 
     def step(
         self,
@@ -79,7 +115,7 @@ class Block(nn.Module):
         document_start: Tensor | None,
         visible: Tensor | None,
     ) -> Tensor:
-        """Return [B, S, H] of tokens [first, first + S), and add them to `cache`."""
+        """Return [B, S, H] of tokens [first, first + S), and add them to `cache`. Needs both halves."""
         u_BSH = filtered_BSH = self.attention_norm(x_BSH)
         if self.filter is not None:
             assert cache.filter_state is not None

@@ -25,6 +25,9 @@ _LOW = 0xFFFFFFFF
 Keys = tuple[int, int, int]
 """32-bit keys of the hash, one per round."""
 
+SITES = ("attention", "feed_forward")
+"""The sites of a layer: its two branches."""
+
 
 @dataclass(frozen=True)
 class DropoutSeed:
@@ -45,6 +48,28 @@ class DropoutSeed:
         )
 
 
+@dataclass(frozen=True)
+class LayerDropout:
+    """The dropout of one layer in one micro-batch."""
+
+    rate: float
+    dropout_seed: DropoutSeed
+    layer: int
+    """Global number of the layer."""
+
+    def __call__(self, x_BSH: Tensor, site: str) -> Tensor:
+        """`hidden_dropout` of this layer."""
+        return hidden_dropout(x_BSH, site, rate=self.rate, dropout_seed=self.dropout_seed, layer=self.layer)
+
+    def key_tensors(self, x_BSH: Tensor) -> dict[str, Tensor]:
+        """By site, the hash keys of x's samples: int64 [rounds, B, 1] on x's device."""
+        samples = range(x_BSH.shape[0])
+        keys = [[self.dropout_seed.keys(i, self.layer, site) for i in samples] for site in SITES]
+        # One copy to the device for both sites.
+        keys_3B1 = torch.tensor(keys).permute(0, 2, 1).unsqueeze(-1).to(x_BSH.device, non_blocking=True)
+        return dict(zip(SITES, keys_3B1, strict=True))
+
+
 def hidden_dropout(x_BSH: Tensor, site: str, *, rate: float, dropout_seed: DropoutSeed, layer: int) -> Tensor:
     """Return x with a fraction `rate` of its elements zeroed, and the others divided by 1 - rate.
 
@@ -54,12 +79,26 @@ def hidden_dropout(x_BSH: Tensor, site: str, *, rate: float, dropout_seed: Dropo
     return _Dropout.apply(x_BSH, rate, keys)  # pyright: ignore[reportReturnType]
 
 
-def hashes(count: int, keys: Keys, *, device: torch.device | str = "cpu") -> Tensor:
-    """Return int64 [count]: hashes of 0 .. count - 1 under `keys`, uniform over [0, 2^32)."""
+def traceable_dropout(x_BSH: Tensor, rate: float, keys_3B1: Tensor) -> Tensor:
+    """`hidden_dropout` for torch.compile, with the keys of `LayerDropout.key_tensors`.
+
+    Python numbers that change with the sample would be compiled anew; whole tensors cost nothing, because the
+    compiler fuses all passes and, for the backward too, keeps no hash.
+    """
+    hashes_BN = hashes(x_BSH[0].numel(), keys_3B1, device=x_BSH.device)
+    kept_BSH = (hashes_BN >= _threshold(rate)).view_as(x_BSH)
+    return x_BSH * kept_BSH * (1 / (1 - rate))
+
+
+def hashes(count: int, keys: Keys | Tensor, *, device: torch.device | str = "cpu") -> Tensor:
+    """Return int64 [count]: hashes of 0 .. count - 1 under `keys`, uniform over [0, 2^32).
+
+    Of `keys` int64 [rounds, B, 1] it returns those of B samples, [B, count].
+    """
     assert count <= 1 << 32, "the hash takes 32-bit element indices"
     x = torch.arange(count, device=device)
     for (shift, factor), key in zip(_ROUNDS, keys, strict=True):
-        x.bitwise_xor_(key)
+        x = x ^ key if isinstance(key, Tensor) else x.bitwise_xor_(key)
         x.bitwise_xor_(x >> shift)
         # The factor as a signed 32-bit number: the product has the same low bits, and fits 64 bits.
         x.mul_(factor - (1 << 32) if factor >> 31 else factor).bitwise_and_(_LOW)
@@ -69,12 +108,17 @@ def hashes(count: int, keys: Keys, *, device: torch.device | str = "cpu") -> Ten
 def _drop(x_BSH: Tensor, rate: float, keys: tuple[Keys, ...]) -> Tensor:
     """Apply the masks sample by sample: the hashes, 8 bytes per element, exist for one sample at a time."""
     dropped_BSH = torch.empty_like(x_BSH, memory_format=torch.contiguous_format)
-    threshold = round(rate * (1 << 32))
+    threshold = _threshold(rate)
     for sample, out, key in zip(x_BSH, dropped_BSH, keys, strict=True):
         torch.mul(
             sample, (hashes(sample.numel(), key, device=x_BSH.device) >= threshold).view_as(sample), out=out
         )
     return dropped_BSH.mul_(1 / (1 - rate))
+
+
+def _threshold(rate: float) -> int:
+    """The smallest hash whose element is kept."""
+    return round(rate * (1 << 32))
 
 
 class _Dropout(torch.autograd.Function):

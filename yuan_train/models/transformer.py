@@ -8,9 +8,8 @@ B = sequences, S = tokens of a sequence, H = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -22,9 +21,9 @@ from yuan_train.config.architecture import find_module
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.models.attention import LayerCache
-from yuan_train.models.block import Block
+from yuan_train.models.block import Block, Drop
 from yuan_train.models.documents import DocumentRanges
-from yuan_train.models.dropout import DropoutSeed, hidden_dropout
+from yuan_train.models.dropout import DropoutSeed, LayerDropout
 from yuan_train.models.initial import initial_weight
 from yuan_train.models.layers import Embedding, Linear, RMSNorm
 from yuan_train.models.recompute import KeptDecision, SelectiveRecompute
@@ -58,7 +57,7 @@ class Transformer(nn.Module):
         self,
         config: ModelConfig,
         *,
-        layers: tuple[int, int] | None = None,
+        layers: tuple[float, float] | None = None,
         embedding: bool = True,
         head: bool = True,
         recompute: Literal["none", "selective", "full"] | str = "none",
@@ -70,13 +69,14 @@ class Transformer(nn.Module):
 
         Args:
             config: sizes of the whole model.
-            layers: half-open range of global layer numbers, possibly empty; None for all.
+            layers: half-open range of global layer numbers, possibly empty; None for all. It may begin or
+                end in the middle of a layer, between attention and feed-forward: [3.5, 7).
             embedding: whether the part begins with the token embedding.
             head: whether it ends with the final norm and the output matrix.
             recompute: `none`; `selective` to recompute norms and the SwiGLU product in the backward; or
                 `full` to save only each layer's input and recompute the layer.
-            recompute_layers: `recompute` applies to this many of the part's layers, the first ones; None for
-                all.
+            recompute_layers: `recompute` applies to this many of the part's layers, the first ones, half a
+                layer counting as one; None for all.
             device: device of the parameters; None for the CPU.
             dtype: of all parameters, and of the hidden state between the layers.
 
@@ -90,13 +90,16 @@ class Transformer(nn.Module):
         first, last = layers if layers is not None else (0, config.num_layers)
         if not 0 <= first <= last <= config.num_layers:
             raise ValueError(f"layers [{first}, {last}) do not lie within [0, {config.num_layers})")
+        if first % 0.5 or last % 0.5:
+            raise ValueError(f"layers [{first}, {last}) begin or end neither with a layer nor in its middle")
+        numbers = range(math.floor(first), math.ceil(last)) if first < last else range(0)
         if recompute not in ("none", "selective", "full"):
             raise ValueError(f"recompute {recompute!r} is unknown; use 'none', 'selective' or 'full'")
         self.config = config
         self.has_embedding = embedding
         self.has_head = head
         self.recompute = recompute
-        self.recompute_layers = last - first if recompute_layers is None else recompute_layers
+        self.recompute_layers = len(numbers) if recompute_layers is None else recompute_layers
         device = torch.device("cpu" if device is None else device)
         sizes = (config.vocab_size, config.hidden_size)
         if embedding or (head and config.tie_embeddings):
@@ -104,8 +107,13 @@ class Transformer(nn.Module):
         build_block = find_module(config.architecture, "block").build_block
         # Not a ModuleList: its keys would count from 0 in every part.
         self.layers = nn.ModuleDict(
-            {str(i): build_block(config, device=device, dtype=dtype) for i in range(first, last)}
+            {str(i): build_block(config, device=device, dtype=dtype) for i in numbers}
         )
+        for i, block in self.blocks.items():
+            if i < first:
+                block.keep_half("feed_forward")
+            elif i + 1 > last:
+                block.keep_half("attention")
         if head:
             self.final_norm = RMSNorm(config.hidden_size, config.norm_epsilon, device=device, dtype=dtype)
         if head and not config.tie_embeddings:
@@ -144,10 +152,13 @@ class Transformer(nn.Module):
         x_BSH = self.embedding(x) if self.has_embedding else x
         rotary = self._rotary(x_BSH, positions, x_BSH.shape[1])
         for i, (layer, block) in enumerate(self.blocks.items()):
-            recompute = self.recompute if i < self.recompute_layers else "none"
             drop = self._dropout(dropout_seed, layer)
-            x_BSH = _run(block, recompute, x_BSH, rotary, document_start, document_ranges, drop)
+            x_BSH = _run(block, self.recompute_of(i), x_BSH, rotary, document_start, document_ranges, drop)
         return self.final_norm(x_BSH) if self.has_head else x_BSH
+
+    def recompute_of(self, index: int) -> str:
+        """How layer number `index` of this part is recomputed."""
+        return self.recompute if index < self.recompute_layers else "none"
 
     def loss(
         self,
@@ -225,16 +236,10 @@ class Transformer(nn.Module):
         cache.length += count
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
-    def _dropout(
-        self, dropout_seed: DropoutSeed | None, layer: int
-    ) -> Callable[[Tensor, str], Tensor] | None:
-        """The dropout function of a layer; None if there is no dropout."""
+    def _dropout(self, dropout_seed: DropoutSeed | None, layer: int) -> LayerDropout | None:
+        """The dropout of a layer; None if there is none."""
         rate = self.config.hidden_dropout
-        return (
-            partial(hidden_dropout, rate=rate, dropout_seed=dropout_seed, layer=layer)
-            if dropout_seed is not None and rate
-            else None
-        )
+        return LayerDropout(rate, dropout_seed, layer) if dropout_seed is not None and rate else None
 
     def _rotary(self, x_BSH: Tensor, positions: Tensor | None, length: int) -> RotaryTables:
         if positions is None:
@@ -249,9 +254,9 @@ def _run(
     rotary: RotaryTables,
     document_start: Tensor | None,
     document_ranges: DocumentRanges | None,
-    drop: Callable[[Tensor, str], Tensor] | None,
+    drop: Drop | None,
 ) -> Tensor:
-    if recompute == "none" or not torch.is_grad_enabled():
+    if recompute == "none" or block.recomputes_itself or not torch.is_grad_enabled():
         return block(x_BSH, rotary, document_start, document_ranges, drop=drop)
     if recompute == "selective":
         policy = SelectiveRecompute()

@@ -48,6 +48,8 @@ class ModelParts:
     """Sharding style by pattern of module names; see `shard.find_shard`."""
     row_blocks: Mapping[str, int]
     """Number of matrices stacked in a weight, by pattern of module names; 1 where no pattern matches."""
+    compile: Callable[[torch.nn.Module], None] | None = None
+    """Compiles a stage's part in place, except what runs between its units. None: nothing is compiled."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def parallelize(
         for module in modules.values():
             apply_tensor_parallel(module, spec, groups.tensor)
     deferred = {stage: DeferredWeightGrads() for stage in modules}
-    added = [add_weight_grads(module, deferred[stage], parts.sharding) for stage, module in modules.items()]
+    added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]
     parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
     buckets = _flatten(grid, rank, {n: p for held in parameters.values() for n, p in held.items()}, shards)
     bucket_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.parameters}
@@ -234,6 +236,19 @@ def init_shard(name: str, parameter: torch.Tensor, shard: Shard, initial: Initia
         shard.fill_rows(parameter, first, rows)
 
 
+def _take_over_weight_grads(
+    module: torch.nn.Module, deferred: DeferredWeightGrads, parts: ModelParts
+) -> set[str]:
+    """The parameters whose ops add the gradients to the buckets themselves; torch does it for the others.
+
+    In a compiled part that is all of them: a compiled graph has no side effects.
+    """
+    if parts.compile is None:
+        return add_weight_grads(module, deferred, parts.sharding)
+    parts.compile(module)
+    return set()
+
+
 def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None:
     """Share the tied embedding between the stages of one rank that both hold it."""
     for other in others.values():
@@ -284,8 +299,9 @@ def _flatten(
     grid: Grid, rank: int, parameters: dict[str, torch.nn.Parameter], shards: Mapping[str, Shard]
 ) -> list[FlatBucket]:
     flat: list[FlatBucket] = []
+    divided = grid.plan.divided_layers
     for bucket in grid.buckets:
-        held = {name: p for name, p in parameters.items() if unit_of(name) in bucket.units}
+        held = {name: p for name, p in parameters.items() if unit_of(name, divided) in bucket.units}
         if held and bucket.slices_of(rank):
             flat.append(FlatBucket(bucket, held, shards, rank=rank))
     assert sum(len(bucket.parameters) for bucket in flat) == len(parameters)

@@ -10,8 +10,7 @@ other, which broadcasts the message inside its group: one copy over the slow lin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +58,8 @@ class Bridge:
         self._proofs = proofs
         self._window = window
         self._is_leader = coord.tensor_rank == 0
+        self._edges: dict[Step, Edge] = {}
+        """The edges of the sends and receives so far, which every training step repeats."""
         self._received: dict[Step, PendingReceive] = {}
         self._sent: dict[Edge, deque[tuple[Step, Pending]]] = {}
 
@@ -71,10 +72,11 @@ class Bridge:
         """Allocate the buffer of a message and start to receive it; does not wait."""
         if self._is_leader:
             edge, boundary = self._edge(step), self._boundary
-            with self._blaming_peer(step):
-                self._received[step] = self._groups.edges[edge].post(
-                    boundary.shape, boundary.dtype, edge.sender
-                )
+            transport = self._groups.edges[edge]
+            try:
+                self._received[step] = transport.post(boundary.shape, boundary.dtype, edge.sender)
+            except RuntimeError as error:
+                raise self._lost_peer(step, error) from error
 
     def take(self, step: Step) -> torch.Tensor:
         """Wait for the message of a posted receive, and return it [B, S, H].
@@ -84,8 +86,10 @@ class Bridge:
         """
         boundary = self._boundary
         if self._is_leader:
-            with self._blaming_peer(step):
+            try:
                 buffer = self._received.pop(step).take()
+            except RuntimeError as error:
+                raise self._lost_peer(step, error) from error
         else:
             buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
         if self._groups.replica is not None:
@@ -108,9 +112,11 @@ class Bridge:
         under_way = self._sent.setdefault(edge, deque())
         while len(under_way) >= self._window:
             self._wait(*under_way.popleft())
-        with self._blaming_peer(step):
-            pending = self._groups.edges[edge].send(tensor.detach().contiguous(), edge.receiver)
-        under_way.append((step, pending))
+        transport = self._groups.edges[edge]
+        try:
+            under_way.append((step, transport.send(tensor.detach().contiguous(), edge.receiver)))
+        except RuntimeError as error:
+            raise self._lost_peer(step, error) from error
 
     def drain(self) -> None:
         """Wait until every send has completed, and free the buffers.
@@ -126,9 +132,11 @@ class Bridge:
         for under_way in self._sent.values():
             while under_way:
                 step, pending = under_way[0]
-                with self._blaming_peer(step):
+                try:
                     if not pending.is_done():
                         break
+                except RuntimeError as error:
+                    raise self._lost_peer(step, error) from error
                 under_way.popleft()
 
     def _retire(self, proven: Step) -> None:
@@ -140,6 +148,11 @@ class Bridge:
 
     def _edge(self, step: Step) -> Edge:
         """The edge of a send or a receive of this rank."""
+        if step not in self._edges:
+            self._edges[step] = self._find_edge(step)
+        return self._edges[step]
+
+    def _find_edge(self, step: Step) -> Edge:
         peer_stage = self._peer_stage(step)
         peer = self._grid.peer(self._coord, peer_stage, step.micro_batch)
         own = self._grid.replica(self._coord)[0]
@@ -154,16 +167,14 @@ class Bridge:
 
     def _wait(self, step: Step, pending: Pending) -> None:
         """Wait for a send. Raises TrainingError, naming the peer, if it fails."""
-        with self._blaming_peer(step):
-            pending.wait()
-
-    @contextmanager
-    def _blaming_peer(self, step: Step) -> Iterator[None]:
-        """Around one end of a message: a lost peer may show when it is posted or when it is awaited."""
         try:
-            yield
+            pending.wait()
         except RuntimeError as error:
-            peer = self._grid.peer(self._coord, self._peer_stage(step), step.micro_batch)
-            raise TrainingError(
-                f"{self._coord}: the {step} failed; rank {peer} is gone or stuck ({error.__cause__ or error})"
-            ) from error
+            raise self._lost_peer(step, error) from error
+
+    def _lost_peer(self, step: Step, error: RuntimeError) -> TrainingError:
+        """Of one end of a message: a lost peer may show when it is posted or when it is awaited."""
+        peer = self._grid.peer(self._coord, self._peer_stage(step), step.micro_batch)
+        return TrainingError(
+            f"{self._coord}: the {step} failed; rank {peer} is gone or stuck ({error.__cause__ or error})"
+        )

@@ -52,7 +52,7 @@ class DeferredWeightGrads:
 
 
 def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:
-    """Make a model's modules that multiply matrices add their weight gradients to the buckets themselves.
+    """Make the modules that multiply matrices add their weight gradients to the buckets themselves.
 
     In split backwards they defer that. The linears are the modules whose style in `sharding` is column or
     row, the experts those of style expert; routers and filters are known by their ops. Returns the names of

@@ -116,8 +116,7 @@ class Executor:
         all_steps = frozenset(program)
         for step in program:
             yield step
-            with torch.set_grad_enabled(training):
-                self._take(step, all_steps, training=training)
+            self._take(step, all_steps, training=training)
             if after_step is not None:
                 after_step(step)
         if self._bridge is not None:
@@ -131,7 +130,7 @@ class Executor:
         elif step.kind in ("backward", "backward_input"):
             self._backward(step, program)
         elif step.kind == "backward_weight":
-            with self._computing(step):
+            with during(Activity("compute", step)), self._stopwatch.running():
                 self._works[step.stage].backward_weight(step.micro_batch)
         elif step.kind in ("receive_activation", "receive_gradient"):
             with during(Activity("post", step)):
@@ -147,7 +146,8 @@ class Executor:
         hidden_BSH = self._take_input(Step("receive_activation", step.stage, step.micro_batch), program)
         if hidden_BSH is not None and training:
             hidden_BSH.requires_grad_()
-        with self._computing(step):
+        compute = Activity("compute", step)
+        with torch.set_grad_enabled(training), during(compute), self._stopwatch.running():
             output = self._works[step.stage].forward(step.micro_batch, hidden_BSH)
         if training:
             self._kept[step.stage, step.micro_batch] = (hidden_BSH, output)
@@ -158,16 +158,12 @@ class Executor:
         gradient_BSH = self._take_input(Step("receive_gradient", step.stage, step.micro_batch), program)
         hidden_BSH, output = self._kept.pop((step.stage, step.micro_batch))
         work = self._works[step.stage]
-        with self._computing(step), work.splitting(step.micro_batch, step.kind == "backward_input"):
+        splitting = work.splitting(step.micro_batch, step.kind == "backward_input")
+        with during(Activity("compute", step)), self._stopwatch.running(), splitting:
             torch.autograd.backward(output, gradient_BSH)
         if hidden_BSH is not None:
             assert hidden_BSH.grad is not None
             self._put_result(Step("send_gradient", step.stage, step.micro_batch), hidden_BSH.grad, program)
-
-    @contextmanager
-    def _computing(self, step: Step) -> Iterator[None]:
-        with during(Activity("compute", step)), self._stopwatch.running():
-            yield
 
     def _take_input(self, arrival: Step, program: frozenset[Step]) -> torch.Tensor | None:
         """The message, or the result of another stage of this worker; None at the model's ends."""

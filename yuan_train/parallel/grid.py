@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.architecture import half_of
+from yuan_train.config.plan import PipelinePlan, Plan
+from yuan_train.config.plan_units import layer_units, plan_unit_parameters, stage_unit_range
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.schedule.buckets import group_units
 from yuan_train.schedule.step import Workers, worker_of
@@ -56,7 +58,8 @@ class Edge:
 class Bucket:
     """Adjacent units of the model with the same owners; their gradients are reduced together.
 
-    A unit is `embedding`, `layers.7` or `head`. A tied embedding is owned by both the first and the last
+    A unit is `embedding`, `layers.7` or `head`, or half a layer that a pipeline of the plan divides:
+    `layers.7.attention`, `layers.7.feed_forward`. A tied embedding is owned by both the first and the last
     stages.
     """
 
@@ -96,10 +99,14 @@ class Grid:
         """The coordinates of every rank, by rank."""
         found: dict[int, RankCoord] = {}
         for p, pipeline in enumerate(self.plan.pipelines):
+            stages: dict[Replica, list[int]] = {}
+            for s, stage in enumerate(pipeline.stages):
+                for replica in stage.replicas:
+                    stages.setdefault(replica, []).append(s)
             for worker, replica in enumerate(self.replicas(p)):
-                stages = tuple(s for s, stage in enumerate(pipeline.stages) if replica in stage.replicas)
+                held = tuple(stages[replica])
                 for tensor_rank, rank in enumerate(replica):
-                    found[rank] = RankCoord(rank, p, worker, tensor_rank, stages)
+                    found[rank] = RankCoord(rank, p, worker, tensor_rank, held)
         return tuple(found[rank] for rank in range(self.plan.world_size))
 
     def label(self, coord: RankCoord) -> str:
@@ -142,7 +149,7 @@ class Grid:
     def buckets(self) -> tuple[Bucket, ...]:
         """All units of the model, in the model's order; see `schedule.buckets.group_units`."""
         units, owners = zip(*self._owners(), strict=True)
-        groups = group_units(owners, self.plan.model.unit_parameters, bucket_size=self.bucket_size)
+        groups = group_units(owners, plan_unit_parameters(self.plan), bucket_size=self.bucket_size)
         return tuple(Bucket(units[group.start : group.stop], owners[group.start]) for group in groups)
 
     def first_sequence(self, coord: RankCoord) -> int:
@@ -152,9 +159,11 @@ class Grid:
     def _edges(self, p: int) -> Iterator[Edge]:
         replicas, workers = self.replicas(p), self.workers(p)
         for left in range(len(workers) - 1):
+            # Which workers exchange a micro-batch repeats after so many.
+            period = math.lcm(len(workers[left]), len(workers[left + 1]))
             pairs = dict.fromkeys(
                 (worker_of(workers, left, m), worker_of(workers, left + 1, m))
-                for m in range(self.plan.pipelines[p].num_micro_batches)
+                for m in range(min(period, self.plan.pipelines[p].num_micro_batches))
             )
             for a, b in pairs:
                 if a != b:
@@ -162,26 +171,21 @@ class Grid:
                     yield Edge(p, left + 1, False, replicas[b][0], replicas[a][0])
 
     def _owners(self) -> Iterator[tuple[str, tuple[Replica, ...]]]:
-        embedding = self._holders(lambda stage: stage.embedding)
-        head = self._holders(lambda stage: stage.head)
-        tied = self.plan.model.tie_embeddings
-        yield "embedding", tuple(sorted({*embedding, *head})) if tied else embedding
-        for layer in range(self.plan.model.num_layers):
-            yield f"layers.{layer}", self._holders(partial(_holds_layer, layer=layer))
-        yield "head", head
-
-    def _holders(self, holds: Callable[[StagePlan], bool]) -> tuple[Replica, ...]:
-        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages if holds(stage)]
-        return tuple(sorted(replica for stage in stages for replica in stage.replicas))
+        names = ("embedding", *(f"layers.{name}" for name, _, _ in layer_units(self.plan)), "head")
+        holders: list[list[Replica]] = [[] for _ in names]
+        for stage in (stage for pipeline in self.plan.pipelines for stage in pipeline.stages):
+            for unit in stage_unit_range(self.plan, stage):
+                holders[unit] += stage.replicas
+        if self.plan.model.tie_embeddings:
+            holders[0] = list({*holders[0], *holders[-1]})
+        for name, replicas in zip(names, holders, strict=True):
+            yield name, tuple(sorted(replicas))
 
 
-def unit_of(parameter: str) -> str:
-    """The unit of a parameter, given its global name. The final norm belongs to `head`."""
+def unit_of(parameter: str, divided: Collection[int] = ()) -> str:
+    """The unit of a parameter, given its global name and the divided layers; the final norm is in `head`."""
     parts = parameter.split(".")
     if parts[0] == "layers":
-        return f"layers.{parts[1]}"
+        half = f".{half_of(parts[2])}" if int(parts[1]) in divided else ""
+        return f"layers.{parts[1]}{half}"
     return "embedding" if parts[0] == "embedding" else "head"
-
-
-def _holds_layer(stage: StagePlan, *, layer: int) -> bool:
-    return stage.layers[0] <= layer < stage.layers[1]

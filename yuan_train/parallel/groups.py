@@ -1,8 +1,10 @@
 """Process groups: the only module that calls `new_group`.
 
-Every rank creates every group, in the same order: creation by the members alone hangs when ranks belong to
-different numbers of groups (pytorch/pytorch #173608). Each edge and direction has a group of its own, so that
-no message waits behind another, and a first small message warms it up.
+Every rank goes through all groups in the same order, also those of which it is no member. Torch names a group
+by its number, under which the members find each other; and where the members alone call it, it takes the
+number of the groups that a rank has, in which ranks differ, so that they wait forever (pytorch/pytorch
+#173608). Each edge and direction has a group of its own, so that no message waits
+behind another, and a first small message warms it up.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ class Groups:
     """The process groups of a plan, by purpose; empty in a single process."""
 
     edges: Mapping[Edge, Transport]
-    """Of two ranks each, for point-to-point messages."""
+    """Of two ranks each, for point-to-point messages: those of this rank's tensor-parallel group, whose first
+    rank is the member."""
     owners: Mapping[tuple[int, ...], Transport]
-    """For gradient reductions and weight sync, by the ranks that hold the same slices of the same units."""
+    """For gradient reductions and weight sync, by the ranks that hold the same slices of the same units:
+    those of which this rank is a member."""
     tensor: dist.ProcessGroup | None = None
     """This rank's tensor-parallel group; None if it is one rank wide."""
     replica: Transport | None = None
@@ -121,29 +125,38 @@ def make_groups(
     if not dist.is_initialized():
         return Groups({}, {})
 
+    rank = dist.get_rank()
+
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        library = library_of(device, via_host=grid.plan.via_host(ranks))
+        via_host = rank in ranks and grid.plan.via_host(ranks)
+        library = library_of(device, via_host=via_host)
         return _new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=library)
 
     def transport(ranks: tuple[int, ...], group: dist.ProcessGroup) -> GroupTransport:
         return transport_of(group, ranks, device=device, via_host=grid.plan.via_host(ranks))
 
+    own = grid.replica(grid.coords[rank])
     edges: dict[Edge, GroupTransport] = {}
     for edge in grid.edges:
         ranks = (edge.sender, edge.receiver)
-        edges[edge] = transport(ranks, new_group(ranks))
+        group = new_group(ranks)
+        if own[0] in ranks:
+            edges[edge] = transport(ranks, group)
     shared = dict.fromkeys(
         bucket.slice_group(i)
         for bucket in grid.buckets
         for i in range(bucket.num_slices)
         if len(bucket.owners) > 1
     )
-    owners = {ranks: transport(ranks, new_group(ranks)) for ranks in shared}
+    owners: dict[tuple[int, ...], GroupTransport] = {}
+    for ranks in shared:
+        group = new_group(ranks)
+        if rank in ranks:
+            owners[ranks] = transport(ranks, group)
     wide: list[Replica] = [
         replica for p in range(len(grid.plan.pipelines)) for replica in grid.replicas(p) if len(replica) > 1
     ]
     tensor: dict[Replica, dist.ProcessGroup] = {replica: new_group(replica) for replica in wide}
-    own = grid.replica(grid.coords[dist.get_rank()])
     tree = _make_tree(timeout_seconds=timeout_seconds)
     groups = Groups(
         edges,
@@ -204,7 +217,8 @@ def make_save_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
 def _new_group(
     ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    # A group does not inherit the timeout of the world. A rank outside the group gets a placeholder.
+    """A group, of which a rank outside gets a placeholder. All ranks go through it."""
+    # A group does not inherit the timeout of the world.
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timeout, backend=backend))
 
 
@@ -222,9 +236,8 @@ def _warm_up(groups: Groups, device: torch.device, seconds: float) -> None:
             elif rank == edge.receiver:
                 transport.post((1,), token.dtype, edge.sender).finish(seconds)
     for ranks, transport in groups.owners.items():
-        if rank in ranks:
-            with _naming(rank, f"the gradient group of ranks {list(ranks)}"):
-                transport.all_reduce(token, "the first use of the gradient group").finish(seconds)
+        with _naming(rank, f"the gradient group of ranks {list(ranks)}"):
+            transport.all_reduce(token, "the first use of the gradient group").finish(seconds)
     if groups.replica is not None:
         with _naming(rank, "the tensor-parallel group"):
             groups.replica.all_reduce(token, "the first use of the tensor-parallel group").finish(seconds)

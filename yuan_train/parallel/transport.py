@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,28 @@ from yuan_train.parallel.activity import Activity, during
 
 POLL_SECONDS = 1e-3
 """Between two looks at an operation for which the host waits."""
+
+
+# Torch 2.13 renames both, and warns of the earlier names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """A flat tensor [n] divided among the ranks of a group: the elements of each, in the group's order."""
+
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def are_equal(self) -> bool:
+        """Whether all ranks have as many elements."""
+        return len(set(self.sizes)) == 1
+
+    def of(self, index: int) -> tuple[int, int]:
+        """The range [start, end) of the rank at a position of the group."""
+        start = sum(self.sizes[:index])
+        return start, start + self.sizes[index]
 
 
 class LostPeer(RuntimeError):
@@ -41,18 +66,26 @@ def blame_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _name_lost_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    try:
-        yield
-    except LostPeer:
-        raise
-    except RuntimeError as error:
-        if not dist.is_initialized():
-            raise
-        others = [str(rank) for rank in ranks if rank != dist.get_rank()]
+class _name_lost_peers:  # noqa: N801 (reads as the context manager that it is)
+    """Around an operation: as `blame_peers`, but unobserved. A class, for this runs with every message."""
+
+    __slots__ = ("_ranks", "_what")
+
+    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+        self._what = what
+        self._ranks = ranks
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, LostPeer) or not dist.is_initialized():
+            return
+        others = [str(rank) for rank in self._ranks if rank != dist.get_rank()]
         who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
-        raise LostPeer(f"{what} failed; {who} is gone or stuck ({error})") from error
+        raise LostPeer(f"{self._what} failed; {who} is gone or stuck ({error})") from error
 
 
 class Pending(Protocol):
@@ -113,29 +146,26 @@ class Transport(Protocol):
         """Start to sum a tensor over the group, in place."""
         ...
 
-    def reduce(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
-        """Start to sum a tensor over the group, in place on `root`; elsewhere it is overwritten."""
-        ...
-
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
         """Start to copy a tensor from `root` to the others."""
         ...
 
-    def reduce_scatter(self, part: torch.Tensor, tensor: torch.Tensor, what: str) -> Pending:
-        """Start to sum a tensor [n k] over the n ranks of the group, and to keep this rank's part [k]."""
+    def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
+        """Start to sum a tensor [n] over the group, each range in place on its rank; elsewhere it may be
+        overwritten."""
         ...
 
-    def all_gather(self, tensor: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
-        """Start to collect the parts [k] of the n ranks of the group in a tensor [n k]."""
+    def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
+        """Start to copy each range of a tensor [n] from its rank to the others."""
         ...
 
 
 class _PendingWork:
-    """An operation of torch.distributed, and the tensors that it reads or writes."""
+    """Operations of torch.distributed that were started together, and the tensors that they read or write."""
 
     def __init__(
         self,
-        work: dist.Work | None,
+        works: Sequence[dist.Work],
         tensors: tuple[torch.Tensor, ...],
         ranks: Sequence[int],
         what: str,
@@ -143,7 +173,7 @@ class _PendingWork:
         polls: bool,
         is_message: bool,
     ) -> None:
-        self._work = work
+        self._works = works
         # Who takes or sends a message says of which micro-batch.
         self._around = _name_lost_peers if is_message else blame_peers
         self._tensors = tensors
@@ -152,16 +182,17 @@ class _PendingWork:
         self._polls = polls
 
     def wait(self) -> None:
-        if self._work is not None:
+        if self._works:
             with self._around(self._what, self._ranks):
-                self._work.wait()
-        self._work, self._tensors = None, ()
+                for work in self._works:
+                    work.wait()
+        self._works, self._tensors = (), ()
 
     def is_done(self) -> bool:
-        if self._work is not None and self._work.is_completed():
+        if all(work.is_completed() for work in self._works):
             # At no cost by now; it also raises what a failed operation has to say.
             self.wait()
-        return self._work is None
+        return not self._works
 
     def finish(self, seconds: float) -> None:
         if not self._polls:
@@ -203,6 +234,11 @@ class GroupTransport:
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device) -> None:
         self._group = group
         self._ranks = tuple(ranks)
+        self._index = {rank: index for index, rank in enumerate(sorted(ranks))}
+        """Of each rank, its number in the group, by which the group's own methods know it.
+
+        Torch.distributed's functions of the same names find it, and check what they are given, each time.
+        """
         self._device = device
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
@@ -211,7 +247,7 @@ class GroupTransport:
 
     def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
         what = f"the message to rank {receiver}"
-        work = dist.isend(tensor, receiver, group=self._group)
+        work = self._group.send([tensor], self._index[receiver], 0)
         return self._pending(work, (tensor,), what, is_message=True)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
@@ -219,43 +255,88 @@ class GroupTransport:
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
         return self._pending(work, (tensor,), what)
 
-    def reduce(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
-        with blame_peers(what, self._ranks):
-            work = dist.reduce(tensor, root, group=self._group, async_op=True)
-        return self._pending(work, (tensor,), what)
-
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
         with blame_peers(what, self._ranks):
             work = dist.broadcast(tensor, root, group=self._group, async_op=True)
         return self._pending(work, (tensor,), what)
 
-    def reduce_scatter(self, part: torch.Tensor, tensor: torch.Tensor, what: str) -> Pending:
+    def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
+        if not _is_coalesced(ranges, self):
+            return self._each(tensor, ranges, self._reduce_options, self._group.reduce, what)
+        part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
-            work = dist.reduce_scatter_tensor(part, tensor, group=self._group, async_op=True)
+            work = _reduce_scatter(part, tensor, group=self._group, async_op=True)
         return self._pending(work, (part, tensor), what)
 
-    def all_gather(self, tensor: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
+    def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
+        if not _is_coalesced(ranges, self):
+            return self._each(tensor, ranges, self._broadcast_options, self._group.broadcast, what)
+        part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
-            work = dist.all_gather_into_tensor(tensor, part, group=self._group, async_op=True)
+            work = _all_gather(tensor, part, group=self._group, async_op=True)
         return self._pending(work, (tensor, part), what)
+
+    def _own_part(self, tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+        start, end = ranges.of(self._index[dist.get_rank()])
+        return tensor[start:end]
+
+    def _each(
+        self,
+        tensor: torch.Tensor,
+        ranges: Ranges,
+        options: Sequence[Any],
+        start: Callable[[list[torch.Tensor], Any], dist.Work],
+        what: str,
+    ) -> Pending:
+        """An operation for each range that is not empty, whose rank is its root.
+
+        There may be hundreds: so these are the group's own methods, and each has its options ready.
+        """
+        parts = zip(tensor.split(ranges.sizes), ranges.sizes, options, strict=True)
+        with blame_peers(what, self._ranks):
+            works = [start([part], option) for part, size, option in parts if size]
+        return self._pending(works, (tensor,), what)
+
+    @cached_property
+    def _reduce_options(self) -> list[dist.ReduceOptions]:
+        return [_rooted(dist.ReduceOptions(), index) for index in range(len(self._ranks))]
+
+    @cached_property
+    def _broadcast_options(self) -> list[dist.BroadcastOptions]:
+        return [_rooted(dist.BroadcastOptions(), index) for index in range(len(self._ranks))]
 
     def free(self) -> None:
         """Destroy the process group; nothing may be pending."""
         dist.destroy_process_group(self._group)
 
     def _receive(self, buffer: torch.Tensor, sender: int) -> _PendingWork:
-        work = dist.irecv(buffer, sender, group=self._group)
+        work = self._group.recv([buffer], self._index[sender], 0)
         return self._pending(work, (buffer,), f"the message from rank {sender}", is_message=True)
 
     def _pending(
         self,
-        work: dist.Work | None,
+        work: dist.Work | Sequence[dist.Work] | None,
         tensors: tuple[torch.Tensor, ...],
         what: str,
         *,
         is_message: bool = False,
     ) -> _PendingWork:
-        return _PendingWork(work, tensors, self._ranks, what, polls=self._polls, is_message=is_message)
+        works = () if work is None else (work,) if isinstance(work, dist.Work) else work
+        return _PendingWork(works, tensors, self._ranks, what, polls=self._polls, is_message=is_message)
+
+
+def _is_coalesced(ranges: Ranges, transport: GroupTransport) -> bool:
+    """Whether equal ranges take one reduce-scatter or all-gather instead of an operation per rank.
+
+    Not on gloo: there a reduce-scatter sends what an all-reduce does, and an all-gather copies its input.
+    """
+    return ranges.are_equal and transport.library == "nccl"
+
+
+def _rooted(options: Any, index: int) -> Any:
+    """Options of an operation that does not block, with the rank at a position of the group as its root."""
+    options.rootRank, options.asyncOp = index, True
+    return options
 
 
 class GlooTransport(GroupTransport):

@@ -12,7 +12,7 @@ Checkpoints store and fill what a rank holds as boxes of the global tensors, in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +29,7 @@ from yuan_train.parallel.gradients import (
 )
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import TensorBox
-from yuan_train.parallel.transport import Pending, Transport
+from yuan_train.parallel.transport import Pending, Ranges
 
 State = Literal["master", "exp_avg", "exp_avg_sq"]
 STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
@@ -82,9 +82,14 @@ class OwnedState:
         self._ranges = None if shares is None else [_ranges(part, shares) for part in bucket.slices]
         """By slice: the range of each owner."""
         if self._ranges is None:
+            self._own = []
             self._held = [self._whole_shards(offload)]
         else:
-            self._held = [self._range_shards(i, ranges, offload) for i, ranges in enumerate(self._ranges)]
+            self._own = [
+                ranges.of(part.group.index(bucket.rank))
+                for part, ranges in zip(bucket.slices, self._ranges, strict=True)
+            ]
+            self._held = [self._range_shards(i, own, offload) for i, own in enumerate(self._own)]
         """By slice; one entry for the whole bucket where the state is not sharded."""
         self.shards = [shard for held in self._held for shard in held]
 
@@ -98,11 +103,9 @@ class OwnedState:
             own_master=self._bucket.is_low_precision,
         )
 
-    def _range_shards(
-        self, index: int, ranges: dict[int, tuple[int, int]], offload: float
-    ) -> list[OptimizerShard]:
+    def _range_shards(self, index: int, own: tuple[int, int], offload: float) -> list[OptimizerShard]:
         bucket, part = self._bucket, self._bucket.slices[index]
-        start, end = ranges[bucket.rank]
+        start, end = own
         alone = len(bucket.slices) == 1
         return _make_shards(
             bucket.pack(bucket.weights, part)[start:end],
@@ -122,28 +125,19 @@ class OwnedState:
             packed = self._bucket.pack(self._bucket.gradient, part)
             if len(part.group) > 1:
                 packed = packed.to(self._reduce_dtype)
-                self._pending += self._reduce(i, part, packed)
+                group = self._groups.owners[part.group]
+                if self._ranges is None:
+                    self._pending.append(group.all_reduce(packed, GRAD_REDUCE))
+                else:
+                    self._pending.append(group.reduce_ranges(packed, self._ranges[i], GRAD_REDUCE))
             self._packed.append(packed)
-
-    def _reduce(self, number: int, part: Slice, packed: torch.Tensor) -> Iterator[Pending]:
-        """Start to reduce a packed slice [n] in place: all of it, or to each owner its range."""
-        group = self._groups.owners[part.group]
-        if self._ranges is None:
-            yield group.all_reduce(packed, GRAD_REDUCE)
-        elif _is_coalesced(self._ranges[number], group):
-            start, end = self._ranges[number][self._bucket.rank]
-            yield group.reduce_scatter(packed[start:end], packed, GRAD_REDUCE)
-        else:
-            for rank, (start, end) in self._ranges[number].items():
-                if end > start:
-                    yield group.reduce(packed[start:end], rank, GRAD_REDUCE)
 
     def finish_grad_reduce(self) -> torch.Tensor:
         """Wait until this rank's shards have the reduced gradient; return their share of its squared global
         norm, fp64."""
         for pending in self._pending:
             pending.wait()
-        norm = self._take_all() if self._ranges is None else self._take_ranges(self._ranges)
+        norm = self._take_all() if self._ranges is None else self._take_ranges()
         self._pending.clear()
         self._packed.clear()
         return norm
@@ -155,14 +149,13 @@ class OwnedState:
             _copy(self._bucket.gradient[shard.start : shard.end], shard.gradient)
         return squared_norm([self._bucket], device=self._bucket.gradient.device)
 
-    def _take_ranges(self, slice_ranges: list[dict[int, tuple[int, int]]]) -> torch.Tensor:
+    def _take_ranges(self) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._bucket.gradient.device)
-        for part, held, packed, ranges in zip(
-            self._bucket.slices, self._held, self._packed, slice_ranges, strict=True
+        for part, held, packed, (start, end) in zip(
+            self._bucket.slices, self._held, self._packed, self._own, strict=True
         ):
             for shard in held:
                 _copy(packed[shard.start : shard.end], shard.gradient)
-            start, end = ranges[self._bucket.rank]
             total += sum_of_squares(packed[start : max(min(end, part.num_counted_elements), start)])
         return total
 
@@ -180,21 +173,9 @@ class OwnedState:
             for shard in held:
                 _copy(shard.master, buffer[shard.start : shard.end])
             if len(part.group) > 1:
-                self._syncing += self._share(self._ranges[i], part, buffer)
+                group = self._groups.owners[part.group]
+                self._syncing.append(group.gather_ranges(buffer, self._ranges[i], WEIGHT_SYNC))
             self._synced.append(buffer)
-
-    def _share(
-        self, ranges: dict[int, tuple[int, int]], part: Slice, buffer: torch.Tensor
-    ) -> Iterator[Pending]:
-        """Start to fill a packed slice [n] of weights with each owner's range."""
-        group = self._groups.owners[part.group]
-        if _is_coalesced(ranges, group):
-            start, end = ranges[self._bucket.rank]
-            yield group.all_gather(buffer, buffer[start:end], WEIGHT_SYNC)
-            return
-        for rank, (start, end) in ranges.items():
-            if end > start:
-                yield group.broadcast(buffer[start:end], rank, WEIGHT_SYNC)
 
     def finish_weight_sync(self) -> None:
         """Wait until the model's weights are those of the last step; nothing to do if they are."""
@@ -239,7 +220,7 @@ class OwnedState:
     def _written_range(self, number: int) -> tuple[int, int]:
         bucket = self._bucket
         if self._ranges is not None:
-            return self._ranges[number][bucket.rank]
+            return self._own[number]
         total = bucket.weights.numel()
         if not bucket.owners_are_alike:
             return (0, total) if bucket.is_first_owner else (0, 0)
@@ -284,26 +265,17 @@ GRAD_REDUCE = "the gradient reduction over owners"
 WEIGHT_SYNC = "the sending of stepped weights to all owners"
 
 
-def _is_coalesced(ranges: Mapping[int, tuple[int, int]], group: Transport) -> bool:
-    """Whether equal ranges take one reduce-scatter or all-gather instead of an operation per owner.
-
-    Not on gloo: there a reduce-scatter sends what an all-reduce does, and an all-gather copies its input.
-    """
-    equal = len({end - start for start, end in ranges.values()}) == 1
-    return equal and group.library == "nccl"
-
-
-def _ranges(part: Slice, shares: Sequence[float]) -> dict[int, tuple[int, int]]:
-    """The range [start, end) of a slice that each rank holds, in proportion to its share."""
+def _ranges(part: Slice, shares: Sequence[float]) -> Ranges:
+    """The range of a slice that each rank of its group holds, in proportion to its share."""
     weights = [shares[rank] for rank in part.group]
     total, done, start = sum(weights), 0.0, 0
-    ranges: dict[int, tuple[int, int]] = {}
-    for rank, weight in zip(part.group, weights, strict=True):
+    sizes: list[int] = []
+    for weight in weights:
         done += weight
         end = round(part.num_elements * done / total)
-        ranges[rank] = (start, end)
+        sizes.append(end - start)
         start = end
-    return ranges
+    return Ranges(tuple(sizes))
 
 
 _VECTOR = 64

@@ -16,6 +16,7 @@ from yuan_train.config.architecture import sharding_of
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.run import RunConfig
+from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
@@ -45,6 +46,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         initial=partial(initial_rows, run.model, seed=run.train.seed) if job.checkpoint is None else None,
         sharding=sharding,
         row_blocks=row_blocks,
+        compile=_compile if run.train.compile else None,
     )
     runtime = parallelize(
         plan,
@@ -127,6 +129,10 @@ def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Tra
         device="meta",
         dtype=dtype,
     )
+
+
+def _compile(part: torch.nn.Module) -> None:
+    compile_blocks(cast(Transformer, part))
 
 
 def _restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:

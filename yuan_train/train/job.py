@@ -15,11 +15,12 @@ from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
 from yuan_train.config.plan import Plan, single_card_plan
-from yuan_train.config.plan_constraints import check_plan_of_run, check_precision
+from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Blend, open_corpora
 from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.train.compiler import check_compiler
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     plan = plan or single_card_plan(run)
     check_plan_of_run(plan, run)
     check_precision(plan, run)
+    check_compile(plan, run)
     if plan.world_size != position.world_size:
         raise PlanError(
             f"the plan has {plan.world_size} ranks, but {position.world_size} "
@@ -81,6 +83,8 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     device = choose_device(run.train.device, position)
     if device.type == "cuda" and run.train.precision == "bf16":
         _check_bf16(device)
+    if run.train.compile:
+        check_compiler(device)
     device_type = plan.device_type(position.rank)
     if device.type == "cuda" and device_type is not None and device_type.slowdown:
         raise PlanError(

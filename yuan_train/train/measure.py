@@ -26,6 +26,7 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import LinkProfile, ProfileEntry, UnitProfile
 from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
+from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import init_shard
@@ -90,6 +91,8 @@ class ProfileCase:
     seconds_per_unit: float = SECONDS_PER_UNIT
     data: DataConfig | None = None
     """What the run resets at document ends; None: nothing."""
+    compile: bool = False
+    """Whether the layers are compiled (`train.compile`)."""
 
 
 def measure_entry(case: ProfileCase, *, device_type: str) -> ProfileEntry:
@@ -283,7 +286,12 @@ class _Unit:
         if case.group is not None:
             apply_tensor_parallel(self.part, spec, case.group)
         deferred = DeferredWeightGrads()
-        add_weight_grads(self.part, deferred, sharding)
+        if case.compile:
+            # Another case's graphs count towards the compiler's limit of graphs for one function.
+            torch.compiler.reset()
+            compile_blocks(self.part)
+        else:
+            add_weight_grads(self.part, deferred, sharding)
         ranks = tuple(range(case.width))
         parameters = dict(self.part.named_parameters())
         self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)

@@ -244,9 +244,9 @@ def _count_expert_tokens(job: Job, trainer: Trainer) -> list[list[int]] | None:
     counts = torch.zeros(model.num_layers, model.num_experts, dtype=torch.float64)
     for part in runtime.parts.values():
         for layer, block in cast(Transformer, part).blocks.items():
-            load = torch.tensor(block.router.take_load(), dtype=torch.float64)
             # The ranks of a tensor-parallel group decide alike.
-            counts[layer] += load if runtime.coord.tensor_rank == 0 else 0
+            if block.has_experts and runtime.coord.tensor_rank == 0:
+                counts[layer] += torch.tensor(block.router.take_load(), dtype=torch.float64)
     sum_over_world(runtime.groups, runtime.coord, counts.view(-1), "the sum of the experts' tokens")
     return counts.long().tolist()
 

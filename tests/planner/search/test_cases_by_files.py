@@ -125,7 +125,7 @@ def check_case(case, folder, *, ends_in_layers):
     assert found is not None, "the planner found no plan, but one fits"
     order, counts = found
     assert all(counts) and sum(counts) == len(case["layers"])
-    assert event_simulation(case, order, counts) <= best * (1 + 1e-6)
+    assert event_simulation(case, order, tuple(map(int, counts))) <= best * (1 + 1e-6)
 
 
 def reordered(case):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
+from yuan_train.config.plan_units import plan_unit_parameters
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
@@ -40,10 +41,10 @@ def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost
     holders = unit_holders(plan, cards)
     if max(map(len, holders)) == 1:
         return ()
-    sizes = unit_parameters(costs.problem.model)
+    sizes = unit_parameters(costs.problem.model, plan_unit_parameters(plan))
     groups = [
         units
-        for units in bucket_units(costs, holders)
+        for units in bucket_units(costs, holders, sizes)
         if len(holders[units.start]) > 1 and sum(sizes[u] for u in units)
     ]
     owners = list(dict.fromkeys(holders[units.start] for units in groups))
@@ -72,13 +73,18 @@ def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost
     return tuple(found)
 
 
-def bucket_units(costs: Costs, owners: Sequence[Hashable]) -> tuple[range, ...]:
-    """The buckets of units with these owners. A tied embedding is a bucket of its own: the first and the last
-    stages hold it."""
+def bucket_units(
+    costs: Costs, owners: Sequence[Hashable], parameters: Sequence[float] | None = None
+) -> tuple[range, ...]:
+    """The buckets of units with these owners; `parameters` are those of the model's units if None.
+
+    A tied embedding is a bucket of its own: the first and the last stages hold it.
+    """
     problem = costs.problem
     if problem.model.tie_embeddings:
         owners = [None, *owners[1:]]
-    return group_units(owners, unit_parameters(problem.model), bucket_size=problem.bucket_size)
+    sizes = unit_parameters(problem.model) if parameters is None else parameters
+    return group_units(owners, sizes, bucket_size=problem.bucket_size)
 
 
 def owner_sharers(owners: Sequence[tuple[Replica, ...]]) -> list[int]:
@@ -159,8 +165,8 @@ def weight_sync_seconds(
     return allreduce_seconds(costs.topology, owners, size, sharers=sharers) / 2
 
 
-def unit_parameters(model: ModelConfig) -> list[float]:
-    """Parameters whose gradients the owners reduce, by unit; a tied embedding is reduced separately, over all
-    that hold it."""
-    embedding, *others = map(float, model.unit_parameters)
+def unit_parameters(model: ModelConfig, units: Sequence[int] | None = None) -> list[float]:
+    """Parameters whose gradients the owners reduce, by unit (`units`, or the model's); a tied embedding is
+    reduced separately, over all that hold it."""
+    embedding, *others = map(float, model.unit_parameters if units is None else units)
     return [0.0 if model.tie_embeddings else embedding, *others]

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from yuan_train.config.plan import Plan
-from yuan_train.planner.costs.plan_problem import Replica, stage_units
+from yuan_train.config.plan_units import num_units, plan_unit_parameters, stage_unit_range
+from yuan_train.planner.costs.plan_problem import Replica
 
 PlanCards = Sequence[Sequence[tuple[Replica, ...]]]
 """The replicas of each stage, by pipeline and stage."""
@@ -59,8 +60,8 @@ def packed_shares(plan: Plan, cards: PlanCards, *, reduce_copy_share: float) -> 
 def _reduced_shares(plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> dict[tuple[int, int], float]:
     """The share of its gradients that a stage has in common with other owners, by pipeline and stage. A tied
     embedding is held by the first and the last stages."""
-    model, last = plan.model, plan.model.num_layers + 1
-    sizes = [model.embedding_parameters, *[model.layer_parameters] * model.num_layers, model.head_parameters]
+    model, last = plan.model, num_units(plan) - 1
+    sizes = [*plan_unit_parameters(plan)[:-1], model.head_parameters]
     tied = len({*holders[0], *holders[last]}) if model.tie_embeddings else 0
     several = [len(replicas) > 1 or (tied > 1 and u in (0, last)) for u, replicas in enumerate(holders)]
     return {
@@ -72,15 +73,15 @@ def _reduced_shares(plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> dict[
 def units_by_stage(plan: Plan) -> dict[tuple[int, int], range]:
     """The units of each stage, by pipeline and stage."""
     return {
-        (p, s): range(*stage_units(stage, plan.model.num_layers).indices(plan.model.num_layers + 2))
+        (p, s): stage_unit_range(plan, stage)
         for p, pipeline in enumerate(plan.pipelines)
         for s, stage in enumerate(pipeline.stages)
     }
 
 
 def unit_holders(plan: Plan, cards: PlanCards) -> list[tuple[Replica, ...]]:
-    """The replicas that hold each unit, over all pipelines: num_layers + 2 tuples."""
-    held: list[list[Replica]] = [[] for _ in range(plan.model.num_layers + 2)]
+    """The replicas that hold each unit of the plan, over all pipelines."""
+    held: list[list[Replica]] = [[] for _ in range(num_units(plan))]
     for (p, s), units in units_by_stage(plan).items():
         for u in units:
             held[u] += cards[p][s]

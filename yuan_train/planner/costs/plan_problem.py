@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import StagePlan
+from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan_units import layer_units, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology, make_topology
-from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost, card_costs, check_profile
+from yuan_train.planner.costs.unit_costs import (
+    CardCosts,
+    Source,
+    UnitCost,
+    card_costs,
+    check_profile,
+    share_of_layer,
+)
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 
 Replica = tuple[Card, ...]
@@ -36,6 +45,8 @@ class PlanProblem:
     """Of gradients on their way between owners; see `OptimizerConfig`."""
     bucket_size: int = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation."""
+    compile: bool = False
+    """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
 
     @property
     def reduce_bytes(self) -> int:
@@ -115,18 +126,27 @@ class Costs:
             )
         return self.groups[key]
 
-    def of_stage(self, replica: Replica, micro_batch_size: int, stage: StagePlan) -> CardCosts:
-        """`of_replica` with a stage's recompute: of all its layers, or of its first ones."""
+    def of_stage(self, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan) -> StageUnits:
+        """The units of a stage, with its recompute: of all its layers, or of its first ones."""
         part = self.of_replica(replica, micro_batch_size, stage.recompute)
-        if stage.num_recomputed in (0, stage.num_layers):
-            return part
-        plain = self.of_replica(replica, micro_batch_size, "none")
-        # Units count the embedding before the layers.
-        first_kept = 1 + stage.layers[0] + stage.num_recomputed
-        return replace(
-            part,
-            units=(*part.units[:first_kept], *plain.units[first_kept:]),
+        plain = part
+        if stage.num_recomputed not in (0, stage.num_blocks):
+            plain = self.of_replica(replica, micro_batch_size, "none")
+        if not plan.divided_layers:
+            # Units count the embedding before the layers.
+            first_kept = 1 + int(stage.layers[0]) + stage.num_recomputed
+            span = stage_unit_range(plan, stage)
+            first_kept = min(max(first_kept, span.start), span.stop)
+            units = (*part.units[span.start : first_kept], *plain.units[first_kept : span.stop])
+        else:
+            units = tuple(_with_halves(plan, stage, part, plain))
+        return StageUnits(
+            units=units,
+            layer=part.units[1],
+            boundary_bytes=part.boundary_bytes,
+            update_bytes_per_second=part.update_bytes_per_second,
             source=part.source if plain.source == "measured" else "estimated",
+            note=part.note,
         )
 
     def hidden_bytes(self, micro_batch_size: int) -> float:
@@ -134,6 +154,36 @@ class Costs:
         problem = self.problem
         tokens = micro_batch_size * problem.sequence_length
         return float(tokens * problem.model.hidden_size * ELEMENT_BYTES[problem.precision])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageUnits:
+    """The costs of a stage's units on one replica."""
+
+    units: tuple[UnitCost, ...]
+    """Embedding, layers or halves of layers, head: those that the stage holds, as the plan divides them."""
+    layer: UnitCost
+    """A whole layer."""
+    boundary_bytes: float
+    update_bytes_per_second: float
+    source: Source
+    note: str
+
+
+def _with_halves(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts) -> Iterator[UnitCost]:
+    """The units of a stage of a plan that divides layers; the first ones are of `part`, those that are not
+    recomputed of `plain`."""
+    if stage.embedding:
+        yield part.units[0]
+    recomputed = math.floor(stage.layers[0]) + stage.num_recomputed
+    for _, first, end in layer_units(plan):
+        if stage.layers[0] <= first and end <= stage.layers[1]:
+            layer = int(first)
+            source = part if layer < recomputed else plain
+            whole = source.units[layer + 1]
+            yield whole if end - first == 1 else share_of_layer(whole, source.halves[first > layer])
+    if stage.head:
+        yield part.units[-1]
 
 
 def _with_collectives(unit: UnitCost, allreduce_seconds: float) -> UnitCost:
@@ -155,6 +205,7 @@ def make_costs(problem: PlanProblem) -> Costs:
             problem.model,
             sequence_length=problem.sequence_length,
             precision=problem.precision,
+            compile=problem.compile,
         )
         problem = replace(problem, cluster=_with_measured_reserve(problem.cluster, problem.profile))
     cards = {card.name: card for card in problem.cluster.cards}
@@ -169,9 +220,3 @@ def _with_measured_reserve(cluster: Cluster, profile: Profile) -> Cluster:
         if measured is not None:
             types[name] = replace(cluster.device_type(name), reserved=math.ceil(measured))
     return replace(cluster, device_types=types)
-
-
-def stage_units(plan_stage: StagePlan, num_layers: int) -> slice:
-    """The stage's units among all num_layers + 2: embedding, layers, head."""
-    first, end = plan_stage.layers
-    return slice(0 if plan_stage.embedding else first + 1, num_layers + 2 if plan_stage.head else end + 1)

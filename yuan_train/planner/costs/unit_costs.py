@@ -60,6 +60,52 @@ class UnitCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HalfShare:
+    """What half a layer takes of a layer's costs; 1 for all of it."""
+
+    seconds: float
+    parameters: float
+    activations: float
+    """Under full recompute, both halves keep their input."""
+    transient: float
+    forward_collectives: int
+    backward_collectives: int
+
+
+def share_of_layer(layer: UnitCost, half: HalfShare) -> UnitCost:
+    """The costs of half a layer."""
+    return UnitCost(
+        forward_seconds=layer.forward_seconds * half.seconds,
+        backward_seconds=layer.backward_seconds * half.seconds,
+        parameters=round(layer.parameters * half.parameters),
+        parameter_bytes=layer.parameter_bytes * half.parameters,
+        gradient_bytes=layer.gradient_bytes * half.parameters,
+        optimizer_bytes=layer.optimizer_bytes * half.parameters,
+        activation_bytes=layer.activation_bytes * half.activations,
+        transient_bytes=layer.transient_bytes * half.transient,
+        output_bytes=layer.output_bytes,
+        weight_seconds=layer.weight_seconds * half.seconds,
+        forward_collectives=half.forward_collectives,
+        backward_collectives=half.backward_collectives,
+    )
+
+
+def _half_shares(work: ModelWork, recompute: Recompute) -> tuple[HalfShare, HalfShare]:
+    def share(half: UnitWork) -> HalfShare:
+        whole = work.layer
+        return HalfShare(
+            seconds=half.forward_flops / whole.forward_flops,
+            parameters=half.parameters / whole.parameters,
+            activations=half.kept_bytes(recompute) / whole.kept_bytes(recompute),
+            transient=half.transient_bytes / whole.transient_bytes,
+            forward_collectives=half.forward_collectives,
+            backward_collectives=half.backward_collectives,
+        )
+
+    return share(work.halves[0]), share(work.halves[1])
+
+
+@dataclass(frozen=True, kw_only=True)
 class CardCosts:
     """All units (embedding, layers, head) on one type of card, and where the numbers come from."""
 
@@ -70,6 +116,8 @@ class CardCosts:
     """Rate of the optimizer step's memory traffic."""
     boundary_bytes: float
     """One hidden state at the end of a stage; 0 with an external profile, whose activations include it."""
+    halves: tuple[HalfShare, HalfShare]
+    """What attention and feed-forward take of a layer's costs."""
 
     @cached_property
     def layer(self) -> UnitCost:
@@ -82,9 +130,10 @@ class CardCosts:
 
 
 def check_profile(
-    profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision
+    profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision, compile: bool = False
 ) -> None:
-    """Raise ConfigError unless the profile was measured for this model's depth, length and precision."""
+    """Raise ConfigError unless the profile was measured for this model's depth, length and precision, with
+    layers compiled or not as here. External profiles do not say."""
     if profile.sequence_length != sequence_length:
         raise ConfigError(
             f"profile: measured at sequence_length {profile.sequence_length}, the run has {sequence_length}; "
@@ -94,6 +143,12 @@ def check_profile(
         raise ConfigError(
             f"profile: measured in {profile.precision}, the run has train.precision {precision}; "
             "measure again in this precision"
+        )
+    if profile.compile != compile and (profile.compile or not profile.is_whole):
+        measured = "compiled" if profile.compile else "plain"
+        raise ConfigError(
+            f"profile: measured with {measured} layers, the run has train.compile {str(compile).lower()}; "
+            "measure again with this run"
         )
     for i, entry in enumerate(profile.entries):
         if len(entry.layers) not in (1, model.num_layers):
@@ -144,6 +199,7 @@ def card_costs(
                 note=note,
                 update_bytes_per_second=update_rate,
                 boundary_bytes=0.0 if entry.is_whole else work.layer.output_bytes,
+                halves=_half_shares(work, recompute),
             )
     note = "estimated from the catalogue" + (
         f": the profile has no entry for {type_name} with recompute {recompute}" if profile else ""
@@ -154,6 +210,7 @@ def card_costs(
         note=note,
         update_bytes_per_second=update_rate,
         boundary_bytes=work.layer.output_bytes,
+        halves=_half_shares(work, recompute),
     )
 
 

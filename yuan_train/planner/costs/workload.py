@@ -9,9 +9,10 @@ fp64, else 4).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from yuan_train.config.architecture import Kept
+from yuan_train.config.architecture import Kept, SublayerWork
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute
@@ -93,6 +94,8 @@ class ModelWork:
     num_layers: int
     embedding: UnitWork
     layer: UnitWork
+    halves: tuple[UnitWork, UnitWork]
+    """Attention and feed-forward of a layer, each as a unit of its own."""
     head: UnitWork
 
     @property
@@ -116,10 +119,17 @@ def model_work(
     `logit_rows` is how many tokens' logits the loss holds at a time.
     """
     tokens = sequence_length * micro_batch_size
+    attention, feed_forward = model.spec.sublayers(model)
+
+    def layer(*halves: SublayerWork) -> UnitWork:
+        work = _layer_work(halves, model.hidden_size, tokens, sequence_length, precision)
+        return _share_of(work, tensor_parallel)
+
     return ModelWork(
         num_layers=model.num_layers,
         embedding=_share_of(_embedding_work(model, tokens, precision), tensor_parallel),
-        layer=_share_of(_layer_work(model, tokens, sequence_length, precision), tensor_parallel),
+        layer=layer(attention, feed_forward),
+        halves=(layer(attention), layer(feed_forward)),
         head=_share_of(_head_work(model, tokens, precision, min(logit_rows, tokens)), tensor_parallel),
     )
 
@@ -148,12 +158,6 @@ def _share_of(unit: UnitWork, width: int) -> UnitWork:
     )
 
 
-def layer_activation_bytes(model: ModelConfig, precision: Precision) -> int:
-    """Bytes per token that one layer keeps for its backward: 14H + 8P + 6F + 4N + 12 for Yuan 2.0 in bf16."""
-    halves = model.spec.sublayers(model)
-    return sum(_bytes(half.replicated, precision) + _bytes(half.sharded, precision) for half in halves)
-
-
 def _bytes(kept: Kept, precision: Precision) -> int:
     statistics = _statistic_bytes(precision) * kept.statistics
     return ELEMENT_BYTES[precision] * kept.elements + statistics + INTEGER_BYTES * kept.integers
@@ -164,12 +168,13 @@ def _statistic_bytes(precision: Precision) -> int:
     return 8 if precision == "fp64" else 4
 
 
-def _layer_work(model: ModelConfig, tokens: int, sequence_length: int, precision: Precision) -> UnitWork:
-    """Both halves of a layer, forward, and backward with twice the FLOP."""
-    halves = model.spec.sublayers(model)
-    e, hidden = ELEMENT_BYTES[precision], model.hidden_size
-    flops = float(tokens * model.layer_forward_flops(sequence_length))
-    kept = tokens * layer_activation_bytes(model, precision)
+def _layer_work(
+    halves: Sequence[SublayerWork], hidden: int, tokens: int, sequence_length: int, precision: Precision
+) -> UnitWork:
+    """A layer, or one half of it: forward, and backward with twice the FLOP."""
+    e = ELEMENT_BYTES[precision]
+    flops = float(tokens * sum(half.forward_flops(sequence_length) for half in halves))
+    kept = tokens * sum(_bytes(half.replicated + half.sharded, precision) for half in halves)
     parameters = sum(half.parameters for half in halves)
     # Each kept tensor is written once and read about once.
     traffic = 2.0 * kept + e * tokens * sum(half.shifted for half in halves) + e * parameters

@@ -10,7 +10,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.links import broadcast_seconds, message_seconds
 from yuan_train.planner.costs.owners import PlanCards
-from yuan_train.planner.costs.plan_problem import Costs, Replica, stage_units
+from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import find_route
 
 
@@ -36,11 +36,10 @@ def edge_seconds(costs: Costs, plan: Plan, cards: PlanCards, p: int, s: int, *, 
     ]
     edges = [(source[0], target[0]) for source, target, _ in flows]
     pipeline = plan.pipelines[p]
-    sender = costs.of_stage(cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s])
-    span = stage_units(pipeline.stages[s], plan.model.num_layers)
+    sender = costs.of_stage(plan, cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s])
     # A stage without units passes on what it receives.
     hidden_bytes = costs.hidden_bytes(pipeline.micro_batch_size)
-    size = sender.units[span][-1].output_bytes if sender.units[span] else hidden_bytes
+    size = sender.units[-1].output_bytes if sender.units else hidden_bytes
     return (
         max(
             message_seconds(find_route(costs.topology, source[0], target[0]), size, sharers=sharers)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
+from yuan_train.config.plan_units import num_units
 from yuan_train.planner.costs.grad_reduce import BucketCost
 from yuan_train.planner.costs.owners import units_by_stage
 from yuan_train.planner.costs.unit_costs import UnitCost
@@ -34,7 +35,7 @@ def grad_reduce_end(
     def seconds(unit: UnitCost) -> float:
         return unit.weight_seconds if split else unit.backward_seconds
 
-    complete = [0.0] * (plan.model.num_layers + 2)
+    complete = [0.0] * num_units(plan)
     for stage, units in _with_units(plan, stages):
         end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
         for u, below in zip(units, _seconds_before(stage, seconds), strict=False):
@@ -59,7 +60,7 @@ def exposed_weight_sync_seconds(
     """
     if not any(bucket.weight_sync_seconds for bucket in buckets):
         return 0.0
-    needed = [float("inf")] * (plan.model.num_layers + 2)
+    needed = [float("inf")] * num_units(plan)
     starts = {id(simulation): simulation.stage_start_seconds for simulation in simulations}
     for stage, units in _with_units(plan, stages):
         start = starts[id(simulations[stage.pipeline])][stage.stage]

@@ -13,8 +13,8 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.memory import stage_memory
-from yuan_train.planner.costs.plan_problem import Costs, Replica, stage_units
-from yuan_train.planner.costs.unit_costs import CardCosts, Source, UnitCost
+from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
+from yuan_train.planner.costs.unit_costs import Source, UnitCost
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.in_flight import in_flight
@@ -29,7 +29,7 @@ class StageCost:
     pipeline: int
     stage: int
     replicas: tuple[Replica, ...]
-    layers: tuple[int, int]
+    layers: tuple[float, float]
     embedding: bool
     head: bool
     recompute: Recompute
@@ -129,21 +129,17 @@ def stage_cost(
     packed_share: float,
 ) -> StageCost:
     """The cost of stage s of pipeline p on `replicas`, by its slowest replica and its tightest card."""
-    pipeline, model = plan.pipelines[p], plan.model
+    pipeline = plan.pipelines[p]
     stage = pipeline.stages[s]
     size = pipeline.micro_batch_size
-    parts = [costs.of_stage(replica, size, stage) for replica in replicas]
-    span = stage_units(stage, model.num_layers)
-    slowest = max(
-        parts, key=lambda part: sum(u.forward_seconds + u.backward_seconds for u in part.units[span])
-    )
-    units = slowest.units[span]
+    parts = [costs.of_stage(plan, replica, size, stage) for replica in replicas]
+    slowest = max(parts, key=lambda part: sum(u.forward_seconds + u.backward_seconds for u in part.units))
+    units = slowest.units
     twice = stage.embedding and _head_holds_embedding(costs, plan, pipeline, stage)
-    updated = slice(1, span.stop) if twice else span
     types = [costs.problem.cluster.device_type(card.type) for replica in replicas for card in replica]
     tightest = min(types, key=lambda device: device.memory - device.reserved)
     count = _stage_in_flight(plan, pipeline, s)
-    layer = slowest.units[1]
+    layer = slowest.layer
     return StageCost(
         pipeline=p,
         stage=s,
@@ -161,7 +157,7 @@ def stage_cost(
         packed_share=packed_share,
         optimizer_share=optimizer_share,
         update_seconds=max(
-            sum(unit.parameters for unit in part.units[updated])
+            sum(unit.parameters for unit in part.units[twice:])
             * optimizer_share
             * _update_seconds(costs, part, types, stage.optimizer_offload)
             for part in parts
@@ -191,7 +187,7 @@ def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stag
     return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
 
 
-def _update_seconds(costs: Costs, part: CardCosts, cards: Sequence[DeviceType], offload: float) -> float:
+def _update_seconds(costs: Costs, part: StageUnits, cards: Sequence[DeviceType], offload: float) -> float:
     """Seconds of the optimizer step per parameter: on the card, then on the host for the fraction `offload`,
     whose gradients are copied to the host and whose weights are copied back."""
     state = STATE_BYTES[costs.problem.precision]

@@ -168,8 +168,8 @@ def layer_list(candidate: Candidate) -> str:
 
 
 def megatron_layout(candidate: Candidate) -> str:
-    """The cut of pipeline 0 as Megatron-LM writes it."""
-    return to_layout(candidate.plan.pipelines[0])
+    """The cut of pipeline 0 as Megatron-LM writes it; nothing if it divides layers."""
+    return "" if candidate.plan.divided_layers else to_layout(candidate.plan.pipelines[0])
 
 
 def describe_cards(candidate: Candidate) -> str:

@@ -58,7 +58,7 @@ class Candidate:
         return self.cost.step_seconds
 
     @property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
+    def bounds(self) -> tuple[tuple[float, float], ...]:
         """Layers of each stage of the first pipeline."""
         return tuple(stage.layers for stage in self.plan.pipelines[0].stages)
 

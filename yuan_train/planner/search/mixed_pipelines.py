@@ -244,7 +244,7 @@ def _split(pipeline: PipelinePlan, chunks: int) -> PipelinePlan | None:
     last = len(pipeline.stages) - 1
     for chunk in range(chunks):
         for s, stage in enumerate(pipeline.stages):
-            size, rest = divmod(stage.num_layers, chunks)
+            size, rest = divmod(int(stage.num_layers), chunks)
             count = size + (chunk < rest)
             ends = (s == 0 and chunk == 0) or (s == last and chunk == chunks - 1)
             if not count and not ends:

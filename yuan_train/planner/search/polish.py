@@ -107,7 +107,7 @@ def _lightest(
     faster."""
     best, least = stage, old.forward_seconds + old.backward_seconds
     for kind in recompute:
-        for count in range(stage.num_layers + 1) if kind != "none" else ():
+        for count in range(stage.num_blocks + 1) if kind != "none" else ():
             lighter = _recomputing(stage, kind, count)
             new = change_stage(costs, plan, old, lighter)
             if not new.fits:
@@ -122,7 +122,7 @@ def _lightest(
 def _recomputing(stage: StagePlan, kind: Recompute, count: int) -> StagePlan:
     if not count:
         return replace(stage, recompute="none", recompute_layers=None)
-    return replace(stage, recompute=kind, recompute_layers=count if count < stage.num_layers else None)
+    return replace(stage, recompute=kind, recompute_layers=count if count < stage.num_blocks else None)
 
 
 # --- deeper warm-ups -------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ class Options:
     """Whether the first and the last stage share the ownership of a tied embedding."""
     fixed_order: bool
     use_all_devices: bool
+    half_layers: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +127,7 @@ def read_options(
         tied=model.tie_embeddings,
         fixed_order=search.device_order == "fixed",
         use_all_devices=search.use_all_devices,
+        half_layers=search.half_layers,
     )
 
 

@@ -1,0 +1,57 @@
+"""Llama and Qwen under plans with tensor parallelism, uneven pipelines and split backwards, in fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architecture": "llama",
+        "num_key_value_heads": 2,
+        "tie_embeddings": False,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "qwen2": {"architecture": "qwen", "num_key_value_heads": 2, "qkv_bias": True},
+    "qwen3": {"architecture": "qwen", "num_key_value_heads": 2, "query_key_norm": True, "head_dim": 12},
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "unlike widths": {
+        "text": "1x4: 2@0,1 selective | 4@2 full / 1x4: 3@3 | 3@4,5",
+        "optimizer_sharding": True,
+        "optimizer_share": [1, 3, 7, 1],
+    },
+    "zero bubble in a wide V": {"text": "1x8: 1@0,1 | 2@2 | 2@2 | 1@0,1", "schedule": "zero_bubble"},
+}
+STEPS = 3
+OVERRIDES = ("train.precision=fp64", f"train.steps={STEPS}", "optimizer.bucket_size=1")
+
+
+def difference(curve: list[dict], reference: list[dict], key: str) -> float:
+    assert len(curve) == len(reference) == STEPS
+    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_computes_what_one_process_computes(tmp_path: Path, name: str) -> None:
+    run_file = make_project(tmp_path, model={"num_attention_heads": 4} | MODELS[name])
+    run = run_config(run_file, *OVERRIDES)
+    alone = run_alone(Case(run_file, tmp_path / "alone", None, OVERRIDES))
+    cases = [
+        Case(run_file, tmp_path / plan, parse_plan(run, **keys), OVERRIDES) for plan, keys in PLANS.items()
+    ]
+    wide = parse_plan(run, **PLANS["unlike widths"])
+    control = "head_norm_reduce" if name == "qwen3" else "tensor_all_reduce"
+    broken = Case(run_file, tmp_path / "control", wide, OVERRIDES, without=control)
+    run_cases([*cases, broken])
+    for case in cases:
+        curve = read_metrics(case.folder)
+        assert difference(curve, alone, "loss") < 1e-12, case.folder.name
+        assert difference(curve, alone, "grad_norm") < 1e-11, case.folder.name
+    curve = read_metrics(broken.folder)
+    assert max(difference(curve, alone, key) for key in ("loss", "grad_norm")) > 1e-6

@@ -1,0 +1,121 @@
+"""Training with compiled layers: the curve and the checkpoint of plain ones; what is refused at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases
+from yuan_train.cli.main import main
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.profile import load_profile
+from yuan_train.models import compiled
+from yuan_train.train.compiler import check_compiler, compiler_fault
+from yuan_train.train.job import Position, prepare
+
+# See tests/models/test_compiled.py.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+CPU = torch.device("cpu")
+FEW = ("train.precision=fp64", "train.steps=3", "optimizer.decay_steps=20", "model.hidden_dropout=0.2")
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"), model={"num_layers": 4})
+
+
+@pytest.fixture(scope="module")
+def alone(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_alone(Case(run_file, tmp_path_factory.mktemp("alone"), None, FEW))
+
+
+@pytest.fixture
+def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces and partitions as inductor does, without its code, which takes seconds."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch.compiler.reset()
+    counters.clear()
+
+
+def largest_difference(curve: list[dict], reference: list[dict]) -> float:
+    assert len(curve) == len(reference) == 3
+    keys = ("loss", "grad_norm")
+    return max(abs(a[k] / b[k] - 1) for k in keys for a, b in zip(curve, reference, strict=True))
+
+
+def test_plans_with_compiled_layers_give_the_curve_of_plain_ones(
+    run_file: Path, tmp_path: Path, alone: list[dict]
+) -> None:
+    """Virtual stages; two owners that share the optimizer state. With selective recompute, which in plain
+    layers is done by hooks that see no tensor of a compiled one."""
+    overrides = (*FEW, "train.compile=true")
+    run = run_config(run_file, *overrides)
+    interleaved = parse_plan(
+        run, "1x8: 1@0 | 1@1 | 1@0 | 1@1", schedule="interleaved_1f1b", recompute="selective"
+    )
+    sharded = parse_plan(run, "1x4: 4@0 / 1x4: 4@1", optimizer_sharding=True, recompute="selective")
+    cases = [
+        Case(run_file, tmp_path / "interleaved", interleaved, overrides, without="inductor"),
+        Case(run_file, tmp_path / "sharded", sharded, overrides, without="inductor"),
+    ]
+    run_cases(cases)
+    for case in cases:
+        assert largest_difference(read_metrics(case.folder), alone) < 1e-11, case.folder.name
+
+
+def test_a_checkpoint_has_the_names_and_values_of_plain_layers(
+    run_file: Path, tmp_path: Path, alone: list[dict], aot_eager: None
+) -> None:
+    """Two steps compiled with full recompute and a validation, the third with plain layers."""
+    saving = (*FEW, f"checkpoint.directory={tmp_path / 'ck'}")
+    first = (*saving, "train.compile=true", "train.steps=2", "validation.every=2")
+    plan = parse_plan(run_config(run_file, *first), "2x4: 4@0 full")
+    curve = run_alone(Case(run_file, tmp_path / "first", plan, first))
+    # That of the trial before the start, and one for all layers.
+    assert counters["stats"]["unique_graphs"] == 2
+    curve += run_alone(Case(run_file, tmp_path / "then", None, saving))
+    assert largest_difference(curve, alone) < 1e-12
+
+
+def test_a_profile_of_compiled_layers(run_file: Path, tmp_path: Path, aot_eager: None) -> None:
+    """Recomputed in full, a layer keeps its input. Compiled layers are measured unsharded."""
+    out = tmp_path / "profile.json"
+    words = ["train.compile=true", "search.recompute=[full]"]
+    assert main(["profile", "--config", str(run_file), "--seconds", "0.01", "--out", str(out), *words]) == 0
+    profile = load_profile(out)
+    assert profile.compile
+    (entry,) = profile.entries
+    assert (entry.tensor_parallel, entry.recompute) == (1, "full")
+    # With the rotary tables, and without the 23 hidden states that autograd would save.
+    assert entry.layers[0].output_bytes <= entry.layers[0].activation_bytes < 6 * entry.layers[0].output_bytes
+
+
+def full_disk(graph: object, inputs: object) -> object:
+    """A backend that cannot write what it compiles."""
+    raise OSError(28, "No space left on device")
+
+
+def test_a_machine_that_cannot_compile_is_refused_before_the_start(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_config(run_file, "train.compile=true")
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "no-such-compiler")
+        prepare(run_config(run_file), None, Position())
+        with pytest.raises(ConfigError, match="true, but there is no C.. compiler .no-such-compiler.: inst"):
+            prepare(run, None, Position())
+        assert main(["train", "--config", str(run_file), "train.compile=true"]) == 2
+        assert "install g++ (or set CXX); or set train.compile: false" in capsys.readouterr().err
+        patch.setenv("CC", "no-such-compiler")
+        assert "triton" in (compiler_fault("cuda") or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "BACKEND", full_disk)
+        with pytest.raises(ConfigError, match="it fails on this machine .*No space left.*: repair that; or"):
+            check_compiler(CPU)
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    check_compiler(CPU)

@@ -1,0 +1,48 @@
+"""The units of a plan: embedding, layers (in halves where a pipeline divides them) and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from yuan_train.config.plan import Plan, StagePlan
+
+
+def layer_units(plan: Plan) -> Iterator[tuple[str, float, float]]:
+    """Yield the units between embedding and head as (name, first, end), in the model's order.
+
+    A layer that some pipeline divides is two units in all of them: attention and feed-forward.
+    """
+    for layer in range(plan.model.num_layers):
+        if layer in plan.divided_layers:
+            yield f"{layer}.attention", layer, layer + 0.5
+            yield f"{layer}.feed_forward", layer + 0.5, layer + 1
+        else:
+            yield str(layer), layer, layer + 1
+
+
+def plan_unit_parameters(plan: Plan) -> tuple[int, ...]:
+    """Parameters of each unit of a plan; of the head its norm alone if the embedding is tied."""
+    model = plan.model
+    if not plan.divided_layers:
+        return model.unit_parameters
+    embedding, *_, head = model.unit_parameters
+    halves = tuple(half.parameters for half in model.spec.sublayers(model))
+    layers: list[int] = []
+    for layer in range(model.num_layers):
+        layers += halves if layer in plan.divided_layers else [model.layer_parameters]
+    return (embedding, *layers, head)
+
+
+def num_units(plan: Plan) -> int:
+    """Number of units of a plan."""
+    return plan.model.num_layers + len(plan.divided_layers) + 2
+
+
+def stage_unit_range(plan: Plan, stage: StagePlan) -> range:
+    """The numbers of a stage's units among all units of the plan."""
+    if not plan.divided_layers:
+        first, end = map(int, stage.layers)
+        return range(0 if stage.embedding else first + 1, num_units(plan) if stage.head else end + 1)
+    borders = [0.0] + [first for _, first, _ in layer_units(plan)] + [float(plan.model.num_layers)]
+    first, end = borders.index(stage.layers[0], 1), borders.index(stage.layers[1], 1)
+    return range(0 if stage.embedding else first, len(borders) if stage.head else end)
