@@ -1,4 +1,4 @@
-"""Imports Yuan 2.0 in its published Hugging Face format into a checkpoint, every tensor by name.
+"""Imports a model in its published Hugging Face format into a checkpoint, every tensor by name.
 
 Streamed: one tensor is in memory at a time. Nothing is ignored silently. No code in the folder is run:
 safetensors hold none, PyTorch's `.bin` files are read by torch's restricted unpickler, and Python files are
@@ -44,14 +44,15 @@ def import_hf(folder: str | Path, out: str | Path) -> Imported:
     Weights keep their dtype, so that an export gives the same bits. There is no optimizer state: training
     from this checkpoint starts with a new one.
 
-    Raises CheckpointError for anything but a complete dense Yuan 2.0 model: truncated files, tensors that are
-    missing, unknown or of another shape, values that are not finite, a tied head that differs from the
-    embedding.
+    Raises CheckpointError for anything but a complete model of a known architecture: truncated files,
+    tensors that are missing, unknown or of another shape, values that are not finite, a tied head that
+    differs from the embedding.
     """
     folder = Path(folder)
     config = _read_config(folder)
     where = f"{folder}/config.json"
-    model = format_for(config, where=where).model_from_config(config, name=folder.resolve().name, where=where)
+    published = format_for(config, where=where)
+    model = published.model_from_config(config, name=folder.resolve().name, where=where)
     stored = open_tensors(folder)
     layout = _check_names(folder, model, stored)
     notes: list[str] = []
@@ -61,7 +62,7 @@ def import_hf(folder: str | Path, out: str | Path) -> Imported:
         _check_tied(stored, notes)
     dtypes = {name: _dtype_name(t.dtype) for name, t in stored.items() if not name.endswith(".inv_freq")}
     common = Counter(dtypes.values()).most_common(1)[0][0]
-    state = _state(model, config) | {
+    state = weights_state(model, published.resets_of(config)) | {
         "hf": {
             "config": config,
             "dtype": common,
@@ -86,16 +87,6 @@ def weights_state(model: ModelConfig, data: Mapping[str, Any] | None = None) -> 
         "weights_only": True,
         "run": {"model": asdict(model), "data": dict(data or {})},
     }
-
-
-def _state(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`weights_state`, with the resets of a published config."""
-    resets = {
-        "reset_position_ids": bool(config.get("reset_position_ids", True)),
-        "reset_attention": bool(config.get("reset_attention_mask", False)),
-        "reset_filter": bool(config.get("reset_filter", False)),
-    }
-    return weights_state(model, resets)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

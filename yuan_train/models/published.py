@@ -46,6 +46,8 @@ class PublishedFormat(Protocol):
     """`model_type` of the configs that it reads."""
     MODEL_CODE: tuple[str, ...]
     """Files of `hf_export` that transformers needs beside the weights; none where it has the model itself."""
+    STORES_TIED_HEAD: bool
+    """Whether published files hold a copy of a tied output head."""
 
     def published_layout(self, model: ModelConfig) -> Iterator[TensorMapping]:
         """Yield every tensor of a model, in the model's order; a tied output head is left out."""
@@ -53,6 +55,10 @@ class PublishedFormat(Protocol):
 
     def model_from_config(self, config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig:
         """The model that a `config.json` describes. Raises CheckpointError, naming `where`."""
+        ...
+
+    def resets_of(self, config: Mapping[str, Any]) -> dict[str, bool]:
+        """What a model with this `config.json` resets at document ends: keys of a run's `data`."""
         ...
 
     def published_config(

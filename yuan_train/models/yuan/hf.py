@@ -25,6 +25,7 @@ MODEL_TYPES = ("yuan",)
 """`model_type` of the configs that `model_from_config` reads."""
 MODEL_CODE = ("configuration_yuan.py", "modeling_yuan.py")
 """Files of `hf_export` that transformers needs beside the weights."""
+STORES_TIED_HEAD = True
 END_OF_DOCUMENT_ID = 77185
 SEPARATOR_ID = 77187
 MASK_ID = 134953
@@ -147,6 +148,15 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     kv_heads = config.get("num_key_value_heads")
     if kv_heads not in (None, config.get("num_attention_heads")):
         yield f"num_key_value_heads {kv_heads}: Yuan 2.0 has no grouped queries"
+
+
+def resets_of(config: Mapping[str, Any]) -> dict[str, bool]:
+    """What a model with this `config.json` resets at document ends."""
+    return {
+        "reset_position_ids": bool(config.get("reset_position_ids", True)),
+        "reset_attention": bool(config.get("reset_attention_mask", False)),
+        "reset_filter": bool(config.get("reset_filter", False)),
+    }
 
 
 def published_config(
