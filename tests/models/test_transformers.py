@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.hf_decoders import write_llama
 from tests.support.yuan_hf import read_published, same_bits
 from yuan_train.checkpoint.hf_export import export_hf
 from yuan_train.checkpoint.hf_import import import_hf, weights_state
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.model import ModelConfig, RopeScaling
+from yuan_train.data.chat import render_chat
+from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.generate import generate
 from yuan_train.models.published import format_of
 from yuan_train.models.transformer import Transformer, init_weights
@@ -163,7 +166,32 @@ def test_another_config_is_seen(pair: Pair) -> None:
         assert (logits_of(other) - wanted).abs().max() > 1e-3, changes
 
 
-MINE = {
+def test_tokenizers_and_chats(tmp_path: Path) -> None:
+    """Ids, what stands before a text, and rendered chats; once more after import and export."""
+    published = write_llama(tmp_path)
+    config = json.loads((published / "tokenizer_config.json").read_text())
+    del config["auto_map"]  # it names code that is not there
+    (published / "tokenizer_config.json").write_text(json.dumps(config))
+    import_hf(published, tmp_path / "checkpoints")
+    export_hf(find_checkpoint(tmp_path / "checkpoints"), tmp_path / "again")
+    ours = Tokenizer.load(tmp_path / "checkpoints" / "step-00000000" / "tokenizer")
+    chats = [
+        [{"role": "user", "content": " 2 < 3? \n"}],
+        [{"role": "system", "content": "é"}, {"role": "user", "content": "a<|eot_id|>"}],
+    ]
+    for folder in (published, tmp_path / "again"):
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        assert theirs.bos_token_id == ours.role_id("bos_token")
+        for text in ("", "two words", "naïve \N{GRINNING FACE}\n\t"):
+            assert theirs(text)["input_ids"] == [*ours.prefix_ids, *ours.encode(text)]
+        for chat in chats:
+            ids = theirs.apply_chat_template(chat, add_generation_prompt=True)
+            assert ours.encode(render_chat(ours, chat), special=True) == ids
+        ends = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+        assert set(ends) == ours.stop_ids
+
+
+MINE: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama", "rope_scaling": RopeScaling(rope_type="yarn", factor=2.0)},
     "llama-dynamic": {
         "architecture": "llama",
