@@ -16,6 +16,8 @@ from tests.support.hf_decoders import write_llama
 from tests.support.yuan_hf import read_published, same_bits
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.cli.main import main
+from yuan_train.data.indexed import IndexedDataset
+from yuan_train.data.preprocess import preprocess
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.transformer import Transformer
 
@@ -67,6 +69,15 @@ def test_prompts_begin_as_in_training(imported: Path, capsys: pytest.CaptureFixt
     tokenizer = Tokenizer.load(imported / "step-00000000" / "tokenizer")
     assert generate(imported, "--prompt", "ab", "--json") == 0
     assert json.loads(capsys.readouterr().out)["prompt_ids"] == [BEGIN, *tokenizer.encode("ab")]
+
+
+def test_documents_begin_as_in_training(imported: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "ab"}\n{"text": "<|eot_id|>"}\n')
+    tokenizer = Tokenizer.load(imported / "step-00000000" / "tokenizer")
+    preprocess([tmp_path / "text.jsonl"], tokenizer.path.parent, tmp_path / "corpus")
+    corpus = IndexedDataset(tmp_path / "corpus")
+    assert corpus.document(0).tolist() == [BEGIN, *tokenizer.encode("ab"), END]
+    assert EOT not in corpus.document(1), "special strings in a text are text"
 
 
 def test_chat(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

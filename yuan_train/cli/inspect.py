@@ -232,6 +232,7 @@ def _model_facts(model: ModelConfig) -> Facts:
     length = model.max_sequence_length
     return {
         "name": model.name,
+        "architecture": model.architecture,
         "attention": model.attention,
         "parameters": model.parameters,
         "parameters_per_layer": model.layer_parameters,
@@ -239,6 +240,7 @@ def _model_facts(model: ModelConfig) -> Facts:
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.key_value_heads,
         "head_dim": model.head_dim,
         "vocab_size": model.vocab_size,
         "max_sequence_length": length,
