@@ -13,7 +13,7 @@ from typing import Any
 from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
-from yuan_train.config.model import ModelConfig, RopeScaling, validate_model
+from yuan_train.config.model import ModelConfig, validate_model
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -112,8 +112,9 @@ def decoder_config(
         "pad_token_id": ids.get("pad"),
     }
     kept = {key: value for key, value in (original or {}).items() if key not in _SET_BY_US}
-    scaling = model.rope_scaling
-    dynamic = scaling is not None and scaling.rope_type == "dynamic"
+    rope = _published_rope(model)
+    if original is not None and original.get("rope_parameters") is None:
+        rope = {key: original[key] for key in rope if key in original}  # in the publisher's own words
     return {
         **defaults,
         **kept,
@@ -128,10 +129,7 @@ def decoder_config(
         "hidden_act": "silu",
         "initializer_range": model.init_std,
         "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": model.rope_base,
-        "rope_scaling": None if scaling is None else _published_scaling(scaling, model),
-        # transformers stretches `dynamic` from max_position_embeddings on.
-        "max_position_embeddings": _original(scaling, model) if dynamic else model.max_sequence_length,
+        **rope,
         "tie_word_embeddings": model.tie_embeddings,
         "attention_dropout": 0.0,
         **derived,
@@ -233,19 +231,22 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _original(scaling: RopeScaling | None, model: ModelConfig) -> int:
-    """The length that the model was trained with before the scaling."""
-    stored = scaling.original_max_position_embeddings if scaling is not None else 0
-    return stored or model.max_sequence_length
-
-
-def _published_scaling(scaling: RopeScaling, model: ModelConfig) -> dict[str, Any]:
-    """`rope_scaling` as all releases of transformers since 4.43 read it."""
+def _published_rope(model: ModelConfig) -> dict[str, Any]:
+    """Base, scaling and longest sequence, in the keys that all releases since 4.43 read."""
+    scaling = model.rope_scaling
+    published = {"rope_theta": model.rope_base, "rope_scaling": None}
+    if scaling is None:
+        return published | {"max_position_embeddings": model.max_sequence_length}
+    original = scaling.original_max_position_embeddings or model.max_sequence_length
     values = {key: getattr(scaling, key) for key in sorted(_ROPE_KEYS[scaling.rope_type])}
-    if scaling.rope_type == "dynamic":
-        del values["original_max_position_embeddings"]
-    elif "original_max_position_embeddings" in values:
-        values["original_max_position_embeddings"] = _original(scaling, model)
+    if "original_max_position_embeddings" in values:
+        values["original_max_position_embeddings"] = original
     if values.get("attention_factor") == 0:
         del values["attention_factor"]
-    return {"rope_type": scaling.rope_type, **values}
+    if scaling.rope_type != "dynamic":
+        published["max_position_embeddings"] = model.max_sequence_length
+    else:
+        # transformers stretches it from max_position_embeddings on.
+        del values["original_max_position_embeddings"]
+        published["max_position_embeddings"] = original
+    return published | {"rope_scaling": {"rope_type": scaling.rope_type, **values}}
