@@ -129,7 +129,9 @@ def test_gradients(pair: Pair) -> None:
     assert {mapping.name for mapping in layout} == set(ours)
     for mapping in layout:
         wanted = torch.cat([theirs[part].grad for part in mapping.parts])
-        error = (ours[mapping.name].grad - wanted).norm() / wanted.norm()
+        found = ours[mapping.name].grad
+        assert found is not None
+        error = (found - wanted).norm() / wanted.norm()
         assert error < 1e-5, f"{mapping.name}: {error}"
 
 

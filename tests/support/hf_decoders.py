@@ -36,7 +36,7 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(
+    tokenizer: Any = tokenizers.Tokenizer(
         models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
