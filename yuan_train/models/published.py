@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -32,6 +32,21 @@ class TensorMapping:
         """Shape of each published part."""
         rows = self.shape[0] // len(self.parts)
         return (rows, *self.shape[1:], *((1,) if self.conv2d else ()))
+
+
+Layer = Callable[[ModelConfig, str, str], Iterator[TensorMapping]]
+"""Yields the tensors of a layer, given the prefixes of our names and of the published ones."""
+
+
+def decoder_layout(model: ModelConfig, layer: Layer) -> Iterator[TensorMapping]:
+    """Yield every tensor of a decoder, in the model's order; a tied output head is left out."""
+    hidden = model.hidden_size
+    yield TensorMapping("embedding.weight", (model.vocab_size, hidden), (EMBEDDING,))
+    for i in range(model.num_layers):
+        yield from layer(model, f"layers.{i}", f"model.layers.{i}")
+    yield TensorMapping("final_norm.weight", (hidden,), ("model.norm.weight",))
+    if not model.tie_embeddings:
+        yield TensorMapping("head.weight", (model.vocab_size, hidden), (HEAD,))
 
 
 def rotary_buffer(layer: int) -> str:

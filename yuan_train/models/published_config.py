@@ -30,6 +30,14 @@ _ROPE_KEYS = {
 }
 """Keys of a rotary scaling, by its type."""
 
+DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+}
+"""What the configs of transformers have in common; `absent` of `decoder_from_config` begins with it."""
+
 _NEUTRAL = (("truncate", True), ("partial_rotary_factor", 1.0))
 """Keys that may be there with the value that they have by default."""
 
@@ -80,15 +88,6 @@ def decoder_from_config(
         return build(Document(where, values, {}), ModelConfig, validate=validate_model)
     except ConfigError as error:
         raise CheckpointError(f"{where}: describes no model: {error}") from None
-
-
-DEFAULTS: Mapping[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "rope_theta": 10000.0,
-}
-"""What the configs of transformers have in common; `absent` of `decoder_from_config` begins with it."""
 
 
 def decoder_config(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from yuan_train.config.model import ModelConfig
-from yuan_train.models.published import EMBEDDING, HEAD, TensorMapping
+from yuan_train.models.published import TensorMapping, decoder_layout
 from yuan_train.models.published_config import DEFAULTS, decoder_config, decoder_from_config
 
 MODEL_TYPES = ("llama",)
@@ -15,14 +15,8 @@ STORES_TIED_HEAD = False
 
 
 def published_layout(model: ModelConfig) -> Iterator[TensorMapping]:
-    """Yield every tensor of a model, in the model's order; a tied output head is left out."""
-    hidden = model.hidden_size
-    yield TensorMapping("embedding.weight", (model.vocab_size, hidden), (EMBEDDING,))
-    for i in range(model.num_layers):
-        yield from _layer(model, f"layers.{i}", f"model.layers.{i}")
-    yield TensorMapping("final_norm.weight", (hidden,), ("model.norm.weight",))
-    if not model.tie_embeddings:
-        yield TensorMapping("head.weight", (model.vocab_size, hidden), (HEAD,))
+    """Every tensor of a model, in the model's order; a tied output head is left out."""
+    return decoder_layout(model, _layer)
 
 
 def _layer(model: ModelConfig, ours: str, published: str) -> Iterator[TensorMapping]:

@@ -19,7 +19,7 @@ from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.models.published import EMBEDDING, HEAD, TensorMapping
+from yuan_train.models.published import TensorMapping, decoder_layout
 
 MODEL_TYPES = ("yuan",)
 """`model_type` of the configs that `model_from_config` reads."""
@@ -32,14 +32,8 @@ MASK_ID = 134953
 
 
 def published_layout(model: ModelConfig) -> Iterator[TensorMapping]:
-    """Yield every tensor of a model, in the model's order; a tied output head is left out."""
-    hidden = model.hidden_size
-    yield TensorMapping("embedding.weight", (model.vocab_size, hidden), (EMBEDDING,))
-    for i in range(model.num_layers):
-        yield from _layer(model, f"layers.{i}", f"model.layers.{i}")
-    yield TensorMapping("final_norm.weight", (hidden,), ("model.norm.weight",))
-    if not model.tie_embeddings:
-        yield TensorMapping("head.weight", (model.vocab_size, hidden), (HEAD,))
+    """Every tensor of a model, in the model's order; a tied output head is left out."""
+    return decoder_layout(model, _layer)
 
 
 def _layer(model: ModelConfig, our_prefix: str, published_prefix: str) -> Iterator[TensorMapping]:
