@@ -6,10 +6,12 @@ export is compared with what it computes. It runs no code of ours.
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,7 @@ from yuan_train.models.generate import generate
 from yuan_train.models.published import format_of
 from yuan_train.models.transformer import Transformer, init_weights
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers: Any = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 SIZES = {
     "vocab_size": 96,
@@ -82,8 +81,17 @@ class Pair:
     """As transformers saved it."""
 
 
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    """The library, imported only where a test needs it: that takes seconds."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield importlib.import_module("transformers")
+
+
 @pytest.fixture(scope="module", params=list(CASES))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, transformers: Any) -> Pair:
     family, changes = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
@@ -144,7 +152,7 @@ def test_greedy_tokens(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(generate(pair.ours, prompt[0].tolist(), max_new_tokens=12, temperature=0)) == wanted
 
 
-def test_export(pair: Pair, tmp_path: Path) -> None:
+def test_export(pair: Pair, tmp_path: Path, transformers: Any) -> None:
     done = export_hf(pair.checkpoint, tmp_path / "hf", shard_bytes=50_000)
     assert same_bits(read_published(tmp_path / "hf"), read_published(pair.folder))
     assert sum(name.endswith(".safetensors") for name in done.files) > 1
@@ -170,7 +178,7 @@ def test_another_config_is_seen(pair: Pair) -> None:
         assert (logits_of(other) - wanted).abs().max() > 1e-3, changes
 
 
-def test_tokenizers_and_chats(tmp_path: Path) -> None:
+def test_tokenizers_and_chats(tmp_path: Path, transformers: Any) -> None:
     """Ids, what stands before a text, and rendered chats; once more after import and export."""
     published = write_llama(tmp_path)
     config = json.loads((published / "tokenizer_config.json").read_text())
@@ -210,7 +218,7 @@ MINE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(MINE))
-def test_a_model_of_ours_runs_in_transformers(name: str, tmp_path: Path) -> None:
+def test_a_model_of_ours_runs_in_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
     config = ModelConfig(
         name=name,
         num_layers=2,
