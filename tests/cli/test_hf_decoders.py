@@ -18,7 +18,7 @@ from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.cli.main import main
 from yuan_train.data.indexed import IndexedDataset
 from yuan_train.data.preprocess import preprocess
-from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
 from yuan_train.models.transformer import Transformer
 
 pytest.importorskip("tokenizers")
@@ -63,6 +63,24 @@ def test_the_tokenizer_knows_what_begins_and_ends(imported: Path) -> None:
     assert (tokenizer.eod_id, tokenizer.prefix_ids) == (END, [BEGIN])
     assert tokenizer.stop_ids == {END, EOT}
     assert tokenizer.role_id("bos_token") == BEGIN and tokenizer.role_id("pad_token") is None
+
+
+def test_sentencepiece_tokenizers(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 2's has a config of its own, which goes along; one of ours gets code that reads it."""
+    train_tokenizer([Path(json.__file__).parent / "decoder.py"], 380, tmp_path / "mine")
+    shutil.copytree(tmp_path / "mine", tmp_path / "llama2")
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "eos_token": "</s>"}
+    (tmp_path / "llama2" / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, prefix, stops in (("mine", [], [3]), ("llama2", [1], [2, 3])):
+        capsys.readouterr()
+        assert command("inspect", tmp_path / name, "--json") == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["prefix_ids"], facts["stop_ids"], facts["chat_template"]) == (prefix, stops, False)
+        out = tmp_path / f"{name}-hf"
+        assert command("export-hf", imported, "--out", out, "--tokenizer", tmp_path / name) == 0
+        assert (out / "tokenization_yuan.py").exists() == (name == "mine")
+        written = json.loads((out / "tokenizer_config.json").read_text())
+        assert (written == config) == (name == "llama2")
 
 
 def test_prompts_begin_as_in_training(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,7 +206,14 @@ def inspect_tokenizer(path: Path) -> Facts:
     from yuan_train.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(path)
-    return {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, "sha256": tokenizer.digest}
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id,
+        "prefix_ids": tokenizer.prefix_ids,
+        "stop_ids": sorted(tokenizer.stop_ids),
+        "chat_template": tokenizer.settings.chat_template is not None,
+        "sha256": tokenizer.digest,
+    }
 
 
 def inspect_checkpoint(path: Path) -> Facts:
