@@ -27,7 +27,7 @@ setup(
     extras_require={
         "report": ["rich", "tensorboard"],
         "megatron": ["megatron-core", "psutil", "einops"],
-        "tokenizers": ["tokenizers"],
+        "tokenizers": ["tokenizers", "jinja2>=3.1"],
         "parquet": ["pyarrow"],
         "test": [
             "pytest",

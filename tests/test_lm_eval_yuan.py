@@ -69,7 +69,12 @@ def test_generated_text_is_greedy(tool: Any, trained: TrainedModel) -> None:
     text = scorer.generate("the quick", [], 6)
     ids = trained.tokenizer.encode("the quick") if trained.tokenizer else []
     alone = generate(
-        trained.model, [trained.eod_id or 0, *ids], max_new_tokens=6, temperature=0, **trained.resets
+        trained.model,
+        [trained.eod_id or 0, *ids],
+        max_new_tokens=6,
+        temperature=0,
+        stop_ids=None,
+        **trained.resets,
     )
     assert trained.tokenizer and text == trained.tokenizer.decode([*ids, *alone])[len("the quick") :]
     stop = text[2:4]

@@ -35,6 +35,8 @@ class Scorer:
         self.trained = trained
         self.tokenizer = trained.tokenizer
         self.special = special
+        # What a text begins with in training: the tokenizer's own prefix, or the end of the text before.
+        self.start = self.tokenizer.prefix_ids or [self.tokenizer.eod_id]
         self.max_length = trained.model.config.max_sequence_length
 
     def encode(self, text: str) -> list[int]:
@@ -48,14 +50,14 @@ class Scorer:
         first = len(self.encode(context)) if context else 0
         while first and self.encode(context)[:first] != whole[:first]:
             first -= 1
-        ids = [self.tokenizer.eod_id, *whole][-self.max_length - 1 :]
+        ids = [*self.start, *whole][-self.max_length - 1 :]
         logprobs, greedy = self._scores(ids)
         count = min(len(whole) - first, len(ids) - 1)
         return float(logprobs[len(logprobs) - count :].sum()), bool(greedy[len(greedy) - count :].all())
 
     def rolling(self, text: str) -> float:
         """Return the log-likelihood of a whole text, in nats."""
-        ids = [self.tokenizer.eod_id, *self.encode(text)]
+        ids = [*self.start, *self.encode(text)]
         total = 0.0
         for first in range(0, len(ids) - 1, self.max_length):
             logprobs, _ = self._scores(ids[first : first + self.max_length + 1])
@@ -65,7 +67,7 @@ class Scorer:
     def generate(self, context: str, until: Sequence[str], max_new_tokens: int) -> str:
         """Return greedy text up to the first of `until`, the end of a document, or `max_new_tokens`."""
         room = self.max_length - max_new_tokens
-        prompt = [self.tokenizer.eod_id, *self.encode(context)][-max(room, 1) :]
+        prompt = [*self.start, *self.encode(context)][-max(room, 1) :]
         ids: list[int] = []
         stops = [stop for stop in until if stop]
         stream = generate(
@@ -74,6 +76,7 @@ class Scorer:
             max_new_tokens=min(max_new_tokens, self.max_length - len(prompt)),
             temperature=0,
             eod_id=self.trained.eod_id,
+            stop_ids=self.trained.stop_ids,
             **self.trained.resets,
         )
         text = ""

@@ -46,6 +46,40 @@ def test_published_shapes(name: str, per_layer: int, total: int) -> None:
     )
 
 
+PUBLISHED = {
+    # As published; transformers builds as many from the same sizes.
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_llama_and_qwen(name: str) -> None:
+    model = load_model(Path("configs/model") / f"{name}.yaml")
+    hidden, queries, keys = model.hidden_size, model.projection_size, model.key_value_size
+    layer = 2 * hidden + 2 * hidden * (queries + keys) + 3 * hidden * model.ffn_hidden_size
+    layer += (queries + 2 * keys) * model.qkv_bias + 2 * model.head_dim * model.query_key_norm
+    matrices = 1 if model.tie_embeddings else 2
+    assert model.name == name and name.startswith(model.architecture)
+    assert model.parameters == PUBLISHED[name]
+    assert model.parameters == matrices * model.vocab_size * hidden + hidden + model.num_layers * layer
+
+
 def test_the_plain_model_differs_by_its_filters_only() -> None:
     filtered, plain = (load_model(f"configs/model/yuan2-2b{end}.yaml") for end in ("", "-plain"))
     hidden = filtered.hidden_size

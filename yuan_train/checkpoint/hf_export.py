@@ -1,4 +1,4 @@
-"""Exports a checkpoint to Yuan 2.0's published Hugging Face format, with model code that reads it.
+"""Exports a checkpoint to its architecture's published Hugging Face format.
 
 Streamed: one of our tensors is in memory at a time.
 """
@@ -51,14 +51,14 @@ def export_hf(
     token_ids: Mapping[str, int] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
-    """Write a checkpoint's model to `out` in the published format, with model code that reads it.
+    """Write a checkpoint's model to `out` in the published format, with code where transformers has none.
 
     Args:
         checkpoint: of any plan.
         out: a folder that does not exist or is empty; written under a temporary name, and then renamed.
         dtype: `float32`, `bfloat16` or `float16`; None: as imported, or the precision of the run.
         tokenizer: tokenizer file to copy; None: the checkpoint's own.
-        token_ids: `eod`, `sep`, `pad`, `mask` for config.json; None: the published ones.
+        token_ids: `eod`, `eos`, `bos`, `sep`, `pad`, `mask` for config.json; None: the published ones.
         shard_bytes: maximum size of a weights file; a larger tensor gets its own file.
 
     Raises:
@@ -73,10 +73,9 @@ def export_hf(
     common = dtype or hf.get("dtype") or PRECISIONS.get(precision, "float32")
     if common not in DTYPES:
         raise CheckpointError(f"--dtype: {common!r}; wanted one of {', '.join(DTYPES)}")
-    tensors = dict(
-        _published(checkpoint, common, {} if dtype else hf.get("dtypes", {}), hf.get("head", True))
-    )
     published = format_of(checkpoint.model.architecture)
+    head = hf.get("head", published.STORES_TIED_HEAD)
+    tensors = dict(_published(checkpoint, common, {} if dtype else hf.get("dtypes", {}), head))
     config = published.published_config(
         checkpoint.model, dtype=common, original=hf.get("config"), resets=data, token_ids=token_ids
     )
@@ -144,23 +143,28 @@ def _write_weights(temporary: Path, tensors: Mapping[str, LazyTensor], shard_byt
 
 
 def _write_configs(temporary: Path, config: Mapping[str, Any]) -> None:
-    generation = {
-        "bos_token_id": config["bos_token_id"],
-        "eos_token_id": config["eos_token_id"],
-        "pad_token_id": config["pad_token_id"],
-    }
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    generation = {key: config[key] for key in keys if config.get(key) is not None}
     for name, value in (("config.json", config), ("generation_config.json", generation)):
         (temporary / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_code(temporary: Path, published: PublishedFormat, tokenizer: Path | None) -> None:
-    """Write the model code, the tokenizer and, for a sentencepiece tokenizer, its code and config."""
+    """Write the model code and the tokenizer.
+
+    A sentencepiece tokenizer of ours gets code and a config; another one brings its own config along, and so
+    does a tokenizer.json.
+    """
     code = resources.files("yuan_train") / "hf_export"
     for name in published.MODEL_CODE:
         (temporary / name).write_text((code / name).read_text(encoding="utf-8"), encoding="utf-8")
     if tokenizer is None:
         return
-    if copy_tokenizer(tokenizer, temporary) != "tokenizer.model":
+    ours = tokenizer.suffix != ".json" and (
+        bool(published.MODEL_CODE) or not tokenizer.with_name("tokenizer_config.json").is_file()
+    )
+    copy_tokenizer(tokenizer, temporary, companions=not ours)
+    if not ours:
         return
     (temporary / TOKENIZER_CODE).write_text(
         (code / TOKENIZER_CODE).read_text(encoding="utf-8"), encoding="utf-8"

@@ -1,4 +1,4 @@
-"""Imports Yuan 2.0 in its published Hugging Face format into a checkpoint, every tensor by name.
+"""Imports a model in its published Hugging Face format into a checkpoint, every tensor by name.
 
 Streamed: one tensor is in memory at a time. Nothing is ignored silently. No code in the folder is run:
 safetensors hold none, PyTorch's `.bin` files are read by torch's restricted unpickler, and Python files are
@@ -49,14 +49,15 @@ def import_hf(
     from this checkpoint starts with a new one. `rope_base` and `rotary_form` are fields of the model that
     published configs may not have; None: what the config says, or the default.
 
-    Raises CheckpointError for anything but a complete model that we know: truncated files, tensors that are
-    missing, unknown or of another shape, values that are not finite, a tied head that differs from the
-    embedding.
+    Raises CheckpointError for anything but a complete model of a known architecture: truncated files,
+    tensors that are missing, unknown or of another shape, values that are not finite, a tied head that
+    differs from the embedding.
     """
     folder = Path(folder)
     config = _read_config(folder)
     where = f"{folder}/config.json"
-    model = format_for(config, where=where).model_from_config(config, name=folder.resolve().name, where=where)
+    published = format_for(config, where=where)
+    model = published.model_from_config(config, name=folder.resolve().name, where=where)
     given = {"rope_base": rope_base, "rotary_form": rotary_form}
     model = _with_fields(model, {key: value for key, value in given.items() if value is not None})
     stored = open_tensors(folder)
@@ -68,7 +69,7 @@ def import_hf(
         _check_tied(stored, notes)
     dtypes = {name: _dtype_name(t.dtype) for name, t in stored.items() if not name.endswith(".inv_freq")}
     common = Counter(dtypes.values()).most_common(1)[0][0]
-    state = _state(model, config) | {
+    state = weights_state(model, published.resets_of(config)) | {
         "hf": {
             "config": config,
             "dtype": common,
@@ -93,16 +94,6 @@ def weights_state(model: ModelConfig, data: Mapping[str, Any] | None = None) -> 
         "weights_only": True,
         "run": {"model": asdict(model), "data": dict(data or {})},
     }
-
-
-def _state(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`weights_state`, with the resets of a published config."""
-    resets = {
-        "reset_position_ids": bool(config.get("reset_position_ids", True)),
-        "reset_attention": bool(config.get("reset_attention_mask", False)),
-        "reset_filter": bool(config.get("reset_filter", False)),
-    }
-    return weights_state(model, resets)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

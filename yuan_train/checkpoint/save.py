@@ -126,11 +126,43 @@ def check_tensor_files(directory: Path) -> None:
             raise OSError(f"{name} has {path.stat().st_size} bytes, but its tensors need {end}")
 
 
-def copy_tokenizer(tokenizer: Path, folder: Path) -> str:
-    """Copy a tokenizer's file into a folder under its standard name, and return that name."""
+TOKENIZER_COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files beside a tokenizer that say how it is used; they go where it goes."""
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path, *, companions: bool = True) -> str:
+    """Copy a tokenizer's file into a folder under its standard name, and return that name.
+
+    With `companions`, also the files beside it that say how it is used.
+    """
     name = "tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"
     shutil.copyfile(tokenizer, folder / name)
+    for companion in TOKENIZER_COMPANIONS if companions else ():
+        path = tokenizer.with_name(companion)
+        if path.is_file():
+            shutil.copyfile(path, folder / companion)
+            _remove_auto_map(folder / companion)
     return name
+
+
+def _remove_auto_map(path: Path) -> None:
+    """Remove the name of code that a JSON file wants to be run with: that code is not copied."""
+    if path.suffix != ".json" or b'"auto_map"' not in path.read_bytes():
+        return
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"{path.name} cannot be read: {error}") from None
+    if isinstance(value, dict) and value.pop("auto_map", None) is not None:
+        path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _fsync(path: Path) -> None:

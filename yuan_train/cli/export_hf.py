@@ -1,4 +1,4 @@
-"""yuan-train export-hf CKPT --out DIR: converts a checkpoint to Yuan 2.0's Hugging Face format."""
+"""yuan-train export-hf CKPT --out DIR: converts a checkpoint to its Hugging Face format."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "export-hf",
         help="turn a checkpoint into a Hugging Face model",
-        description="Writes safetensors under the published names, config.json, the tokenizer if there is "
-        "one, and model code that transformers loads with trust_remote_code. One tensor is in memory at a "
-        "time.",
+        description="Writes safetensors under the published names, config.json, and the tokenizer if there "
+        "is one. transformers loads it; a Yuan model comes with code, for trust_remote_code. One tensor is "
+        "in memory at a time.",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory to create")
@@ -69,6 +69,10 @@ def _tokenizer(path: str | Path | None) -> tuple[Path | None, dict[str, int] | N
 
     tokenizer = Tokenizer.load(path)
     ids = {"eod": tokenizer.eod_id, "pad": tokenizer.eod_id}
+    for key in ("bos", "eos", "pad"):
+        role_id = tokenizer.role_id(f"{key}_token")
+        if role_id is not None:
+            ids[key] = role_id
     for key, piece in (("sep", "<sep>"), ("mask", "<mask>")):
         piece_id = tokenizer.piece_id(piece)
         if piece_id is not None:

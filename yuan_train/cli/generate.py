@@ -33,6 +33,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--special", action="store_true", help="recognise strings such as <sep> in prompts, and print them"
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message to a chat model; a --prompts file that ends in .jsonl has "
+        '{"messages": [{"role": ..., "content": ...}, ...]} per line',
+    )
     parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy; default 1")
@@ -65,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     new_ids: list[list[int]] = [[] for _ in prompts]
     shown = not arguments.json and arguments.prompts is None
     stream = (
-        _TextStream(tokenizer, prompts[0], arguments.special) if shown and tokenizer is not None else None
+        _TextStream(tokenizer, [] if arguments.chat else prompts[0], arguments.special)
+        if shown and tokenizer is not None
+        else None
     )
     for tokens in generate_batch(
         trained.model,
@@ -76,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         seed=arguments.seed,
         eod_id=trained.eod_id,
+        stop_ids=trained.stop_ids,
         **trained.resets,
     ):
         for row, token in zip(new_ids, tokens, strict=True):
@@ -94,20 +103,56 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _prompts(arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int) -> list[list[int]]:
     if arguments.prompt_ids is not None:
+        if arguments.chat:
+            raise ConfigError("--chat needs --prompt or --prompts; --prompt-ids are read as they are")
         return [parse_ids(arguments.prompt_ids, option="--prompt-ids", vocab_size=vocab_size)]
     if tokenizer is None:
         raise DataError("the checkpoint holds no tokenizer; give --tokenizer DIR, or --prompt-ids")
     if arguments.prompts is None:
-        return [_encode(tokenizer, arguments.prompt, arguments.special, vocab_size)]
-    try:
-        lines = Path(arguments.prompts).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--prompts: {arguments.prompts}: cannot be read: {error}") from None
-    return [_encode(tokenizer, line, arguments.special, vocab_size) for line in lines if line.strip()]
+        texts = [arguments.prompt]
+    else:
+        try:
+            lines = Path(arguments.prompts).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--prompts: {arguments.prompts}: cannot be read: {error}") from None
+        texts = [line for line in lines if line.strip()]
+    if arguments.chat:
+        is_json = arguments.prompts is not None and arguments.prompts.endswith(".jsonl")
+        return [_encode_chat(tokenizer, text, vocab_size, is_json=is_json) for text in texts]
+    return [_encode(tokenizer, text, arguments.special, vocab_size) for text in texts]
 
 
 def _encode(tokenizer: Tokenizer, text: str, special: bool, vocab_size: int) -> list[int]:
     ids = tokenizer.encode(text, special=special)
+    return _checked([*tokenizer.prefix_ids, *ids] if ids else [], vocab_size)
+
+
+def _encode_chat(tokenizer: Tokenizer, text: str, vocab_size: int, *, is_json: bool) -> list[int]:
+    """Token ids of a user's message, or of a line with messages; the template adds all that goes around."""
+    from yuan_train.data.chat import render_chat
+
+    messages = _parse_messages(text) if is_json else [{"role": "user", "content": text}]
+    return _checked(tokenizer.encode(render_chat(tokenizer, messages), special=True), vocab_size)
+
+
+def _parse_messages(line: str) -> list[dict[str, str]]:
+    """The messages of a line of JSON. Raises DataError."""
+    wanted = 'wanted {"messages": [{"role": "user", "content": "..."}]}'
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"--prompts: {line[:60]!r} is not JSON: {error}; {wanted}") from None
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise DataError(f"--prompts: {line[:60]!r} holds no messages; {wanted}")
+    return messages
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _checked(ids: list[int], vocab_size: int) -> list[int]:
     if not ids:
         raise ConfigError("the prompt is empty; give at least one token")
     if max(ids) >= vocab_size:

@@ -19,8 +19,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "import-hf",
         help="turn a Hugging Face model into a checkpoint",
         description="Reads config.json and the weights (safetensors, or PyTorch .bin; one file or shards) of "
-        "a Yuan 2.0 model, dense or M32, and writes a checkpoint of step 0 for generate, evaluate and train. "
-        "One tensor is in memory at a time. No code in the folder is run.",
+        "a Yuan 2.0 (dense or M32), Llama or Qwen model, and writes a checkpoint of step 0 for generate, "
+        "evaluate and train. One tensor is in memory at a time. No code in the folder is run.",
     )
     parser.add_argument("folder", metavar="DIR", help="folder with config.json and the weights")
     parser.add_argument("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")

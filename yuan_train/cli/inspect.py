@@ -206,7 +206,14 @@ def inspect_tokenizer(path: Path) -> Facts:
     from yuan_train.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(path)
-    return {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, "sha256": tokenizer.digest}
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id,
+        "prefix_ids": tokenizer.prefix_ids,
+        "stop_ids": sorted(tokenizer.stop_ids),
+        "chat_template": tokenizer.settings.chat_template is not None,
+        "sha256": tokenizer.digest,
+    }
 
 
 def inspect_checkpoint(path: Path) -> Facts:
@@ -232,6 +239,7 @@ def _model_facts(model: ModelConfig) -> Facts:
     length = model.max_sequence_length
     return {
         "name": model.name,
+        "architecture": model.architecture,
         "attention": model.attention,
         "parameters": model.parameters,
         **({"active_parameters": model.active_parameters} if model.num_experts else {}),
@@ -240,6 +248,7 @@ def _model_facts(model: ModelConfig) -> Facts:
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.key_value_heads,
         "head_dim": model.head_dim,
         "vocab_size": model.vocab_size,
         "max_sequence_length": length,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +23,9 @@ RouterKind = Literal["attention", "softmax"]
 RotaryForm = Literal["exact", "bf16_frequencies", "bf16"]
 Count = Annotated[int, Gt(0)]
 Size = Annotated[int, Ge(0)]
+Length = Annotated[int, Ge(0), Lt(2**31)]
 Rate = Annotated[float, Ge(0), Lt(1)]
-Positive = Annotated[float, Gt(0)]
+Positive = Annotated[float, Gt(0), Lt(math.inf)]
 
 ONLY_IN_TRAINING = ("hidden_dropout", "attention_dropout")
 """Fields that affect neither the names and shapes of weights nor the output of a trained model."""
@@ -34,9 +36,9 @@ class RopeScaling:
     """Scaling of the rotary frequencies for longer sequences, with the keys of published configs."""
 
     rope_type: RopeType
-    factor: Annotated[float, Ge(1)]
+    factor: Annotated[float, Ge(1), Lt(1e6)]
     """New length / original length."""
-    original_max_position_embeddings: Size = 0
+    original_max_position_embeddings: Length = 0
     """Length that the model was trained with before; 0: max_sequence_length. `linear` does not need it."""
     low_freq_factor: Positive = 1.0
     """Of `llama3`: wavelengths above original length / this are stretched by `factor`."""
@@ -46,7 +48,7 @@ class RopeScaling:
     """Of `yarn`: frequencies that turn more often than this over the original length stay."""
     beta_slow: Positive = 1.0
     """Of `yarn`: those that turn less often than this are divided by `factor`."""
-    attention_factor: Annotated[float, Ge(0)] = 0.0
+    attention_factor: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
     """Of `yarn`: multiplies cosine and sine; 0: 0.1 ln(factor) + 1."""
 
 
@@ -93,7 +95,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     """The output head shares the embedding matrix."""
     init_std: Positive = 0.02
-    max_sequence_length: Count = 4096
+    max_sequence_length: Annotated[Length, Gt(0)] = 4096
     hidden_dropout: Rate = 0.0
     """Fraction of elements dropped after attention and after the feed-forward, before the residual."""
     attention_dropout: Rate = 0.0
@@ -239,19 +241,38 @@ def validate_model(model: ModelConfig) -> Iterator[Violation]:
             "depend on the partition of the model, and takes an outside mask only with all S x S scores; "
             "use hidden_dropout",
         )
+    yield from _rope_violations(model)
+    yield from _rotary_constraints(model)
+    yield from _expert_constraints(model)
+    yield from model.spec.constraints(model)
+
+
+def _rope_violations(model: ModelConfig) -> Iterator[Violation]:
+    """Scalings that are undefined, or that no sequence of the model would meet."""
     scaling = model.rope_scaling
-    if (
-        scaling is not None
-        and scaling.rope_type == "llama3"
-        and scaling.low_freq_factor >= scaling.high_freq_factor
-    ):
+    if scaling is None:
+        return
+    if scaling.rope_type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         yield Violation(
             ("rope_scaling", "low_freq_factor"),
             f"{scaling.low_freq_factor:g} must be less than high_freq_factor {scaling.high_freq_factor:g}",
         )
-    yield from _rotary_constraints(model)
-    yield from _expert_constraints(model)
-    yield from model.spec.constraints(model)
+    if scaling.rope_type == "yarn" and scaling.beta_slow >= scaling.beta_fast:
+        yield Violation(
+            ("rope_scaling", "beta_slow"),
+            f"{scaling.beta_slow:g} must be less than beta_fast {scaling.beta_fast:g}",
+        )
+    if scaling.rope_type == "yarn" and model.rope_base <= 1:
+        yield Violation(("rope_base",), f"{model.rope_base:g} must be above 1 with yarn scaling")
+    original = scaling.original_max_position_embeddings
+    if scaling.rope_type == "dynamic" and not 0 < original < model.max_sequence_length:
+        yield Violation(
+            ("rope_scaling", "original_max_position_embeddings"),
+            f"{original} must be above 0 and below max_sequence_length {model.max_sequence_length}: dynamic "
+            "scaling begins with sequences longer than this",
+        )
+    if scaling.rope_type == "dynamic" and model.head_dim <= 2:
+        yield Violation(("head_dim",), f"{model.head_dim} must be above 2 with dynamic scaling")
 
 
 def _rotary_constraints(model: ModelConfig) -> Iterator[Violation]:

@@ -1,6 +1,7 @@
 """Text to token files: documents are encoded by worker processes and written in the order of the input.
 
-Every document ends in the end-of-document id exactly once. The bytes depend on the inputs and the tokenizer
+Every document ends in the end-of-document id exactly once, and begins with what the tokenizer puts before a
+text (Llama's <|begin_of_text|>; nothing in most tokenizers). The bytes depend on the inputs and the tokenizer
 alone, not on the number of workers. Memory is bounded: a few chunks of text per worker are in flight at any
 time.
 """
@@ -209,7 +210,7 @@ def _encode_document(tokenizer: Tokenizer, text: str, item: Item, convention: Co
         raise DataError(
             f"{where}: the text itself gives the end-of-document id {tokenizer.eod_id}; escape that text"
         )
-    ids.append(tokenizer.eod_id)
+    ids = [*tokenizer.prefix_ids, *ids, tokenizer.eod_id]
     tokens = np.array(ids, dtype=np.int64)
     if tokens.max() >= tokenizer.vocab_size:
         raise DataError(f"{tokenizer.path}: gives id {tokens.max()} beyond its {tokenizer.vocab_size} pieces")

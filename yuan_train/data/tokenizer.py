@@ -14,16 +14,21 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import sentencepiece
 
 from yuan_train.config.errors import DataError
+from yuan_train.data.hf_tokenizer import (
+    END_OF_DOCUMENT,
+    HuggingFaceBackend,
+    TokenizerSettings,
+    read_settings,
+)
 from yuan_train.data.text import check_inputs, decode_item, read_items
 
 MODEL_NAME = "tokenizer.model"
 HUGGING_FACE_NAME = "tokenizer.json"
-END_OF_DOCUMENT = "<eod>"
 # Control symbols: no text is ever encoded to one of them.
 CONTROL_SYMBOLS = (
     END_OF_DOCUMENT,
@@ -222,6 +227,10 @@ class Backend(Protocol):
     vocab_size: int
     eod_id: int | None
     specials: Mapping[str, int]
+    has_settings: bool
+    """Whether the files beside it hold for it."""
+
+    def prefix_ids(self, settings: TokenizerSettings) -> list[int]: ...
 
     def piece_id(self, piece: str) -> int | None: ...
 
@@ -234,16 +243,21 @@ class Tokenizer:
     """A sentencepiece model, or a Hugging Face `tokenizer.json`.
 
     `path` is its file, `digest` the sha256 of the file's bytes, `vocab_size` the largest id plus one,
-    `specials` the special strings, such as `<sep>`, and their ids.
+    `specials` the special strings, such as `<sep>`, and their ids. `eod_id` ends a document, each of
+    `stop_ids` a generated text; `prefix_ids` stand before a text, as Llama's <|begin_of_text|>.
     """
 
-    def __init__(self, backend: Backend, path: Path, digest: str) -> None:
+    def __init__(self, backend: Backend, path: Path, digest: str, settings: TokenizerSettings) -> None:
         self._backend = backend
         self.path = path
         self.digest = digest
+        self.settings = settings
         self.vocab_size = backend.vocab_size
         self.specials = backend.specials
-        self.eod_id = self._end_of_document(backend.eod_id)
+        eos_id = self.role_id("eos_token")
+        self.eod_id = self._end_of_document(eos_id if backend.eod_id is None else backend.eod_id)
+        self.stop_ids = settings.stop_ids | {self.eod_id if eos_id is None else eos_id, self.eod_id}
+        self.prefix_ids = backend.prefix_ids(settings)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -261,14 +275,21 @@ class Tokenizer:
                 f"{file}: no tokenizer: cannot read it: {error.strerror or error}; {advice}"
             ) from error
         opened = HuggingFaceBackend.open if file.suffix == ".json" else SentencePieceBackend.open
-        return cls(opened(file, content, advice), file, hashlib.sha256(content).hexdigest())
+        backend = opened(file, content, advice)
+        settings = read_settings(file.parent) if backend.has_settings else TokenizerSettings()
+        return cls(backend, file, hashlib.sha256(content).hexdigest(), settings)
+
+    def role_id(self, role: str) -> int | None:
+        """The id of the special token that `tokenizer_config.json` names for a role such as `bos_token`."""
+        piece = self.settings.special_tokens.get(role)
+        return None if piece is None else self.piece_id(piece)
 
     def piece_id(self, piece: str) -> int | None:
         """The id of a piece such as `<sep>`; None if there is no such piece."""
         return self._backend.piece_id(piece)
 
     def encode(self, text: str, *, special: Special = False) -> list[int]:
-        """Token ids of the text; nothing is added at its ends.
+        """Token ids of the text; nothing is added at its ends, `prefix_ids` neither.
 
         With `special`, strings such as `<sep>` in the text become their ids (all of them, or those named),
         and the text between two of them is encoded as a separate string, as in the published Yuan tokenizer.
@@ -318,6 +339,8 @@ class SentencePieceBackend:
         self._processor = processor
         size = processor.get_piece_size()
         self._is_yuan = all(self._is_ordinary(piece) for piece in (END_OF_DOCUMENT, "<sep>", "<pad>"))
+        # The published code passes other settings than the file beside its model says.
+        self.has_settings = not self._is_yuan
         self.specials: Mapping[str, int] = self._find_specials(size)
         self._texts = {number: piece for piece, number in self.specials.items()}
         self.vocab_size = max(size, 1 + max(self.specials.values(), default=0))
@@ -334,6 +357,9 @@ class SentencePieceBackend:
         except RuntimeError as error:
             raise DataError(f"{file}: not a sentencepiece model, or a torn one; {advice}") from error
         return cls(processor)
+
+    def prefix_ids(self, settings: TokenizerSettings) -> list[int]:
+        return [self._processor.bos_id()] if settings.add_bos_token and self._processor.bos_id() >= 0 else []
 
     def piece_id(self, piece: str) -> int | None:
         if piece in self.specials:
@@ -396,41 +422,3 @@ def _splitter(words: frozenset[str]) -> re.Pattern[str]:
     """Pattern whose `split` cuts a text at the words and keeps them: every second part is a word."""
     longest_first = sorted(words, key=lambda word: (-len(word), word))
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-
-
-class HuggingFaceBackend:
-    """A `tokenizer.json`, read by the package `tokenizers` (the extra [tokenizers])."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self.specials: Mapping[str, int] = {
-            token.content: number for number, token in added.items() if token.special
-        }
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-        ends = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-        self.eod_id = next((self.piece_id(piece) for piece in ends if self.piece_id(piece) is not None), None)
-
-    @classmethod
-    def open(cls, file: Path, content: bytes, advice: str) -> "HuggingFaceBackend":
-        """Parse the file. Raises DataError for content in another format, or without `tokenizers`."""
-        try:
-            import tokenizers
-        except ImportError:
-            raise DataError(
-                f"{file}: reading it needs the package tokenizers: pip install 'yuan-train[tokenizers]'"
-            ) from None
-        try:
-            return cls(tokenizers.Tokenizer.from_str(content.decode("utf-8")))
-        except Exception as error:  # tokenizers raises bare Exceptions for what it cannot read
-            raise DataError(f"{file}: not a tokenizer.json, or a torn one: {error}; {advice}") from None
-
-    def piece_id(self, piece: str) -> int | None:
-        return self._tokenizer.token_to_id(piece)
-
-    def encode(self, text: str, special: Special) -> list[int]:
-        self._tokenizer.encode_special_tokens = not special
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: list[int], special: bool) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=not special)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +47,7 @@ def generate(
     top_p: float = 1.0,
     seed: int | None = None,
     eod_id: int | None = None,
+    stop_ids: Collection[int] | None = None,
     reset_position_ids: bool = True,
     reset_attention: bool = False,
     reset_filter: bool = False,
@@ -61,6 +62,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         eod_id=eod_id,
+        stop_ids=stop_ids,
         reset_position_ids=reset_position_ids,
         reset_attention=reset_attention,
         reset_filter=reset_filter,
@@ -78,6 +80,7 @@ def generate_batch(
     top_p: float = 1.0,
     seed: int | None = None,
     eod_id: int | None = None,
+    stop_ids: Collection[int] | None = None,
     reset_position_ids: bool = True,
     reset_attention: bool = False,
     reset_filter: bool = False,
@@ -95,9 +98,9 @@ def generate_batch(
         top_k: see `Sampling`.
         top_p: see `Sampling`.
         seed: of the sampling generators: prompt i uses `seed + i`. None seeds them at random.
-        eod_id: a prompt ends after yielding this token. In a prompt it ends a document, and the three
-            switches say what the model was trained to reset there (`documents.find_resets` has the same
-            defaults).
+        eod_id: ends a document; the three switches say what the model was trained to reset there
+            (`documents.find_resets` has the same defaults).
+        stop_ids: a prompt ends after yielding one of these tokens; None: after `eod_id`.
         reset_position_ids: rotary positions count from the document's start.
         reset_attention: tokens attend only within their document.
         reset_filter: the localized filter sees only tokens of its document.
@@ -122,7 +125,8 @@ def generate_batch(
         reset_filter=reset_filter,
     )
     padded = [[0] * (longest - len(prompt_ids)) + list(prompt_ids) for prompt_ids in prompts]
-    return _stream(reader, padded, max_new_tokens, sampling, _generators(seed, len(prompts)))
+    stops = frozenset((eod_id,) if stop_ids is None else stop_ids)
+    return _stream(reader, padded, max_new_tokens, sampling, _generators(seed, len(prompts)), stops)
 
 
 def _generators(seed: int | None, count: int) -> list[torch.Generator]:
@@ -159,6 +163,7 @@ def _stream(
     max_new_tokens: int,
     sampling: Sampling,
     generators: list[torch.Generator],
+    stops: frozenset[int | None],
 ) -> Iterator[list[int | None]]:
     unread = prompts
     ended = [False] * len(prompts)
@@ -169,7 +174,7 @@ def _stream(
             for row in range(len(prompts))
         ]
         yield tokens
-        ended = [token is None or token == reader.eod_id for token in tokens]
+        ended = [token is None or token in stops for token in tokens]
         if all(ended):
             return
         # The model still processes rows that have ended; their logits are ignored.
@@ -248,13 +253,14 @@ class _Reader:
     def read(self, rows: list[list[int]]) -> Tensor:
         """Feed rows of equal length, at least 1; return the logits [B, V] of the next tokens."""
         hidden_BSH = None
+        length = self.cache.length + len(rows[0])
         for start in range(0, len(rows[0]), PREFILL_CHUNK):
-            hidden_BSH = self._read_chunk([row[start : start + PREFILL_CHUNK] for row in rows])
+            hidden_BSH = self._read_chunk([row[start : start + PREFILL_CHUNK] for row in rows], length)
         assert hidden_BSH is not None
         with torch.no_grad():
             return self.model.logits(hidden_BSH[:, -1])
 
-    def _read_chunk(self, rows: list[list[int]]) -> Tensor:
+    def _read_chunk(self, rows: list[list[int]], length: int) -> Tensor:
         device = next(self.model.parameters()).device
         start = self.cache.length
         documents = [t.advance(ids, start) for t, ids in zip(self._by_document, rows, strict=True)]
@@ -276,6 +282,7 @@ class _Reader:
             positions=resets_of("positions"),
             document_start=resets_of("document_start"),
             visible_from=visible_from,
+            length=length,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -38,6 +38,21 @@ class TensorMapping:
         return (rows, *self.shape[1:], *((1,) if self.conv2d else ()))
 
 
+Layer = Callable[[ModelConfig, str, str], Iterator[TensorMapping]]
+"""Yields the tensors of a layer, given the prefixes of our names and of the published ones."""
+
+
+def decoder_layout(model: ModelConfig, layer: Layer) -> Iterator[TensorMapping]:
+    """Yield every tensor of a decoder, in the model's order; a tied output head is left out."""
+    hidden = model.hidden_size
+    yield TensorMapping("embedding.weight", (model.vocab_size, hidden), (EMBEDDING,))
+    for i in range(model.num_layers):
+        yield from layer(model, f"layers.{i}", f"model.layers.{i}")
+    yield TensorMapping("final_norm.weight", (hidden,), ("model.norm.weight",))
+    if not model.tie_embeddings:
+        yield TensorMapping("head.weight", (model.vocab_size, hidden), (HEAD,))
+
+
 def rotary_buffer(layer: int) -> str:
     """Published name of a layer's rotary frequencies [rotary_size / 2], which files need not store."""
     return f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
@@ -50,6 +65,8 @@ class PublishedFormat(Protocol):
     """`model_type` of the configs that it reads."""
     MODEL_CODE: tuple[str, ...]
     """Files of `hf_export` that transformers needs beside the weights; none where it has the model itself."""
+    STORES_TIED_HEAD: bool
+    """Whether published files hold a copy of a tied output head."""
 
     def published_layout(self, model: ModelConfig) -> Iterator[TensorMapping]:
         """Yield every tensor of a model, in the model's order; a tied output head is left out."""
@@ -57,6 +74,10 @@ class PublishedFormat(Protocol):
 
     def model_from_config(self, config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig:
         """The model that a `config.json` describes. Raises CheckpointError, naming `where`."""
+        ...
+
+    def resets_of(self, config: Mapping[str, Any]) -> dict[str, bool]:
+        """What a model with this `config.json` resets at document ends: keys of a run's `data`."""
         ...
 
     def published_config(

@@ -88,6 +88,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, original: int, base: float)
     first = max(math.floor(dim_of(scaling.beta_fast)), 0)
     last = min(math.ceil(dim_of(scaling.beta_slow)), dim - 1)
     indices = torch.arange(len(frequencies), device=frequencies.device, dtype=frequencies.dtype)
-    stretched = ((indices - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    width = last - first or 0.001
+    stretched = ((indices - first) / width).clamp(0.0, 1.0)
     scaled = stretched * frequencies / scaling.factor + (1 - stretched) * frequencies
     return scaled, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0

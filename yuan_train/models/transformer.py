@@ -207,10 +207,12 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         document_start: Tensor | None = None,
         visible_from: Tensor | None = None,
+        length: int | None = None,
     ) -> Tensor:
         """Return the hidden state [B, S, H] of the next S tokens, and add them to `cache`.
 
         Any S: a prefix at once, in chunks, or token by token gives the result of `forward` over all of it.
+        (Not beyond the original length of `dynamic` scaling, whose frequencies depend on the length so far.)
 
         Args:
             x: as in `forward`, the next tokens only.
@@ -219,6 +221,8 @@ class Transformer(nn.Module):
             document_start: bool [B, S], where the localized filter's state is reset.
             visible_from: int64 [B, S], for each token the index in the cache of the first token that it
                 attends to; None: it attends to all before it.
+            length: for `dynamic` scaling, the length of the prefix that these tokens are a chunk of; None:
+                it ends with them.
 
         Raises:
             ValueError: the cache has no room for S more tokens.
@@ -229,7 +233,7 @@ class Transformer(nn.Module):
             raise ValueError(f"{count} tokens do not fit a cache that holds {first} of {cache.max_length}")
         if positions is None:
             positions = torch.arange(first, first + count, device=x_BSH.device).unsqueeze(0)
-        rotary = self._rotary(x_BSH, positions, first + count)
+        rotary = self._rotary(x_BSH, positions, length or first + count)
         visible = _visible(first, count, visible_from, device=x_BSH.device)
         for i, block in self.blocks.items():
             x_BSH = block.step(x_BSH, rotary, cache.layers[i], first, document_start, visible)

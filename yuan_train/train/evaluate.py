@@ -42,6 +42,11 @@ class TrainedModel:
         """The tokenizer's end-of-document id; None without a tokenizer."""
         return self.tokenizer.eod_id if self.tokenizer is not None else None
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end a generated text; none without a tokenizer."""
+        return self.tokenizer.stop_ids if self.tokenizer is not None else frozenset()
+
 
 def load_trained(
     checkpoint: Checkpoint,

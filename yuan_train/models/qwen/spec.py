@@ -12,9 +12,9 @@ from yuan_train.models.llama.spec import layer, sublayers
 
 
 def _constraints(model: ModelConfig) -> Iterator[Violation]:
-    if model.qkv_bias and model.query_key_norm:
+    if model.qkv_bias == model.query_key_norm:
         yield Violation(
-            ("query_key_norm",), "Qwen 2.5 has qkv_bias, Qwen 3 has query_key_norm; give one of them"
+            ("query_key_norm",), "Qwen 2.5 has qkv_bias, Qwen 3 has query_key_norm; give exactly one of them"
         )
 
 

@@ -22,26 +22,21 @@ from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.models.published import EMBEDDING, HEAD, TensorMapping
+from yuan_train.models.published import TensorMapping, decoder_layout
 
 MODEL_TYPES = ("yuan",)
 """`model_type` of the configs that `model_from_config` reads."""
 MODEL_CODE = ("configuration_yuan.py", "modeling_yuan.py")
 """Files of `hf_export` that transformers needs beside the weights."""
+STORES_TIED_HEAD = True
 END_OF_DOCUMENT_ID = 77185
 SEPARATOR_ID = 77187
 MASK_ID = 134953
 
 
 def published_layout(model: ModelConfig) -> Iterator[TensorMapping]:
-    """Yield every tensor of a model, in the model's order; a tied output head is left out."""
-    hidden = model.hidden_size
-    yield TensorMapping("embedding.weight", (model.vocab_size, hidden), (EMBEDDING,))
-    for i in range(model.num_layers):
-        yield from _layer(model, f"layers.{i}", f"model.layers.{i}")
-    yield TensorMapping("final_norm.weight", (hidden,), ("model.norm.weight",))
-    if not model.tie_embeddings:
-        yield TensorMapping("head.weight", (model.vocab_size, hidden), (HEAD,))
+    """Every tensor of a model, in the model's order; a tied output head is left out."""
+    return decoder_layout(model, _layer)
 
 
 def _layer(model: ModelConfig, our_prefix: str, published_prefix: str) -> Iterator[TensorMapping]:
@@ -210,6 +205,15 @@ def _unsupported_experts(moe: Mapping[str, Any]) -> Iterator[str]:
         yield "moe_config.norm_topk_prob false: the weights of the chosen experts must sum to 1"
     if not moe.get("gated_linear_unit", True):
         yield "moe_config.gated_linear_unit false: the experts must be SwiGLU"
+
+
+def resets_of(config: Mapping[str, Any]) -> dict[str, bool]:
+    """What a model with this `config.json` resets at document ends."""
+    return {
+        "reset_position_ids": bool(config.get("reset_position_ids", True)),
+        "reset_attention": bool(config.get("reset_attention_mask", False)),
+        "reset_filter": bool(config.get("reset_filter", False)),
+    }
 
 
 def published_config(

@@ -1,0 +1,220 @@
+"""import-hf, generate, evaluate and export-hf on a Llama with a tokenizer.json and a chat template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.hf_decoders import write_llama
+from tests.support.yuan_hf import read_published, same_bits
+from yuan_train.checkpoint.load import find_checkpoint, load_weights
+from yuan_train.cli.main import main
+from yuan_train.data.indexed import IndexedDataset
+from yuan_train.data.preprocess import preprocess
+from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
+from yuan_train.models.transformer import Transformer
+
+pytest.importorskip("tokenizers")
+BEGIN, END, EOT, START = range(256, 260)
+
+
+def command(*words: object) -> int:
+    return main(list(map(str, words)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def imported(folder: Path) -> Path:
+    assert command("import-hf", folder, "--out", folder.parent / "checkpoints") == 0
+    return folder.parent / "checkpoints"
+
+
+def generate(imported: Path, *words: object) -> int:
+    options = ("--temperature", 0, "--max-new-tokens", 3)
+    return command("generate", "--checkpoint", imported, *options, *words)
+
+
+def test_tokenizer_and_configs_go_along(folder: Path, imported: Path, tmp_path: Path) -> None:
+    assert command("export-hf", imported, "--out", tmp_path / "hf") == 0
+    assert same_bits(read_published(tmp_path / "hf"), read_published(folder))
+    names = {path.name for path in folder.iterdir()}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == names
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (folder / name).read_bytes(), name
+    for name in ("config.json", "tokenizer_config.json"):
+        wanted = json.loads((folder / name).read_text())
+        wanted.pop("auto_map", None)  # the name of code, which does not go along
+        assert json.loads((tmp_path / "hf" / name).read_text()) == wanted
+
+
+def test_the_tokenizer_knows_what_begins_and_ends(imported: Path) -> None:
+    tokenizer = Tokenizer.load(imported / "step-00000000" / "tokenizer")
+    assert (tokenizer.eod_id, tokenizer.prefix_ids) == (END, [BEGIN])
+    assert tokenizer.stop_ids == {END, EOT}
+    assert tokenizer.role_id("bos_token") == BEGIN and tokenizer.role_id("pad_token") is None
+
+
+def test_sentencepiece_tokenizers(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 2's has a config of its own, which goes along; one of ours gets code that reads it."""
+    train_tokenizer([Path(json.__file__).parent / "decoder.py"], 380, tmp_path / "mine")
+    shutil.copytree(tmp_path / "mine", tmp_path / "llama2")
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "eos_token": "</s>"}
+    (tmp_path / "llama2" / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, prefix, stops in (("mine", [], [3]), ("llama2", [1], [2, 3])):
+        capsys.readouterr()
+        assert command("inspect", tmp_path / name, "--json") == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["prefix_ids"], facts["stop_ids"], facts["chat_template"]) == (prefix, stops, False)
+        out = tmp_path / f"{name}-hf"
+        assert command("export-hf", imported, "--out", out, "--tokenizer", tmp_path / name) == 0
+        assert (out / "tokenization_yuan.py").exists() == (name == "mine")
+        written = json.loads((out / "tokenizer_config.json").read_text())
+        assert (written == config) == (name == "llama2")
+
+
+def test_prompts_begin_as_in_training(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer.load(imported / "step-00000000" / "tokenizer")
+    assert generate(imported, "--prompt", "ab", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["prompt_ids"] == [BEGIN, *tokenizer.encode("ab")]
+
+
+def test_documents_begin_as_in_training(imported: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "ab"}\n{"text": "<|eot_id|>"}\n')
+    tokenizer = Tokenizer.load(imported / "step-00000000" / "tokenizer")
+    preprocess([tmp_path / "text.jsonl"], tokenizer.path.parent, tmp_path / "corpus")
+    corpus = IndexedDataset(tmp_path / "corpus")
+    assert corpus.document(0).tolist() == [BEGIN, *tokenizer.encode("ab"), END]
+    assert EOT not in corpus.document(1), "special strings in a text are text"
+
+
+def test_chat(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer.load(imported / "step-00000000" / "tokenizer")
+    text = (
+        "<|begin_of_text|><|start|>system\nbe brief<|eot_id|><|start|>user\nhi<|eot_id|><|start|>assistant\n"
+    )
+    wanted = tokenizer.encode(text, special=True)
+    assert wanted[:2] == [BEGIN, START] and wanted.count(EOT) == 2
+    assert generate(imported, "--chat", "--prompt", " hi ", "--json") == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["prompt_ids"] == wanted
+    assert generate(imported, "--chat", "--prompt", "hi") == 0
+    assert capsys.readouterr().out == alone["text"] + "\n", "the answer alone"
+    system = {"role": "system", "content": "be brief"}
+    lines = [{"messages": [system, {"role": "user", "content": "hi"}]}, {"messages": [system]}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert generate(imported, "--chat", "--prompts", tmp_path / "chats.jsonl") == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == alone
+    assert second["prompt_ids"] == tokenizer.encode(
+        text.replace("<|start|>user\nhi<|eot_id|>", ""), special=True
+    )
+
+
+def test_generation_ends_where_the_published_config_says(
+    folder: Path, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(imported, "--prompt", "x", "--json") == 0
+    first = json.loads(capsys.readouterr().out)["new_ids"]
+    assert len(first) == 3
+    shutil.copytree(folder, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "generation_config.json").write_text(json.dumps({"eos_token_id": first[0]}))
+    assert generate(imported, "--prompt", "x", "--json", "--tokenizer", tmp_path / "tokenizer") == 0
+    assert json.loads(capsys.readouterr().out)["new_ids"] == first[:1]
+
+
+def test_logits_do_not_restart_at_the_end_of_a_document(imported: Path, tmp_path: Path) -> None:
+    ids = [BEGIN, 5, 6, END, BEGIN, 7, 8, 9]
+    words = ("--token-ids", ",".join(map(str, ids)), "--logits", tmp_path / "logits.safetensors")
+    assert command("evaluate", "--checkpoint", imported, *words) == 0
+    checkpoint = find_checkpoint(imported)
+    model = Transformer(checkpoint.model)
+    load_weights(checkpoint, model)
+    with torch.no_grad():
+        wanted = model.logits(model(torch.tensor([ids])))
+    assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "message"),
+    [
+        ({"chat_template.jinja": None}, ["--prompt", "x"], "no chat template"),
+        ({"chat_template.jinja": "{{ ''.__class__.__mro__ }}"}, ["--prompt", "x"], "SecurityError"),
+        ({"chat_template.jinja": "{{ messages.append(1) }}"}, ["--prompt", "x"], "SecurityError"),
+        ({"chat_template.jinja": "{% for %}"}, ["--prompt", "x"], "TemplateSyntaxError"),
+        ({"chat_template.jinja": "{{ raise_exception('no roles') }}"}, ["--prompt", "x"], "no roles"),
+        ({"generation_config.json": '{"eos_token_id": "2"}'}, ["--prompt", "x"], "wanted token ids"),
+        ({"generation_config.json": "[]"}, ["--prompt", "x"], "wanted a JSON object"),
+        ({"tokenizer_config.json": "{"}, ["--prompt", "x"], "tokenizer_config.json: cannot be read"),
+        ({}, ["--prompt-ids", "1"], "--chat needs --prompt"),
+        ({"chats.jsonl": "{\n"}, ["--prompts", "chats.jsonl"], "is not JSON"),
+        ({"chats.jsonl": '{"messages": [{"role": 1}]}'}, ["--prompts", "chats.jsonl"], "holds no messages"),
+    ],
+)
+def test_chats_that_cannot_be_rendered(
+    folder: Path,
+    imported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    files: dict[str, str | None],
+    words: list[str],
+    message: str,
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(folder, tokenizer, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name, content in files.items():
+        path = tmp_path / name if name.endswith(".jsonl") else tokenizer / name
+        path.unlink() if content is None else path.write_text(content)
+    monkeypatch.chdir(tmp_path)
+    assert generate(imported, "--chat", "--tokenizer", tokenizer, *words) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and "Traceback" not in printed.err and printed.out == ""
+
+
+def test_chats_without_jinja(
+    imported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert generate(imported, "--chat", "--prompt", "x") == 2
+    assert "need the package jinja2: pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**12}, "says 1000000000000 layers, the weights hold"),
+        ({"rope_scaling": {"type": "longrope"}}, "type 'longrope' is not supported"),
+        ({"hidden_size": 10**15}, "has shape"),
+        ({"model_type": "qwen3", "head_dim": 16}, "q_norm.weight is missing"),
+        ({"model_type": "qwen2"}, "q_proj.bias is missing"),
+        ({"num_key_value_heads": 4}, "has shape [32, 64], wanted [64, 64]"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
+        ({"rms_norm_eps": float("inf")}, "norm_epsilon"),
+        ({"vocab_size": 128}, "260 pieces, but config.json says vocab_size 128"),
+    ],
+)
+def test_folders_that_do_not_fit(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    shutil.copytree(folder, tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    assert command("import-hf", tmp_path / "hf", "--out", tmp_path / "out") == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and "Traceback" not in printed.err
+    assert not list((tmp_path / "out").glob("*"))
