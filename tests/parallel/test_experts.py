@@ -86,8 +86,58 @@ def test_gradients_of_experts_go_into_the_buckets(split: bool, recompute: str) -
         torch.testing.assert_close(found, parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_a_group_cannot_share_experts(tmp_path: Path) -> None:
+def expert_plan(run, text, experts, **keys):
+    """A plan with these counts in each stage, or None where a stage is one rank wide."""
+    plan = parse_plan(run, text, experts=experts, **keys)
+    assert not [problem for problem in validate_plan(plan)], text
+    return plan
+
+
+CUTS = {
+    "[3, 1, 1]": ("1x4: 4@0,1,2", [(3, 1, 1)], {}),
+    "[0, 5]": ("1x4: 4@0,1", [(0, 5)], {}),
+    "even": ("1x4: 4@0,1", [None], {}),
+    "two stages": ("1x4: 1.5@0,1 | 2.5@2,3", [(4, 1), (1, 4)], {"schedule": "zero_bubble"}),
+    "sharded": ("1x4: 4@0,1,2", [(3, 1, 1)], {"optimizer_sharding": True, "optimizer_share": [3]}),
+    "recomputed": ("1x4: 2@0,1 selective | 2@2,3 full", [(4, 1), (0, 5)], {}),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_shared_experts_are_equal_to_the_bit(tmp_path: Path, precision: str) -> None:
+    """One expert's rows are the same wherever it runs, and a token has two terms: no sum is another."""
+    # Pipelines add up the gradients of a tied embedding in another order.
+    run_file = make_project(tmp_path, model=MODEL | {"tie_embeddings": False})
+    keys = (f"train.precision={precision}", "train.global_batch_size=4", "optimizer.clip_grad_norm=0", *KEYS)
+    run = run_config(run_file, *keys)
+    cuts = CUTS if precision == "fp64" else {name: CUTS[name] for name in ("[3, 1, 1]", "[0, 5]")}
+
+    def case(name: str, plan=None, without: str = "") -> Case:
+        saves = f"checkpoint.directory={tmp_path / name / 'ck'}"
+        return Case(run_file, tmp_path / name, plan, (*keys, saves), without=without)
+
+    cases = {name: case(name, expert_plan(run, text, e, **more)) for name, (text, e, more) in cuts.items()}
+    run_cases([*cases.values(), case("control", cases["[3, 1, 1]"].plan, "expert_all_reduce")])
+    alone = run_alone(case("alone"))
+    wanted = weights_in(tmp_path / "alone" / "ck")
+    for name in cases:
+        ours = read_metrics(tmp_path / name)
+        assert [line["loss"] for line in ours] == [line["loss"] for line in alone], name
+        assert ours[-1]["expert_tokens"] == alone[-1]["expert_tokens"], name
+        for key, tensor in weights_in(tmp_path / name / "ck").items():
+            # AdamW on shares of a bucket rounds the ends of its vectors otherwise.
+            same = torch.allclose if name == "sharded" else torch.equal
+            assert same(tensor, wanted[key]), (name, key)
+    assert read_metrics(tmp_path / "control")[-1]["loss"] != alone[-1]["loss"]
+
+
+def test_faulty_divisions_of_experts(tmp_path: Path) -> None:
     run = run_config(make_project(tmp_path, model=MODEL))
-    problems = list(validate_plan(parse_plan(run, "1x8: 4@0,1")))
-    assert [p.path for p in problems] == [("pipelines", 0, "stages", 0, "replicas", 0)]
-    assert "2 ranks cannot share 1 set of experts" in problems[0].message
+
+    def messages(text: str, experts: list) -> list[str]:
+        return [problem.message for problem in validate_plan(parse_plan(run, text, experts=experts))]
+
+    assert "2 counts for replicas of 3 ranks" in messages("1x8: 4@0,1,2", [(3, 2)])[0]
+    assert "[3, 3] are 6 experts, but each layer has 5" in messages("1x8: 4@0,1", [(3, 3)])[0]
+    mixed = messages("1x4: 4@0,1 / 1x4: 4@2,3", [(3, 2), (2, 3)])
+    assert "layer 0 has its experts divided otherwise than in pipelines[0].stages[0]" in mixed[0]

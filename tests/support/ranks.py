@@ -16,7 +16,7 @@ from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
 from yuan_train.models import compiled
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
-from yuan_train.parallel import apply, collectives, transport
+from yuan_train.parallel import apply, collectives, experts, transport
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
@@ -87,6 +87,7 @@ def _disabled(key: str) -> Iterator[None]:
         "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
         "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
         "tensor_all_reduce": (collectives.dist, "all_reduce", _skip_activations(collectives.dist.all_reduce)),
+        "expert_all_reduce": (experts, "reduce_from_tp", lambda part, group: part),
         "head_norm_reduce": (apply, "reduce_head_norms", lambda *a: None),
         "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),
         "norm_all_reduce": (collectives.dist, "all_reduce", _skip_norm(collectives.dist.all_reduce)),

@@ -277,6 +277,8 @@ def _stage_facts(plan: Plan, p: int, s: int) -> Facts:
     }
     if plan.optimizer_sharding:
         facts["optimizer_share"] = stage.optimizer_share
+    if stage.experts is not None:
+        facts["experts"] = list(stage.experts)
     if stage.in_flight is not None:
         facts["in_flight"] = stage.in_flight
     for entry in plan.forecast.stages if plan.forecast else ():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
 from yuan_train.config.plan import PipelinePlan, Plan
+from yuan_train.config.plan_units import expert_ranges
 from yuan_train.config.run import RunConfig, ScheduleName
 
 
@@ -31,6 +33,7 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
         )
         for violation in itertools.chain(*checks):
             yield replace(violation, path=("pipelines", p, *violation.path))
+    yield from _expert_constraints(plan)
 
 
 def _batch_constraints(plan: Plan) -> Iterator[Violation]:
@@ -173,7 +176,8 @@ def _depth_constraints(pipeline: PipelinePlan, schedule: ScheduleName) -> Iterat
 
 
 def _replica_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violation]:
-    sizes = plan.model.spec.tensor_sizes(plan.model)
+    # Where ranks share experts, all else is whole on each of them.
+    sizes = {} if plan.model.num_experts else plan.model.spec.tensor_sizes(plan.model)
     for s, stage in enumerate(pipeline.stages):
         for i, replica in enumerate(stage.replicas):
             if len(replica) > 1 and all(map(plan.has_rank, replica)) and plan.via_host(replica):
@@ -204,6 +208,43 @@ def _replica_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violati
                 f"{len(stage.replicas)} replicas for {pipeline.num_micro_batches} micro-batches; "
                 "some would idle; use fewer",
             )
+
+
+def _expert_constraints(plan: Plan) -> Iterator[Violation]:
+    """Each replica of a stage has all experts; all that hold a layer divide them in the same way."""
+    num_experts = plan.model.num_experts
+    divisions: dict[int, tuple[object, str]] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            path = ("pipelines", p, "stages", s, "experts")
+            fault = _expert_fault(stage.experts, len(stage.replicas[0]), num_experts)
+            if fault is not None:
+                yield Violation(path, fault)
+            if fault is not None or not num_experts:
+                continue
+            ranges, here = expert_ranges(plan.model, stage), f"pipelines[{p}].stages[{s}]"
+            # Layers whose feed-forward half the stage holds.
+            for layer in range(math.ceil(stage.layers[0] - 0.5), math.floor(stage.layers[1])):
+                other, where = divisions.setdefault(layer, (ranges, here))
+                if other != ranges:
+                    yield Violation(
+                        path,
+                        f"layer {layer} has its experts divided otherwise than in {where}; give all stages "
+                        "that hold a layer the same widths and counts",
+                    )
+                    break
+
+
+def _expert_fault(counts: Sequence[int] | None, width: int, num_experts: int) -> str | None:
+    if counts is None:
+        return None
+    if not num_experts:
+        return f"{list(counts)}, but the model has no experts; leave this out"
+    if len(counts) != width:
+        return f"{len(counts)} counts for replicas of {width} ranks; give one for each rank"
+    if sum(counts) != num_experts:
+        return f"{list(counts)} are {sum(counts)} experts, but each layer has {num_experts}"
+    return None
 
 
 def _share_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violation]:

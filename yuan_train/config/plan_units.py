@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
+from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
 
 
@@ -31,6 +33,28 @@ def plan_unit_parameters(plan: Plan) -> tuple[int, ...]:
     for layer in range(model.num_layers):
         layers += halves if layer in plan.divided_layers else [model.layer_parameters]
     return (embedding, *layers, head)
+
+
+def expert_ranges(model: ModelConfig, stage: StagePlan) -> tuple[tuple[int, int], ...] | None:
+    """The experts [first, last) of each rank of a stage's replicas; None if a rank holds all there are."""
+    width = len(stage.replicas[0])
+    if not model.num_experts or width == 1:
+        return None
+    size, rest = divmod(model.num_experts, width)
+    counts = stage.experts or tuple(size + (rank < rest) for rank in range(width))
+    borders = (0, *itertools.accumulate(counts))
+    return tuple(itertools.pairwise(borders))
+
+
+def divides_experts(plan: Plan) -> bool:
+    """Whether the ranks of some replica share the experts of their layers."""
+    stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
+    return bool(plan.model.num_experts) and any(len(stage.replicas[0]) > 1 for stage in stages)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Parameters of the experts of one layer."""
+    return sum(parameter.size for parameter in model.spec.layer(model) if parameter.sharding == "expert")
 
 
 def num_units(plan: Plan) -> int:

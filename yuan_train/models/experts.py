@@ -103,6 +103,7 @@ class Experts(nn.Module):
         super().__init__()
         count, hidden, width = config.num_experts, config.hidden_size, config.expert_width
         self.first_expert = 0
+        """Set where the ranks of a group share the experts."""
         self.up = ExpertLinear(count, hidden, 2 * width, device=device, dtype=dtype)
         self.down = ExpertLinear(count, width, hidden, device=device, dtype=dtype)
 

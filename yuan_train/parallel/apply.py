@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan_units import divides_experts, expert_ranges
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+from yuan_train.parallel.experts import apply_expert_parallel
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
@@ -107,11 +109,19 @@ def parallelize(
     spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, len(grid.replica(coord)))
     modules, shards = _build_parts(grid, coord, parts, spec, device)
     if groups.tensor is not None:
-        for module in modules.values():
-            apply_tensor_parallel(module, spec, groups.tensor)
+        for number, module in modules.items():
+            ranges = expert_ranges(plan.model, pipeline.stages[number])
+            if ranges is not None:
+                apply_expert_parallel(module, groups.tensor, first_expert=ranges[coord.tensor_rank][0])
+            else:
+                apply_tensor_parallel(module, spec, groups.tensor)
     deferred = {stage: DeferredWeightGrads() for stage in modules}
     added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]
-    parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
+    # A rank may hold none of a layer's experts: their weights are empty.
+    parameters = {
+        stage: {name: p for name, p in module.named_parameters() if p.numel()}
+        for stage, module in modules.items()
+    }
     buckets = _flatten(grid, rank, {n: p for held in parameters.values() for n, p in held.items()}, shards)
     bucket_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.parameters}
     states = tuple(
@@ -143,7 +153,7 @@ def parallelize(
             parameters,
             bucket_of,
             deferred=set().union(*added),
-            start=_start_reduction(buckets, states, spec, groups),
+            start=_start_reduction(grid, coord, buckets, states, spec, groups),
         ),
         groups=groups,
         bridge=bridge,
@@ -151,13 +161,23 @@ def parallelize(
 
 
 def _start_reduction(
-    buckets: Sequence[FlatBucket], states: Sequence[OwnedState], spec: ShardSpec, groups: Groups
+    grid: Grid,
+    coord: RankCoord,
+    buckets: Sequence[FlatBucket],
+    states: Sequence[OwnedState],
+    spec: ShardSpec,
+    groups: Groups,
 ) -> Callable[[int], None]:
     """Starts the reduction of a bucket, by number, when all its gradients are there."""
+    # What ranks that share experts hold in common, the first of them adds; see `Grid.buckets`.
+    adds_zeros = divides_experts(grid.plan) and coord.tensor_rank > 0
 
     def start(number: int) -> None:
+        bucket = buckets[number]
         if groups.tensor is not None:
-            reduce_head_norms(buckets[number], spec, groups.tensor)
+            reduce_head_norms(bucket, spec, groups.tensor)
+        if adds_zeros and not any(shard.rows for shard in bucket.shards.values()):
+            bucket.gradient.zero_()
         states[number].start_grad_reduce()
 
     return start
@@ -218,8 +238,11 @@ def _build_parts(
     modules: dict[int, torch.nn.Module] = {}
     shards: dict[str, Shard] = {}
     for number in coord.stages:
-        module = parts.build(grid.pipeline(coord).stages[number])
-        found = shard_parameters(module, spec, device=device)
+        stage = grid.pipeline(coord).stages[number]
+        module = parts.build(stage)
+        ranges = expert_ranges(grid.plan.model, stage)
+        experts = None if ranges is None else ranges[coord.tensor_rank]
+        found = shard_parameters(module, replace(spec, experts=experts), device=device)
         if parts.initial is not None:
             for name, parameter in module.named_parameters():
                 init_shard(name, parameter, found[name], parts.initial)
@@ -260,7 +283,8 @@ def _await_weights(
     module: torch.nn.Module, states: Sequence[OwnedState], bucket_of: Mapping[str, int]
 ) -> None:
     """Make the forward of each unit of a stage's part wait until its stepped weights are there."""
-    needed = {(path, bucket_of[name]) for name, _ in module.named_parameters() for path in _entries(name)}
+    names = [name for name, _ in module.named_parameters() if name in bucket_of]
+    needed = {(path, bucket_of[name]) for name in names for path in _entries(name)}
     modules = dict(module.named_modules())
     for path, number in sorted(needed):
         # A part without an embedding lookup may hold a tied embedding: its head uses it.
@@ -299,9 +323,9 @@ def _flatten(
     grid: Grid, rank: int, parameters: dict[str, torch.nn.Parameter], shards: Mapping[str, Shard]
 ) -> list[FlatBucket]:
     flat: list[FlatBucket] = []
-    divided = grid.plan.divided_layers
+    divided, apart = grid.plan.divided_layers, divides_experts(grid.plan)
     for bucket in grid.buckets:
-        held = {name: p for name, p in parameters.items() if unit_of(name, divided) in bucket.units}
+        held = {n: p for n, p in parameters.items() if unit_of(n, divided, apart=apart) in bucket.units}
         if held and bucket.slices_of(rank):
             flat.append(FlatBucket(bucket, held, shards, rank=rank))
     assert sum(len(bucket.parameters) for bucket in flat) == len(parameters)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from yuan_train.parallel.shard import Shard
 
@@ -73,6 +73,10 @@ def global_boxes(shard: Shard, index: int, count: int, start: int, end: int) -> 
     The part is laid out as `shard.part_of` gives it: its share of every block, one after the other along the
     dim that is sharded. A tensor that is not sharded is whole in every part.
     """
+    if shard.rows is not None:
+        for box in run_boxes(shard.local_shape, start, end):
+            yield replace(box, offsets=(box.offsets[0] + shard.rows[0], *box.offsets[1:]))
+        return
     if shard.dim is None:
         yield from run_boxes(shard.shape, start, end)
         return

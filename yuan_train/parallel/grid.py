@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from yuan_train.config.architecture import half_of
 from yuan_train.config.plan import PipelinePlan, Plan
-from yuan_train.config.plan_units import layer_units, plan_unit_parameters, stage_unit_range
+from yuan_train.config.plan_units import (
+    divides_experts,
+    expert_parameters,
+    layer_units,
+    plan_unit_parameters,
+    stage_unit_range,
+)
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.schedule.buckets import group_units
 from yuan_train.schedule.step import Workers, worker_of
@@ -149,8 +155,31 @@ class Grid:
     def buckets(self) -> tuple[Bucket, ...]:
         """All units of the model, in the model's order; see `schedule.buckets.group_units`."""
         units, owners = zip(*self._owners(), strict=True)
-        groups = group_units(owners, plan_unit_parameters(self.plan), bucket_size=self.bucket_size)
-        return tuple(Bucket(units[group.start : group.stop], owners[group.start]) for group in groups)
+        groups = group_units(owners, self._unit_parameters(units), bucket_size=self.bucket_size)
+        found = [Bucket(units[group.start : group.stop], owners[group.start]) for group in groups]
+        return tuple(self._with_experts(found)) if divides_experts(self.plan) else tuple(found)
+
+    def _unit_parameters(self, units: Sequence[str]) -> tuple[int, ...]:
+        """Parameters of each unit; experts that ranks share are in buckets of their own."""
+        sizes = plan_unit_parameters(self.plan)
+        if not divides_experts(self.plan):
+            return sizes
+        experts = expert_parameters(self.plan.model)
+        return tuple(size - experts * (has_experts(unit)) for unit, size in zip(units, sizes, strict=True))
+
+    def _with_experts(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+        """The buckets, each followed by those of its layers' experts: one for each rank of a replica.
+
+        What is whole on every rank of a replica has each of them as an owner: the first rank of each replica
+        adds its gradient, the others add zeros, so that the sum is right and all can share its state.
+        """
+        for bucket in buckets:
+            ranks = tuple((rank,) for replica in bucket.owners for rank in replica)
+            yield Bucket(bucket.units, tuple(sorted(ranks)))
+            for unit in filter(has_experts, bucket.units):
+                for part in range(len(bucket.owners[0])):
+                    owners = tuple(sorted((replica[part],) for replica in bucket.owners))
+                    yield Bucket((experts_of(unit),), owners)
 
     def first_sequence(self, coord: RankCoord) -> int:
         """Offset of the share of the rank's pipeline in a global batch, in sequences."""
@@ -182,10 +211,25 @@ class Grid:
             yield name, tuple(sorted(replicas))
 
 
-def unit_of(parameter: str, divided: Collection[int] = ()) -> str:
-    """The unit of a parameter, given its global name and the divided layers; the final norm is in `head`."""
+def has_experts(unit: str) -> bool:
+    """Whether a unit of a model with experts has some: a layer, or its feed-forward."""
+    return unit.startswith("layers.") and not unit.endswith(".attention")
+
+
+def experts_of(unit: str) -> str:
+    """The name of a unit's experts, where ranks share them."""
+    return f"layers.{unit.split('.')[1]}.experts"
+
+
+def unit_of(parameter: str, divided: Collection[int] = (), *, apart: bool = False) -> str:
+    """The unit of a parameter, given its global name and the divided layers; the final norm is in `head`.
+
+    With `apart`, the experts of a layer are a unit of their own.
+    """
     parts = parameter.split(".")
     if parts[0] == "layers":
+        if apart and parts[2] == "experts":
+            return experts_of(parameter)
         half = f".{half_of(parts[2])}" if int(parts[1]) in divided else ""
         return f"layers.{parts[1]}{half}"
     return "embedding" if parts[0] == "embedding" else "head"

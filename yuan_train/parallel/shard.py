@@ -24,10 +24,14 @@ class Shard:
     blocks: int = 1
     index: int = 0
     count: int = 1
+    rows: tuple[int, int] | None = None
+    """Of parts that are not equal: the rows [first, last) of this one, along dim 0."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the part."""
+        if self.rows is not None:
+            return (self.rows[1] - self.rows[0], *self.shape[1:])
         if self.dim is None:
             return self.shape
         assert self.shape[self.dim] % (self.blocks * self.count) == 0, "parts are equal"
@@ -52,6 +56,11 @@ class Shard:
 
     def _row_ranges(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """What it holds of rows [first, last): global rows [start, end), and the local row of `start`."""
+        if self.rows is not None:
+            start, end = max(first, self.rows[0]), min(last, self.rows[1])
+            if start < end:
+                yield start, end, start - self.rows[0]
+            return
         size = self.shape[0] // (self.blocks * self.count)
         for block in range(self.blocks):
             begin = (block * self.count + self.index) * size
@@ -88,8 +97,11 @@ def find_shard(
     *,
     index: int,
     count: int,
+    experts: tuple[int, int] | None = None,
 ) -> Shard:
     """The shard of a parameter, given its global name and global shape.
+
+    With `experts`, the range of experts of a rank, those are divided, and all else is whole.
 
     `sharding` maps patterns of module names to the model's sharding styles: column, row, filter, vocabulary,
     expert, head_norm or whole. `row_blocks` maps patterns to the number of matrices stacked in a weight; 1
@@ -98,6 +110,8 @@ def find_shard(
     module, _, kind = name.rpartition(".")
     style = sharding_style(module, sharding)
     assert style is not None, f"no sharding style for parameter {name}"
+    if experts is not None:
+        return Shard(shape, 0, rows=experts) if style == "expert" else Shard(shape)
     blocks = next((n for pattern, n in row_blocks.items() if fnmatchcase(module, pattern)), 1)
     dim = _dim(style, module, kind)
     if dim is None:
@@ -126,4 +140,7 @@ def _dim(style: str, module: str, kind: str) -> int | None:
 def num_elements(shard: Shard, count: int) -> int:
     """Elements of one of `count` parts of the global tensor; all of them if it is not sharded."""
     whole = math.prod(shard.shape)
+    if shard.rows is not None:
+        assert count == 1, "experts have one owner in each group"
+        return math.prod(shard.local_shape)
     return whole if shard.dim is None else whole // count

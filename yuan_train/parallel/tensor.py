@@ -40,6 +40,8 @@ class ShardSpec:
     index: int = 0
     """Rank inside the tensor-parallel group."""
     count: int = 1
+    experts: tuple[int, int] | None = None
+    """Where ranks share experts: those of this rank, [first, last) of each layer; all else is whole."""
 
 
 def shard_parameters(model: torch.nn.Module, spec: ShardSpec, *, device: torch.device) -> dict[str, Shard]:
@@ -58,6 +60,7 @@ def shard_parameters(model: torch.nn.Module, spec: ShardSpec, *, device: torch.d
                 spec.row_blocks,
                 index=spec.index,
                 count=spec.count,
+                experts=spec.experts,
             )
             local = torch.empty(shard.local_shape, dtype=parameter.dtype, device=device)
             setattr(module, kind, torch.nn.Parameter(local))

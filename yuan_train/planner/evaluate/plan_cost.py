@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Forecast, Plan, StageForecast
+from yuan_train.config.plan_units import divides_experts
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
 from yuan_train.planner.costs.owners import PlanCards, optimizer_shares, packed_shares
 from yuan_train.planner.costs.plan_problem import Costs
@@ -81,8 +83,14 @@ class PlanCost:
 def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """The cost of any valid plan.
 
-    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision.
+    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision; and for
+    a plan whose ranks share experts, which is not priced yet.
     """
+    if divides_experts(plan):
+        raise PlanError(
+            "the ranks of a replica share the experts of their layers: such plans run, but are not simulated "
+            "yet; train with the plan as it is, or give all experts of a stage to one rank"
+        )
     cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
     shares = optimizer_shares(plan, cards)
     packed = packed_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
