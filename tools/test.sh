@@ -37,8 +37,9 @@ check format ruff format --check .
 check lint ruff check .
 check_types
 # More workers than cores: tests that wait for a time-out leave theirs idle. Workers take whole runs of tests, whose
-# module fixtures they share, and steal from each other at the end.
-check tests python -m pytest -n 3 --dist worksteal -q "$@"
+# module fixtures they share, and steal from each other at the end. What is marked slow is left out: the machine code
+# that torch.compile makes takes minutes of a compiler (`bash tools/test.sh -m slow` runs it).
+check tests python -m pytest -n 3 --dist worksteal -q -m "not slow" "$@"
 
 if [ -n "$skipped" ]; then
     echo "note: $skipped" >&2
