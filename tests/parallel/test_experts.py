@@ -131,6 +131,22 @@ def test_shared_experts_are_equal_to_the_bit(tmp_path: Path, precision: str) -> 
     assert read_metrics(tmp_path / "control")[-1]["loss"] != alone[-1]["loss"]
 
 
+def test_a_checkpoint_loads_under_another_division(tmp_path: Path) -> None:
+    run_file = make_project(tmp_path, model=MODEL | {"tie_embeddings": False})
+    keys = ("train.precision=fp64", "train.global_batch_size=4", "optimizer.decay_steps=9", *KEYS)
+    run = run_config(run_file, *keys)
+
+    def case(name: str, steps: int, folder: str, cut: str = "") -> Case:
+        plan = expert_plan(run, *CUTS[cut][:2]) if cut else None
+        more = (f"train.steps={steps}", f"checkpoint.directory={tmp_path / folder}")
+        return Case(run_file, tmp_path / name, plan, (*keys, *more))
+
+    run_cases([case("first", 2, "ck", "[3, 1, 1]"), case("second", 4, "ck", "[0, 5]")])
+    straight = run_alone(case("straight", 4, "other"))
+    resumed = read_metrics(tmp_path / "second")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in straight[2:]]
+
+
 def test_faulty_divisions_of_experts(tmp_path: Path) -> None:
     run = run_config(make_project(tmp_path, model=MODEL))
 
