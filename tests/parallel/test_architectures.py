@@ -42,8 +42,8 @@ def test_a_plan_computes_what_one_process_computes(tmp_path: Path, name: str) ->
     run_file = make_project(tmp_path, model={"num_attention_heads": 4} | MODELS[name])
     run = run_config(run_file, *OVERRIDES)
     alone = run_alone(Case(run_file, tmp_path / "alone", None, OVERRIDES))
-    # Qwen 2 differs from Llama by its biases alone.
-    plans = ["unlike widths"] if name == "qwen2" else list(PLANS)
+    # Qwen 3 has all that Llama has, and Qwen 2 all but biases.
+    plans = list(PLANS) if name == "qwen3" else ["unlike widths"]
     cases = [Case(run_file, tmp_path / plan, parse_plan(run, **PLANS[plan]), OVERRIDES) for plan in plans]
     wide = parse_plan(run, **PLANS["unlike widths"])
     control = "head_norm_reduce" if name == "qwen3" else "tensor_all_reduce"
