@@ -32,8 +32,8 @@ filter      the C = H/2 channels between both convolutions: conv1.weight [C, H, 
             dim 0, conv2.weight [H, C, 2] by dim 1; conv2.bias is replicated, and added once, after the
             all-reduce
 vocabulary  weight [V, H] by rows
-expert      weight [experts, out, in] by experts: each rank would hold a contiguous range of them. No plan
-            cuts it yet: a model with experts has no tensor parallelism (`ModelSpec.tensor_sizes`)
+expert      weight [experts, out, in] by experts: each rank holds a contiguous range of them (`experts` of a
+            stage), and all else of a model with experts is whole on every rank
 head_norm   replicated, but each rank applies it to its own heads: the gradients are all-reduced
 whole       replicated on every rank, which computes the same gradient
 """

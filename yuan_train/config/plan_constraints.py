@@ -243,7 +243,8 @@ def _expert_fault(counts: Sequence[int] | None, width: int, num_experts: int) ->
     if len(counts) != width:
         return f"{len(counts)} counts for replicas of {width} ranks; give one for each rank"
     if sum(counts) != num_experts:
-        return f"{list(counts)} are {sum(counts)} experts, but each layer has {num_experts}"
+        total = f"{list(counts)} are {sum(counts)} experts, but each layer has {num_experts}"
+        return f"{total}; give counts that sum to {num_experts}"
     return None
 
 

@@ -108,13 +108,7 @@ def parallelize(
     pipeline = grid.pipeline(coord)
     spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, len(grid.replica(coord)))
     modules, shards = _build_parts(grid, coord, parts, spec, device)
-    if groups.tensor is not None:
-        for number, module in modules.items():
-            ranges = expert_ranges(plan.model, pipeline.stages[number])
-            if ranges is not None:
-                apply_expert_parallel(module, groups.tensor, first_expert=ranges[coord.tensor_rank][0])
-            else:
-                apply_tensor_parallel(module, spec, groups.tensor)
+    _add_collectives(grid, coord, modules, spec, groups)
     deferred = {stage: DeferredWeightGrads() for stage in modules}
     added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]
     # A rank may hold none of a layer's experts: their weights are empty.
@@ -158,6 +152,20 @@ def parallelize(
         groups=groups,
         bridge=bridge,
     )
+
+
+def _add_collectives(
+    grid: Grid, coord: RankCoord, modules: Mapping[int, torch.nn.Module], spec: ShardSpec, groups: Groups
+) -> None:
+    """Add the collectives of this rank's group to its parts: of shared experts, or of tensor parallelism."""
+    if groups.tensor is None:
+        return
+    for number, module in modules.items():
+        ranges = expert_ranges(grid.plan.model, grid.pipeline(coord).stages[number])
+        if ranges is not None:
+            apply_expert_parallel(module, groups.tensor, first_expert=ranges[coord.tensor_rank][0])
+        else:
+            apply_tensor_parallel(module, spec, groups.tensor)
 
 
 def _start_reduction(

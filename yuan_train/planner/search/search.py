@@ -6,15 +6,14 @@ found so far is returned, and `SearchResult.stopped` says so.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
+from yuan_train.config.collector import without_garbage_collector
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan
@@ -75,20 +74,8 @@ class SearchResult:
     """Sources of the numbers, one line per type of card."""
 
 
-@contextmanager
-def _without_garbage_collector() -> Generator[None, None, None]:
-    """Disable Python's cyclic garbage collector: the search keeps millions of small values without any
-    cycles, and scanning them again and again would take a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_garbage_collector()
+# The search keeps millions of small values without cycles: scanning them would take a quarter of the time.
+@without_garbage_collector()
 def search_plan(
     problem: PlanProblem,
     search: SearchConfig,
