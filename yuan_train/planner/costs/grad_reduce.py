@@ -14,7 +14,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_units import plan_unit_parameters
-from yuan_train.planner.costs.links import allreduce_seconds
+from yuan_train.planner.costs.links import allreduce_compute_seconds, allreduce_seconds
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.workload import STATE_BYTES
@@ -30,6 +30,8 @@ class BucketCost:
     grad_reduce_seconds: float
     weight_sync_seconds: float
     """Of the weights' way back after the optimizer step; 0 unless the optimizer is sharded."""
+    compute_seconds: float = 0.0
+    """Of its owners' compute, which the reduction takes while it is hidden behind it."""
 
     @property
     def cards(self) -> list[Card]:
@@ -49,7 +51,7 @@ def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost
     ]
     owners = list(dict.fromkeys(holders[units.start] for units in groups))
     sharers = dict(zip(owners, owner_sharers(owners), strict=True))
-    known: dict[tuple[tuple[Replica, ...], float], tuple[float, float]] = {}
+    known: dict[tuple[tuple[Replica, ...], float], tuple[float, float, float]] = {}
     found: list[BucketCost] = []
     for units in groups:
         replicas = holders[units.start]
@@ -60,14 +62,16 @@ def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost
             known[key] = (
                 grad_reduce_seconds(costs, ring, key[1], sharded=sharded, sharers=flows),
                 weight_sync_seconds(costs, ring, key[1], sharers=flows) if sharded else 0.0,
+                grad_reduce_compute_seconds(costs, ring, key[1], sharded=sharded),
             )
-        reduce_seconds, sync_seconds = known[key]
+        reduce_seconds, sync_seconds, compute_seconds = known[key]
         found.append(
             BucketCost(
                 units=units,
                 owners=replicas,
                 grad_reduce_seconds=reduce_seconds,
                 weight_sync_seconds=sync_seconds,
+                compute_seconds=compute_seconds,
             )
         )
     return tuple(found)
@@ -153,6 +157,14 @@ def grad_reduce_seconds(
     """
     size = parameters * costs.problem.reduce_bytes
     ring = allreduce_seconds(costs.topology, owners, size, sharers=sharers)
+    return ring / 2 if sharded else ring
+
+
+def grad_reduce_compute_seconds(
+    costs: Costs, owners: Sequence[Card], parameters: float, *, sharded: bool
+) -> float:
+    """Seconds of its owners' compute that the reduction of `grad_reduce_seconds` takes if it is hidden."""
+    ring = allreduce_compute_seconds(costs.topology, owners, parameters * costs.problem.reduce_bytes)
     return ring / 2 if sharded else ring
 
 

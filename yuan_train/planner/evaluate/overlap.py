@@ -25,7 +25,8 @@ def grad_reduce_end(
 
     The last backward of a stage completes its gradients unit by unit, the last unit first; under zero_bubble
     the last weight-gradient part does. A bucket can start when its lowest unit is complete on all owners; and
-    buckets start in the reverse of the model's order, on each card one after the other.
+    buckets start in the reverse of the model's order, on each card one after the other. What a reduction
+    takes of the compute that hides it makes that compute end later.
     """
     latest = max(simulation.step_seconds for simulation in simulations)
     if not buckets:
@@ -40,11 +41,27 @@ def grad_reduce_end(
         end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
         for u, below in zip(units, _seconds_before(stage, seconds), strict=False):
             complete[u] = max(complete[u], end - below)
+    ends = _compute_ends(stages, simulations)
+    slowed = dict.fromkeys(ends, 0.0)
     free: dict[Card, float] = {}
     for bucket in reversed(buckets):
-        ready = max(complete[u] for u in bucket.units)
-        latest = max(latest, _occupy(free, bucket, ready, bucket.grad_reduce_seconds))
-    return latest
+        ready = max(complete[u] for u in bucket.units) + max(slowed[card] for card in bucket.cards)
+        end = _occupy(free, bucket, ready, bucket.grad_reduce_seconds)
+        latest = max(latest, end)
+        for card in bucket.cards if bucket.compute_seconds else ():
+            hidden = bucket.grad_reduce_seconds - max(0.0, end - ends[card] - slowed[card])
+            slowed[card] += bucket.compute_seconds * max(0.0, hidden) / bucket.grad_reduce_seconds
+    return max(latest, *(end + slowed[card] for card, end in ends.items()))
+
+
+def _compute_ends(stages: Sequence[StageCost], simulations: Sequence[Simulation]) -> dict[Card, float]:
+    """By card, when its last backward ends; in seconds from the step's start."""
+    ends: dict[Card, float] = {}
+    for stage in stages:
+        end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
+        for card in stage.cards:
+            ends[card] = max(ends.get(card, 0.0), end)
+    return ends
 
 
 def exposed_weight_sync_seconds(
