@@ -79,8 +79,8 @@ class Costs:
     known: dict[tuple[str, int, Recompute, int], CardCosts]
     """What `of` has looked up, by its arguments."""
     groups: dict[tuple[object, ...], CardCosts]
-    """What `of_replica` has looked up for tensor-parallel groups, with their collectives, and `of_experts` for
-    cards, without them."""
+    """What `of_replica` found for tensor-parallel groups, with their collectives, and `of_experts` for
+    cards."""
 
     def of(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1
