@@ -20,6 +20,7 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
+from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.bounds import any_bound
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, choice_seconds, solve_shapes
@@ -366,13 +367,21 @@ def _idle(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
 
 
 def _notes(cost: PlanCost) -> tuple[str, ...]:
-    notes = (f"{s.card.type}: {s.note}" + _width_note(s.replicas, s.source) for s in cost.stages)
+    notes = (
+        f"{name}: {stage.note}" + _width_note(stage)
+        for stage in cost.stages
+        for name in dict.fromkeys(card.type for card in stage.cards)
+    )
     return tuple(dict.fromkeys(notes))
 
 
-def _width_note(replicas: Sequence[Sequence[Card]], source: str) -> str:
-    width = len(replicas[0])
-    return f", tensor_parallel {width}" if width > 1 and source == "estimated" else ""
+def _width_note(stage: StageCost) -> str:
+    width = len(stage.replicas[0])
+    if width == 1 or (stage.source != "estimated" and not stage.experts):
+        return ""
+    if stage.experts:
+        return "" if stage.source == "estimated" else ", of fewer experts scaled"
+    return f", tensor_parallel {width}"
 
 
 def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:
