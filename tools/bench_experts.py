@@ -69,9 +69,9 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help=f"{WARM_UP_STEPS} of them warm-up")
-    parser.add_argument("--slower", type=float, default=2.0, help="factor for all three cards")
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--width", type=int, default=512, help="of an expert")
+    parser.add_argument("--slower", type=float, default=3.0, help="factor for all three cards")
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--width", type=int, default=2048, help="of an expert")
     parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
     options = parser.parse_args()
     if options.steps <= WARM_UP_STEPS or options.rounds < 1:
@@ -159,7 +159,7 @@ def make_run(folder: Path, options: argparse.Namespace, width: int) -> RunConfig
         },
         "train": {
             "steps": options.steps,
-            "global_batch_size": 4,
+            "global_batch_size": 2,
             "precision": "fp32",
             "device": "cpu",
         },

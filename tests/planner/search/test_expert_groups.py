@@ -230,6 +230,14 @@ def test_measured_layers_are_scaled() -> None:
     assert some.forward_seconds == pytest.approx(few.forward_seconds / alone.forward_seconds)
     assert some.state_bytes == pytest.approx(18 * few.parameters / alone.parameters)
     assert (some.forward_collectives, some.backward_collectives) == (1, 1)
+    # With a layer measured without experts, seconds are on the line between the two.
+    bare = replace(unit, forward_seconds=0.2, backward_seconds=0.8)
+    entries = tuple(replace(entry, bare_layer=bare) for entry in entries)
+    costs = make_costs(problem(three(64, 64, 64), profile=replace(profile, entries=entries)))
+    none, some = (costs.of_experts("Full", 1, "none", n).units[1] for n in (0, 4))
+    assert (none.forward_seconds, none.backward_seconds) == (0.2, 0.8)
+    assert (some.forward_seconds, some.backward_seconds) == pytest.approx((0.4, 1.1))
+    assert some.state_bytes == pytest.approx(18 * few.parameters / alone.parameters)
 
 
 # --- search ----------------------------------------------------------------------------------------------

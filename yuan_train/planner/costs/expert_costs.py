@@ -13,6 +13,7 @@ from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import expert_parameters, expert_ranges
+from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.unit_costs import (
     CardCosts,
@@ -24,8 +25,21 @@ from yuan_train.planner.costs.unit_costs import (
 from yuan_train.planner.costs.workload import UnitWork, model_work
 
 
+def bare_profile(profile: Profile | None) -> Profile | None:
+    """The profile with bare layers in place of whole ones; None if it has none."""
+    if profile is None:
+        return None
+    entries = [
+        replace(entry, layers=(entry.bare_layer,))
+        for entry in profile.entries
+        if entry.bare_layer is not None
+    ]
+    return replace(profile, entries=tuple(entries)) if entries else None
+
+
 def expert_card_costs(
     whole: CardCosts,
+    bare: CardCosts | None,
     model: ModelConfig,
     experts: int,
     *,
@@ -37,8 +51,9 @@ def expert_card_costs(
 ) -> CardCosts:
     """Every unit's cost on a card with `experts` of each layer's experts, collectives not included.
 
-    `whole` are the costs of a card alone. Estimated, a unit is estimated anew; measured, a layer is scaled by
-    what the estimate says of the two: seconds, parameters and bytes each by their own ratio.
+    `whole` are the costs of a card alone, `bare` those of a layer without experts, where both are measured.
+    Estimated, a unit is estimated anew. Measured, seconds are on the line from the bare layer to the whole
+    one; without a bare one, they are scaled by the ratio of the estimates, as bytes are.
     """
     held, alone = (
         model_work(
@@ -55,7 +70,11 @@ def expert_card_costs(
     if whole.source == "measured":
         both = held.layer, alone.layer
         estimates = units[1], estimate_units(alone, device, precision, recompute)[1]
-        layers = (_scaled(unit, both, estimates) for unit in whole.units[1:-1])
+        layers = [_scaled(unit, both, estimates) for unit in whole.units[1:-1]]
+        if bare is not None and bare.source == "measured":
+            share = experts / model.num_experts
+            triples = zip(layers, bare.units[1:-1], whole.units[1:-1], strict=True)
+            layers = [_on_line(unit, low, high, share) for unit, low, high in triples]
         units = (whole.units[0], *layers, whole.units[-1])
     return replace(whole, units=units, halves=half_shares(held, recompute))
 
@@ -86,6 +105,20 @@ def _scaled(
         transient_bytes=layer.transient_bytes * ratio("transient_bytes"),
         forward_collectives=estimates[0].forward_collectives,
         backward_collectives=estimates[0].backward_collectives,
+    )
+
+
+def _on_line(layer: UnitCost, bare: UnitCost, whole: UnitCost, share: float) -> UnitCost:
+    """The layer with seconds between those of a bare and a whole one."""
+
+    def at(low: float, high: float) -> float:
+        return low + max(high - low, 0.0) * share
+
+    return replace(
+        layer,
+        forward_seconds=at(bare.forward_seconds, whole.forward_seconds),
+        backward_seconds=at(bare.backward_seconds, whole.backward_seconds),
+        weight_seconds=at(bare.weight_seconds, whole.weight_seconds),
     )
 
 

@@ -13,7 +13,7 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import divides_experts, layer_units, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
-from yuan_train.planner.costs.expert_costs import expert_card_costs, stage_experts
+from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology, make_topology
 from yuan_train.planner.costs.unit_costs import (
@@ -88,18 +88,28 @@ class Costs:
         """Every unit's cost on a type of card, collectives not included."""
         key = (type_name, micro_batch_size, recompute, tensor_parallel)
         if key not in self.known:
-            self.known[key] = card_costs(
-                self.problem.model,
-                sequence_length=self.problem.sequence_length,
-                micro_batch_size=micro_batch_size,
-                precision=self.problem.precision,
-                recompute=recompute,
-                type_name=type_name,
-                device=self.problem.cluster.device_type(type_name),
-                profile=self.problem.profile,
-                tensor_parallel=tensor_parallel,
-            )
+            self.known[key] = self._look_up(*key, self.problem.profile)
         return self.known[key]
+
+    def _look_up(
+        self,
+        type_name: str,
+        micro_batch_size: int,
+        recompute: Recompute,
+        tensor_parallel: int,
+        profile: Profile | None,
+    ) -> CardCosts:
+        return card_costs(
+            self.problem.model,
+            sequence_length=self.problem.sequence_length,
+            micro_batch_size=micro_batch_size,
+            precision=self.problem.precision,
+            recompute=recompute,
+            type_name=type_name,
+            device=self.problem.cluster.device_type(type_name),
+            profile=profile,
+            tensor_parallel=tensor_parallel,
+        )
 
     def of_replica(self, replica: Replica, micro_batch_size: int, recompute: Recompute) -> CardCosts:
         """Every unit's cost on each card of a group: the slowest card's, plus the collectives."""
@@ -136,8 +146,11 @@ class Costs:
         key = (type_name, micro_batch_size, recompute, "experts", experts)
         if key not in self.groups:
             problem = self.problem
+            whole = self.of(type_name, micro_batch_size, recompute)
+            bare = bare_profile(problem.profile) if whole.source == "measured" else None
             self.groups[key] = expert_card_costs(
-                self.of(type_name, micro_batch_size, recompute),
+                whole,
+                None if bare is None else self._look_up(type_name, micro_batch_size, recompute, 1, bare),
                 problem.model,
                 experts,
                 sequence_length=problem.sequence_length,
