@@ -71,8 +71,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help=f"{WARM_UP_STEPS} of them warm-up")
     parser.add_argument("--slower", type=float, default=3.0, help="factor for all three cards")
     parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--width", type=int, default=2048, help="of an expert")
-    parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
+    parser.add_argument("--width", type=int, default=4096, help="of an expert")
+    parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
     options = parser.parse_args()
     if options.steps <= WARM_UP_STEPS or options.rounds < 1:
         parser.error(f"wanted more than {WARM_UP_STEPS} steps, and at least one round")
@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[Measured, Measur
     run, thin = (make_run(folder, options, width) for width in (options.width, THIN))
     profile = folder / "profile.json"
     files = ["--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml", "--out", profile]
-    yuan_train("profile", *files, "--seconds", "0.5")
+    yuan_train("profile", *files, "--seconds", "2")
     costs = make_costs(
         PlanProblem(
             cluster=cluster,
@@ -138,7 +138,7 @@ def make_run(folder: Path, options: argparse.Namespace, width: int) -> RunConfig
     model = {
         "name": "mixture",
         "num_layers": 2,
-        "hidden_size": 256,
+        "hidden_size": 128,
         "num_attention_heads": 4,
         "ffn_hidden_size": 512,
         "vocab_size": 512,
