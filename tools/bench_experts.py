@@ -236,8 +236,8 @@ def table(rounds: list[tuple[Measured, Measured]]) -> list[str]:
     lines = [
         f"Machine: {machine_name()}",
         "",
-        "| counts | experts on cards of speed 1, 1/2, 1/4 | share of the tokens | forecast s | measured s "
-        "| off by | without experts s | expert part s |",
+        "| counts | experts on speeds 1, 1/2, 1/4 | tokens | forecast s | measured s | off by "
+        "| no experts s | expert part s |",
         "|---|---|---|--:|--:|--:|--:|--:|",
     ]
     for pair in rounds:
