@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -60,7 +62,7 @@ def problem(cluster: Cluster, **keys: object) -> PlanProblem:
     return PlanProblem(cluster=cluster, model=MODEL, **values)  # pyright: ignore[reportArgumentType]
 
 
-def plan_of(cluster: Cluster, pipelines: list[list[tuple[tuple[int, ...], tuple[int, ...] | None]]], **keys):
+def plan_of(cluster: Cluster, pipelines: Sequence[Sequence[Any]], **keys: Any) -> Plan:
     """A plan with a stage of equal layers for each (ranks, experts) of a pipeline."""
     made: list[PipelinePlan] = []
     for stages in pipelines:
@@ -276,8 +278,7 @@ def test_a_layer_that_fits_no_card_is_divided() -> None:
 
 def test_equal_pipelines_have_equal_counts() -> None:
     types = {"Card": device(1.0, 1.6)}
-    link = {"link": FAST, "network": FAST}
-    nodes = tuple(NodeGroup(name=name, device="Card", devices=4, **link) for name in "ab")
+    nodes = tuple(NodeGroup(name=name, device="Card", devices=4, link=FAST, network=FAST) for name in "ab")
     cluster = Cluster(name="eight", nodes=nodes, device_types=types)
     found = search(cluster, pipelines=(2,), optimizer_sharding=(True,)).best
     assert found.cost.fits and len(found.plan.pipelines) == 2

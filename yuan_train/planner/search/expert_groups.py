@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
+from yuan_train.config.devices import Backend
 from yuan_train.config.plan import Plan, share_only_gloo
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import Recompute, ScheduleName
@@ -171,7 +172,7 @@ def _may_group(group: Replica, options: Options, costs: Costs) -> bool:
         return True
     if options.expert_widths and len(group) not in options.expert_widths:
         return False
-    backends = [costs.problem.cluster.device_type(card.type).backend for card in group]
+    backends: list[Backend] = [costs.problem.cluster.device_type(card.type).backend for card in group]
     return len(group) <= costs.problem.model.num_experts and not share_only_gloo(backends)
 
 
@@ -190,7 +191,7 @@ def _orders(grouping: Grouping, options: Options) -> Iterator[Grouping]:
 
 def _batches(costs: Costs, options: Options, num_pipelines: int) -> Iterator[tuple[ScheduleName, int, int]]:
     """(schedule, micro-batch size, micro-batches) of each of so many equal pipelines."""
-    names = dict.fromkeys(name for name in options.schedules if name != "interleaved_1f1b")
+    names: list[ScheduleName] = [name for name in options.schedules if name != "interleaved_1f1b"]
     for schedule, size in itertools.product(names, options.micro_batch_sizes):
         count, rest = divmod(costs.problem.global_batch_size, num_pipelines * size)
         allowed = options.num_micro_batches
@@ -264,7 +265,7 @@ class _Search:
         for s, (groups, place) in enumerate(zip(grouping, places, strict=True)):
             longest = num_layers - depth + 1
             rows = [None, *(self._stage(groups, place, layers) for layers in range(1, longest + 1))]
-            after = [(none, ())] * (num_layers + 1)
+            after: list[tuple[tuple[float, float], tuple[int, ...]]] = [(none, ())] * (num_layers + 1)
             for end in range(s + 1, num_layers + 1):
                 for layers in range(1, min(end - s, longest) + 1):
                     stage, ((slowest, total), ends) = rows[layers], best[end - layers]
