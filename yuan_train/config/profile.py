@@ -47,6 +47,9 @@ class ProfileEntry:
     layers: Annotated[tuple[UnitProfile, ...], MinLen(1)]
     """One per layer, or one for all layers."""
     head: UnitProfile
+    bare_layer: UnitProfile | None = None
+    """A layer without any of its experts, as a card has it that shares them and holds none; None: estimated
+    from the others."""
     reserved_bytes: Bytes | None = None
     """What a process holds before it creates a model; None: `reserved` of the cluster file."""
 

@@ -230,6 +230,9 @@ class SearchConfig:
     """Only plans that use every card."""
     half_layers: bool = False
     """Stages may also end in the middle of a layer, between attention and feed-forward."""
+    divide_experts: bool = True
+    """Of a model with experts: stages may be groups of cards that divide the experts of each layer; if
+    `tensor` is given, of so many cards."""
     overlap: bool = True
     """Sends overlap computation; false: the sender waits."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0

@@ -86,27 +86,46 @@ def router_rows(model: ModelConfig) -> int:
 def experts_work(model: ModelConfig, parameters: int) -> SublayerWork:
     """Experts with their norm and router, for the most rows there can be: all K of a token.
 
+    On one card all of it is there, so nothing is divided.
+    """
+    return _work_of_rows(model, parameters, model.experts_per_token, collectives=0)
+
+
+def held_experts_work(model: ModelConfig, parameters: int, experts: int, rows: int) -> SublayerWork:
+    """The same on a rank that holds `experts` of a layer's experts, and is given `rows` rows of each token.
+
+    `parameters` are those of the whole half. One all-reduce adds up the ranks' outputs, one their input's
+    gradients; the small one of the gradients of the chosen experts' weights is not among `collectives`.
+    """
+    away = model.num_experts - experts
+    each = 3 * model.hidden_size * model.expert_width
+    return _work_of_rows(model, parameters - away * each, rows, collectives=1)
+
+
+def _work_of_rows(model: ModelConfig, parameters: int, rows: int, *, collectives: int) -> SublayerWork:
+    """Norm, router and experts, of which each token meets `rows`.
+
     Kept: the norm's input and output; the router's products, the K weights and two integers for each, the
-    chosen expert and the slot of each row; K times a token's copy (H), `up` (2F), its product (F) and the
-    expert's output (H). Selective recompute keeps neither the norm's output nor the copies nor the products
-    of the gates. On one card all of it is there, so nothing is divided.
+    chosen expert and, if there are rows, the slot of each; for each row a token's copy (H), `up` (2F), its
+    product (F) and the expert's output (H). Selective recompute keeps neither the norm's output nor the
+    copies nor the products of the gates.
     """
     hidden, width, chosen = model.hidden_size, model.expert_width, model.experts_per_token
-    routing = Kept(0, router_rows(model) + chosen, 2 * chosen)
+    routing = Kept(0, router_rows(model) + chosen, (2 if rows else 1) * chosen)
     return SublayerWork(
         parameters=parameters,
-        products=router_rows(model) * hidden + chosen * 3 * hidden * width,
-        replicated=Kept(2 * hidden + chosen * (2 * hidden + 3 * width), 1) + routing,
+        products=router_rows(model) * hidden + rows * 3 * hidden * width,
+        replicated=Kept(2 * hidden + rows * (2 * hidden + 3 * width), 1) + routing,
         sharded=Kept(0),
-        selective_replicated=Kept(hidden + chosen * (hidden + 2 * width), 1) + routing,
+        selective_replicated=Kept(hidden + rows * (hidden + 2 * width), 1) + routing,
         selective_sharded=Kept(0),
         # The norm twice, for the router and the copies; a copy reads and writes, as SwiGLU does.
-        recomputed=2 * hidden + chosen * (2 * hidden + 3 * width),
-        held=Kept(chosen * (3 * width + 2 * hidden) + 2 * hidden, 2 * hidden),
+        recomputed=2 * hidden + rows * (2 * hidden + 3 * width),
+        held=Kept(rows * (3 * width + 2 * hidden) + 2 * hidden, 2 * hidden),
         decided=2 * chosen,
         # Gradients of the experts are added to the bucket one by one.
-        largest_weight=2 * width * hidden,
-        collectives=0,
+        largest_weight=2 * width * hidden if rows else router_rows(model) * hidden,
+        collectives=collectives,
     )
 
 

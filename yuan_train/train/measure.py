@@ -32,6 +32,7 @@ from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import init_shard
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.executor import Stopwatch
+from yuan_train.parallel.experts import remove_experts
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups, make_pair
@@ -109,6 +110,9 @@ def measure_entry(case: ProfileCase, *, device_type: str) -> ProfileEntry:
         embedding=_measure(case, layers=0, embedding=True),
         layers=(_measure(case, layers=_num_layers_in_a_row(case)),),
         head=_measure(case, layers=0, head=True),
+        bare_layer=_measure(case, layers=_num_layers_in_a_row(case), bare=True)
+        if case.model.num_experts and not case.compile
+        else None,
     )
 
 
@@ -269,19 +273,18 @@ class _InFlight:
 
 
 class _Unit:
-    """A part of the model by itself, with gradients and optimizer state, as a stage of a plan has them."""
+    """A part of the model by itself, with gradients and optimizer state, as a stage of a plan has them: some
+    layers (`bare` of experts), or with `ends` the embedding or the head."""
 
-    def __init__(
-        self, case: ProfileCase, *, layers: int, embedding: bool = False, head: bool = False
-    ) -> None:
+    def __init__(self, case: ProfileCase, *, layers: int, bare: bool = False, **ends: bool) -> None:
         self.case = case
         sharding, row_blocks = sharding_of(case.model)
-        spec = ShardSpec(sharding, row_blocks, case.position, case.width)
+        spec = ShardSpec(sharding, row_blocks, case.position, case.width, (0, 0) if bare else None)
         self.part = Transformer(
             case.model,
             layers=(0, layers),
-            embedding=embedding,
-            head=head,
+            embedding=ends.get("embedding", False),
+            head=ends.get("head", False),
             recompute=case.recompute,
             device="meta",
             dtype=case.dtype,
@@ -291,6 +294,8 @@ class _Unit:
             init_shard(name, parameter, shards[name], partial(initial_rows, case.model, seed=0))
         if case.group is not None:
             apply_tensor_parallel(self.part, spec, case.group)
+        if bare:
+            remove_experts(self.part)
         deferred = DeferredWeightGrads()
         if case.compile:
             # Another case's graphs count towards the compiler's limit of graphs for one function.
@@ -299,7 +304,7 @@ class _Unit:
         else:
             add_weight_grads(self.part, deferred, sharding)
         ranks = tuple(range(case.width))
-        parameters = dict(self.part.named_parameters())
+        parameters = {name: p for name, p in self.part.named_parameters() if p.numel()}
         self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)
         self.state = OwnedState(self.bucket, Groups({}, {}), None)
         self._runner = StageRunner(
@@ -345,10 +350,10 @@ class _Unit:
         torch.autograd.backward(in_flight.output, None if self.part.has_head else self._hidden_BSH)
 
 
-def _measure(case: ProfileCase, *, layers: int, embedding: bool = False, head: bool = False) -> UnitProfile:
-    """Measure one unit; of `layers` layers in a row, the mean."""
+def _measure(case: ProfileCase, *, layers: int, **part: bool) -> UnitProfile:
+    """Measure one unit, a `part` as `_Unit` takes it; of `layers` layers in a row, the mean."""
     release_free_memory(case.device)
-    unit = _Unit(case, layers=layers, embedding=embedding, head=head)
+    unit = _Unit(case, layers=layers, **part)
     count = max(layers, 1)
     activation, transient = _activation_bytes(unit)
     forward, backward = _compute_seconds(unit)

@@ -83,6 +83,11 @@ def _sublayers(model: ModelConfig) -> tuple[SublayerWork, SublayerWork]:
     return _attention_work(model), work(model, sizes.parameters_of(_feed_forward(model)))
 
 
+def _held_experts(model: ModelConfig, experts: int, rows: int) -> SublayerWork:
+    parameters = sizes.parameters_of(_feed_forward(model))
+    return sizes.held_experts_work(model, parameters, experts, rows)
+
+
 def _attention_work(model: ModelConfig) -> SublayerWork:
     """What autograd saves in the model's code (equal to a count with `saved_tensors_hooks`):
 
@@ -140,4 +145,5 @@ SPEC = ModelSpec(
     layer=_layer,
     sublayers=_sublayers,
     tensor_sizes=_tensor_sizes,
+    held_experts=_held_experts,
 )

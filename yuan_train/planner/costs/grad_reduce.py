@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_units import plan_unit_parameters
+from yuan_train.config.plan_units import (
+    divides_experts,
+    expert_parameters,
+    layer_units,
+    plan_unit_parameters,
+    stage_unit_range,
+)
+from yuan_train.planner.costs.expert_costs import stage_experts
 from yuan_train.planner.costs.links import allreduce_compute_seconds, allreduce_seconds
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
@@ -40,24 +47,16 @@ class BucketCost:
 
 def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost, ...]:
     """The buckets that several owners hold, in the model's order; the tied embedding is not among them."""
-    holders = unit_holders(plan, cards)
-    if max(map(len, holders)) == 1:
-        return ()
-    sizes = unit_parameters(costs.problem.model, plan_unit_parameters(plan))
-    groups = [
-        units
-        for units in bucket_units(costs, holders, sizes)
-        if len(holders[units.start]) > 1 and sum(sizes[u] for u in units)
-    ]
-    owners = list(dict.fromkeys(holders[units.start] for units in groups))
+    held = _held_buckets(costs, plan, unit_holders(plan, cards))
+    buckets = [bucket for bucket in held if len(bucket.owners) > 1 and bucket.parameters]
+    owners = list(dict.fromkeys(bucket.owners for bucket in buckets))
     sharers = dict(zip(owners, owner_sharers(owners), strict=True))
     known: dict[tuple[tuple[Replica, ...], float], tuple[float, float, float]] = {}
     found: list[BucketCost] = []
-    for units in groups:
-        replicas = holders[units.start]
-        key = (replicas, sum(sizes[u] for u in units) / min(map(len, replicas)))
+    for bucket in buckets:
+        key = (bucket.owners, bucket.parameters)
         if key not in known:
-            ring, flows = [replica[0] for replica in replicas], sharers[replicas]
+            ring, flows = [replica[0] for replica in bucket.owners], sharers[bucket.owners]
             sharded = plan.optimizer_sharding
             known[key] = (
                 grad_reduce_seconds(costs, ring, key[1], sharded=sharded, sharers=flows),
@@ -67,14 +66,63 @@ def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost
         reduce_seconds, sync_seconds, compute_seconds = known[key]
         found.append(
             BucketCost(
-                units=units,
-                owners=replicas,
+                units=bucket.units,
+                owners=bucket.owners,
                 grad_reduce_seconds=reduce_seconds,
                 weight_sync_seconds=sync_seconds,
                 compute_seconds=compute_seconds,
             )
         )
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    units: range
+    owners: tuple[Replica, ...]
+    parameters: float
+    """On each card of an owner; of owners of unlike widths, on that of the narrowest."""
+
+
+def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> list[_Bucket]:
+    """All buckets of a plan, in the model's order."""
+    sizes = unit_parameters(costs.problem.model, plan_unit_parameters(plan))
+    if divides_experts(plan):
+        return _with_experts(costs, plan, holders, sizes)
+    if max(map(len, holders)) == 1:
+        return []
+    return [
+        _Bucket(units, owners, sum(sizes[u] for u in units) / min(map(len, owners)))
+        for units in bucket_units(costs, holders, sizes)
+        for owners in [holders[units.start]]
+    ]
+
+
+def _with_experts(
+    costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]], sizes: Sequence[float]
+) -> list[_Bucket]:
+    """What is whole on every card of a replica has each of them as an owner; then follow the experts of its
+    layers, one bucket for each card of a replica, as `Grid.buckets` has them."""
+    experts = expert_parameters(plan.model)
+    counts = {
+        u: stage_experts(plan, stage)
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for u in stage_unit_range(plan, stage)
+    }
+    # A layer, or its feed-forward: the half that ends where a layer does.
+    has_experts = [False, *(end % 1 == 0 for _, _, end in layer_units(plan)), False]
+    whole = [size - experts * held for size, held in zip(sizes, has_experts, strict=True)]
+    found: list[_Bucket] = []
+    for units in bucket_units(costs, holders, whole):
+        owners = holders[units.start]
+        each = tuple((card,) for replica in owners for card in replica)
+        found.append(_Bucket(units, each, sum(whole[u] for u in units)))
+        for u in (u for u in units if has_experts[u]):
+            for part, count in enumerate(counts[u]):
+                own = tuple((replica[part],) for replica in owners)
+                found.append(_Bucket(range(u, u + 1), own, experts * count / plan.model.num_experts))
+    return found
 
 
 def bucket_units(

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from yuan_train.config.errors import PlanError
+from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Forecast, Plan, StageForecast
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
-from yuan_train.planner.costs.owners import PlanCards, optimizer_shares, packed_shares
+from yuan_train.planner.costs.owners import PlanCards, state_shares
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.unit_costs import Source
 from yuan_train.planner.evaluate.messages import edge_seconds
@@ -83,17 +83,10 @@ class PlanCost:
 def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """The cost of any valid plan.
 
-    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision; and for
-    a plan whose ranks share experts, which is not priced yet.
+    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision.
     """
-    if divides_experts(plan):
-        raise PlanError(
-            "the ranks of a replica share the experts of their layers: such plans run, but are not simulated "
-            "yet; train with the plan as it is, or give all experts of a stage to one rank"
-        )
     cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
-    shares = optimizer_shares(plan, cards)
-    packed = packed_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
+    shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
     simulations: list[Simulation] = []
@@ -101,15 +94,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     simulated: dict[tuple[object, ...], Simulation] = {}
     for p, pipeline in enumerate(plan.pipelines):
         pipeline_stages = [
-            stage_cost(
-                costs,
-                plan,
-                cards[p][s],
-                p,
-                s,
-                optimizer_share=shares[p, s],
-                packed_share=packed[p, s],
-            )
+            stage_cost(costs, plan, cards[p][s], p, s, shares=shares[p, s])
             for s in range(len(pipeline.stages))
         ]
         pipeline_stages = sum_over_cards(plan, pipeline, workers[p], pipeline_stages)
@@ -129,6 +114,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         stages += pipeline_stages
     compute = max(simulation.step_seconds for simulation in simulations)
     buckets = bucket_costs(costs, plan, cards)
+    whole = divides_experts(plan)
     return PlanCost(
         stages=tuple(stages),
         simulations=tuple(simulations),
@@ -138,14 +124,19 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         grad_reduce_seconds=grad_reduce_end(plan, buckets, stages, simulations) - compute,
         tied_embedding_seconds=tied_embedding_seconds(
             costs,
-            [replica[0] for row in cards for replica in row[0]],
-            [replica[0] for row in cards for replica in row[-1]] if plan.model.tie_embeddings else [],
-            width=min(len(replica) for row in cards for replica in (*row[0], *row[-1])),
+            _owners_of_ends(cards, 0, whole=whole),
+            _owners_of_ends(cards, -1, whole=whole) if plan.model.tie_embeddings else [],
+            width=1 if whole else min(len(replica) for row in cards for replica in (*row[0], *row[-1])),
             sharded=plan.optimizer_sharding,
         ),
         update_seconds=max(stage.update_seconds for stage in stages),
         weight_sync_seconds=exposed_weight_sync_seconds(plan, buckets, stages, simulations),
     )
+
+
+def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Card]:
+    """The first card of each replica of stage s of all pipelines; all cards if each has it `whole`."""
+    return [card for row in cards for replica in row[s] for card in (replica if whole else replica[:1])]
 
 
 def _stage_times(

@@ -20,6 +20,8 @@ from yuan_train.planner.report.terminal import (
     best_reasons,
     describe_shape,
     even_words,
+    expert_words,
+    group_types,
     layer_list,
     layer_words,
     left_out_lines,
@@ -111,6 +113,7 @@ def _cluster_svg(result: SearchResult, problem: PlanProblem) -> str:
             x, top = 130 * (i % 8), y + 18 + 42 * (i // 8)
             stage = working.get(card.name)
             label = f"p{stage.pipeline} s{stage.stage}: {layer_words(stage)}" if stage else "left out"
+            label += f", {expert_words(stage)}" if stage and expert_words(stage) else ""
             short = label if len(label) <= 19 else label[:18] + "…"
             kind = "card" if stage else "card idle"
             rows.append(
@@ -143,8 +146,8 @@ def _stages_html(best: Candidate) -> str:
         (
             str(stage.pipeline),
             str(stage.stage),
-            f"{stage.card.name} ({stage.card.type})",
-            layer_words(stage),
+            f"{stage.card.name} ({group_types(stage)})",
+            " ".join(filter(None, (layer_words(stage), expert_words(stage)))),
             show_seconds(stage.forward_seconds),
             show_seconds(stage.backward_seconds),
             show_bytes(stage.memory.total),

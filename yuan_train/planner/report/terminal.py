@@ -8,6 +8,7 @@ from typing import Any
 
 from yuan_train.config.dump import as_plain
 from yuan_train.config.plan import MemoryForecast
+from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.units import show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
@@ -80,7 +81,8 @@ def describe_shape(candidate: Candidate) -> str:
     ]
     widths = sorted({len(r) for p in plan.pipelines for stage in p.stages for r in stage.replicas})
     if widths != [1]:
-        words.append("tensor width " + "/".join(map(str, widths)))
+        what = "experts over" if divides_experts(plan) else "tensor width"
+        words.append(f"{what} {'/'.join(map(str, widths))}" + " cards" * divides_experts(plan))
     if plan.optimizer_sharding:
         words.append("optimizer sharded")
     return ", ".join(words)
@@ -252,10 +254,23 @@ def layer_words(stage: StageCost) -> str:
 
 def _cards_words(stages: Sequence[StageCost]) -> str:
     first = stages[0]
-    words = f"{first.card.type} {first.card.name}"
-    words += f" tensor {len(first.replicas[0])}" * (len(first.replicas[0]) > 1)
+    words = f"{group_types(first)} {first.card.name}"
+    if len(first.experts) > 1:
+        words += " " + expert_words(first)
+    else:
+        words += f" tensor {len(first.replicas[0])}" * (len(first.replicas[0]) > 1)
     words += f" replicas {len(first.replicas)}" * (len(first.replicas) > 1)
     return words + (f" x{len(stages)}" if len(stages) > 1 else "")
+
+
+def group_types(stage: StageCost) -> str:
+    """The types of the cards of a stage's replica, in order: unlike ones joined by `+`."""
+    return "+".join(dict.fromkeys(card.type for card in stage.replicas[0]))
+
+
+def expert_words(stage: StageCost) -> str:
+    """`experts 19/9/4`: experts of each layer on each card of a replica; nothing if no cards share them."""
+    return f"experts {'/'.join(map(str, stage.experts))}" if len(stage.experts) > 1 else ""
 
 
 def _parts(cost: PlanCost) -> dict[str, float]:
@@ -278,6 +293,7 @@ def _stage_json(stage: StageCost) -> dict[str, Any]:
         "cards": [[card.name for card in replica] for replica in stage.replicas],
         "type": stage.card.type,
         "layers": list(stage.layers),
+        "experts": list(stage.experts) if len(stage.experts) > 1 else None,
         "recompute": stage.recompute,
         "recomputed_layers": stage.num_recomputed,
         "in_flight": stage.in_flight,

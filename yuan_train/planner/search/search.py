@@ -20,7 +20,9 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
+from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.bounds import any_bound
+from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, choice_seconds, solve_shapes
 from yuan_train.planner.search.half_layers import shift_by_halves
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
@@ -36,6 +38,9 @@ NUM_POLISHED, NUM_PROMISING = 4, 12
 PROMISING_FACTOR = 1.05
 """A plan may be polished if its estimate is within this multiple of the best step: estimates are a few
 percent high, because they count the stages after the slowest one in full."""
+LEAST_HOPE = 1.25
+"""Plans with groups that divide experts are costed if their estimate is within this multiple of the best
+step: the estimate knows neither deeper warm-ups nor partial recompute."""
 NUM_SPLIT = 3
 """Plans whose stages are also tried as virtual stages."""
 NO_VIRTUAL_STAGES = (
@@ -113,16 +118,22 @@ def search_plan(
     found = solve_shapes(costs, shapes, options, stopped)
     ranked = _rank(costs, _valid(found.candidates))
     ranked = _rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
-    if not ranked:
-        raise NoPlanFits(describe_shortfall(costs, any_shapes, options))
+    before = ranked
     ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
+    ranked = _improved(costs, ranked, options, stopped)
+    # Apart, so that no plan without groups is improved less because there are some with.
+    limit = ranked[0].step_seconds if ranked else math.inf
+    grouped = plans_with_experts(costs, cards, options, limit_seconds=LEAST_HOPE * limit, stopped=stopped)
+    ranked = _rank(costs, [*ranked, *_improved(costs, _rank(costs, grouped), options, stopped)])
     if not ranked:
-        raise NoPlanFits(NO_VIRTUAL_STAGES)
-    ranked = _rank(costs, _with_polished(costs, ranked, options, stopped))
-    if options.half_layers:
-        ranked = _rank(costs, _with_half_layers(costs, ranked, stopped))
+        raise NoPlanFits(NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, options))
     lowest = found.lower_bound_seconds
-    has_unproven = _may_mix(options, cards) or "interleaved_1f1b" in options.schedules or options.half_layers
+    has_unproven = (
+        _may_mix(options, cards)
+        or "interleaved_1f1b" in options.schedules
+        or options.half_layers
+        or may_divide_experts(costs, cards, options)
+    )
     exact = found.exact and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
     if has_unproven or (not exact and not problem.has_external_profile):
         lowest = min(lowest, any_bound(costs, cards, options))
@@ -143,6 +154,16 @@ def search_plan(
         num_simulated=found.num_simulated,
         notes=_notes(best.cost),
     )
+
+
+def _improved(
+    costs: Costs, ranked: Sequence[Candidate], options: Options, stopped: Callable[[], bool]
+) -> list[Candidate]:
+    """The candidates, the most promising ones post-optimised, fastest first."""
+    if not ranked:
+        return []
+    ranked = _rank(costs, _with_polished(costs, ranked, options, stopped))
+    return _rank(costs, _with_half_layers(costs, ranked, stopped)) if options.half_layers else ranked
 
 
 def _may_mix(options: Options, cards: Sequence[Card]) -> bool:
@@ -346,13 +367,21 @@ def _idle(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
 
 
 def _notes(cost: PlanCost) -> tuple[str, ...]:
-    notes = (f"{s.card.type}: {s.note}" + _width_note(s.replicas, s.source) for s in cost.stages)
+    notes = (
+        f"{name}: {stage.note}" + _width_note(stage)
+        for stage in cost.stages
+        for name in dict.fromkeys(card.type for card in stage.cards)
+    )
     return tuple(dict.fromkeys(notes))
 
 
-def _width_note(replicas: Sequence[Sequence[Card]], source: str) -> str:
-    width = len(replicas[0])
-    return f", tensor_parallel {width}" if width > 1 and source == "estimated" else ""
+def _width_note(stage: StageCost) -> str:
+    width = len(stage.replicas[0])
+    if width == 1 or (stage.source != "estimated" and not stage.experts):
+        return ""
+    if stage.experts:
+        return "" if stage.source == "estimated" else ", of fewer experts scaled"
+    return f", tensor_parallel {width}"
 
 
 def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:

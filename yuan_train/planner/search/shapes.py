@@ -59,6 +59,9 @@ class Options:
     fixed_order: bool
     use_all_devices: bool
     half_layers: bool
+    divide_experts: bool
+    expert_widths: tuple[int, ...]
+    """Cards of a group that divides experts; empty: any number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,8 @@ def read_options(
         fixed_order=search.device_order == "fixed",
         use_all_devices=search.use_all_devices,
         half_layers=search.half_layers,
+        divide_experts=search.divide_experts,
+        expert_widths=tuple(sorted(set(search.tensor or ()))),
     )
 
 
