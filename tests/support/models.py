@@ -46,6 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "experts_per_token": 3,
         "expert_ffn_hidden_size": 48,
         "norm_topk_prob": False,
+        "balance": "sequence",
+        "balance_rate": 0.1,
     },
 }
 """By name: what differs from the tiny model."""
