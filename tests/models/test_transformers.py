@@ -97,6 +97,8 @@ def transformers() -> Iterator[Any]:
 @pytest.fixture(scope="module", params=list(CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, transformers: Any) -> Pair:
     family, changes = CASES[request.param]
+    if family in ("Mixtral", "Qwen3Moe") and not transformers.__version__.startswith("4."):
+        pytest.skip("release 5 stacks the experts in its models: not compared")
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
