@@ -28,7 +28,7 @@ MODEL = {
     "init_std": 0.3,
 }
 LR = ("optimizer.learning_rate=0.01", "train.micro_batch_size=4")
-PLAN = "1x4: 1@0 | 1@1 / 2x2: 2@2"
+PLANS = {"bias": "1x4: 2@0,1 / 2x2: 2@2", "sequence": "1x4: 1@0 | 1@1 / 2x2: 2@2"}
 BALANCES = {"bias": 0.02, "sequence": 0.9}
 
 
@@ -51,7 +51,7 @@ def test_every_plan_balances_alike(tmp_path: Path) -> None:
         case = Case(run_file, tmp_path / name, None, tuple(found))
         return replace(case, plan=parse_plan(run_config(run_file, *found), plan)) if plan else case
 
-    cut = {kind: case(f"cut {kind}", 4, kind, f"ck {kind}", PLAN) for kind in BALANCES}
+    cut = {kind: case(f"cut {kind}", 4, kind, f"ck {kind}", PLANS[kind]) for kind in BALANCES}
     run_cases(list(cut.values()))
     free = run_alone(case("free", 8))
     for kind in BALANCES:
