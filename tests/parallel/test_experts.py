@@ -19,17 +19,17 @@ from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 
 MODEL = {"hidden_size": 32, "num_layers": 4, "init_std": 0.2} | VARIANTS["yuan-m32"] | {"head_dim": 16}
-KEYS = ("train.steps=3", "validation.every=0", "optimizer.bucket_size=1")
+KEYS = ("train.steps=3", "train.micro_batch_size=2", "validation.every=0", "optimizer.bucket_size=1")
 
 
 def test_pipelines_compute_what_one_process_computes(tmp_path: Path) -> None:
     run_file = make_project(tmp_path, model=MODEL)
     run = run_config(run_file)
     plans = {
-        "fp32": parse_plan(run, "1x8: 1.5@0 | 2.5@1"),
+        "fp32": parse_plan(run, "2x4: 1.5@0 | 2.5@1"),
         "fp64": parse_plan(
             run,
-            "1x4: 2@0 selective | 2@1 full / 1x4: 4@2",
+            "2x2: 2@0 selective | 2@1 full / 2x2: 4@2",
             optimizer_sharding=True,
             schedule="zero_bubble",
         ),
@@ -46,7 +46,7 @@ def test_pipelines_compute_what_one_process_computes(tmp_path: Path) -> None:
     chosen = tmp_path / "chosen"
     narrow = run_alone(case("alone fp32", "fp32", alone=True, record=chosen))
     wide = run_alone(case("alone fp64", "fp64", alone=True))
-    other = parse_plan(run, "2x2: 4@0 / 1x4: 1.5@1 | 2.5@2")
+    other = parse_plan(run, "4x1: 4@0 / 1x4: 1.5@1 | 2.5@2")
     replays = [
         case("replayed", "fp32", plan=other, replay=chosen),
         case("replayed otherwise", "fp32", plan=other, replay=change_a_choice(chosen)),
@@ -114,11 +114,11 @@ def expert_plan(run, text, experts, **keys):
 
 
 CUTS = {
-    "[5, 2, 1]": ("1x4: 2@0,1,2", [(5, 2, 1)], {}),
-    "[8, 0]": ("1x4: 2@0,1", [(8, 0)], {}),
-    "two stages": ("1x4: 0.5@0,1 | 1.5@2,3", [(7, 1), (1, 7)], {"schedule": "zero_bubble"}),
-    "sharded": ("1x4: 2@0,1,2", [(5, 2, 1)], {"optimizer_sharding": True, "optimizer_share": [3]}),
-    "recomputed": ("1x4: 1@0,1 selective | 1@2,3 full", [(7, 1), (0, 8)], {}),
+    "[5, 2, 1]": ("2x2: 2@0,1,2", [(5, 2, 1)], {}),
+    "[8, 0]": ("2x2: 2@0,1", [(8, 0)], {}),
+    "two stages": ("2x2: 0.5@0,1 | 1.5@2,3", [(7, 1), (1, 7)], {"schedule": "zero_bubble"}),
+    "sharded": ("2x2: 2@0,1,2", [(5, 2, 1)], {"optimizer_sharding": True, "optimizer_share": [3]}),
+    "recomputed": ("2x2: 1@0,1 selective | 1@2,3 full", [(7, 1), (0, 8)], {}),
 }
 # Pipelines add up the gradients of a tied embedding in another order.
 SHARED = MODEL | {"num_layers": 2, "num_experts": 8, "tie_embeddings": False}
