@@ -40,6 +40,9 @@ def kept_by(model: ModelConfig, dtype: torch.dtype, recompute: str, recompute_la
         dtype=dtype,
     )
     init_weights(part, seed=0)
+    for block in part.blocks.values():
+        if block.has_experts:
+            block.router.loss_scale = 0.5  # as in training, where the load is to be evened by a loss
     hidden_BSH = torch.randn(2, 48, 64).to(dtype).requires_grad_()
     # The count includes the output, which is as large as the input, and not the input.
     return kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])

@@ -58,11 +58,14 @@ class StageRunner:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
 
-    def begin(self, *, first_sample: int, trained_tokens: int, scale: float) -> None:
+    def begin(self, *, first_sample: int, trained_tokens: int, num_sequences: int, scale: float) -> None:
         """Start on this pipeline's samples, from `first_sample` on, and reset `loss` and `finite`.
 
-        `trained_tokens` is the number of trained tokens of the global batch.
+        `trained_tokens` and `num_sequences` are those of the global batch.
         """
+        for block in self._model.blocks.values():
+            if block.has_experts:
+                block.router.loss_scale = scale / num_sequences
         self._first_sample = first_sample
         self._trained_tokens = trained_tokens
         self._scale = scale
