@@ -1,7 +1,9 @@
 """Buckets of a plan: how long their owners take to reduce the gradients, and to send the weights back.
 
-A ring of one card per owner reduces a bucket's gradients. With a sharded optimizer the ring does so in a
-reduce-scatter, and after the optimizer step it gathers the weights: each is half of an all-reduce.
+The owners' cards that hold the same slice of a bucket make a ring, which reduces that slice: owners of k cards
+each make k rings, all at once, and every ring that leaves a node takes its share of the node's NIC. With a
+sharded optimizer a ring reduces in a reduce-scatter, and after the optimizer step it gathers the weights: each is
+half of an all-reduce.
 """
 
 from __future__ import annotations
@@ -53,13 +55,12 @@ def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost
     found: list[BucketCost] = []
     for units in groups:
         replicas = holders[units.start]
-        key = (replicas, sum(sizes[u] for u in units) / min(map(len, replicas)))
+        key = (replicas, sum(sizes[u] for u in units))
         if key not in known:
-            ring, flows = [replica[0] for replica in replicas], sharers[replicas]
-            sharded = plan.optimizer_sharding
+            flows, sharded = sharers[replicas], plan.optimizer_sharding
             known[key] = (
-                grad_reduce_seconds(costs, ring, key[1], sharded=sharded, sharers=flows),
-                weight_sync_seconds(costs, ring, key[1], sharers=flows) if sharded else 0.0,
+                grad_reduce_seconds(costs, replicas, key[1], sharded=sharded, sharers=flows),
+                weight_sync_seconds(costs, replicas, key[1], sharers=flows) if sharded else 0.0,
             )
         reduce_seconds, sync_seconds = known[key]
         found.append(
@@ -87,82 +88,103 @@ def bucket_units(
     return group_units(owners, sizes, bucket_size=problem.bucket_size)
 
 
-def owner_sharers(owners: Sequence[tuple[Replica, ...]]) -> list[int]:
-    """For the ring of each set of owners, how many rings at a time share the busiest NIC on its way.
+def slice_rings(owners: Sequence[Replica]) -> list[list[Card]]:
+    """The rings of owners: one per card of the narrowest, each through the card of every owner that holds the
+    same slice. Owners of other widths divide a slice further; their rings cross the same links one card wide.
+    """
+    count = min(map(len, owners))
+    return [[owner[i * len(owner) // count] for owner in owners] for i in range(count)]
 
-    Rings that have a card in common take turns; of the others, those count that can all run at once.
+
+def crossing_rings(owners: Sequence[Replica]) -> Counter[str]:
+    """How many of the owners' rings pass each node's NIC, by node; none where they stay in a node."""
+    rings = slice_rings(owners)
+    if all(len({card.node for card in replica}) == 1 for replica in owners):
+        # A group inside a node: all its rings take the same way.
+        nodes = {card.node for card in rings[0]}
+        return Counter(dict.fromkeys(nodes, len(rings)) if len(nodes) > 1 else {})
+    ring_nodes = [{card.node for card in ring} for ring in rings]
+    return Counter(node for nodes in ring_nodes if len(nodes) > 1 for node in nodes)
+
+
+def owner_sharers(owners: Sequence[tuple[Replica, ...]]) -> list[int]:
+    """For each set of owners, how many rings at a time share the busiest NIC on the way of its own, these
+    included; 1 inside a node.
+
+    Sets that have a card in common take turns; of the others, those count that can all run at once.
     """
     members = [frozenset(card for replica in replicas for card in replica) for replicas in owners]
-    rings = [[replica[0] for replica in replicas] for replicas in owners]
     if sum(map(len, members)) == len({card for own in members for card in own}):
-        return ring_sharers(rings)
+        return ring_sharers(owners)
+    crossing = [crossing_rings(replicas) for replicas in owners]
     result: list[int] = []
-    for i, ring in enumerate(rings):
-        others = [j for j, other in enumerate(rings) if j != i and _crosses(other)]
+    for i, own in enumerate(crossing):
         flows = [1]
-        for node in {card.node for card in ring} if _crosses(ring) else ():
+        for node, count in own.items():
             busy = members[i]
-            at_once = 1
-            for j in others:
-                if busy.isdisjoint(members[j]) and any(card.node == node for card in rings[j]):
-                    busy, at_once = busy | members[j], at_once + 1
+            at_once = count
+            for j, other in enumerate(crossing):
+                if other[node] and busy.isdisjoint(members[j]):
+                    busy, at_once = busy | members[j], at_once + other[node]
             flows.append(at_once)
         result.append(max(flows))
     return result
 
 
-def _crosses(ring: Sequence[Card]) -> bool:
-    """Whether a ring leaves its node."""
-    return len({card.node for card in ring}) > 1
-
-
-def ring_sharers(rings: Sequence[Sequence[Card]]) -> list[int]:
-    """For each of these rings without a common card, how many share the busiest NIC on its way; 1 inside a
-    node. All run at once."""
-    ring_nodes = [{card.node for card in ring} for ring in rings]
-    crossing = Counter(node for nodes in ring_nodes if len(nodes) > 1 for node in nodes)
-    return [
-        max((crossing[node] for node in nodes), default=1) if len(nodes) > 1 else 1 for nodes in ring_nodes
-    ]
+def ring_sharers(owners: Sequence[Sequence[Replica]]) -> list[int]:
+    """The same for sets of owners without a common card, which all run at once."""
+    crossing = [crossing_rings(replicas) for replicas in owners]
+    total: Counter[str] = Counter()
+    for rings in crossing:
+        total.update(rings)
+    return [max((total[node] for node in rings), default=1) for rings in crossing]
 
 
 def tied_embedding_seconds(
-    costs: Costs, firsts: Sequence[Card], lasts: Sequence[Card], *, width: int = 1, sharded: bool = False
+    costs: Costs, firsts: Sequence[Replica], lasts: Sequence[Replica], *, sharded: bool = False
 ) -> float:
     """Seconds to reduce the tied embedding's gradient over all that hold it, and with a `sharded` optimizer
-    to gather it again; 0 without `lasts` or for a single card.
+    to gather it again; 0 without `lasts` or for a single owner.
 
-    `firsts` and `lasts` are the first card of each replica of all first and last stages; `width` is the
-    tensor-parallel size that divides the embedding matrix.
+    `firsts` and `lasts` are the replicas of all first and last stages.
     """
     if not lasts:
         return 0.0
     owners = list(dict.fromkeys([*firsts, *lasts]))
-    size = costs.problem.model.embedding_parameters / width
-    seconds = grad_reduce_seconds(costs, owners, size, sharded=sharded)
-    return seconds + (weight_sync_seconds(costs, owners, size) if sharded else 0.0)
+    size, sharers = costs.problem.model.embedding_parameters, ring_sharers([owners])[0]
+    seconds = grad_reduce_seconds(costs, owners, size, sharded=sharded, sharers=sharers)
+    return seconds + (weight_sync_seconds(costs, owners, size, sharers=sharers) if sharded else 0.0)
 
 
 def grad_reduce_seconds(
-    costs: Costs, owners: Sequence[Card], parameters: float, *, sharded: bool, sharers: int = 1
+    costs: Costs, owners: Sequence[Replica], parameters: float, *, sharded: bool, sharers: int
 ) -> float:
-    """Seconds to reduce the gradients of `parameters` parameters over a ring of owners: an all-reduce; with a
-    sharded optimizer a reduce-scatter, its first half.
+    """Seconds to reduce the gradients of `parameters` parameters over their owners: an all-reduce on each of
+    their rings; with a sharded optimizer a reduce-scatter, its first half.
 
-    `sharers` is how many rings share a NIC.
+    `sharers` is how many rings share a NIC, these owners' own included.
     """
-    size = parameters * costs.problem.reduce_bytes
-    ring = allreduce_seconds(costs.topology, owners, size, sharers=sharers)
+    ring = _slowest_ring_seconds(costs, owners, parameters * costs.problem.reduce_bytes, sharers=sharers)
     return ring / 2 if sharded else ring
 
 
-def weight_sync_seconds(
-    costs: Costs, owners: Sequence[Card], parameters: float, *, sharers: int = 1
-) -> float:
-    """Seconds to gather the stepped weights of a sharded optimizer over a ring of owners: half of an
-    all-reduce of that size."""
+def weight_sync_seconds(costs: Costs, owners: Sequence[Replica], parameters: float, *, sharers: int) -> float:
+    """Seconds to gather the stepped weights of a sharded optimizer over their owners: half of an all-reduce
+    of that size on each of their rings."""
     size = parameters * STATE_BYTES[costs.problem.precision].parameters
-    return allreduce_seconds(costs.topology, owners, size, sharers=sharers) / 2
+    return _slowest_ring_seconds(costs, owners, size, sharers=sharers) / 2
+
+
+def _slowest_ring_seconds(
+    costs: Costs, owners: Sequence[Replica], num_bytes: float, *, sharers: int
+) -> float:
+    """Seconds of an all-reduce of `num_bytes` that the owners' rings have in equal parts."""
+    rings = slice_rings(owners)
+    if not costs.topology.measured:
+        # Rings through the same nodes take the same time.
+        rings = list({tuple(card.node for card in ring): ring for ring in rings}.values())
+    size = num_bytes / min(map(len, owners))
+    return max(allreduce_seconds(costs.topology, ring, size, sharers=sharers) for ring in rings)
 
 
 def unit_parameters(model: ModelConfig, units: Sequence[int] | None = None) -> list[float]:

@@ -138,9 +138,8 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         grad_reduce_seconds=grad_reduce_end(plan, buckets, stages, simulations) - compute,
         tied_embedding_seconds=tied_embedding_seconds(
             costs,
-            [replica[0] for row in cards for replica in row[0]],
-            [replica[0] for row in cards for replica in row[-1]] if plan.model.tie_embeddings else [],
-            width=min(len(replica) for row in cards for replica in (*row[0], *row[-1])),
+            [replica for row in cards for replica in row[0]],
+            [replica for row in cards for replica in row[-1]] if plan.model.tie_embeddings else [],
             sharded=plan.optimizer_sharding,
         ),
         update_seconds=max(stage.update_seconds for stage in stages),

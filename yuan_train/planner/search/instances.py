@@ -17,7 +17,7 @@ from yuan_train.planner.costs.grad_reduce import (
     weight_sync_seconds,
 )
 from yuan_train.planner.costs.links import broadcast_seconds, message_seconds
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import find_route
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.search.shapes import Options, Shape, Slot
@@ -108,7 +108,9 @@ def is_faithful(costs: Costs, shape: Shape, options: Options) -> bool:
         return False
     sizes = [costs.hidden_bytes(shape.micro_batch_size)]
     messages = _pipeline_messages(costs, shape, sizes)[0]
-    shares_nic = max(ring_sharers([_leads(slot) for slot in shape.slots])) > 1
+    owners = [_owners(slot) for slot in shape.slots]
+    alone = [ring_sharers([replicas])[0] for replicas in owners]
+    shares_nic = ring_sharers(owners) != alone
     same = bool((messages.min(axis=0) == messages.max(axis=0)).all())
     return same and not (shares_nic and not options.use_all_devices)
 
@@ -117,9 +119,9 @@ def _cards(slot: Slot) -> list[Card]:
     return [card for group in slot for replica in group for card in replica]
 
 
-def _leads(slot: Slot) -> list[Card]:
-    """The first card of each replica, over all pipelines: the ring of the gradient reduction."""
-    return [replica[0] for group in slot for replica in group]
+def _owners(slot: Slot) -> list[Replica]:
+    """The replicas of all pipelines, whose rings reduce the gradients of the slot's units."""
+    return [replica for group in slot for replica in group]
 
 
 def _message_table(costs: Costs, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
@@ -220,30 +222,38 @@ def _bucket_seconds(
     """Of gradient reductions, and of the weights' way back: (seconds [D, U] of each unit over its owners,
     latency [D] once per bucket)."""
     parameters = unit_parameters(costs.problem.model)
-    rings = [_leads(slot) for slot in shape.slots]
-    nothing = np.zeros((len(rings), len(parameters))), np.zeros(len(rings))
-    if max(map(len, rings)) == 1:
+    owners = [_owners(slot) for slot in shape.slots]
+    nothing = np.zeros((len(owners), len(parameters))), np.zeros(len(owners))
+    if max(map(len, owners)) == 1:
         return nothing, nothing
-    sharers = ring_sharers(rings)
+    sharers = ring_sharers(owners)
 
-    def table(seconds: Callable[[Sequence[Card], float, int], float]) -> tuple[np.ndarray, np.ndarray]:
+    def table(seconds: Callable[[Sequence[Replica], float, int], float]) -> tuple[np.ndarray, np.ndarray]:
         known: dict[tuple[object, ...], tuple[list[float], float]] = {}
         rows: list[tuple[list[float], float]] = []
-        for slot, ring, flows in zip(shape.slots, rings, sharers, strict=True):
-            measured = tuple(card.name for card in ring) if costs.topology.measured else None
-            key = (tuple(card.node for card in ring), len(slot[0][0]), flows, measured)
+        for replicas, flows in zip(owners, sharers, strict=True):
+            key = (_places(costs, replicas), flows)
             if key not in known:
-                sizes = [n / len(slot[0][0]) for n in parameters]
-                known[key] = _as_line(lambda n, ring=ring, flows=flows: seconds(ring, n, flows), sizes)
+                known[key] = _as_line(
+                    lambda n, replicas=replicas, flows=flows: seconds(replicas, n, flows), parameters
+                )
             rows.append(known[key])
         return np.array([row for row, _ in rows]), np.array([start for _, start in rows])
 
     reduce = table(
-        lambda ring, n, flows: grad_reduce_seconds(costs, ring, n, sharded=shape.sharded, sharers=flows)
+        lambda owners, n, flows: grad_reduce_seconds(costs, owners, n, sharded=shape.sharded, sharers=flows)
     )
     if not shape.sharded:
         return reduce, nothing
-    return reduce, table(lambda ring, n, flows: weight_sync_seconds(costs, ring, n, sharers=flows))
+    return reduce, table(lambda owners, n, flows: weight_sync_seconds(costs, owners, n, sharers=flows))
+
+
+def _places(costs: Costs, replicas: Sequence[Replica]) -> tuple[object, ...]:
+    """What tells the rings of two sets of owners apart: their nodes and widths, on measured links their
+    cards."""
+    if costs.topology.measured:
+        return tuple(replicas)
+    return tuple(tuple(card.node for card in replica) for replica in replicas)
 
 
 def _as_line(seconds: Callable[[float], float], sizes: Sequence[float]) -> tuple[list[float], float]:
@@ -266,15 +276,13 @@ def _update_table(costs: Costs, shape: Shape, owners: np.ndarray) -> np.ndarray:
 
 def _tied_embedding_matrix(costs: Costs, shape: Shape) -> np.ndarray:
     """[D, D]: seconds of the tied embedding's reduction; slot i has the first stage and slot j the last."""
-    leads = [_leads(slot) for slot in shape.slots]
-    keys = [tuple(card.node for card in row) for row in leads]
-    measured = bool(costs.topology.measured)
+    owners = [_owners(slot) for slot in shape.slots]
+    keys = [_places(costs, row) for row in owners]
     known: dict[tuple[object, ...], float] = {}
-    result = np.zeros((len(leads), len(leads)))
-    for i, j in itertools.product(range(len(leads)), repeat=2):
-        key = (i, j) if measured else (keys[i], keys[j], i == j)
+    result = np.zeros((len(owners), len(owners)))
+    for i, j in itertools.product(range(len(owners)), repeat=2):
+        key = (keys[i], keys[j], i == j)
         if key not in known:
-            width = min(len(shape.slots[i][0][0]), len(shape.slots[j][0][0]))
-            known[key] = tied_embedding_seconds(costs, leads[i], leads[j], width=width, sharded=shape.sharded)
+            known[key] = tied_embedding_seconds(costs, owners[i], owners[j], sharded=shape.sharded)
         result[i, j] = known[key]
     return result
