@@ -39,7 +39,7 @@ def case_instance(case: dict[str, Any]) -> Instance:
     return Instance(
         schedule="1f1b",
         num_micro_batches=case["num_microbatches"],
-        overlap=case.get("overlap", True),
+        sends="overlapped" if case.get("overlap", True) else "blocking",
         forward_seconds=per_type("fwd"),
         backward_seconds=per_type("bwd"),
         weight_seconds=per_type("bwd") / 2,

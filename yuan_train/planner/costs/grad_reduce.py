@@ -1,9 +1,9 @@
 """Buckets of a plan: how long their owners take to reduce the gradients, and to send the weights back.
 
-The owners' cards that hold the same slice of a bucket make a ring, which reduces that slice: owners of k cards
-each make k rings, all at once, and every ring that leaves a node takes its share of the node's NIC. With a
-sharded optimizer a ring reduces in a reduce-scatter, and after the optimizer step it gathers the weights: each is
-half of an all-reduce.
+The owners' cards that hold the same slice of a bucket make a ring, which reduces that slice: owners of k
+cards each make k rings, all at once, and every ring that leaves a node takes its share of the node's NIC.
+With a sharded optimizer a ring reduces in a reduce-scatter, and after the optimizer step it gathers the
+weights: each is half of an all-reduce.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
                 num_micro_batches=pipeline.num_micro_batches,
                 workers=workers[p],
                 in_flight=depths,
-                overlap=costs.problem.overlap,
+                sends=costs.problem.send_mode,
             )
         simulations.append(simulated[key])
         stages += pipeline_stages

@@ -69,7 +69,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     return Instance(
         schedule=shape.schedule,
         num_micro_batches=shape.num_micro_batches,
-        overlap=problem.overlap,
+        sends=problem.send_mode,
         forward_seconds=forward,
         backward_seconds=backward,
         weight_seconds=numbers("weight_seconds"),
