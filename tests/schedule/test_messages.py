@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -118,7 +117,7 @@ def test_gloo_gets_its_receives_earlier() -> None:
             receives = [step for step in moved if step.kind == kind]
             assert receives == [step for step in program if step.kind == kind]
             for one, following in zip(receives, receives[1:], strict=False):
-                assert moved.index(following) < moved.index(replace(one, kind=cast(Kind, use)))
+                assert moved.index(following) < moved.index(one._replace(kind=cast(Kind, use)))
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

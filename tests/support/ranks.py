@@ -92,7 +92,7 @@ def _disabled(key: str) -> Iterator[None]:
         "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),
         "norm_all_reduce": (collectives.dist, "all_reduce", _skip_norm(collectives.dist.all_reduce)),
         "inductor": (compiled, "BACKEND", "aot_eager"),
-        "tensor_broadcast": (collectives.dist, "broadcast", lambda *a, **k: None),
+        "tensor_broadcast": (transport.GroupTransport, "broadcast", _keep_own_tensor),
     }[key]
     original = getattr(owner, name)
     setattr(owner, name, replacement)
@@ -108,6 +108,10 @@ def _is_coalesced_where_equal(ranges: transport.Ranges, group: object) -> bool:
 
 def _keep_own_gradient(self: OwnedState) -> None:
     self._packed += [self._bucket.pack(self._bucket.gradient, part) for part in self._bucket.slices]
+
+
+def _keep_own_tensor(self: transport.GroupTransport, tensor: torch.Tensor, root: int, what: str) -> Any:
+    return self._pending(None, (tensor,), what)
 
 
 def _start_all_at_the_end(self: GradReducer) -> None:

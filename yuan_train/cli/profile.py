@@ -228,6 +228,7 @@ def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int
         names,
         device=bench.device,
         backends=_all_gather(_backend_of(bench.device_type, cluster), position),
+        slowdown=bench.slowdown,
         timeout_seconds=bench.timeout_seconds,
     )
     return replace(profile, links=links), position.rank

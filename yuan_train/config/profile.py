@@ -68,6 +68,9 @@ class LinkProfile:
     to: str
     message_bytes: Annotated[tuple[Bytes, ...], MinLen(1)]
     seconds: Annotated[tuple[Seconds, ...], MinLen(1)]
+    compute_seconds_per_byte: Seconds = 0.0
+    """What a byte that a reduction sends over it takes from the compute of either card beside it: copies and
+    sums run on the same cores, or on multiprocessors of the card."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from yuan_train.schedule.step import Step
 
@@ -31,9 +30,8 @@ ActivityKind = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """One thing that a rank does; activities nest."""
+class Activity(NamedTuple):
+    """One thing that a rank does; activities nest. A tuple, for several are made with every message."""
 
     kind: ActivityKind
     step: Step | None = None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.bridge import Bridge
-from yuan_train.schedule.step import Kind, RankProgram, Step
+from yuan_train.schedule.step import RECEIVE_OF, SEND_OF, RankProgram, Step, receive_of
 
 
 class StageWork(Protocol):
@@ -77,6 +78,22 @@ class Stopwatch:
         return seconds
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A step of a rank program, with all that depends on the program alone: it runs again in every batch."""
+
+    step: Step
+    activity: Activity
+    arrival: Step | None = None
+    """Of a forward or backward: the receive of what it takes."""
+    loading: Activity | None = None
+    """Of a forward."""
+    waiting: Activity | None = None
+    """If what it takes is a message; else it is the result of another stage of this worker, or nothing."""
+    departure: Step | None = None
+    """What takes its result: a send or, for another stage of this worker, the receive of a message."""
+
+
 class Executor:
     """Runs the rank program of one worker.
 
@@ -88,6 +105,8 @@ class Executor:
         self._works = works
         self._bridge = bridge
         self._stopwatch = stopwatch
+        self._tasks: dict[int, tuple[RankProgram, tuple[_Task, ...]]] = {}
+        """Of the programs so far, by identity."""
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._results: dict[Step, torch.Tensor] = {}
         """Results by the step that would take them: a send, or, for another stage of this worker, the receive
@@ -113,75 +132,99 @@ class Executor:
     def steps(self, program: RankProgram, after_step: Callable[[Step], None] | None = None) -> Iterator[Step]:
         """As `run`, but yield every step just before running it."""
         training = any(step.kind in ("backward", "backward_input") for step in program)
-        all_steps = frozenset(program)
-        for step in program:
-            yield step
-            self._take(step, all_steps, training=training)
+        for task in self._tasks_of(program):
+            yield task.step
+            self._run(task, training=training)
             if after_step is not None:
-                after_step(step)
+                after_step(task.step)
         if self._bridge is not None:
             with during(Activity("drain")):
                 self._bridge.drain()
         assert not self._kept and not self._results
 
-    def _take(self, step: Step, program: frozenset[Step], *, training: bool) -> None:
+    def _tasks_of(self, program: RankProgram) -> tuple[_Task, ...]:
+        if id(program) not in self._tasks:
+            all_steps = frozenset(program)
+            self._tasks[id(program)] = program, tuple(_task(step, all_steps) for step in program)
+        return self._tasks[id(program)][1]
+
+    def _run(self, task: _Task, *, training: bool) -> None:
+        step = task.step
         if step.kind == "forward":
-            self._forward(step, program, training=training)
+            self._forward(task, training=training)
         elif step.kind in ("backward", "backward_input"):
-            self._backward(step, program)
+            self._backward(task)
         elif step.kind == "backward_weight":
-            with during(Activity("compute", step)), self._stopwatch.running():
+            with during(task.activity), self._stopwatch.running():
                 self._works[step.stage].backward_weight(step.micro_batch)
         elif step.kind in ("receive_activation", "receive_gradient"):
-            with during(Activity("post", step)):
+            with during(task.activity):
                 self._need_bridge().post(step)
         else:
-            with during(Activity("send", step)):
+            with during(task.activity):
                 self._need_bridge().send(step, self._results.pop(step))
 
-    def _forward(self, step: Step, program: frozenset[Step], *, training: bool) -> None:
+    def _forward(self, task: _Task, *, training: bool) -> None:
+        _, stage, micro_batch = task.step
+        assert task.loading is not None and task.departure is not None
         # Before the wait for the message, which a copy to the card would else stand behind.
-        with during(Activity("load", step)):
-            self._works[step.stage].load(step.micro_batch)
-        hidden_BSH = self._take_input(Step("receive_activation", step.stage, step.micro_batch), program)
+        with during(task.loading):
+            self._works[stage].load(micro_batch)
+        hidden_BSH = self._take_input(task)
         if hidden_BSH is not None and training:
             hidden_BSH.requires_grad_()
-        compute = Activity("compute", step)
-        with torch.set_grad_enabled(training), during(compute), self._stopwatch.running():
-            output = self._works[step.stage].forward(step.micro_batch, hidden_BSH)
+        with torch.set_grad_enabled(training), during(task.activity), self._stopwatch.running():
+            output = self._works[stage].forward(micro_batch, hidden_BSH)
         if training:
-            self._kept[step.stage, step.micro_batch] = (hidden_BSH, output)
+            self._kept[stage, micro_batch] = (hidden_BSH, output)
         if output.dim() > 0:
-            self._put_result(Step("send_activation", step.stage, step.micro_batch), output, program)
+            self._put_result(task.departure, output)
 
-    def _backward(self, step: Step, program: frozenset[Step]) -> None:
-        gradient_BSH = self._take_input(Step("receive_gradient", step.stage, step.micro_batch), program)
-        hidden_BSH, output = self._kept.pop((step.stage, step.micro_batch))
-        work = self._works[step.stage]
-        splitting = work.splitting(step.micro_batch, step.kind == "backward_input")
-        with during(Activity("compute", step)), self._stopwatch.running(), splitting:
+    def _backward(self, task: _Task) -> None:
+        kind, stage, micro_batch = task.step
+        assert task.departure is not None
+        gradient_BSH = self._take_input(task)
+        hidden_BSH, output = self._kept.pop((stage, micro_batch))
+        splitting = self._works[stage].splitting(micro_batch, kind == "backward_input")
+        with during(task.activity), self._stopwatch.running(), splitting:
             torch.autograd.backward(output, gradient_BSH)
         if hidden_BSH is not None:
             assert hidden_BSH.grad is not None
-            self._put_result(Step("send_gradient", step.stage, step.micro_batch), hidden_BSH.grad, program)
+            self._put_result(task.departure, hidden_BSH.grad)
 
-    def _take_input(self, arrival: Step, program: frozenset[Step]) -> torch.Tensor | None:
+    def _take_input(self, task: _Task) -> torch.Tensor | None:
         """The message, or the result of another stage of this worker; None at the model's ends."""
-        if arrival in program:
-            with during(Activity("wait", arrival)):
-                return self._need_bridge().take(arrival)
-        return self._results.pop(arrival, None)
+        assert task.arrival is not None
+        if task.waiting is None:
+            return self._results.pop(task.arrival, None)
+        with during(task.waiting):
+            return self._need_bridge().take(task.arrival)
 
-    def _put_result(self, departure: Step, tensor: torch.Tensor, program: frozenset[Step]) -> None:
-        """Store a result for its send or, if the program has none, for the adjacent stage of this worker."""
-        if departure in program:
-            self._results[departure] = tensor
-            return
-        is_activation = departure.kind == "send_activation"
-        kind: Kind = "receive_activation" if is_activation else "receive_gradient"
-        stage = departure.stage + (1 if is_activation else -1)
-        self._results[Step(kind, stage, departure.micro_batch)] = tensor.detach()
+    def _put_result(self, departure: Step, tensor: torch.Tensor) -> None:
+        self._results[departure] = tensor if departure.kind in RECEIVE_OF else tensor.detach()
 
     def _need_bridge(self) -> Bridge:
         assert self._bridge is not None, "a rank program with messages needs a bridge"
         return self._bridge
+
+
+def _task(step: Step, program: frozenset[Step]) -> _Task:
+    """The task of one step of a rank program."""
+    kind, stage, micro_batch = step
+    if kind in RECEIVE_OF:
+        return _Task(step, Activity("send", step))
+    if kind in SEND_OF:
+        return _Task(step, Activity("post", step))
+    if kind == "backward_weight":
+        return _Task(step, Activity("compute", step))
+    is_forward = kind == "forward"
+    arrival = Step("receive_activation" if is_forward else "receive_gradient", stage, micro_batch)
+    departure = Step("send_activation" if is_forward else "send_gradient", stage, micro_batch)
+    return _Task(
+        step,
+        Activity("compute", step),
+        arrival=arrival,
+        loading=Activity("load", step) if is_forward else None,
+        waiting=Activity("wait", arrival) if arrival in program else None,
+        departure=departure if departure in program else receive_of(departure),
+    )

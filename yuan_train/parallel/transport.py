@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -59,15 +58,11 @@ class LostPeer(RuntimeError):
     """A rank of a group died or timed out; the message names the operation and the rank."""
 
 
-@contextmanager
-def blame_peers(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Around an operation `what` of `ranks`: raise its RuntimeError as a LostPeer that names the others."""
-    with during(Activity("collective", what=what, ranks=tuple(ranks))), _name_lost_peers(what, ranks):
-        yield
-
-
 class _name_lost_peers:  # noqa: N801 (reads as the context manager that it is)
-    """Around an operation: as `blame_peers`, but unobserved. A class, for this runs with every message."""
+    """Around an operation `what` of `ranks`: raise its RuntimeError as a LostPeer that names the others.
+
+    A class, for this runs with every message.
+    """
 
     __slots__ = ("_ranks", "_what")
 
@@ -86,6 +81,25 @@ class _name_lost_peers:  # noqa: N801 (reads as the context manager that it is)
         others = [str(rank) for rank in self._ranks if rank != dist.get_rank()]
         who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
         raise LostPeer(f"{self._what} failed; {who} is gone or stuck ({error})") from error
+
+
+class blame_peers(_name_lost_peers):  # noqa: N801
+    """As `_name_lost_peers`, and told to the observers, as a collective."""
+
+    __slots__ = ("_during",)
+
+    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+        super().__init__(what, ranks)
+        self._during = during(Activity("collective", what=what, ranks=tuple(ranks)))
+
+    def __enter__(self) -> None:
+        self._during.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._during.__exit__(kind, error, trace)
 
 
 class Pending(Protocol):
@@ -257,7 +271,7 @@ class GroupTransport:
 
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
         with blame_peers(what, self._ranks):
-            work = dist.broadcast(tensor, root, group=self._group, async_op=True)
+            work = self._group.broadcast([tensor], self._broadcast_options[self._index[root]])
         return self._pending(work, (tensor,), what)
 
     def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:

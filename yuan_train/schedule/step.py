@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal[
     "forward",
@@ -20,9 +19,8 @@ COMPUTE: frozenset[Kind] = frozenset({"forward", "backward", "backward_input", "
 waits for, and `backward_weight`, which no other step waits for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What `stage` does with `micro_batch`.
+class Step(NamedTuple):
+    """What `stage` does with `micro_batch`. A tuple, for steps are looked up with every one that is run.
 
     A receive is posted and does not wait; the compute step that needs the message waits for it. A send starts
     when the compute step before it has ended, and does not wait either.

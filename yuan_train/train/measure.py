@@ -47,6 +47,7 @@ from yuan_train.train.footprint import (
     release_free_memory,
     reset_peak_memory,
 )
+from yuan_train.train.measure_overlap import compute_seconds_per_byte
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
@@ -145,17 +146,19 @@ def measure_links(
     device: torch.device,
     backends: Sequence[Backend],
     sizes: Sequence[int] = LINK_SIZES,
+    slowdown: float = 1.0,
     timeout_seconds: float = 600.0,
 ) -> tuple[LinkProfile, ...]:
     """Seconds of every directed link between the ranks, by size of message; collective over all ranks.
 
     `backends` are those of the ranks' cards: messages go as they go in training, over host memory between
-    cards without a common one. One pair of ranks at a time, in a group that is freed after it, while the
-    others wait. The receiver answers each message with one byte, whose time (half a round trip of one byte)
-    is subtracted. Raises LostPeer if a rank does not answer within `timeout_seconds`.
+    cards without a common one. `slowdown` is this rank's, if simulated. One pair of ranks at a time, in a
+    group that is freed after it, while the others wait. Half a round trip of one byte is subtracted, with
+    which the receiver answers each message. Raises LostPeer if a rank does not within `timeout_seconds`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     measured: dict[tuple[int, int], torch.Tensor] = {}
+    computes: dict[tuple[int, int], float] = {}
     for pair in itertools.combinations(range(world_size), 2):
         via_host = share_only_gloo(backends[end] for end in pair)
         transport = make_pair(pair, device=device, via_host=via_host, timeout_seconds=timeout_seconds)
@@ -169,6 +172,8 @@ def measure_links(
             # Of host memory, over gloo, which all ranks share.
             dist.broadcast(times, source)
             measured[source, target] = times
+        compute = compute_seconds_per_byte(transport, pair, device=device, slowdown=slowdown)
+        computes[pair] = computes[pair[::-1]] = compute
         if rank in pair:
             transport.free()
     return tuple(
@@ -177,6 +182,7 @@ def measure_links(
             to=names[target],
             message_bytes=tuple(map(float, sizes)),
             seconds=tuple(measured[source, target].flip(0).cummin(0).values.flip(0).tolist()),
+            compute_seconds_per_byte=computes[source, target],
         )
         for source, target in sorted(measured)
     )

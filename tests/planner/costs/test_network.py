@@ -10,7 +10,6 @@ from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import (
     grad_reduce_seconds,
-    owner_sharers,
     ring_sharers,
     slice_rings,
     tied_embedding_seconds,
@@ -109,7 +108,6 @@ def test_rings_of_several_owners_share_by_their_number():
     # Two rings of a group of two; beside them one ring of single cards.
     assert ring_sharers([wide]) == [2]
     assert ring_sharers([wide, (c[2:3], c[6:7])]) == [3, 3]
-    assert owner_sharers([wide, (c[0:1], c[6:7])]) == [2, 1], "cards in common take turns"
     assert ring_sharers([(c[0:2], c[2:4])]) == [1], "in a node"
     # 1,000 parameters: each ring has 2,000 bytes, 1,000 of them in each of two rounds, two rings at a time.
     seconds = grad_reduce_seconds(costs, wide, 1000, sharded=False, sharers=2)

@@ -1,5 +1,6 @@
 """What is exposed of gradient reductions and of weights' way back: closed forms; what a bucket costs."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from tests.planner.evaluate.test_any_plan import EIGHT, ONE, on_cards, plan_of
 from tests.planner.search.test_search import MODEL, problem
 from yuan_train.config.cluster import Link
-from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
-from yuan_train.planner.costs.grad_reduce import bucket_costs, owner_sharers
+from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
+from yuan_train.planner.costs.grad_reduce import bucket_costs
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import cards_of
@@ -92,6 +93,31 @@ def test_a_slow_reduction_starts_with_the_last_layer():
     assert cost(TWO_OF_ONE, layer_seconds=3.0).grad_reduce_seconds == close(8 * 3 - 7 * 2)
 
 
+def test_a_hidden_reduction_takes_compute():
+    # A layer's reduction takes 1 s, and half a second of the compute that hides it: seven do. The first
+    # layer's begins when all is computed, and takes none.
+    num_bytes = 4 * MODEL.layer_parameters
+    names = [card.name for card in EIGHT.cards[:2]]
+    links = tuple(
+        LinkProfile(
+            from_=source,
+            to=target,
+            message_bytes=(1.0, float(num_bytes)),
+            seconds=(0.0, 1.0),
+            compute_seconds_per_byte=0.5 / num_bytes,
+        )
+        for source, target in itertools.permutations(names, 2)
+    )
+    profile = replace(PROFILE, links=links)
+    assert cost(TWO_OF_ONE, profile=profile).grad_reduce_seconds == close(7 * 0.5 + 1)
+    # Of a reduction of 3 s, which is hidden for 2 s, two thirds of what it takes; they pile up.
+    slow = tuple(replace(link, seconds=(0.0, 3.0)) for link in links)
+    expected = 8 * 3 - 7 * 2  # nothing else waits for the compute
+    assert cost(TWO_OF_ONE, profile=replace(PROFILE, links=slow)).grad_reduce_seconds == close(expected)
+    # In one bucket, nothing is hidden.
+    assert cost(TWO_OF_ONE, profile=profile, bucket_size=10**9).grad_reduce_seconds == close(8)
+
+
 def test_other_stages_drain_meanwhile():
     # Two pipelines of two stages: the second stage ends 4 * 2 s before the first one. Its reductions of 2.5 s
     # a layer start at -8 - 3 * 2 and end at -14 + 4 * 2.5 = -4; those of the first stage start at -3 * 2.
@@ -168,15 +194,6 @@ def test_the_parts_of_a_step_add_up(sharded):
     bytes_moved = (4 + 2) / 2 if sharded else 4
     tied = 3.0 * MODEL.embedding_parameters / MODEL.layer_parameters * bytes_moved / 4
     assert result.tied_embedding_seconds == pytest.approx(tied)
-
-
-def test_rings_with_a_common_card_take_turns_on_its_nic():
-    a, b, c, d, e, f = (((EIGHT.cards[i],),) for i in (0, 1, 4, 5, 6, 7))
-    # Cards 0 and 1 behind one NIC, each in two rings: one ring of each at a time.
-    assert owner_sharers([(*a, *c), (*a, *d), (*b, *e), (*b, *f)]) == [2, 2, 2, 2]
-    assert owner_sharers([(*a, *c), (*a, *d)]) == [1, 1]
-    assert owner_sharers([(*a, *c), (*b, *d)]) == [2, 2]
-    assert owner_sharers([(*a, *b), (*c, *d)]) == [1, 1]
 
 
 def test_buckets_of_a_plan():

@@ -8,15 +8,16 @@ weights: each is half of an all-reduce.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_units import plan_unit_parameters
-from yuan_train.planner.costs.links import allreduce_seconds
+from yuan_train.planner.costs.links import allreduce_compute_seconds, allreduce_seconds
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.workload import STATE_BYTES
@@ -25,17 +26,35 @@ from yuan_train.schedule.buckets import group_units
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCost:
-    """Adjacent units that several owners hold, and what their ring takes for them."""
+    """Adjacent units that several owners hold, and what their rings take for them."""
 
     units: range
     owners: tuple[Replica, ...]
-    grad_reduce_seconds: float
-    weight_sync_seconds: float
-    """Of the weights' way back after the optimizer step; 0 unless the optimizer is sharded."""
+    cards: tuple[Card, ...]
+    """Of all owners."""
+    crossing: Mapping[str, int]
+    """How many of its rings pass each node's NIC, by node; empty inside a node."""
+    reduce_seconds: Callable[[int], float]
+    """Of the gradients, if so many rings and messages share the busiest NIC on the way."""
+    sync_seconds: Callable[[int], float]
+    """Of the weights' way back after the optimizer step, likewise; 0 unless the optimizer is sharded."""
+    compute_seconds: float = 0.0
+    """Of its owners' compute, which the reduction takes while it is hidden behind it."""
 
     @property
-    def cards(self) -> list[Card]:
-        return [card for replica in self.owners for card in replica]
+    def own_sharers(self) -> int:
+        """How many of its own rings share the busiest NIC; 1 inside a node."""
+        return max(self.crossing.values(), default=1)
+
+    @property
+    def grad_reduce_seconds(self) -> float:
+        """Seconds of the reduction with no other flow on its way."""
+        return self.reduce_seconds(self.own_sharers)
+
+    @property
+    def weight_sync_seconds(self) -> float:
+        """Seconds of the weights' way back with no other flow on it."""
+        return self.sync_seconds(self.own_sharers)
 
 
 def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost, ...]:
@@ -49,29 +68,36 @@ def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost
         for units in bucket_units(costs, holders, sizes)
         if len(holders[units.start]) > 1 and sum(sizes[u] for u in units)
     ]
-    owners = list(dict.fromkeys(holders[units.start] for units in groups))
-    sharers = dict(zip(owners, owner_sharers(owners), strict=True))
-    known: dict[tuple[tuple[Replica, ...], float], tuple[float, float]] = {}
+    known: dict[tuple[tuple[Replica, ...], float], BucketCost] = {}
     found: list[BucketCost] = []
     for units in groups:
-        replicas = holders[units.start]
-        key = (replicas, sum(sizes[u] for u in units))
+        key = (holders[units.start], sum(sizes[u] for u in units))
         if key not in known:
-            flows, sharded = sharers[replicas], plan.optimizer_sharding
-            known[key] = (
-                grad_reduce_seconds(costs, replicas, key[1], sharded=sharded, sharers=flows),
-                weight_sync_seconds(costs, replicas, key[1], sharers=flows) if sharded else 0.0,
-            )
-        reduce_seconds, sync_seconds = known[key]
-        found.append(
-            BucketCost(
-                units=units,
-                owners=replicas,
-                grad_reduce_seconds=reduce_seconds,
-                weight_sync_seconds=sync_seconds,
-            )
-        )
+            known[key] = _bucket_cost(costs, units, *key, sharded=plan.optimizer_sharding)
+        found.append(replace(known[key], units=units))
     return tuple(found)
+
+
+def _bucket_cost(
+    costs: Costs, units: range, owners: tuple[Replica, ...], parameters: float, *, sharded: bool
+) -> BucketCost:
+    @functools.cache
+    def reduce(sharers: int) -> float:
+        return grad_reduce_seconds(costs, owners, parameters, sharded=sharded, sharers=sharers)
+
+    @functools.cache
+    def sync(sharers: int) -> float:
+        return weight_sync_seconds(costs, owners, parameters, sharers=sharers) if sharded else 0.0
+
+    return BucketCost(
+        units=units,
+        owners=owners,
+        cards=tuple(card for owner in owners for card in owner),
+        crossing=crossing_rings(owners),
+        reduce_seconds=reduce,
+        sync_seconds=sync,
+        compute_seconds=grad_reduce_compute_seconds(costs, owners, parameters, sharded=sharded),
+    )
 
 
 def bucket_units(
@@ -107,32 +133,9 @@ def crossing_rings(owners: Sequence[Replica]) -> Counter[str]:
     return Counter(node for nodes in ring_nodes if len(nodes) > 1 for node in nodes)
 
 
-def owner_sharers(owners: Sequence[tuple[Replica, ...]]) -> list[int]:
-    """For each set of owners, how many rings at a time share the busiest NIC on the way of its own, these
-    included; 1 inside a node.
-
-    Sets that have a card in common take turns; of the others, those count that can all run at once.
-    """
-    members = [frozenset(card for replica in replicas for card in replica) for replicas in owners]
-    if sum(map(len, members)) == len({card for own in members for card in own}):
-        return ring_sharers(owners)
-    crossing = [crossing_rings(replicas) for replicas in owners]
-    result: list[int] = []
-    for i, own in enumerate(crossing):
-        flows = [1]
-        for node, count in own.items():
-            busy = members[i]
-            at_once = count
-            for j, other in enumerate(crossing):
-                if other[node] and busy.isdisjoint(members[j]):
-                    busy, at_once = busy | members[j], at_once + other[node]
-            flows.append(at_once)
-        result.append(max(flows))
-    return result
-
-
 def ring_sharers(owners: Sequence[Sequence[Replica]]) -> list[int]:
-    """The same for sets of owners without a common card, which all run at once."""
+    """For each set of owners, how many rings share the busiest NIC on the way of its own, these included, if
+    all sets reduce at once; 1 inside a node."""
     crossing = [crossing_rings(replicas) for replicas in owners]
     total: Counter[str] = Counter()
     for rings in crossing:
@@ -165,6 +168,17 @@ def grad_reduce_seconds(
     `sharers` is how many rings share a NIC, these owners' own included.
     """
     ring = _slowest_ring_seconds(costs, owners, parameters * costs.problem.reduce_bytes, sharers=sharers)
+    return ring / 2 if sharded else ring
+
+
+def grad_reduce_compute_seconds(
+    costs: Costs, owners: Sequence[Replica], parameters: float, *, sharded: bool
+) -> float:
+    """Seconds of its owners' compute that the reduction of `grad_reduce_seconds` takes if it is hidden."""
+    if not costs.topology.measured:
+        return 0.0
+    size = parameters * costs.problem.reduce_bytes / min(map(len, owners))
+    ring = max(allreduce_compute_seconds(costs.topology, ring, size) for ring in slice_rings(owners))
     return ring / 2 if sharded else ring
 
 

@@ -43,6 +43,20 @@ def allreduce_seconds(
     return 2 * (k - 1) * slowest
 
 
+def allreduce_compute_seconds(topology: Topology, cards: Sequence[Card], message_bytes: float) -> float:
+    """Seconds of its cards' compute that an all-reduce of `message_bytes` takes while it is hidden behind it.
+
+    Each card sends 2(k - 1)/k of the message; a byte takes what the profile measured, on the worst link. 0
+    for links that were not measured.
+    """
+    k = len(cards)
+    if k < 2:
+        return 0.0
+    routes = (find_route(topology, a, b) for a, b in zip(cards, [*cards[1:], cards[0]], strict=True))
+    worst = max(route.measured.compute_seconds_per_byte if route.measured else 0.0 for route in routes)
+    return 2 * (k - 1) / k * message_bytes * worst
+
+
 def broadcast_seconds(topology: Topology, cards: Sequence[Card], bytes_: float) -> float:
     """The first card's message to all others, in a pipelined chain: once over the slowest link; 0 for one
     card."""

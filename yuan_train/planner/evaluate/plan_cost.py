@@ -24,7 +24,8 @@ from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_se
 from yuan_train.planner.costs.owners import PlanCards, optimizer_shares, packed_shares
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.unit_costs import Source
-from yuan_train.planner.evaluate.messages import edge_seconds
+from yuan_train.planner.evaluate.flows import MessageFlow
+from yuan_train.planner.evaluate.messages import edge_seconds, message_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of, stage_cost, sum_over_cards
@@ -129,13 +130,20 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         stages += pipeline_stages
     compute = max(simulation.step_seconds for simulation in simulations)
     buckets = bucket_costs(costs, plan, cards)
+
+    def messages(after: float) -> list[MessageFlow]:
+        if not any(bucket.crossing for bucket in buckets):
+            return []
+        return message_flows(costs, plan, cards, simulations, after=after)
+
+    reduce_end = grad_reduce_end(plan, buckets, stages, simulations, messages)
     return PlanCost(
         stages=tuple(stages),
         simulations=tuple(simulations),
         times=tuple(times),
         workers=tuple(workers),
         compute_seconds=compute,
-        grad_reduce_seconds=grad_reduce_end(plan, buckets, stages, simulations) - compute,
+        grad_reduce_seconds=reduce_end - compute,
         tied_embedding_seconds=tied_embedding_seconds(
             costs,
             [replica for row in cards for replica in row[0]],

@@ -178,7 +178,7 @@ class _Search:
         solution = solve(instance, max_work=max(self.proof_work, 0), stopped=self.stopped)
         self.solved_steps += instance.num_slots * shape.num_micro_batches
         self.proof_work -= solution.work
-        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
+        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape))
         self._take(shape, solution, proven=proven)
         if instance.num_slots > 1 and may_hide(instance) and instance.message_seconds.any():
             # The proof covers 1F1B's own warm-up depths only; `polish_plan` may make these cuts faster.

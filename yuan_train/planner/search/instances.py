@@ -10,6 +10,7 @@ import numpy as np
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.grad_reduce import (
     bucket_units,
+    crossing_rings,
     grad_reduce_seconds,
     ring_sharers,
     tied_embedding_seconds,
@@ -95,12 +96,13 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     )
 
 
-def is_faithful(costs: Costs, shape: Shape, options: Options) -> bool:
+def is_faithful(costs: Costs, shape: Shape) -> bool:
     """Whether the instance of a shape costs every cut exactly as `cost_plan` does.
 
     It takes the slowest pipeline's messages for all pipelines, lets the gradient reductions of all slots
-    share the network, and takes them for latency + bytes / bandwidth. So it overestimates where equal
-    pipelines have different links, where slots that share a NIC may stay idle, and on measured links.
+    share the network all the time, not with messages, and takes them for latency + bytes / bandwidth. So it
+    differs where equal pipelines have different links, where reductions share a NIC with each other or with
+    messages, and on measured links.
     """
     if shape.num_pipelines == 1 and max(len(slot[0]) for slot in shape.slots) == 1:
         return True
@@ -110,9 +112,13 @@ def is_faithful(costs: Costs, shape: Shape, options: Options) -> bool:
     messages = _pipeline_messages(costs, shape, sizes)[0]
     owners = [_owners(slot) for slot in shape.slots]
     alone = [ring_sharers([replicas])[0] for replicas in owners]
-    shares_nic = ring_sharers(owners) != alone
+    crossed = {node for replicas in owners for node in crossing_rings(replicas)}
+    pipelines = ({slot[d][0][0].node for slot in shape.slots} for d in range(shape.num_pipelines))
+    shares_nic = ring_sharers(owners) != alone or any(
+        len(nodes) > 1 and not crossed.isdisjoint(nodes) for nodes in pipelines
+    )
     same = bool((messages.min(axis=0) == messages.max(axis=0)).all())
-    return same and not (shares_nic and not options.use_all_devices)
+    return same and not shares_nic
 
 
 def _cards(slot: Slot) -> list[Card]:
