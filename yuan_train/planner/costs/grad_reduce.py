@@ -3,7 +3,7 @@
 The owners' cards that hold the same slice of a bucket make a ring, which reduces that slice: owners of k
 cards each make k rings, all at once, and every ring that leaves a node takes its share of the node's NIC.
 With a sharded optimizer a ring reduces in a reduce-scatter, and after the optimizer step it gathers the
-weights: each is half of an all-reduce.
+weights.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_units import plan_unit_parameters
-from yuan_train.planner.costs.links import allreduce_compute_seconds, allreduce_seconds
+from yuan_train.planner.costs.links import (
+    all_gather_seconds,
+    allreduce_compute_seconds,
+    allreduce_seconds,
+    reduce_scatter_seconds,
+)
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
+from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.schedule.buckets import group_units
 
@@ -163,12 +170,13 @@ def grad_reduce_seconds(
     costs: Costs, owners: Sequence[Replica], parameters: float, *, sharded: bool, sharers: int
 ) -> float:
     """Seconds to reduce the gradients of `parameters` parameters over their owners: an all-reduce on each of
-    their rings; with a sharded optimizer a reduce-scatter, its first half.
+    their rings; with a sharded optimizer a reduce-scatter.
 
     `sharers` is how many rings share a NIC, these owners' own included.
     """
-    ring = _slowest_ring_seconds(costs, owners, parameters * costs.problem.reduce_bytes, sharers=sharers)
-    return ring / 2 if sharded else ring
+    size = parameters * costs.problem.reduce_bytes
+    collective = reduce_scatter_seconds if sharded else allreduce_seconds
+    return _slowest_ring_seconds(collective, costs, owners, size, sharers=sharers)
 
 
 def grad_reduce_compute_seconds(
@@ -183,22 +191,28 @@ def grad_reduce_compute_seconds(
 
 
 def weight_sync_seconds(costs: Costs, owners: Sequence[Replica], parameters: float, *, sharers: int) -> float:
-    """Seconds to gather the stepped weights of a sharded optimizer over their owners: half of an all-reduce
-    of that size on each of their rings."""
+    """Seconds to gather the stepped weights of a sharded optimizer over their owners: an all-gather on each
+    of their rings."""
     size = parameters * STATE_BYTES[costs.problem.precision].parameters
-    return _slowest_ring_seconds(costs, owners, size, sharers=sharers) / 2
+    return _slowest_ring_seconds(all_gather_seconds, costs, owners, size, sharers=sharers)
+
+
+class _Collective(Protocol):
+    def __call__(
+        self, topology: Topology, cards: Sequence[Card], message_bytes: float, *, sharers: int
+    ) -> float: ...
 
 
 def _slowest_ring_seconds(
-    costs: Costs, owners: Sequence[Replica], num_bytes: float, *, sharers: int
+    collective: _Collective, costs: Costs, owners: Sequence[Replica], num_bytes: float, *, sharers: int
 ) -> float:
-    """Seconds of an all-reduce of `num_bytes` that the owners' rings have in equal parts."""
+    """Seconds of a collective of `num_bytes` that the owners' rings have in equal parts."""
     rings = slice_rings(owners)
     if not costs.topology.measured:
         # Rings through the same nodes take the same time.
         rings = list({tuple(card.node for card in ring): ring for ring in rings}.values())
     size = num_bytes / min(map(len, owners))
-    return max(allreduce_seconds(costs.topology, ring, size, sharers=sharers) for ring in rings)
+    return max(collective(costs.topology, ring, size, sharers=sharers) for ring in rings)
 
 
 def unit_parameters(model: ModelConfig, units: Sequence[int] | None = None) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,6 +24,9 @@ from yuan_train.planner.costs.topology import find_route
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.search.shapes import Options, Shape, Slot
 from yuan_train.planner.solver.instance import Instance
+
+FAR = 1e4
+"""Times the model's size: a ring's seconds of that much are latency + bytes / bandwidth."""
 
 
 def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
@@ -118,7 +122,19 @@ def is_faithful(costs: Costs, shape: Shape) -> bool:
         len(nodes) > 1 and not crossed.isdisjoint(nodes) for nodes in pipelines
     )
     same = bool((messages.min(axis=0) == messages.max(axis=0)).all())
-    return same and not shares_nic
+    return same and not shares_nic and all(_is_line(costs, shape, replicas) for replicas in owners)
+
+
+def _is_line(costs: Costs, shape: Shape, owners: Sequence[Replica]) -> bool:
+    """Whether the seconds to reduce gradients are latency + bytes / bandwidth, from the smallest unit on."""
+    sharers = ring_sharers([owners])[0]
+
+    def seconds(size: float) -> float:
+        return grad_reduce_seconds(costs, owners, size, sharded=shape.sharded, sharers=sharers)
+
+    sizes = [size for size in unit_parameters(costs.problem.model) if size]
+    row, start = _as_line(seconds, sizes, far=True)
+    return math.isclose(min(row) + start, seconds(min(sizes)), rel_tol=1e-9)
 
 
 def _cards(slot: Slot) -> list[Card]:
@@ -241,7 +257,9 @@ def _bucket_seconds(
             key = (_places(costs, replicas), flows)
             if key not in known:
                 known[key] = _as_line(
-                    lambda n, replicas=replicas, flows=flows: seconds(replicas, n, flows), parameters
+                    lambda n, replicas=replicas, flows=flows: seconds(replicas, n, flows),
+                    parameters,
+                    far=not costs.topology.measured,
                 )
             rows.append(known[key])
         return np.array([row for row, _ in rows]), np.array([start for _, start in rows])
@@ -262,9 +280,14 @@ def _places(costs: Costs, replicas: Sequence[Replica]) -> tuple[object, ...]:
     return tuple(tuple(card.node for card in replica) for replica in replicas)
 
 
-def _as_line(seconds: Callable[[float], float], sizes: Sequence[float]) -> tuple[list[float], float]:
-    """(seconds of each size, latency): a line through two sizes, exact for latency + bytes / bandwidth."""
-    total = sum(sizes)
+def _as_line(
+    seconds: Callable[[float], float], sizes: Sequence[float], *, far: bool
+) -> tuple[list[float], float]:
+    """(seconds of each size, latency): a line through two sizes, exact for latency + bytes / bandwidth.
+
+    `far`: through sizes so large that a ring is faster than a tree.
+    """
+    total = sum(sizes) * (FAR if far else 1.0)
     slope = (seconds(total) - seconds(total / 2)) / (total / 2)
     return [slope * size for size in sizes], max(seconds(total) - slope * total, 0.0)
 
