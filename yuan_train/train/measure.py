@@ -194,7 +194,7 @@ def _round_trip(transport: Transport, size: int, source: int, target: int, devic
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
     times: list[float] = []
     for _ in range(2 + LINK_REPEATS):
-        start = _now(device)
+        start = now(device)
         if dist.get_rank() == source:
             sent = transport.send(message, target)
             transport.post((1,), torch.uint8, target).take()
@@ -202,7 +202,7 @@ def _round_trip(transport: Transport, size: int, source: int, target: int, devic
             transport.post((size,), torch.uint8, source).take()
             sent = transport.send(answer, source)
         sent.wait()
-        times.append(_now(device) - start)
+        times.append(now(device) - start)
     return statistics.median(times[2:])
 
 
@@ -230,7 +230,7 @@ def machine_name() -> str:
     return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     """Seconds on a clock, when the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -38,7 +38,8 @@ def message_seconds(route: Route, message_bytes: float, *, sharers: int = 1) -> 
     copies to and from the host where the cards have no common library.
 
     A measured link is interpolated between its message sizes; it was measured with no other flow on it, so
-    what a message takes beyond the smallest one is multiplied by the sharers.
+    what a message takes beyond the smallest one is multiplied by the sharers. Where the rate of all flows
+    between the two nodes was measured too, they share that, and none is faster than alone.
     """
     seconds = _wire_seconds(route, message_bytes, sharers=sharers)
     return seconds if route.measured else seconds + message_bytes * route.copy_seconds_per_byte
@@ -49,8 +50,12 @@ def _wire_seconds(route: Route, message_bytes: float, *, sharers: int) -> float:
     if route.measured is not None:
         alone = _interpolate(route.measured, message_bytes)
         start = min(alone, route.measured.seconds[0])
-        return start + (alone - start) * flows
-    return route.latency_seconds + message_bytes * flows / route.bytes_per_second
+    else:
+        start = route.latency_seconds
+        alone = start + message_bytes / route.bytes_per_second
+    if flows > 1 and route.shared_bytes_per_second is not None:
+        return max(alone, start + message_bytes * flows / route.shared_bytes_per_second)
+    return start + (alone - start) * flows
 
 
 def allreduce_seconds(

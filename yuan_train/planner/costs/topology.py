@@ -27,6 +27,8 @@ class Route:
     shared: bool
     """Whether the flows of the two nodes' other cards share it."""
     measured: LinkProfile | None = None
+    shared_bytes_per_second: float | None = None
+    """What all flows between the two nodes together were measured to get."""
     copy_seconds_per_byte: float = 0.0
     """Of a message between cards without a common library: from the card to its host, and up to the other."""
 
@@ -40,6 +42,8 @@ class Topology:
     groups: Mapping[str, NodeGroup]
     dedicated: Mapping[tuple[str, str], Link]
     measured: Mapping[tuple[str, str], LinkProfile]
+    shared_rates: Mapping[tuple[str, str], float]
+    """By two nodes, bytes per second of all flows from one to the other."""
 
 
 def make_topology(cluster: Cluster, profile: Profile | None = None) -> Topology:
@@ -50,8 +54,11 @@ def make_topology(cluster: Cluster, profile: Profile | None = None) -> Topology:
         for ends in both:
             dedicated[ends] = Link(bandwidth=link.bandwidth, latency=link.latency)
     measured = {(link.from_, link.to): link for link in profile.links} if profile else {}
+    rates = {(link.from_, link.to): link.bytes_per_second for link in profile.node_links} if profile else {}
     types = {group.device: cluster.device_type(group.device) for group in cluster.nodes}
-    return Topology(types=types, groups=cluster.groups, dedicated=dedicated, measured=measured)
+    return Topology(
+        types=types, groups=cluster.groups, dedicated=dedicated, measured=measured, shared_rates=rates
+    )
 
 
 def uses_gloo(topology: Topology, cards: Iterable[Card]) -> bool:
@@ -86,14 +93,18 @@ def find_route(topology: Topology, source: Card, target: Card) -> Route:
     slower = Link(
         bandwidth=min(link.bandwidth for link in links), latency=max(link.latency for link in links)
     )
-    return _route(slower, shared=True, measured=measured, copies=copies)
+    rate = topology.shared_rates.get((source.node, target.node))
+    return _route(slower, shared=True, measured=measured, copies=copies, rate=rate)
 
 
-def _route(link: Link, *, shared: bool, measured: LinkProfile | None, copies: float) -> Route:
+def _route(
+    link: Link, *, shared: bool, measured: LinkProfile | None, copies: float, rate: float | None = None
+) -> Route:
     return Route(
         latency_seconds=link.latency,
         bytes_per_second=link.bandwidth,
         shared=shared,
         measured=measured,
+        shared_bytes_per_second=rate,
         copy_seconds_per_byte=copies,
     )
