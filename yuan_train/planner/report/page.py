@@ -279,7 +279,7 @@ def _assumptions_html(result: SearchResult, problem: PlanProblem) -> str:
         f"{problem.global_batch_size} sequences",
         SENDS[problem.send_mode],
         "messages: latency + bytes / bandwidth, first in first out on each link; equal pipelines share a "
-        "node's NIC",
+        "node's NIC, and so do all rings of the gradient reductions that are under way at the same time",
     ]
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
