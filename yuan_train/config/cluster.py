@@ -28,6 +28,8 @@ class Link:
 
     bandwidth: BytesPerSecond
     latency: Seconds = 0.0
+    stream: BytesPerSecond | None = None
+    """What one message gets at most, where it takes several to fill the link; None: all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

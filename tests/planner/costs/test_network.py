@@ -7,6 +7,7 @@ import pytest
 
 from tests.planner.costs.test_costs import CARD, MODEL, problem
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from yuan_train.config.profile import LinkProfile, NodeLinkProfile, Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import (
     grad_reduce_seconds,
@@ -14,7 +15,14 @@ from yuan_train.planner.costs.grad_reduce import (
     slice_rings,
     tied_embedding_seconds,
 )
+from yuan_train.planner.costs.links import (
+    all_gather_seconds,
+    allreduce_seconds,
+    message_seconds,
+    reduce_scatter_seconds,
+)
 from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.topology import find_route, make_topology
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.instances import make_instance
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan, list_shapes, read_options
@@ -25,7 +33,7 @@ RATE = 1.25e6
 """Bytes per second of a NIC."""
 
 
-def nodes_of(devices, *, count=2, latency=0.0):
+def nodes_of(devices, *, count=2, latency=0.0, card=CARD):
     """A cluster of equal nodes whose own links take no time worth counting."""
     group = NodeGroup(
         name="n",
@@ -35,7 +43,7 @@ def nodes_of(devices, *, count=2, latency=0.0):
         link=Link(bandwidth=1e15),
         network=Link(bandwidth=RATE, latency=latency),
     )
-    return Cluster(name="c", nodes=(group,), device_types={"Card": CARD})
+    return Cluster(name="c", nodes=(group,), device_types={"Card": card})
 
 
 def costs_of(cluster, **changes):
@@ -99,6 +107,73 @@ def test_the_search_charges_all_rings_too():
     (seconds,) = simulate_cuts(tables, np.array([[0]]), np.array([[0, num_units]]))
     plan = plan_of(costs, [cards[:4], cards[4:]])
     assert seconds == pytest.approx(cost_plan(costs, plan).step_seconds, rel=1e-9)
+
+
+def test_one_message_may_not_fill_a_nic():
+    link = LinkProfile(from_="n-0/0", to="n-1/0", message_bytes=(100.0, 1100.0), seconds=(1.0, 2.0))
+    cluster = nodes_of(2)
+
+    def seconds(flows, cluster=cluster, **changes):
+        profile = Profile(sequence_length=128, **changes)
+        c = cluster.cards
+        route = find_route(make_topology(cluster, profile), c[0], c[2])
+        return message_seconds(route, 1100.0, sharers=flows)
+
+    # Measured alone at 1,100 bytes in 1 s beyond the smallest: the cluster's NIC takes more, up to RATE.
+    assert [seconds(flows, links=(link,)) for flows in (1, 2)] == [2, 2]
+    assert seconds(2000, links=(link,)) == pytest.approx(1 + 2000 * 1100 / RATE)
+    # All cards at once were measured to get 2,200 bytes per second.
+    together = NodeLinkProfile(from_="n-0", to="n-1", bytes_per_second=2200.0)
+    shared = [seconds(flows, links=(link,), node_links=(together,)) for flows in (1, 2, 4)]
+    assert shared == pytest.approx([2, 2, 3])
+    # A slower NIC than the link was measured on: one flow fills it.
+    slow = replace(cluster, nodes=(replace(cluster.nodes[0], network=Link(bandwidth=500.0)),))
+    assert [seconds(flows, slow, links=(link,)) for flows in (1, 3)] == [2, 4]
+    # Not measured: by the cluster file, a stream gets a quarter of the NIC.
+    part = replace(cluster, nodes=(replace(cluster.nodes[0], network=Link(bandwidth=4400.0, stream=1100.0)),))
+    assert [seconds(flows, part) for flows in (1, 4, 8)] == pytest.approx([1, 1, 2])
+
+
+def test_libraries():
+    costs = {
+        backend: costs_of(nodes_of(1, count=4, latency=0.5, card=replace(CARD, backend=backend)))
+        for backend in ("nccl", "gloo")
+    }
+
+    def seconds(function, backend, n, k):
+        return function(costs[backend].topology, costs[backend].problem.cluster.cards[:k], n)
+
+    # Little data: a tree of 4 nodes has 2 hops each way, the ring 6 rounds.
+    assert seconds(allreduce_seconds, "nccl", 4.0, 4) == pytest.approx(2 * 2 * 0.5, rel=1e-4)
+    assert seconds(allreduce_seconds, "gloo", 4.0, 4) == pytest.approx(6 * 0.5, rel=1e-4)
+    # Much: both take the ring, 3/4 of the bytes twice.
+    n = 100 * RATE
+    for backend in ("nccl", "gloo"):
+        assert seconds(allreduce_seconds, backend, n, 4) == pytest.approx(6 * 0.5 + 150)
+        assert seconds(all_gather_seconds, backend, n, 4) == pytest.approx(3 * 0.5 + 75)
+    assert seconds(reduce_scatter_seconds, "nccl", n, 4) == pytest.approx(3 * 0.5 + 75)
+    # Four reductions of n / 4: 15/16 of the bytes, and what of n / 4 is more than 4 times 1.8 MB again.
+    again = (n / 4 - 4 * 1.8e6) / RATE
+    assert seconds(reduce_scatter_seconds, "gloo", n, 4) == pytest.approx(4 * 0.5 + 100 * 15 / 16 + again)
+    assert seconds(reduce_scatter_seconds, "gloo", RATE, 2) == pytest.approx(2 * 0.5 + 3 / 4)
+
+
+def test_cards_without_a_common_library_copy_through_their_hosts():
+    other = replace(CARD, backend="rccl", host_link=5e5)
+    mixed = replace(
+        nodes_of(1, count=1),
+        nodes=(
+            NodeGroup(name="a", device="Card", network=Link(bandwidth=RATE)),
+            NodeGroup(name="b", device="Other", network=Link(bandwidth=RATE)),
+        ),
+        device_types={"Card": replace(CARD, host_link=1e6), "Other": other},
+    )
+    topology = make_topology(mixed)
+    a, b = mixed.cards
+    assert message_seconds(find_route(topology, a, b), 1e6) == pytest.approx(1 + 1e6 / RATE + 2)
+    assert message_seconds(find_route(topology, b, a), 1e6) == pytest.approx(2 + 1e6 / RATE + 1)
+    # The slower card copies all bytes to its host and back.
+    assert allreduce_seconds(topology, [a, b], 1e6) == pytest.approx(2 * 0.5e6 / RATE + 2 * 2)
 
 
 def test_rings_of_several_owners_share_by_their_number():

@@ -37,9 +37,10 @@ def message_seconds(route: Route, message_bytes: float, *, sharers: int = 1) -> 
     """latency + bytes / bandwidth, the bandwidth divided among the flows (`sharers`) that share a NIC, and
     copies to and from the host where the cards have no common library.
 
-    A measured link is interpolated between its message sizes; it was measured with no other flow on it, so
-    what a message takes beyond the smallest one is multiplied by the sharers. Where the rate of all flows
-    between the two nodes was measured too, they share that, and none is faster than alone.
+    A measured link is interpolated between its message sizes; it was measured with no other flow on it. Of
+    what a message takes beyond the smallest one, x, F flows take max(x, F bytes / R) each, where R is what
+    all flows between the two nodes were measured to get. Without that they take F x, or F bytes / bandwidth
+    of the cluster file if that is less: one flow does not fill the NIC.
     """
     seconds = _wire_seconds(route, message_bytes, sharers=sharers)
     return seconds if route.measured else seconds + message_bytes * route.copy_seconds_per_byte
@@ -52,10 +53,14 @@ def _wire_seconds(route: Route, message_bytes: float, *, sharers: int) -> float:
         start = min(alone, route.measured.seconds[0])
     else:
         start = route.latency_seconds
-        alone = start + message_bytes / route.bytes_per_second
-    if flows > 1 and route.shared_bytes_per_second is not None:
-        return max(alone, start + message_bytes * flows / route.shared_bytes_per_second)
-    return start + (alone - start) * flows
+        alone = start + message_bytes / route.stream_bytes_per_second
+    if flows == 1:
+        return alone
+    if route.shared_bytes_per_second is not None:
+        together = message_bytes * flows / route.shared_bytes_per_second
+    else:
+        together = min((alone - start) * flows, message_bytes * flows / route.bytes_per_second)
+    return start + max(alone - start, together)
 
 
 def allreduce_seconds(

@@ -24,6 +24,9 @@ class Route:
 
     latency_seconds: float
     bytes_per_second: float
+    """Of all flows together."""
+    stream_bytes_per_second: float
+    """Of one message at most."""
     shared: bool
     """Whether the flows of the two nodes' other cards share it."""
     measured: LinkProfile | None = None
@@ -91,7 +94,9 @@ def find_route(topology: Topology, source: Card, target: Card) -> Route:
     links = [link for link in ends if link is not None]
     assert len(links) == 2, "several nodes have networks; validate_cluster checks it"
     slower = Link(
-        bandwidth=min(link.bandwidth for link in links), latency=max(link.latency for link in links)
+        bandwidth=min(link.bandwidth for link in links),
+        latency=max(link.latency for link in links),
+        stream=min(link.stream or link.bandwidth for link in links),
     )
     rate = topology.shared_rates.get((source.node, target.node))
     return _route(slower, shared=True, measured=measured, copies=copies, rate=rate)
@@ -103,6 +108,7 @@ def _route(
     return Route(
         latency_seconds=link.latency,
         bytes_per_second=link.bandwidth,
+        stream_bytes_per_second=min(link.bandwidth, link.stream or link.bandwidth),
         shared=shared,
         measured=measured,
         shared_bytes_per_second=rate,
