@@ -54,6 +54,13 @@ def test_messages_take_their_part():
     assert run_transfers([transfer(A, C, ready=5.0)], [MessageFlow(0.0, 99.0, ("y", "z"))]) == [13]
 
 
+def test_a_remainder_below_the_clock_ends():
+    # What is left of the short bucket when the message ends is less than a step of the clock at 1e6 s.
+    short = transfer(A, C, seconds=1e-8, ready=1e6)
+    message = MessageFlow(0.0, 1e6 + 1.9e-8, ("x", "z"))
+    assert run_transfers([short, transfer(A, C, seconds=1e-9)], [message]) == pytest.approx([1e6, 1e6])
+
+
 def test_what_runs_later_is_asked_when_its_cards_are_free():
     seen: list[tuple[int, float, float]] = []
     ends = run_transfers(

@@ -20,9 +20,6 @@ from typing import NamedTuple
 
 from yuan_train.config.cluster import Card
 
-LEAST_REMAINING = 1e-12
-"""Fraction of a bucket below which it is through: rounding leaves a little."""
-
 
 class MessageFlow(NamedTuple):
     """A message between two nodes, over their NICs; in seconds from the step's start."""
@@ -131,18 +128,18 @@ class _Run:
             i: self.transfers[i].seconds(max((self.flows[v] for v in self.transfers[i].crossing), default=1))
             for i in self.active
         }
-        until = min(self.now + left * seconds[i] for i, left in self.active.items())
+        done = {i: self.now + left * seconds[i] for i, left in self.active.items()}
         until = min(
-            until,
+            *done.values(),
             self.waiting[0][0] if self.waiting else math.inf,
             self.changes[-1][0] if self.changes else math.inf,
         )
-        passed, self.now = until - self.now, until
-        through: list[int] = []
+        # Compared by time, not by what remains: a remainder may be too short for the clock to move.
+        through = [i for i, end in done.items() if end <= until]
         for i, left in self.active.items():
-            self.active[i] = left - passed / seconds[i] if seconds[i] > 0 else 0.0
-            if self.active[i] <= LEAST_REMAINING:
-                through.append(i)
+            if done[i] > until:
+                self.active[i] = left - (until - self.now) / seconds[i]
+        self.now = until
         for i in through:
             self._end(i)
         return through
