@@ -128,8 +128,11 @@ def _collective_seconds(
         return 0.0
     nodes = {node: i for i, node in enumerate(dict.fromkeys(card.node for card in cards))}
     cards = sorted(cards, key=lambda card: nodes[card.node])
-    # Links of the same kind take the same time; a ring has few kinds unless each link was measured.
-    routes = {find_route(topology, a, b) for a, b in zip(cards, [*cards[1:], cards[0]], strict=True)}
+    links = list(zip(cards, [*cards[1:], cards[0]], strict=True))
+    if not topology.measured:
+        # Links between the same nodes take the same time.
+        links = {(a.node, b.node): (a, b) for a, b in links}.values()
+    routes = [find_route(topology, a, b) for a, b in links]
 
     def slowest(part: float) -> float:
         return max(_wire_seconds(route, part, sharers=sharers) for route in routes)
