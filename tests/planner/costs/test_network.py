@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.planner.costs.test_costs import CARD, MODEL, problem
-from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from yuan_train.config.cluster import Cluster, Link, NodeGroup, load_cluster
+from yuan_train.config.errors import ConfigError
 from yuan_train.config.profile import LinkProfile, NodeLinkProfile, Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import (
@@ -217,3 +218,24 @@ def test_the_tied_table_crosses_by_all_rings():
     owners = [c[0:2], c[4:6]], [c[2:4], c[6:8]]
     assert tied_embedding_seconds(costs, *owners) == pytest.approx(2 * 3 / 4 * table / RATE)
     assert tied_embedding_seconds(costs, [c[0:4]], [c[0:4]]) == 0
+
+
+def test_the_clusters_library_says_who_waits_unless_the_run_does(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{name: c, nodes: [{name: n, device: T4}], library: {sends: blocking}}")
+    cluster = load_cluster(path)
+    assert problem(cluster=cluster).send_mode == "blocking" and problem().send_mode == "overlapped"
+    assert problem(cluster=cluster, sends="rendezvous").send_mode == "rendezvous"
+    assert SearchConfig().send_mode is None and SearchConfig(overlap=False).send_mode == "blocking"
+    assert SearchConfig(overlap=False, sends="overlapped").send_mode == "overlapped"
+    with pytest.raises(ConfigError, match="sends: wanted 'overlapped', 'blocking' or 'rendezvous'"):
+        load_cluster(path, ("library.sends=both",))
+
+
+def test_a_plan_takes_longer_where_more_wait_for_its_messages():
+    c = nodes_of(1, count=3).cards
+    seconds = []
+    for sends in ("overlapped", "blocking", "rendezvous"):
+        costs = costs_of(nodes_of(1, count=3), sends=sends)
+        seconds.append(cost_plan(costs, plan_of(costs, [c[:1]], [c[1:2]], [c[2:]])).compute_seconds)
+    assert seconds == sorted(set(seconds))
