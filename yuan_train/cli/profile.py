@@ -225,7 +225,7 @@ def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int
     names = _all_gather(f"{platform.node()}/{position.local_rank}", position)
     if cluster is not None:
         names = [card.name for card in cluster.cards]
-    backends = _all_gather(_backend_of(bench.device_type, cluster), position)
+    backends: list[Backend] = _all_gather(_backend_of(bench.device_type, cluster), position)
     links = measure_links(
         names,
         device=bench.device,

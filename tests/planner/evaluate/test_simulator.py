@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from yuan_train.config.sends import Sends
 from yuan_train.planner.evaluate.simulator import (
     StageTimes,
     order_operations,
@@ -15,7 +16,7 @@ from yuan_train.planner.evaluate.simulator import (
 from yuan_train.schedule.schedules import make_schedule
 
 
-def run(forward, backward, links, m, *, sends="overlapped", schedule="1f1b"):
+def run(forward, backward, links, m, *, sends: Sends = "overlapped", schedule="1f1b"):
     times = StageTimes(
         forward_seconds=tuple(forward),
         backward_seconds=tuple(backward),
