@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         global_batch_size=run_config.train.global_batch_size,
         precision=run_config.train.precision,
         profile=profile,
-        overlap=run_config.search.overlap,
+        sends=run_config.search.send_mode,
         reduce_dtype=run_config.optimizer.reduce_dtype,
         bucket_size=run_config.optimizer.bucket_size,
         compile=run_config.train.compile,

@@ -77,6 +77,16 @@ class LinkProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeLinkProfile:
+    """One direction between two nodes: what all cards of one send at once to those of the other."""
+
+    from_: str
+    to: str
+    bytes_per_second: Annotated[float, Gt(0)]
+    """Of all messages together. One alone may be slower, where it does not fill the NIC."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Measurements of cards and links for one model shape and sequence length."""
 
@@ -90,6 +100,7 @@ class Profile:
     """Whether the layers were compiled (`train.compile`)."""
     entries: tuple[ProfileEntry, ...] = ()
     links: tuple[LinkProfile, ...] = ()
+    node_links: tuple[NodeLinkProfile, ...] = ()
 
     @property
     def is_whole(self) -> bool:

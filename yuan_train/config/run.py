@@ -16,6 +16,7 @@ from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.renamed import Renamed
+from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
 
 Count = Annotated[int, Gt(0)]
@@ -234,10 +235,18 @@ class SearchConfig:
     """Of a model with experts: stages may be groups of cards that divide the experts of each layer; if
     `tensor` is given, of so many cards."""
     overlap: bool = True
-    """Sends overlap computation; false: the sender waits."""
+    """Sends overlap computation; false: as `sends: blocking`."""
+    sends: Sends | None = None
+    """How messages between stages are sent, whatever `overlap` and the cluster's `library` say: `overlapped`,
+    `blocking` or `rendezvous`; None: as they say."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0
     """Ends the search; the best plan so far is kept."""
     objective: Literal["step_time"] = "step_time"
+
+    @property
+    def send_mode(self) -> Sends | None:
+        """How messages are sent; None: as the cluster's library has it."""
+        return self.sends or (None if self.overlap else "blocking")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ import math
 from dataclasses import replace
 
 from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
-from yuan_train.config.plan_units import expert_parameters, expert_ranges
+from yuan_train.config.plan_units import expert_parameters, expert_ranges, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.unit_costs import (
@@ -23,6 +24,20 @@ from yuan_train.planner.costs.unit_costs import (
     logit_rows,
 )
 from yuan_train.planner.costs.workload import UnitWork, model_work
+
+
+def check_alike(plan: Plan) -> None:
+    """Raise PlanError if pipelines divide the experts of a layer differently, which is not priced."""
+    counts: dict[int, tuple[int, ...]] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for unit in stage_unit_range(plan, stage):
+                own = stage_experts(plan, stage)
+                if counts.setdefault(unit, own) != own:
+                    raise PlanError(
+                        "the pipelines divide the experts of a layer differently: such plans run, but are "
+                        "not simulated yet; train with the plan as it is, or divide them alike"
+                    )
 
 
 def bare_profile(profile: Profile | None) -> Profile | None:

@@ -13,6 +13,7 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import divides_experts, layer_units, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
+from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology, make_topology
@@ -40,14 +41,19 @@ class PlanProblem:
     global_batch_size: int
     precision: Precision
     profile: Profile | None = None
-    overlap: bool = True
-    """Whether messages overlap compute; otherwise the sender waits for them."""
+    sends: Sends | None = None
+    """Who waits for a message; None: as the cluster's library has it."""
     reduce_dtype: ReduceDtype = "fp32"
     """Of gradients on their way between owners; see `OptimizerConfig`."""
     bucket_size: int = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation."""
     compile: bool = False
     """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
+
+    @property
+    def send_mode(self) -> Sends:
+        """Who waits for a message."""
+        return self.sends or self.cluster.library.sends
 
     @property
     def reduce_bytes(self) -> int:

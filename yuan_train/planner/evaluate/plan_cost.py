@@ -17,14 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Forecast, Plan, StageForecast
 from yuan_train.config.plan_units import divides_experts
+from yuan_train.planner.costs.expert_costs import check_alike
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
 from yuan_train.planner.costs.owners import PlanCards, state_shares
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import Source
-from yuan_train.planner.evaluate.messages import edge_seconds
+from yuan_train.planner.evaluate.flows import MessageFlow
+from yuan_train.planner.evaluate.messages import edge_seconds, message_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of, stage_cost, sum_over_cards
@@ -83,8 +84,11 @@ class PlanCost:
 def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """The cost of any valid plan.
 
-    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision.
+    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision; and for
+    pipelines that divide the experts of a layer differently, which are not priced.
     """
+    if divides_experts(plan):
+        check_alike(plan)
     cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
     shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
     stages: list[StageCost] = []
@@ -108,25 +112,31 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
                 num_micro_batches=pipeline.num_micro_batches,
                 workers=workers[p],
                 in_flight=depths,
-                overlap=costs.problem.overlap,
+                sends=costs.problem.send_mode,
             )
         simulations.append(simulated[key])
         stages += pipeline_stages
     compute = max(simulation.step_seconds for simulation in simulations)
     buckets = bucket_costs(costs, plan, cards)
     whole = divides_experts(plan)
+
+    def messages(after: float) -> list[MessageFlow]:
+        if not any(bucket.crossing for bucket in buckets):
+            return []
+        return message_flows(costs, plan, cards, simulations, after=after)
+
+    reduce_end = grad_reduce_end(plan, buckets, stages, simulations, messages)
     return PlanCost(
         stages=tuple(stages),
         simulations=tuple(simulations),
         times=tuple(times),
         workers=tuple(workers),
         compute_seconds=compute,
-        grad_reduce_seconds=grad_reduce_end(plan, buckets, stages, simulations) - compute,
+        grad_reduce_seconds=reduce_end - compute,
         tied_embedding_seconds=tied_embedding_seconds(
             costs,
             _owners_of_ends(cards, 0, whole=whole),
             _owners_of_ends(cards, -1, whole=whole) if plan.model.tie_embeddings else [],
-            width=1 if whole else min(len(replica) for row in cards for replica in (*row[0], *row[-1])),
             sharded=plan.optimizer_sharding,
         ),
         update_seconds=max(stage.update_seconds for stage in stages),
@@ -134,9 +144,10 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     )
 
 
-def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Card]:
-    """The first card of each replica of stage s of all pipelines; all cards if each has it `whole`."""
-    return [card for row in cards for replica in row[s] for card in (replica if whole else replica[:1])]
+def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Replica]:
+    """The replicas of stage s of all pipelines; each card by itself if each has it `whole`."""
+    replicas = [replica for row in cards for replica in row[s]]
+    return [(card,) for replica in replicas for card in replica] if whole else replicas
 
 
 def _stage_times(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from yuan_train.config.dump import dump
+from yuan_train.config.sends import Sends
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
@@ -32,6 +33,13 @@ from yuan_train.planner.report.terminal import (
 )
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.search import SearchResult
+
+SENDS: dict[Sends, str] = {
+    "overlapped": "sends overlap compute",
+    "blocking": "the sender waits for its messages",
+    "rendezvous": "sender and receiver wait for each message",
+}
+"""How messages are sent, in words."""
 
 MAX_DRAWN_PIPELINES = 8
 
@@ -272,9 +280,9 @@ def _assumptions_html(result: SearchResult, problem: PlanProblem) -> str:
         *result.notes,
         f"precision {problem.precision}, sequence length {problem.sequence_length}, global batch "
         f"{problem.global_batch_size} sequences",
-        "sends overlap compute" if problem.overlap else "the sender waits for its messages",
+        SENDS[problem.send_mode],
         "messages: latency + bytes / bandwidth, first in first out on each link; equal pipelines share a "
-        "node's NIC",
+        "node's NIC, and so do all rings of the gradient reductions that are under way at the same time",
     ]
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 

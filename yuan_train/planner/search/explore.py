@@ -13,6 +13,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.grad_reduce import (
     grad_reduce_seconds,
+    ring_sharers,
     unit_parameters,
     weight_sync_seconds,
 )
@@ -177,7 +178,7 @@ class _Search:
         solution = solve(instance, max_work=max(self.proof_work, 0), stopped=self.stopped)
         self.solved_steps += instance.num_slots * shape.num_micro_batches
         self.proof_work -= solution.work
-        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
+        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape))
         self._take(shape, solution, proven=proven)
         if instance.num_slots > 1 and may_hide(instance) and instance.message_seconds.any():
             # The proof covers 1F1B's own warm-up depths only; `polish_plan` may make these cuts faster.
@@ -256,25 +257,32 @@ def _exposed_estimate(costs: Costs, shape: Shape, options: Options) -> float:
     ended; the last bucket starts after all of it. Weights come back likewise, before the first forward.
     """
     slot, problem = shape.slots[0], costs.problem
-    leads = [replica[0] for group in slot for replica in group]
-    if len(leads) == 1:
+    owners = [replica for group in slot for replica in group]
+    if len(owners) == 1:
         return 0.0
+    # The slots of the first one's node reduce at the same time.
+    node = owners[0][0].node
+    beside = sum(other[0][0][0].node == node for other in shape.slots)
+    sharers = ring_sharers([owners])[0] * beside
     depth = min(len(shape.slots), problem.model.num_layers)
-    num_layers, width = problem.model.num_layers / depth, len(slot[0][0])
+    num_layers = problem.model.num_layers / depth
     share = sum(unit_parameters(problem.model)) / depth
     bucket = min(share, max(problem.bucket_size, problem.model.layer_parameters))
     layer = costs.of_replica(slot[0][0], shape.micro_batch_size, options.recompute[0]).layer
 
     def exposed(seconds: Callable[[float], float], layer_seconds: float) -> float:
         hidden = num_layers * layer_seconds * (1.0 - bucket / share)
-        return max(seconds(bucket / width), seconds(share / width) - hidden)
+        return max(seconds(bucket), seconds(share) - hidden)
 
     reduce = exposed(
-        lambda n: grad_reduce_seconds(costs, leads, n, sharded=shape.sharded), layer.backward_seconds
+        lambda n: grad_reduce_seconds(costs, owners, n, sharded=shape.sharded, sharers=sharers),
+        layer.backward_seconds,
     )
     if not shape.sharded:
         return reduce
-    return reduce + exposed(lambda n: weight_sync_seconds(costs, leads, n), layer.forward_seconds)
+    return reduce + exposed(
+        lambda n: weight_sync_seconds(costs, owners, n, sharers=sharers), layer.forward_seconds
+    )
 
 
 def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[Cut]) -> list[Candidate]:

@@ -131,7 +131,7 @@ def _recomputing(stage: StagePlan, kind: Recompute, count: int) -> StagePlan:
 def _deepen(costs: Costs, plan: Plan, cost: PlanCost) -> Plan:
     """The plan in which the stages before slow links hold more micro-batches in flight; the plan itself if
     sends block the compute. A pipeline in which a stage has several replicas stays as it is."""
-    if plan.schedule != "1f1b" or not costs.problem.overlap:
+    if plan.schedule != "1f1b" or costs.problem.send_mode != "overlapped":
         return plan
     changed: dict[tuple[int, int], StagePlan] = {}
     for p, pipeline in enumerate(plan.pipelines):

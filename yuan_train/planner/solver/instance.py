@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from yuan_train.planner.evaluate.simulator import Sends
+
 Floats = NDArray[np.float64]
 
 Integers = NDArray[np.integer]
@@ -24,8 +26,8 @@ class Instance:
 
     schedule: str
     num_micro_batches: int
-    overlap: bool
-    """Whether sends run beside the compute; otherwise they block the sender."""
+    sends: Sends
+    """Who waits for a message: only the compute that needs it, or its sender, or sender and receiver."""
     forward_seconds: Floats
     """[C, D, U]"""
     backward_seconds: Floats
@@ -71,6 +73,11 @@ class Instance:
     """[D]: replicas of a slot's stage, n; micro-batch m runs on replica m mod n."""
     has_work: NDArray[np.bool_]
     """[U]: whether a stage of this unit alone has any work; an embedding without cost has none."""
+
+    @property
+    def overlap(self) -> bool:
+        """Whether sends run beside the compute; otherwise they block at least the sender."""
+        return self.sends == "overlapped"
 
     @property
     def num_slots(self) -> int:
