@@ -167,7 +167,7 @@ def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelSha
 
 
 def read_model(name: str) -> ModelShape | ModelConfig:
-    """A model of the catalogue (in any case of letters), of a `config.json` or its folder, or of a model file.
+    """A model by name (in any case of letters), of a `config.json` or its folder, or of a model file.
 
     Raises ConfigError if there is none, or if its layer is not known.
     """

@@ -260,7 +260,7 @@ def to_model(shape: ModelShape) -> ModelConfig:
     """The engine's model of this shape. Raises ConfigError if the engine has none."""
     if shape.out_bias or shape.ffn_bias:
         raise ConfigError(
-            f"{shape.name}: attention_bias or mlp_bias, which our engine does not have; take --engine trl-0.14"
+            f"{shape.name}: attention_bias or mlp_bias, which our engine lacks; take --engine trl-0.14"
         )
     switches = {key: True for key in ("qkv_bias", "query_key_norm") if getattr(shape, key)}
     values: dict[str, Any] = {

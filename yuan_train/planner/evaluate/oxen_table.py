@@ -1,8 +1,8 @@
 """Twenty measured cells of GRPO on an H100 of 80 GB, against which the estimate for TRL is held.
 
-Cited, not measured here: Oxen.ai, "GRPO VRAM Requirements For the GPU Poor" (2025), with TRL 0.14; the code is
-Oxen-AI/GRPO-With-Cargo-Feedback. The article names sizes; an image of it names Llama-3.2-1B, the others are
-taken for the models of these sizes. No number of ours comes from it.
+Cited, not measured here: Oxen.ai, "GRPO VRAM Requirements For the GPU Poor" (2025), with TRL 0.14; its code
+is Oxen-AI/GRPO-With-Cargo-Feedback. The article names sizes; an image of it names Llama-3.2-1B, the others
+are taken for the models of these sizes. No number of ours comes from it.
 """
 
 from __future__ import annotations
