@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class Case:
     """One row of the table."""
 
     name: str
-    sizes: dict[str, object]
+    sizes: Mapping[str, object]
     samples: Samples
     precision: Precision = "fp32"
     recompute: Recompute = "none"
@@ -116,9 +117,7 @@ def main() -> int:
 
 def show(case: Case) -> float:
     """Measure a case, print its row, and return the estimate's error, in parts of what was measured."""
-    nothing = replace(case, sizes=case.sizes | NOTHING | {"num_key_value_heads": 1}, recompute="none")
-    if case.name == "Yuan":
-        del nothing.sizes["num_key_value_heads"]
+    nothing = replace(smallest(case), recompute="none")
     phase = "generation" if case.generate else "training"
     if case.generate:
         measured = generation_bytes(case)
@@ -135,6 +134,12 @@ def show(case: Case) -> float:
         flush=True,
     )
     return off
+
+
+def smallest(case: Case) -> Case:
+    """The case with a model of next to nothing."""
+    heads = {"num_key_value_heads": 1} if "num_key_value_heads" in case.sizes else {}
+    return replace(case, sizes={**case.sizes, **NOTHING, **heads})
 
 
 def training_bytes(case: Case) -> int:
@@ -215,8 +220,7 @@ def generate_alone(case: Case, results) -> None:  # pyright: ignore
     """Put the growth of resident bytes into `results`; a first, tiny generation loads what is needed."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    small = replace(case, sizes=case.sizes | NOTHING | {"num_key_value_heads": 1})
-    _generate(small.model, Samples(group=2, prompt=8, new=4))
+    _generate(smallest(case).model, Samples(group=2, prompt=8, new=4))
     before = held_bytes(device)
     reset_peak_memory(device)
     _generate(case.model, case.samples)

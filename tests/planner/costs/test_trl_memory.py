@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from yuan_train.config.shape import PUBLISHED_SHAPES, ModelShape
@@ -29,7 +31,7 @@ def test_bytes_kept_of_a_token_as_hooks_count_them() -> None:
     adapters = 3 * (3 * 128 + 256) + 3 * 320
     assert kept_per_token(TINY, lora=True) - adapters == 5544 - 40 - 512 - 768
     # Qwen 3: 9168, with 80 of statistics.
-    normed = ModelShape(**vars(TINY) | {"query_key_norm": True})
+    normed = replace(TINY, query_key_norm=True)
     assert kept_per_token(normed, lora=False) == 9168 - 80 - 512 - 768
 
 
@@ -47,10 +49,10 @@ def test_a_small_case_by_hand() -> None:
 
 @pytest.mark.parametrize("method", ["full", "adam8", "adam8+recompute", "lora"])
 def test_memory_grows_with_every_length(method: Method) -> None:
-    shape, base = PUBLISHED_SHAPES["Llama-3.2-1B"], {"group": 4, "prompt": 256, "new": 786}
-    peak = trl_memory(shape, method, Samples(**base)).peak
-    for name in base:
-        assert trl_memory(shape, method, Samples(**base | {name: base[name] + 1})).peak > peak
+    shape, base = PUBLISHED_SHAPES["Llama-3.2-1B"], Samples(group=4, prompt=256, new=786)
+    peak = trl_memory(shape, method, base).peak
+    for longer in (replace(base, group=5), replace(base, prompt=257), replace(base, new=787)):
+        assert trl_memory(shape, method, longer).peak > peak
 
 
 def test_the_articles_twenty_cells() -> None:
