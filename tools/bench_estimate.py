@@ -88,6 +88,7 @@ YUAN = {
     "ffn_hidden_size": 1024,
     "vocab_size": 4096,
 }
+WIDE_CACHE = FLAT | {"num_key_value_heads": 8, "ffn_hidden_size": 256, "vocab_size": 64}
 QWEN = DEEP | {"architecture": "qwen", "qkv_bias": True, "num_layers": 2, "vocab_size": 32768}
 CASES = (
     Case(name="Llama", sizes=DEEP, samples=SHORT),
@@ -97,6 +98,7 @@ CASES = (
     Case(name="Yuan", sizes=YUAN, samples=LONG, recompute="selective"),
     Case(name="Qwen", sizes=QWEN, samples=SHORT, recompute="full"),
     Case(name="Llama", sizes=FLAT, samples=Samples(group=64, prompt=256, new=16), generate=True),
+    Case(name="Llama", sizes=WIDE_CACHE, samples=Samples(group=128, prompt=16, new=240), generate=True),
 )
 
 

@@ -52,7 +52,10 @@ def test_a_config_and_its_folder_and_a_model_file(estimate: Any, tmp_path: Path)
     assert ours["engine"] == "yuan" and ours["parameters"] == 623_488
     assert ours["largest"]["bytes"] <= ours["capacity_bytes"] < ours["largest"]["bytes_with_one_more"]
     by_file = estimate("--model", "configs/model/llama3.1-8b.yaml", "--method", "adam8")
-    assert by_file["bytes"] == estimate("--model", "Llama-3.1-8B", "--method", "adam8")["bytes"]
+    assert (
+        by_file["bytes"]
+        == estimate("--model", "meta-llama/Llama-3.1-8B-Instruct", "--method", "adam8")["bytes"]
+    )
 
 
 def test_a_model_that_only_our_engine_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -181,8 +181,10 @@ def read_model(name: str) -> ModelShape | ModelConfig:
         path /= "config.json"
     if not path.exists():
         by_name = {known.lower(): shape for known, shape in PUBLISHED_SHAPES.items()}
-        if name.lower() in by_name:
-            return by_name[name.lower()]
+        # As on the Hub: Qwen/Qwen2.5-7B-Instruct has the sizes of Qwen2.5-7B.
+        plain = name.lower().rpartition("/")[2].removesuffix("-instruct")
+        if plain in by_name:
+            return by_name[plain]
         raise ConfigError(
             f"--model {name}: {_unknown('file or model', name, PUBLISHED_SHAPES)}; or give a config.json"
         )
