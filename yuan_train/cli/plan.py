@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         overlap=run_config.search.overlap,
         reduce_dtype=run_config.optimizer.reduce_dtype,
         bucket_size=run_config.optimizer.bucket_size,
+        host_reserved=run_config.memory.host_reserved,
         compile=run_config.train.compile,
     )
     result = search_plan(

@@ -13,6 +13,7 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import layer_units, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
+from yuan_train.planner.costs.host import HostShare, host_share
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology, make_topology
 from yuan_train.planner.costs.unit_costs import (
@@ -45,6 +46,8 @@ class PlanProblem:
     """Of gradients on their way between owners; see `OptimizerConfig`."""
     bucket_size: int = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation."""
+    host_reserved: int = 0
+    """Bytes of each host's memory that are left to other programs; see `MemoryConfig`."""
     compile: bool = False
     """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
 
@@ -148,6 +151,11 @@ class Costs:
             source=part.source if plain.source == "measured" else "estimated",
             note=part.note,
         )
+
+    def host_of(self, card: Card) -> HostShare:
+        """A card's share of its node's host."""
+        problem, group = self.problem, self.topology.groups[card.node]
+        return host_share(problem.cluster.device_type(card.type), group, reserved_bytes=problem.host_reserved)
 
     def hidden_bytes(self, micro_batch_size: int) -> float:
         """Bytes of one hidden state, as it is sent between stages and inside a tensor-parallel group."""

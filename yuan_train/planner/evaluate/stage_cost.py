@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.host import HostShare, host_bytes, host_step_seconds
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
 from yuan_train.planner.costs.unit_costs import Source, UnitCost
@@ -53,6 +53,10 @@ class StageCost:
     """Of each card; with several stages on a card, all of them together."""
     capacity_bytes: float
     """Memory of its tightest card."""
+    host_bytes: float
+    """What each card holds on its host."""
+    host_capacity_bytes: float
+    """The smallest share of a host's memory that one of its cards has; inf if not known, or not needed."""
     one_more_layer_bytes: float
     """What another layer would add."""
     source: Source
@@ -70,8 +74,9 @@ class StageCost:
 
     @property
     def fits(self) -> bool:
-        """Whether each card's memory suffices."""
-        return self.memory.total <= self.capacity_bytes
+        """Whether each card's memory suffices, and its share of the host's."""
+        on_host = self.host_bytes <= self.host_capacity_bytes
+        return on_host and self.memory.total <= self.capacity_bytes
 
 
 def cards_of(costs: Costs, plan: Plan, stage: StagePlan) -> tuple[Replica, ...]:
@@ -136,7 +141,9 @@ def stage_cost(
     slowest = max(parts, key=lambda part: sum(u.forward_seconds + u.backward_seconds for u in part.units))
     units = slowest.units
     twice = stage.embedding and _head_holds_embedding(costs, plan, pipeline, stage)
-    types = [costs.problem.cluster.device_type(card.type) for replica in replicas for card in replica]
+    cards = [card for replica in replicas for card in replica]
+    types = [costs.problem.cluster.device_type(card.type) for card in cards]
+    hosts = [costs.host_of(card) for card in cards] if stage.optimizer_offload else []
     tightest = min(types, key=lambda device: device.memory - device.reserved)
     count = _stage_in_flight(plan, pipeline, s)
     layer = slowest.layer
@@ -159,7 +166,7 @@ def stage_cost(
         update_seconds=max(
             sum(unit.parameters for unit in part.units[twice:])
             * optimizer_share
-            * _update_seconds(costs, part, types, stage.optimizer_offload)
+            * _update_seconds(costs, part, hosts, stage.optimizer_offload)
             for part in parts
         ),
         memory=stage_memory(
@@ -174,6 +181,11 @@ def stage_cost(
             packed_share=packed_share,
         ),
         capacity_bytes=float(tightest.memory),
+        host_bytes=sum(unit.parameters for unit in units[twice:])
+        * optimizer_share
+        * stage.optimizer_offload
+        * host_bytes(costs.problem.precision),
+        host_capacity_bytes=min((host.memory_bytes for host in hosts), default=math.inf),
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
         source=slowest.source,
         note=slowest.note,
@@ -187,16 +199,13 @@ def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stag
     return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
 
 
-def _update_seconds(costs: Costs, part: StageUnits, cards: Sequence[DeviceType], offload: float) -> float:
-    """Seconds of the optimizer step per parameter: on the card, then on the host for the fraction `offload`,
-    whose gradients are copied to the host and whose weights are copied back."""
-    state = STATE_BYTES[costs.problem.precision]
-    on_card = state.update_traffic / part.update_bytes_per_second
-    if not offload:
-        return on_card
-    copies = (state.gradients + state.parameters) / min(card.host_link for card in cards)
-    on_host = state.update_traffic / min(card.host_memory_bandwidth for card in cards)
-    return (1.0 - offload) * on_card + offload * (copies + on_host)
+def _update_seconds(costs: Costs, part: StageUnits, hosts: Sequence[HostShare], offload: float) -> float:
+    """Seconds of the optimizer step per parameter: on the card, then on the slowest host for the fraction
+    `offload`."""
+    precision = costs.problem.precision
+    on_card = STATE_BYTES[precision].update_traffic / part.update_bytes_per_second
+    on_host = max((host_step_seconds(host, precision) for host in hosts), default=0.0)
+    return (1.0 - offload) * on_card + offload * on_host
 
 
 def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
@@ -228,15 +237,18 @@ def sum_over_cards(
     schedule = make_schedule(plan.schedule, num_micro_batches=pipeline.num_micro_batches, workers=workers)
     memory: dict[int, MemoryForecast] = {}
     update_seconds: dict[int, float] = {}
+    on_host: dict[int, float] = {}
     for worker in range(num_workers(workers)):
         on_card = [stage for stage in stages if worker in workers[stage.stage]]
         memory[worker] = _combined_memory(on_card, schedule[worker])
         update_seconds[worker] = math.fsum(stage.update_seconds for stage in on_card)
+        on_host[worker] = math.fsum(stage.host_bytes for stage in on_card)
     return [
         replace(
             stage,
             memory=memory[workers[stage.stage][0]],
             update_seconds=max(update_seconds[worker] for worker in workers[stage.stage]),
+            host_bytes=max(on_host[worker] for worker in workers[stage.stage]),
         )
         for stage in stages
     ]

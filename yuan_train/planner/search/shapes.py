@@ -59,6 +59,10 @@ class Options:
     fixed_order: bool
     use_all_devices: bool
     half_layers: bool
+    offload: bool
+    """Whether a stage's optimizer state may lie on the host."""
+    host_seconds: float = 0.0
+    """The longest optimizer step on a host that a cut may count on; `search_offloads` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,7 @@ def read_options(
         fixed_order=search.device_order == "fixed",
         use_all_devices=search.use_all_devices,
         half_layers=search.half_layers,
+        offload="optimizer" in (("optimizer",) if search.offload is None else search.offload),
     )
 
 
