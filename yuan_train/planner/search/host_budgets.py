@@ -23,8 +23,7 @@ def solve_with_hosts(
     First the hosts cost nothing, in the choice of cuts: what is then faster than the best plan shows what
     there is to gain, and bounds every plan that offloads. If nothing is, the others are not searched.
     """
-    seconds = {id(c): choice_seconds(costs, c.cost) for c in found.candidates}
-    best = min(seconds.values(), default=math.inf)
+    best = min((choice_seconds(costs, c.cost) for c in found.candidates), default=math.inf)
     many = len(costs.problem.cluster.cards) > MANY_CARDS
     if many and best < math.inf and not _is_short_of_memory(costs, found.candidates, best):
         return replace(found, exact=False)
@@ -34,24 +33,25 @@ def solve_with_hosts(
             costs, shapes, replace(options, host_seconds=host_seconds), stopped, best_seconds=best
         )
 
+    def offloading(found: Found) -> list[Candidate]:
+        return [c for c in found.candidates if any(stage.host_bytes for stage in c.cost.stages)]
+
     unlimited = solve(math.inf)
-    candidates = [*found.candidates, *unlimited.candidates]
-    offloading = [c for c in unlimited.candidates if _host_seconds(c)]
-    if offloading:
-        longest = min(offloading, key=lambda c: choice_seconds(costs, c.cost)).cost.update_seconds
+    added = offloading(unlimited)
+    gains = any(choice_seconds(costs, c.cost) - c.cost.update_seconds < best for c in added)
+    if gains:
+        longest = min(added, key=lambda c: choice_seconds(costs, c.cost)).cost.update_seconds
         for share in SHARES_OF_MANY if many else SHARES:
-            best = min(best, *(choice_seconds(costs, c.cost) for c in candidates))
-            candidates += solve(share * longest).candidates
+            best = min([best, *(choice_seconds(costs, c.cost) for c in added)])
+            added += offloading(solve(share * longest))
+    plain = min((choice_seconds(costs, c.cost) for c in found.candidates), default=math.inf)
+    faster = [c for c in added if choice_seconds(costs, c.cost) < plain]
     return Found(
-        candidates=tuple(candidates),
+        candidates=(*found.candidates, *faster),
         lower_bound_seconds=min(found.lower_bound_seconds, unlimited.lower_bound_seconds),
-        exact=found.exact and unlimited.exact and not offloading,
+        exact=found.exact and unlimited.exact and not gains,
         num_simulated=found.num_simulated + unlimited.num_simulated,
     )
-
-
-def _host_seconds(candidate: Candidate) -> bool:
-    return any(stage.host_bytes for stage in candidate.cost.stages)
 
 
 def _is_short_of_memory(costs: Costs, candidates: Sequence[Candidate], best: float) -> bool:
