@@ -159,8 +159,7 @@ def _stages_html(best: Candidate) -> str:
 
 
 def _memory_svg(cost: PlanCost) -> str:
-    """A bar per stage's card, stacked by category, against the card's limit, and beyond it the host's part; all
-    on one scale."""
+    """A bar per stage's card, stacked by category, against the card's limit; beyond it the host's part."""
     scale = 760 / max(max(s.capacity_bytes, s.memory.total) + s.host_bytes for s in cost.stages)
     shapes: list[str] = []
     for row, stage in enumerate(cost.stages):
