@@ -10,7 +10,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, MinLen
 
-from yuan_train.config.devices import CATALOGUE, BytesPerSecond, DeviceType
+from yuan_train.config.devices import CATALOGUE, Bytes, BytesPerSecond, DeviceType
 from yuan_train.config.document import override, read_document
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import build
@@ -33,6 +33,18 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a node has beside its cards, which share it equally."""
+
+    memory: Bytes
+    """Of the host, for all programs."""
+    bandwidth: BytesPerSecond | None = None
+    """Of host memory; None: `host_memory_bandwidth` of the card's type, for each card."""
+    link_bandwidth: BytesPerSecond | None = None
+    """Between host memory and all cards together, per direction; None: as the card's `host_link` says."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeGroup:
     """`count` identical nodes of `devices` identical cards each."""
 
@@ -45,6 +57,8 @@ class NodeGroup:
     """Between two cards of a node, per direction; required if a node has several cards."""
     network: Link | None = None
     """The node's NIC, per direction, shared by its cards; required if the cluster has several nodes."""
+    host: Host | None = None
+    """None: how much the host holds is not checked, and it has the rates of the card's type for each card."""
 
     @property
     def node_names(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from yuan_train.config.devices import Precision
+from yuan_train.config.devices import GIB, Precision
 from yuan_train.config.document import Document, graft, is_mapping, override, read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
@@ -24,6 +24,8 @@ Counts = Annotated[tuple[Count, ...], MinLen(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 Recompute = Literal["none", "selective", "full"]
+Tier = Literal["optimizer"]
+"""What a plan can put in host memory."""
 ReduceDtype = Literal["fp32", "bf16"]
 
 BUCKET_SIZE = 40_000_000
@@ -229,6 +231,8 @@ class SearchConfig:
     """`fixed`: stages take the cards in the order of the cluster file."""
     use_all_devices: bool = False
     """Only plans that use every card."""
+    offload: tuple[Tier, ...] | None = None
+    """What stages may put on their hosts where that makes a plan possible or faster; None: optimizer."""
     half_layers: bool = False
     """Stages may also end in the middle of a layer, between attention and feed-forward."""
     divide_experts: bool = True
@@ -250,6 +254,15 @@ class SearchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What training may take of the memory beside the cards."""
+
+    host_reserved: Annotated[int, Ge(0), Unit("bytes")] = 8 * GIB
+    """Host memory of each node that is left to other programs; it counts where the cluster file says how much
+    a host has."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run, including its model."""
 
@@ -261,6 +274,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     @property
     def feasible_search(self) -> SearchConfig:

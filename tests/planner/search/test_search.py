@@ -71,7 +71,9 @@ def problem(cards: Cluster, **changes: object) -> PlanProblem:
 
 
 def find(given: PlanProblem, micro_batch_size: int = 1, **search: object):
-    return search_plan(given, SearchConfig(**search), micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
+    """Without offload unless asked for: what is tested with it is in test_offload.py."""
+    config = SearchConfig(**({"offload": ()} | search))  # type: ignore[arg-type]
+    return search_plan(given, config, micro_batch_size=micro_batch_size)
 
 
 TWO_SPEEDS = cluster(Fast=(2, card(speed=3.0)), Slow=(2, card(speed=1.0)))

@@ -15,6 +15,7 @@ from yuan_train.config.profile import Profile
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
 from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
+from yuan_train.planner.costs.host import HostShare, host_share
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology, make_topology
 from yuan_train.planner.costs.unit_costs import (
@@ -47,6 +48,8 @@ class PlanProblem:
     """Of gradients on their way between owners; see `OptimizerConfig`."""
     bucket_size: int = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation."""
+    host_reserved: int = 0
+    """Bytes of each host's memory that are left to other programs; see `MemoryConfig`."""
     compile: bool = False
     """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
 
@@ -203,6 +206,11 @@ class Costs:
         sizes = self.hidden_bytes(micro_batch_size), float(chosen * statistic_bytes(problem.precision))
         hidden, small = (allreduce_seconds(self.topology, replica, size) for size in sizes)
         return hidden, small
+
+    def host_of(self, card: Card) -> HostShare:
+        """A card's share of its node's host."""
+        problem, group = self.problem, self.topology.groups[card.node]
+        return host_share(problem.cluster.device_type(card.type), group, reserved_bytes=problem.host_reserved)
 
     def hidden_bytes(self, micro_batch_size: int) -> float:
         """Bytes of one hidden state, as it is sent between stages and inside a tensor-parallel group."""

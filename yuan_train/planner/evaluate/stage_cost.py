@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.expert_costs import held_expert_parameters, stage_experts
+from yuan_train.planner.costs.host import host_bytes, host_step_seconds
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.owners import StateShares
 from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
@@ -60,6 +60,10 @@ class StageCost:
     positions: tuple[tuple[MemoryForecast, float], ...]
     """Where cards share experts: memory and capacity of each card of a replica, the tightest one of the
     replicas'. Else those above."""
+    host_bytes: float
+    """What each card holds on its host."""
+    host_capacity_bytes: float
+    """The smallest share of a host's memory that one of its cards has; inf if not known, or not needed."""
     one_more_layer_bytes: float
     """What another layer would add."""
     source: Source
@@ -77,8 +81,9 @@ class StageCost:
 
     @property
     def fits(self) -> bool:
-        """Whether each card's memory suffices."""
-        return self.memory.total <= self.capacity_bytes
+        """Whether each card's memory suffices, and its share of the host's."""
+        on_host = self.host_bytes <= self.host_capacity_bytes
+        return on_host and self.memory.total <= self.capacity_bytes
 
 
 def cards_of(costs: Costs, plan: Plan, stage: StagePlan) -> tuple[Replica, ...]:
@@ -129,7 +134,7 @@ class _Part:
     """What each card of a replica runs, or one card of it where they share experts."""
 
     units: StageUnits
-    devices: tuple[DeviceType, ...]
+    cards: tuple[Card, ...]
     position: int = 0
     """Of the card in its replica."""
     expert_parameters: int = 0
@@ -152,12 +157,12 @@ def stage_cost(
     slowest = max(parts, key=lambda part: part.units.seconds)
     units = slowest.units.units
     twice = stage.embedding and _head_holds_embedding(costs, plan, pipeline, stage)
+    cards = tuple(card for replica in replicas for card in replica)
     count = _stage_in_flight(plan, pipeline, s)
     divides = divides_experts(plan)
-    devices = tuple(device for part in parts for device in part.devices)
     by_position: dict[int, tuple[MemoryForecast, float]] = {}
-    for part in parts if divides else [replace(slowest, devices=devices)]:
-        memory = _memory(part, stage, shares, twice=twice, in_flight=count)
+    for part in parts if divides else [replace(slowest, cards=cards)]:
+        memory = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
         by_position[part.position] = min(memory, by_position.get(part.position, memory), key=_slack)
     tightest = min(by_position.values(), key=_slack)
     layer = slowest.units.layer
@@ -179,14 +184,18 @@ def stage_cost(
         experts=stage_experts(plan, stage) if divides else (),
         update_seconds=max(
             _owned_parameters(part, shares, twice=twice)
-            * _update_seconds(
-                costs, part.units, part.devices if divides else devices, stage.optimizer_offload
-            )
+            * _update_seconds(costs, part.units, part.cards if divides else cards, stage.optimizer_offload)
             for part in parts
         ),
         memory=tightest[0],
         capacity_bytes=tightest[1],
         positions=tuple(by_position.values()),
+        host_bytes=max(_owned_parameters(part, shares, twice=twice) for part in parts)
+        * stage.optimizer_offload
+        * host_bytes(costs.problem.precision),
+        host_capacity_bytes=min(costs.host_of(card).memory_bytes for card in cards)
+        if stage.optimizer_offload
+        else math.inf,
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
         source=slowest.units.source,
         note=slowest.units.note,
@@ -197,18 +206,13 @@ def _parts(
     costs: Costs, plan: Plan, replicas: Sequence[Replica], micro_batch_size: int, stage: StagePlan
 ) -> list[_Part]:
     """One for each replica; where cards share experts, one for each card."""
-    device = costs.problem.cluster.device_type
     if not divides_experts(plan):
         return [
-            _Part(
-                costs.of_stage(plan, replica, micro_batch_size, stage),
-                tuple(device(card.type) for card in replica),
-            )
-            for replica in replicas
+            _Part(costs.of_stage(plan, replica, micro_batch_size, stage), replica) for replica in replicas
         ]
     counts = stage_experts(plan, stage)
     return [
-        _Part(units, (device(card.type),), i, held_expert_parameters(plan, stage, counts[i]))
+        _Part(units, (card,), i, held_expert_parameters(plan, stage, counts[i]))
         for replica in replicas
         for i, (card, units) in enumerate(
             zip(replica, costs.of_ranks(plan, replica, micro_batch_size, stage), strict=True)
@@ -217,10 +221,11 @@ def _parts(
 
 
 def _memory(
-    part: _Part, stage: StagePlan, shares: StateShares, *, twice: bool, in_flight: int
+    costs: Costs, part: _Part, stage: StagePlan, shares: StateShares, *, twice: bool, in_flight: int
 ) -> tuple[MemoryForecast, float]:
     """(bytes on the tightest card of a part, its memory)."""
-    tightest = min(part.devices, key=lambda device: device.memory - device.reserved)
+    types = [costs.problem.cluster.device_type(card.type) for card in part.cards]
+    tightest = min(types, key=lambda device: device.memory - device.reserved)
     parameters = sum(unit.parameters for unit in part.units.units[twice:])
     experts = part.expert_parameters / parameters if parameters else 0.0
     forecast = stage_memory(
@@ -256,16 +261,15 @@ def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stag
     return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
 
 
-def _update_seconds(costs: Costs, part: StageUnits, cards: Sequence[DeviceType], offload: float) -> float:
-    """Seconds of the optimizer step per parameter: on the card, then on the host for the fraction `offload`,
-    whose gradients are copied to the host and whose weights are copied back."""
-    state = STATE_BYTES[costs.problem.precision]
-    on_card = state.update_traffic / part.update_bytes_per_second
+def _update_seconds(costs: Costs, part: StageUnits, cards: Sequence[Card], offload: float) -> float:
+    """Seconds of the optimizer step per parameter: on the card, then on the slowest host for the fraction
+    `offload`."""
+    precision = costs.problem.precision
+    on_card = STATE_BYTES[precision].update_traffic / part.update_bytes_per_second
     if not offload:
         return on_card
-    copies = (state.gradients + state.parameters) / min(card.host_link for card in cards)
-    on_host = state.update_traffic / min(card.host_memory_bandwidth for card in cards)
-    return (1.0 - offload) * on_card + offload * (copies + on_host)
+    on_host = max(host_step_seconds(costs.host_of(card), precision) for card in cards)
+    return (1.0 - offload) * on_card + offload * on_host
 
 
 def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
@@ -297,6 +301,7 @@ def sum_over_cards(
     schedule = make_schedule(plan.schedule, num_micro_batches=pipeline.num_micro_batches, workers=workers)
     memory: dict[int, tuple[MemoryForecast, float]] = {}
     update_seconds: dict[int, float] = {}
+    on_host: dict[int, float] = {}
     for worker in range(num_workers(workers)):
         on_card = [stage for stage in stages if worker in workers[stage.stage]]
         positions = zip(*(stage.positions for stage in on_card), strict=True)
@@ -308,12 +313,14 @@ def sum_over_cards(
             key=_slack,
         )
         update_seconds[worker] = math.fsum(stage.update_seconds for stage in on_card)
+        on_host[worker] = math.fsum(stage.host_bytes for stage in on_card)
     return [
         replace(
             stage,
             memory=memory[workers[stage.stage][0]][0],
             capacity_bytes=memory[workers[stage.stage][0]][1],
             update_seconds=max(update_seconds[worker] for worker in workers[stage.stage]),
+            host_bytes=max(on_host[worker] for worker in workers[stage.stage]),
         )
         for stage in stages
     ]

@@ -23,6 +23,7 @@ from yuan_train.planner.report.terminal import (
     even_words,
     expert_words,
     group_types,
+    host_lines,
     layer_list,
     layer_words,
     left_out_lines,
@@ -56,7 +57,7 @@ td.n{font-variant-numeric:tabular-nums}pre{background:var(--soft);padding:1em;ov
 svg{width:100%;height:auto;display:block}svg text{fill:var(--ink);font:11px system-ui,sans-serif}
 .card{fill:var(--soft);stroke:var(--line)}.idle{stroke-dasharray:3 3}
 .grid{stroke:var(--line);stroke-width:.5}
-.limit{stroke:var(--ink);stroke-width:1.5}.f{fill:var(--f)}.b{fill:var(--b)}.rest{fill:var(--soft)}.wait{fill:url(#hatch)}
+.limit{stroke:var(--ink);stroke-width:1.5}.host{fill:var(--soft);stroke:var(--ink)}.f{fill:var(--f)}.b{fill:var(--b)}.rest{fill:var(--soft)}.wait{fill:url(#hatch)}
 .key{display:inline-block;margin-right:1em}.key svg{display:inline;width:14px;height:14px;vertical-align:-2px}
 @media print{body{max-width:none;margin:0}section{break-inside:avoid}pre{white-space:pre-wrap}}
 """
@@ -92,7 +93,7 @@ def plan_html(result: SearchResult, problem: PlanProblem) -> str:
 
 def _summary_html(result: SearchResult, problem: PlanProblem) -> str:
     lines = [describe_shape(result.best) + even_words(result).replace("     ", "; ")]
-    lines += [step_words(result, problem), *best_reasons(result)]
+    lines += [step_words(result, problem), *best_reasons(result), *host_lines(result.best.cost)]
     lines.append(
         f"Layers per stage {layer_list(result.best)}; Megatron layout {megatron_layout(result.best)}"
     )
@@ -169,8 +170,8 @@ def _stages_html(best: Candidate) -> str:
 
 
 def _memory_svg(cost: PlanCost) -> str:
-    """A bar per stage's card, stacked by category, against the card's limit; all on one scale."""
-    scale = 760 / max(max(s.capacity_bytes, s.memory.total) for s in cost.stages)
+    """A bar per stage's card, stacked by category, against the card's limit; beyond it the host's part."""
+    scale = 760 / max(max(s.capacity_bytes, s.memory.total) + s.host_bytes for s in cost.stages)
     shapes: list[str] = []
     for row, stage in enumerate(cost.stages):
         y, x = 22 * row, 200.0
@@ -186,10 +187,19 @@ def _memory_svg(cost: PlanCost) -> str:
             )
             x += width
         limit = 200 + stage.capacity_bytes * scale
+        if stage.host_bytes:
+            first, width = max(x, limit) + 2, stage.host_bytes * scale
+            x = first + width
+            shapes.append(
+                f'<rect class="host" x="{first:.2f}" y="{y + 4}" width="{width:.2f}" height="8">'
+                f"<title>on the host: {show_bytes(stage.host_bytes)}</title></rect>"
+            )
         shapes.append(f'<line class="limit" x1="{limit:.2f}" x2="{limit:.2f}" y1="{y - 1}" y2="{y + 17}"/>')
         shapes.append(
             f'<text x="{max(x, limit) + 6:.2f}" y="{y + 13}">{stage.memory.total / GIB:.1f} / '
-            f"{stage.capacity_bytes / GIB:.1f} GiB</text>"
+            f"{stage.capacity_bytes / GIB:.1f} GiB"
+            + (f", {stage.host_bytes / GIB:.1f} GiB on the host" if stage.host_bytes else "")
+            + "</text>"
         )
     keys = "".join(_key(f"var(--c{i})", name) for i, name in enumerate(CATEGORIES))
     return f"<p>{keys}<span class=key>| limit</span></p>" + _svg(

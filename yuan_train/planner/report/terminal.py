@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from yuan_train.config.dump import as_plain
 from yuan_train.config.plan import MemoryForecast
 from yuan_train.config.plan_units import divides_experts
-from yuan_train.config.units import show_seconds
+from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
@@ -28,7 +29,7 @@ def plan_table(result: SearchResult, problem: PlanProblem) -> str:
     lines += _stage_rows(best)
     lines.append(" " + step_words(result, problem))
     lines.append(f" layers {layer_list(best)}; Megatron layout {megatron_layout(best)}")
-    lines += [f" {line}" for line in best_reasons(result)]
+    lines += [f" {line}" for line in [*best_reasons(result), *host_lines(cost)]]
     lines += [f" runner-up: {line}" for line in runner_lines(result)]
     lines += [f" left out: {line}" for line in left_out_lines(result.left_out)]
     lines.append(f" {cost.source}: " + "; ".join(result.notes))
@@ -285,6 +286,23 @@ def _parts(cost: PlanCost) -> dict[str, float]:
     }
 
 
+def host_lines(cost: PlanCost) -> list[str]:
+    """What the hosts hold of the optimizer state, by type of card; none if they hold nothing."""
+    most: dict[str, StageCost] = {}
+    for stage in cost.stages:
+        if stage.host_bytes > most.get(stage.card.type, stage).host_bytes or stage.card.type not in most:
+            most[stage.card.type] = stage
+    lines: list[str] = []
+    for name, stage in most.items():
+        if stage.host_bytes:
+            limit = stage.host_capacity_bytes
+            of = "host memory not checked" if math.isinf(limit) else f"of {show_bytes(limit)}"
+            lines.append(
+                f"optimizer state on the host: at most {show_bytes(stage.host_bytes)} per {name} ({of})"
+            )
+    return lines
+
+
 def _stage_json(stage: StageCost) -> dict[str, Any]:
     return {
         "pipeline": stage.pipeline,
@@ -301,6 +319,7 @@ def _stage_json(stage: StageCost) -> dict[str, Any]:
         "backward_seconds": stage.backward_seconds,
         "peak_memory_bytes": stage.memory.total,
         "capacity_bytes": stage.capacity_bytes,
+        "host_bytes": stage.host_bytes,
         "source": stage.source,
     }
 

@@ -21,6 +21,7 @@ from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.bounds import shape_bound
 from yuan_train.planner.search.instances import is_faithful, make_instance
+from yuan_train.planner.search.offload import with_offload
 from yuan_train.planner.search.polish import polish_plan
 from yuan_train.planner.search.relaxation import PRUNE_FACTOR, relaxed_seconds
 from yuan_train.planner.search.shapes import Options, Shape, make_plan, stage_recompute
@@ -81,12 +82,17 @@ class Found:
 
 
 def solve_shapes(
-    costs: Costs, shapes: Sequence[Shape], options: Options, stopped: Callable[[], bool]
+    costs: Costs,
+    shapes: Sequence[Shape],
+    options: Options,
+    stopped: Callable[[], bool],
+    *,
+    best_seconds: float = float("inf"),
 ) -> Found:
     """Solve every small shape that no bound excludes, the most promising first; sketch the large ones, and
     refine the best sketches. Once `stopped()` is true and there is a candidate, the other shapes are
-    skipped."""
-    search = _Search(costs, options, stopped)
+    skipped. There is a plan of `best_seconds` already."""
+    search = _Search(costs, options, stopped, best_seconds)
     scored_shapes: list[ScoredShape] = []
     for shape in shapes:
         lower_bound_seconds = shape_bound(costs, shape, options)
@@ -128,10 +134,12 @@ class ScoredShape:
 class _Search:
     """State of one search: what was found so far, and what is left of the budgets."""
 
-    def __init__(self, costs: Costs, options: Options, stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self, costs: Costs, options: Options, stopped: Callable[[], bool], best_seconds: float
+    ) -> None:
         self.costs, self.options, self.stopped = costs, options, stopped
         self.candidates: list[Candidate] = []
-        self.best = self.lower_bound = float("inf")
+        self.best, self.lower_bound = best_seconds, float("inf")
         self.exact = True
         self.num_simulated = self.solved_steps = 0
         self.few = len(costs.problem.cluster.cards) <= FEW_CARDS
@@ -238,7 +246,7 @@ class _Search:
             self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
         cuts = solution.cuts[:KEPT_OF_MANY] if self.many else solution.cuts
         self.candidates += _as_candidates(self.costs, shape, self.options, cuts)
-        self.best = min((choice_seconds(self.costs, c.cost) for c in self.candidates), default=self.best)
+        self.best = min([self.best, *(choice_seconds(self.costs, c.cost) for c in self.candidates)])
 
 
 def choice_seconds(costs: Costs, cost: PlanCost) -> float:
@@ -290,7 +298,7 @@ def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[
     result: list[Candidate] = []
     for cut in cuts:
         plan = _plan_of(costs, shape, options, cut)
-        cost = cost_plan(costs, plan)
+        plan, cost = with_offload(costs, plan) if options.host_seconds else (plan, cost_plan(costs, plan))
         if cost.fits:
             result.append(Candidate(plan=plan, cost=cost, shape=shape))
     return result

@@ -22,8 +22,9 @@ from yuan_train.planner.costs.links import broadcast_seconds, message_seconds
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import find_route
 from yuan_train.planner.costs.workload import STATE_BYTES
+from yuan_train.planner.search.offload import offload_bytes
 from yuan_train.planner.search.shapes import Options, Shape, Slot
-from yuan_train.planner.solver.instance import Instance
+from yuan_train.planner.solver.instance import Hosts, Instance
 
 FAR = 1e4
 """Times the model's size: a ring's seconds of that much are latency + bytes / bandwidth."""
@@ -71,6 +72,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     # An embedding or a head that costs nothing cannot form a stage alone.
     has_work = (forward + backward + resident).max(axis=(0, 1)) > 0
     has_work[1:-1] = True
+    room = offload_bytes(costs, shape, options)
     return Instance(
         schedule=shape.schedule,
         num_micro_batches=shape.num_micro_batches,
@@ -97,6 +99,13 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         use_all=options.use_all_devices,
         replicas=np.array([len(slot[0]) for slot in slots], dtype=np.int64),
         has_work=has_work,
+        hosts=None
+        if room is None
+        else Hosts(
+            state_bytes=optimizer[0],
+            whole_model_saving_bytes=optimizer[0, :, 0] if once else np.zeros(len(slots)),
+            capacity_bytes=room,
+        ),
     )
 
 

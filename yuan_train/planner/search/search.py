@@ -25,6 +25,7 @@ from yuan_train.planner.search.bounds import any_bound
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, choice_seconds, solve_shapes
 from yuan_train.planner.search.half_layers import shift_by_halves
+from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
 from yuan_train.planner.search.polish import polish_plan, polished_estimate
 from yuan_train.planner.search.shapes import Options, Shape, list_shapes, make_plan, read_options
@@ -116,6 +117,8 @@ def search_plan(
     if options.use_all_devices and shapes:
         shapes = _not_longer_than_model(problem, shapes)
     found = solve_shapes(costs, shapes, options, stopped)
+    if options.offload and not problem.has_external_profile:
+        found = solve_with_hosts(costs, shapes, options, found, stopped)
     ranked = _rank(costs, _valid(found.candidates))
     ranked = _rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
     before = ranked
@@ -295,7 +298,7 @@ def _with_half_layers(
 
 
 def _fits_memory(cost: PlanCost) -> bool:
-    return all(stage.memory.total <= stage.capacity_bytes for stage in cost.stages)
+    return all(stage.fits for stage in cost.stages)
 
 
 def _rank(costs: Costs, candidates: Sequence[Candidate]) -> list[Candidate]:

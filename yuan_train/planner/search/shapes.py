@@ -62,6 +62,10 @@ class Options:
     divide_experts: bool
     expert_widths: tuple[int, ...]
     """Cards of a group that divides experts; empty: any number."""
+    offload: bool
+    """Whether a stage's optimizer state may lie on the host."""
+    host_seconds: float = 0.0
+    """The longest optimizer step on a host that a cut may count on; `search_offloads` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,7 @@ def read_options(
         half_layers=search.half_layers,
         divide_experts=search.divide_experts,
         expert_widths=tuple(sorted(set(search.tensor or ()))),
+        offload="optimizer" in (("optimizer",) if search.offload is None else search.offload),
     )
 
 

@@ -21,6 +21,18 @@ Integers = NDArray[np.integer]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Hosts:
+    """What of the resident bytes may lie on the slots' hosts."""
+
+    state_bytes: Floats
+    """[D, U]: summed over a stage."""
+    whole_model_saving_bytes: Floats
+    """[D]: of that, what a stage with all units does not have; see `Instance`."""
+    capacity_bytes: Floats
+    """[D]: what a host may hold of them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Instance:
     """What one micro-batch costs on each slot. C choices of recompute, D slots, U units, M message sizes."""
 
@@ -73,6 +85,8 @@ class Instance:
     """[D]: replicas of a slot's stage, n; micro-batch m runs on replica m mod n."""
     has_work: NDArray[np.bool_]
     """[U]: whether a stage of this unit alone has any work; an embedding without cost has none."""
+    hosts: Hosts | None = None
+    """None: nothing lies on hosts."""
 
     @property
     def overlap(self) -> bool:
