@@ -21,10 +21,11 @@ from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
 from yuan_train.planner.search.bounds import any_bound
+from yuan_train.planner.search.descent import Budget
 from yuan_train.planner.search.explore import Candidate, choice_seconds, solve_shapes
 from yuan_train.planner.search.half_layers import shift_by_halves
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
-from yuan_train.planner.search.polish import polish_plan, polished_estimate
+from yuan_train.planner.search.polish import polish_plan, polished_estimate, restructure_plan
 from yuan_train.planner.search.shapes import Options, Shape, list_shapes, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 
@@ -36,6 +37,10 @@ NUM_POLISHED, NUM_PROMISING = 4, 12
 PROMISING_FACTOR = 1.05
 """A plan may be polished if its estimate is within this multiple of the best step: estimates are a few
 percent high, because they count the stages after the slowest one in full."""
+POLISH_WORK, RESTRUCTURE_WORK = 3_000_000, 6_000_000
+"""Budgets of all polishes, and of all restructuring; see `descent.Budget`."""
+NUM_RESTRUCTURED = 2
+"""Polished plans whose structure is changed."""
 NUM_SPLIT = 3
 """Plans whose stages are also tried as virtual stages."""
 NO_VIRTUAL_STAGES = (
@@ -118,7 +123,7 @@ def search_plan(
     ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
     if not ranked:
         raise NoPlanFits(NO_VIRTUAL_STAGES)
-    ranked = _rank(costs, _with_polished(costs, ranked, options, stopped))
+    ranked = _rank(costs, _with_polished(costs, ranked, cards, options, stopped))
     if options.half_layers:
         ranked = _rank(costs, _with_half_layers(costs, ranked, stopped))
     lowest = found.lower_bound_seconds
@@ -244,21 +249,34 @@ def _first_shape(plan: Plan, cost: PlanCost) -> Shape:
 
 
 def _with_polished(
-    costs: Costs, ranked: Sequence[Candidate], options: Options, stopped: Callable[[], bool]
+    costs: Costs,
+    ranked: Sequence[Candidate],
+    cards: Sequence[Card],
+    options: Options,
+    stopped: Callable[[], bool],
 ) -> list[Candidate]:
-    """The candidates, the most promising ones polished. Under an external profile none is: its plans are
-    compared under plain 1F1B."""
+    """The candidates, the most promising ones polished and the best of these restructured. Under an external
+    profile none is: its plans are compared under plain 1F1B."""
     if costs.problem.has_external_profile:
         return list(ranked)
     result = list(ranked)
     estimates = [polished_estimate(candidate.plan, candidate.cost) for candidate in ranked]
     promising = sorted(range(len(ranked)), key=lambda i: (estimates[i], i))[:NUM_PROMISING]
     best = ranked[0].step_seconds
+    budget = Budget(POLISH_WORK, stopped)
+    polished: list[int] = []
     for i in dict.fromkeys([*range(min(NUM_POLISHED, len(ranked))), *promising]):
-        if not stopped() and (i < NUM_POLISHED or estimates[i] < PROMISING_FACTOR * best):
-            plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options.recompute)
+        if not budget.is_over and (i < NUM_POLISHED or estimates[i] < PROMISING_FACTOR * best):
+            plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options, budget)
             result[i] = replace(ranked[i], plan=plan, cost=cost)
             best = min(best, cost.step_seconds)
+            polished.append(i)
+    budget = Budget(RESTRUCTURE_WORK, stopped)
+    for i in sorted(polished, key=lambda i: (result[i].step_seconds, i))[:NUM_RESTRUCTURED]:
+        if not budget.is_over:
+            plan, cost = restructure_plan(costs, result[i].plan, result[i].cost, cards, options, budget)
+            if plan != result[i].plan:
+                result[i] = Candidate(plan=plan, cost=cost, shape=_first_shape(plan, cost))
     return result
 
 

@@ -33,6 +33,8 @@ Slot = tuple[StageGroup, ...]
 
 WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel widths that are tried if neither `search.tensor` nor a profile names any."""
+POLISHED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Micro-batch sizes that a polish tries if `search.micro_batch_size` names none."""
 MAX_REPLICATED_CARDS = 48
 """Cards up to which stages with several replicas are tried without `search.replicas`."""
 MAX_MIXES, MAX_MIXES_OF_THOUSANDS, THOUSANDS = 256, 64, 2048
@@ -51,6 +53,9 @@ class Options:
     pipelines: tuple[int, ...] | None
     num_micro_batches: tuple[int, ...] | None
     micro_batch_sizes: tuple[int, ...]
+    """Of the shapes that are cut."""
+    polished_sizes: tuple[int, ...]
+    """Micro-batch sizes that a polish may choose."""
     tensor: tuple[int, ...]
     replicas: tuple[int, ...]
     sharded: tuple[bool, ...]
@@ -115,12 +120,14 @@ def read_options(
     named: tuple[ScheduleName, ...] = _allowed(
         "schedule", search.schedule or schedules[:1], schedules, joined(schedules)
     )
+    sizes = tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,)))
     return Options(
         recompute=recompute,
         schedules=named,
         pipelines=search.pipelines,
         num_micro_batches=search.num_micro_batches,
-        micro_batch_sizes=tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,))),
+        micro_batch_sizes=sizes,
+        polished_sizes=search.micro_batch_size or tuple(sorted({*sizes, *POLISHED_SIZES})),
         tensor=tensor,
         replicas=tuple(sorted(set(replicas))),
         sharded=_allowed("optimizer_sharding", search.optimizer_sharding, (True, False), "false"),
