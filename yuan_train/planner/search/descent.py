@@ -29,19 +29,6 @@ MOST_SHIFTED = 3
 """Layers that change their stage at a time, at most."""
 
 
-@dataclass
-class Budget:
-    """What a polish may still spend, in steps of a schedule run in virtual time; other work counts as many
-    steps as take about as long. A count, not a clock: the same input gives the same plan."""
-
-    work: float
-    stopped: Callable[[], bool]
-
-    @property
-    def is_over(self) -> bool:
-        return self.work <= 0 or self.stopped()
-
-
 @dataclass(frozen=True)
 class Cut:
     """Borders and depths of a pipeline's stages."""
@@ -53,13 +40,29 @@ class Cut:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A stage with the fastest recompute that fits, and its seconds."""
+    """A stage in the fastest recompute that fits, and its seconds."""
 
-    stage: StagePlan
+    recompute: Recompute
+    recompute_layers: int | None
     forward: float
     backward: float
     weight: float
     update: float
+
+
+@dataclass
+class Budget:
+    """What a polish may still spend, in steps of a schedule run in virtual time; other work counts as many
+    steps as take about as long. A count, not a clock: the same input gives the same plan."""
+
+    work: float
+    stopped: Callable[[], bool]
+    fitted: dict[tuple[object, ...], _Fitted | None] = field(default_factory=dict)
+    """Stages that were fitted so far, by all that their cost depends on."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.work <= 0 or self.stopped()
 
 
 Move = Callable[[Cut], Cut | None]
@@ -75,7 +78,9 @@ class PipelineScreen:
     p: int
     recompute: Sequence[Recompute]
     budget: Budget
-    known: dict[tuple[int, int, int, int], _Fitted | None] = field(default_factory=dict)
+    keys: list[tuple[object, ...]] = field(init=False)
+    """What the cost of each stage depends on, beside layers and depth."""
+    replicas: tuple[int, ...] = field(init=False)
     own: list[StageCost] = field(init=False)
     alone: Plan = field(init=False)
     """The plan with this pipeline only: quicker to change."""
@@ -96,6 +101,9 @@ class PipelineScreen:
         keep("alike", alike)
         others = (s.step_seconds for q, s in enumerate(self.cost.simulations) if q not in alike)
         keep("others_seconds", max(others, default=0.0))
+        pipeline = self.alone.pipelines[0]
+        keep("replicas", tuple(len(stage.replicas) for stage in pipeline.stages))
+        keep("keys", [self._key(s) for s in range(len(self.own))])
         cost = self.cost
         keep("rest_seconds", cost.step_seconds - cost.compute_seconds - cost.update_seconds)
 
@@ -107,10 +115,6 @@ class PipelineScreen:
         return Cut(tuple(borders), pipeline.depths("1f1b") or ())
 
     @property
-    def replicas(self) -> tuple[int, ...]:
-        return tuple(len(stage.replicas) for stage in self.alone.pipelines[0].stages)
-
-    @property
     def deepens(self) -> bool:
         """Whether warm-up depths may change."""
         return self.plan.schedule == "1f1b"
@@ -119,10 +123,7 @@ class PipelineScreen:
         """Every stage with the fastest recompute that fits; None if one does not fit."""
         found: list[_Fitted] = []
         for s in range(len(self.own)):
-            key = (s, cut.borders[s], cut.borders[s + 1], cut.depths[s])
-            if key not in self.known:
-                self.known[key] = self.fit(*key)
-            fitted = self.known[key]
+            fitted = self.fit(s, cut.borders[s], cut.borders[s + 1], cut.depths[s])
             if fitted is None:
                 return None
             found.append(fitted)
@@ -136,8 +137,13 @@ class PipelineScreen:
         update = max(stage.update for stage in stages)
         work = [stage.forward + stage.backward for stage in stages]
         count = self.alone.pipelines[0].num_micro_batches
-        each = [w * -(-count // n) for w, n in zip(work, self.replicas, strict=True)]
         beside = self.rest_seconds + update
+        # Before a stage's own work the first micro-batch must come down to it; after it, under 1F1B, go back.
+        fill = work if self.deepens else [stage.forward for stage in stages]
+        filled = accumulate(fill, initial=0.0)
+        each = (
+            before + w * -(-count // n) for before, w, n in zip(filled, work, self.replicas, strict=False)
+        )
         if max(*each, self.others_seconds) + beside >= limit:
             return math.inf
         self.budget.work -= 2 * count * len(stages)
@@ -147,7 +153,17 @@ class PipelineScreen:
         """The pipeline's stages under a cut that fits."""
         stages = self.fitted(cut)
         assert stages is not None, "only cuts that fit are taken"
-        return tuple(stage.stage for stage in stages)
+        defaults = [sum(self.replicas[s:]) for s in range(len(stages))]
+        return tuple(
+            replace(
+                old,
+                layers=(cut.borders[s], cut.borders[s + 1]),
+                recompute=fitted.recompute,
+                recompute_layers=fitted.recompute_layers,
+                in_flight=cut.depths[s] if self.deepens and cut.depths[s] != defaults[s] else None,
+            )
+            for s, (old, fitted) in enumerate(zip(self.alone.pipelines[0].stages, stages, strict=True))
+        )
 
     def _compute_seconds(self, stages: Sequence[_Fitted], cut: Cut) -> float:
         pipeline, times = self.alone.pipelines[0], self.cost.times[self.p]
@@ -159,13 +175,12 @@ class PipelineScreen:
             send_gradient_seconds=times.send_gradient_seconds,
         )
         overlap = self.costs.problem.overlap
-        if self.deepens:
-            found = one_f_one_b_seconds(
-                times, pipeline.num_micro_batches, cut.depths, self.replicas, overlap=overlap
-            )
+        if self.deepens and overlap:
+            found = one_f_one_b_seconds(times, pipeline.num_micro_batches, cut.depths, self.replicas)
             if found is not None:
                 return found
-        # Making a schedule takes far longer than running it.
+        # The simulator takes longer, above all to make the schedule.
+        self.budget.work -= 6 * pipeline.num_micro_batches * len(stages)
         return simulate_schedule(
             self.plan.schedule,
             times,
@@ -176,14 +191,32 @@ class PipelineScreen:
         ).step_seconds
 
     def fit(self, s: int, first: int, end: int, depth: int) -> _Fitted | None:
-        """The stage with these layers and this depth, in the fastest recompute that fits."""
-        default = sum(self.replicas[s:])
+        """Stage s with these layers and this depth, in the fastest recompute that fits; None if none does."""
+        layers = (first, end) if self.costs.problem.profile is not None else end - first
+        key = (self.keys[s], layers, depth)
+        known = self.budget.fitted
+        if key not in known:
+            known[key] = self._fit(s, first, end, depth)
+        return known[key]
+
+    def _key(self, s: int) -> tuple[object, ...]:
+        old, pipeline = self.own[s], self.alone.pipelines[0]
+        look = [tuple((card.type, card.node) for card in replica) for replica in old.replicas]
+        if self.costs.topology.measured:
+            look = [tuple(card.name for card in replica) for replica in old.replicas]
+        # How many micro-batches other schedules hold depends on all stages.
+        held = None if self.deepens else (self.plan.schedule, s, self.replicas)
+        size = (pipeline.micro_batch_size, pipeline.num_micro_batches)
+        shares = (old.optimizer_share, old.packed_share)
+        return (tuple(look), old.embedding, old.head, size, shares, held)
+
+    def _fit(self, s: int, first: int, end: int, depth: int) -> _Fitted | None:
         bare = replace(
             self.alone.pipelines[0].stages[s],
             layers=(first, end),
             recompute="none",
             recompute_layers=None,
-            in_flight=depth if self.deepens and depth != default else None,
+            in_flight=depth if self.deepens else None,
         )
         ways: list[_Fitted] = []
         if "none" in self.recompute or first == end:
@@ -230,7 +263,12 @@ class PipelineScreen:
         if not new.fits:
             return None
         return _Fitted(
-            stage, new.forward_seconds, new.backward_seconds, new.weight_seconds, new.update_seconds
+            stage.recompute,
+            stage.recompute_layers,
+            new.forward_seconds,
+            new.backward_seconds,
+            new.weight_seconds,
+            new.update_seconds,
         )
 
 
@@ -272,7 +310,7 @@ def descend(screen: PipelineScreen, start: Cut, *, pairs: bool) -> list[Cut]:
         since = i = 0
         while since < len(moves) and not screen.budget.is_over:
             changed = moves[i % len(moves)](cut)
-            seconds = math.inf if changed is None else screen.seconds(changed, _loose(best))
+            seconds = math.inf if changed is None else screen.seconds(changed, best * (1.1 if pairs else 1.0))
             since += 1
             if seconds < best * (1.0 - LEAST_GAIN):
                 assert changed is not None
@@ -295,10 +333,7 @@ def balanced_cut(screen: PipelineScreen) -> Cut | None:
     stages = range(len(screen.own))
 
     def seconds(s: int, count: int) -> float:
-        key = (s, 0, count, depths[s])
-        if key not in screen.known:
-            screen.known[key] = screen.fit(*key)
-        fitted = screen.known[key]
+        fitted = screen.fit(s, 0, count, depths[s])
         return math.inf if fitted is None else (fitted.forward + fitted.backward) / screen.replicas[s]
 
     counts = [0] * len(stages)
@@ -311,11 +346,6 @@ def balanced_cut(screen: PipelineScreen) -> Cut | None:
             return None
         counts[s] += 1
     return Cut((0, *accumulate(counts)), depths)
-
-
-def _loose(best: float) -> float:
-    """Cuts that take this long or longer are neither kept nor a first half of a pair."""
-    return best * 1.1
 
 
 def _pair(

@@ -140,7 +140,7 @@ def _descended(
 
 def _priced(costs: Costs, plan: Plan, budget: Budget) -> PlanCost:
     budget.work -= sum(
-        200 * len(pipeline.stages) + 2 * pipeline.num_micro_batches * len(pipeline.stages)
+        600 * len(pipeline.stages) + 2 * pipeline.num_micro_batches * len(pipeline.stages)
         for pipeline in plan.pipelines
     )
     return cost_plan(costs, plan)
