@@ -333,7 +333,8 @@ def balanced_cut(screen: PipelineScreen) -> Cut | None:
     stages = range(len(screen.own))
 
     def seconds(s: int, count: int) -> float:
-        fitted = screen.fit(s, 0, count, depths[s])
+        first = num_layers - count if s == len(stages) - 1 else 0
+        fitted = screen.fit(s, first, first + count, depths[s])
         return math.inf if fitted is None else (fitted.forward + fitted.backward) / screen.replicas[s]
 
     counts = [0] * len(stages)

@@ -32,6 +32,8 @@ Priced = tuple[Plan, PlanCost]
 """A plan and its cost."""
 WORTH_DESCENDING = 1.15
 """A neighbour is cut further only if its first cuts take at most this multiple of the best step."""
+WORTH_PAIRING = 1.03
+"""The same for two changes at a time."""
 
 
 def polish_plan(
@@ -112,6 +114,8 @@ def _realised(
         if seconds > limit * WORTH_DESCENDING:
             return None
         path = descend(screen, starts[i], pairs=False)
+        if screen.seconds(path[-1]) < limit * WORTH_PAIRING:
+            path = descend(screen, path[-1], pairs=True)
         plan = _with_cut(plan, screen, path[-1])
     cost = _priced(costs, plan, budget)
     return (plan, cost) if cost.fits else None

@@ -16,6 +16,7 @@ from yuan_train.config.plan import RankPlan as Rank
 from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost
+from yuan_train.planner.search.descent import lawful_depths
 from yuan_train.planner.search.shapes import Options, StageGroup
 
 MOST_MOVED = 3
@@ -107,7 +108,10 @@ def plan_of(costs: Costs, draft: Draft) -> Plan:
 def _pipeline_of(own: PipelineDraft, rank_of: dict[Card, int], draft: Draft) -> PipelinePlan:
     stages: list[StagePlan] = []
     first, last = 0, len(own.stages) - 1
-    rest = sum(len(stage.group) for stage in own.stages)
+    replicas = [len(stage.group) for stage in own.stages]
+    defaults = [sum(replicas[s:]) for s in range(len(replicas))]
+    deeper = [default + stage.deeper for default, stage in zip(defaults, own.stages, strict=True)]
+    depths = lawful_depths(deeper, replicas)
     for s, stage in enumerate(own.stages):
         stages.append(
             StagePlan(
@@ -115,12 +119,11 @@ def _pipeline_of(own: PipelineDraft, rank_of: dict[Card, int], draft: Draft) -> 
                 layers=(first, first + stage.layers),
                 embedding=s == 0,
                 head=s == last,
-                in_flight=rest + stage.deeper if stage.deeper and draft.schedule == "1f1b" else None,
+                in_flight=depths[s] if draft.schedule == "1f1b" and depths[s] != defaults[s] else None,
                 optimizer_share=stage.optimizer_share if draft.sharded else 1.0,
             )
         )
         first += stage.layers
-        rest -= len(stage.group)
     return PipelinePlan(
         micro_batch_size=own.micro_batch_size,
         num_micro_batches=own.num_micro_batches,
@@ -237,7 +240,7 @@ def _changes(first: PipelineDraft, count: int, spare: Sequence[Card], options: O
     for s in range(num_stages):
         for group in _regrouped(first.stages[s], options):
             yield lambda own, _, s=s, width=len(group[0]): _replaced(
-                own, s, replace(own.stages[s], group=_grouped(own.stages[s].cards, width), deeper=0)
+                own, s, replace(own.stages[s], group=_grouped(own.stages[s].cards, width))
             )
     for s in range(num_stages - 1):
         yield lambda own, _, s=s: _joined(own, s, options, wider=False)
@@ -317,8 +320,8 @@ def _joined(own: PipelineDraft, s: int, options: Options, *, wider: bool) -> Pip
         return None
     if wider and len(a.group) != len(b.group):
         return None
-    joined = StageDraft(group, a.layers + b.layers, 0, a.optimizer_share)
-    return replace(own, stages=(*_plain(own.stages[:s]), joined, *_plain(own.stages[s + 2 :])))
+    joined = StageDraft(group, a.layers + b.layers, b.deeper, a.optimizer_share)
+    return replace(own, stages=(*own.stages[:s], joined, *own.stages[s + 2 :]))
 
 
 def _divided(own: PipelineDraft, s: int) -> PipelineDraft | None:
@@ -332,22 +335,22 @@ def _divided(own: PipelineDraft, s: int) -> PipelineDraft | None:
     else:
         halves = ((stage.cards[:count],), (stage.cards[count:],))
     layers = (stage.layers - stage.layers // 2, stage.layers // 2)
-    pair = (StageDraft(g, n, 0, stage.optimizer_share) for g, n in zip(halves, layers, strict=True))
-    return replace(own, stages=(*_plain(own.stages[:s]), *pair, *_plain(own.stages[s + 1 :])))
+    pair = (StageDraft(g, n, stage.deeper, stage.optimizer_share) for g, n in zip(halves, layers, strict=True))
+    return replace(own, stages=(*own.stages[:s], *pair, *own.stages[s + 1 :]))
 
 
 def _swapped(own: PipelineDraft, a: int, b: int) -> PipelineDraft:
     """The cards of two stages, with their layers, in each other's place."""
     stages = list(own.stages)
     stages[a], stages[b] = stages[b], stages[a]
-    return replace(own, stages=_plain(stages))
+    return replace(own, stages=tuple(stages))
 
 
 def _moved(own: PipelineDraft, a: int, b: int) -> PipelineDraft:
     """Stage a at position b."""
     stages = list(own.stages)
     stages.insert(b, stages.pop(a))
-    return replace(own, stages=_plain(stages))
+    return replace(own, stages=tuple(stages))
 
 
 def _left_out(own: PipelineDraft, s: int) -> PipelineDraft:
@@ -357,7 +360,7 @@ def _left_out(own: PipelineDraft, s: int) -> PipelineDraft:
     near = [i for i in (s - 1, s) if 0 <= i < len(stages)]
     for i, n in zip(near, (layers - layers // 2, layers // 2) if len(near) > 1 else (layers,), strict=True):
         stages[i] = replace(stages[i], layers=stages[i].layers + n)
-    return replace(own, stages=_plain(stages))
+    return replace(own, stages=tuple(stages))
 
 
 def _inserted(own: PipelineDraft, s: int, group: StageGroup) -> PipelineDraft:
@@ -367,9 +370,4 @@ def _inserted(own: PipelineDraft, s: int, group: StageGroup) -> PipelineDraft:
     taken = stages[near].layers // 2
     stages[near] = replace(stages[near], layers=stages[near].layers - taken)
     stages.insert(s, StageDraft(group, taken))
-    return replace(own, stages=_plain(stages))
-
-
-def _plain(stages: Sequence[StageDraft]) -> tuple[StageDraft, ...]:
-    """The stages with 1F1B's own depths."""
-    return tuple(replace(stage, deeper=0) for stage in stages)
+    return replace(own, stages=tuple(stages))
