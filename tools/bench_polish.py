@@ -113,7 +113,9 @@ def random_problem(seed: int) -> PlanProblem:
         nodes[i] = (chance.randint(1, 3), chance.randint(1, 8), nodes[i][2])
     network = chance.choice([1.25, 3.1, 12.5, 25.0])
     batch = chance.choice([7, 16, 32, 64, 128])
-    bare = make_problem(f"random-{seed}", nodes, load_model(MODELS / f"{RANDOM_MODELS[0]}.yaml"), batch, network)
+    bare = make_problem(
+        f"random-{seed}", nodes, load_model(MODELS / f"{RANDOM_MODELS[0]}.yaml"), batch, network
+    )
     memory = sum(bare.cluster.device_type(card.type).memory for card in bare.cluster.cards)
     models = [load_model(MODELS / f"{name}.yaml") for name in RANDOM_MODELS]
     fitting = [m for m in models if sum(m.unit_parameters) * BYTES_PER_PARAMETER < memory] or models[:1]

@@ -36,9 +36,7 @@ WORTH_PAIRING = 1.03
 """The same for two changes at a time."""
 
 
-def polish_plan(
-    costs: Costs, plan: Plan, cost: PlanCost, options: Options, budget: Budget
-) -> Priced:
+def polish_plan(costs: Costs, plan: Plan, cost: PlanCost, options: Options, budget: Budget) -> Priced:
     """(plan, cost): the plan itself, or a faster one of the same structure that fits, with other layers,
     warm-up depths and recompute. The plan itself if it has virtual stages or parts of layers."""
     best = plan, cost
@@ -93,9 +91,7 @@ def restructure_plan(
     return best
 
 
-def _realised(
-    costs: Costs, draft: Draft, limit: float, options: Options, budget: Budget
-) -> Priced | None:
+def _realised(costs: Costs, draft: Draft, limit: float, options: Options, budget: Budget) -> Priced | None:
     """The plan of a draft, with recompute where memory requires it, cut anew if that is better; None if it
     does not fit or does not come near `limit` seconds."""
     plan = plan_of(costs, draft)
@@ -121,9 +117,7 @@ def _realised(
     return (plan, cost) if cost.fits else None
 
 
-def _descended(
-    costs: Costs, best: Priced, options: Options, budget: Budget, *, pairs: bool
-) -> Priced:
+def _descended(costs: Costs, best: Priced, options: Options, budget: Budget, *, pairs: bool) -> Priced:
     """The plan with its slowest pipelines cut better, if the whole step gains by that."""
     plan, cost = best
     seconds = [simulation.step_seconds for simulation in cost.simulations]

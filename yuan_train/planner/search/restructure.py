@@ -80,9 +80,7 @@ def draft_of(plan: Plan, cost: PlanCost) -> Draft:
             deeper = (stage.in_flight or rest) - rest
             stages.append(StageDraft(groups[p, s], int(stage.num_layers), deeper, stage.optimizer_share))
             rest -= len(stage.replicas)
-        pipelines.append(
-            PipelineDraft(pipeline.micro_batch_size, pipeline.num_micro_batches, tuple(stages))
-        )
+        pipelines.append(PipelineDraft(pipeline.micro_batch_size, pipeline.num_micro_batches, tuple(stages)))
     return Draft(plan.schedule, plan.optimizer_sharding, tuple(pipelines))
 
 
@@ -138,7 +136,7 @@ def neighbours(costs: Costs, draft: Draft, cards: Sequence[Card], options: Optio
     """Drafts one change away that the options allow, those that most often gain first."""
     yield from _other_sizes(draft, options)
     yield from _other_shares(draft, options)
-    for name in options.schedules:
+    for name in options.polished_schedules:
         if name not in (draft.schedule, "interleaved_1f1b"):
             yield replace(draft, schedule=name)
     used = {card for pipeline in draft.pipelines for stage in pipeline.stages for card in stage.cards}
@@ -146,7 +144,7 @@ def neighbours(costs: Costs, draft: Draft, cards: Sequence[Card], options: Optio
     for members in alike_drafts(draft):
         for change in _changes(draft.pipelines[members[0]], len(members), spare, options):
             changed = _apply(draft, members, change)
-            if changed is not None:
+            if changed is not None and _has_allowed_replicas(changed, options):
                 yield changed
     if len(used) > 1 or options.tied:
         for sharded in options.sharded:
@@ -161,7 +159,11 @@ def alike_drafts(draft: Draft) -> list[list[int]]:
     groups: dict[object, list[int]] = {}
     for p, pipeline in enumerate(draft.pipelines):
         stages = tuple(
-            (tuple(tuple(card.type for card in replica) for replica in stage.group), stage.layers, stage.deeper)
+            (
+                tuple(tuple(card.type for card in replica) for replica in stage.group),
+                stage.layers,
+                stage.deeper,
+            )
             for stage in pipeline.stages
         )
         groups.setdefault((pipeline.micro_batch_size, pipeline.num_micro_batches, stages), []).append(p)
@@ -176,6 +178,11 @@ def _apply(draft: Draft, members: Sequence[int], change: Change) -> Draft | None
             return None
         pipelines[p] = changed
     return replace(draft, pipelines=tuple(pipelines))
+
+
+def _has_allowed_replicas(draft: Draft, options: Options) -> bool:
+    counts = {len(stage.group) for pipeline in draft.pipelines for stage in pipeline.stages}
+    return options.any_replicas or counts <= set(options.replicas)
 
 
 def _other_sizes(draft: Draft, options: Options) -> Iterator[Draft]:
@@ -335,7 +342,9 @@ def _divided(own: PipelineDraft, s: int) -> PipelineDraft | None:
     else:
         halves = ((stage.cards[:count],), (stage.cards[count:],))
     layers = (stage.layers - stage.layers // 2, stage.layers // 2)
-    pair = (StageDraft(g, n, stage.deeper, stage.optimizer_share) for g, n in zip(halves, layers, strict=True))
+    pair = (
+        StageDraft(g, n, stage.deeper, stage.optimizer_share) for g, n in zip(halves, layers, strict=True)
+    )
     return replace(own, stages=(*own.stages[:s], *pair, *own.stages[s + 1 :]))
 
 

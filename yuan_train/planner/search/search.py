@@ -37,9 +37,13 @@ NUM_POLISHED, NUM_PROMISING = 4, 12
 PROMISING_FACTOR = 1.05
 """A plan may be polished if its estimate is within this multiple of the best step: estimates are a few
 percent high, because they count the stages after the slowest one in full."""
-POLISH_WORK, RESTRUCTURE_WORK = 3_000_000, 6_000_000
-"""Budgets of all polishes, and of all restructuring; see `descent.Budget`."""
-NUM_RESTRUCTURED = 2
+FEW_CARDS = 56
+"""Cards up to which the structure of plans is changed, and the larger budget below holds."""
+POLISH_WORK, POLISH_WORK_PER_CARD = 4_000_000, 4_000
+"""Budget of all polishes on few cards, and for each card of more; see `descent.Budget`."""
+RESTRUCTURE_WORK = 12_000_000
+"""Budget of all changes of structure, with the polishes that they bring."""
+NUM_RESTRUCTURED = 3
 """Polished plans whose structure is changed."""
 NUM_SPLIT = 3
 """Plans whose stages are also tried as virtual stages."""
@@ -99,8 +103,14 @@ def search_plan(
         micro_batch_size=micro_batch_size,
         model=problem.model,
         measured_widths=_widths(problem),
+        measured_sizes=_sizes(problem),
         num_cards=len(problem.cluster.cards),
     )
+    if problem.has_external_profile:
+        # Its plans are not polished.
+        options = replace(
+            options, polished_schedules=options.schedules, polished_sizes=options.micro_batch_sizes
+        )
     started = clock()
 
     def stopped() -> bool:
@@ -120,14 +130,19 @@ def search_plan(
     ranked = _rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
     if not ranked:
         raise NoPlanFits(describe_shortfall(costs, any_shapes, options))
-    ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
+    ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.polished_schedules]
     if not ranked:
         raise NoPlanFits(NO_VIRTUAL_STAGES)
     ranked = _rank(costs, _with_polished(costs, ranked, cards, options, stopped))
     if options.half_layers:
         ranked = _rank(costs, _with_half_layers(costs, ranked, stopped))
     lowest = found.lower_bound_seconds
-    has_unproven = _may_mix(options, cards) or "interleaved_1f1b" in options.schedules or options.half_layers
+    polishes_more = (options.polished_schedules, options.polished_sizes) != (
+        options.schedules,
+        options.micro_batch_sizes,
+    )
+    interleaves = "interleaved_1f1b" in options.polished_schedules
+    has_unproven = _may_mix(options, cards) or polishes_more or interleaves or options.half_layers
     exact = found.exact and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
     if has_unproven or (not exact and not problem.has_external_profile):
         lowest = min(lowest, any_bound(costs, cards, options))
@@ -160,6 +175,14 @@ def _widths(problem: PlanProblem) -> tuple[int, ...]:
     """Tensor-parallel widths that the profile has measured; none without a profile."""
     entries = problem.profile.entries if problem.profile else ()
     return tuple(sorted({entry.tensor_parallel for entry in entries}))
+
+
+def _sizes(problem: PlanProblem) -> tuple[int, ...]:
+    """Micro-batch sizes that the profile has measured on every type of card; none without a profile."""
+    measured: dict[str, set[int]] = {}
+    for entry in problem.profile.entries if problem.profile else ():
+        measured.setdefault(entry.device_type, set()).add(entry.micro_batch_size)
+    return tuple(sorted(set[int].intersection(*measured.values()))) if measured else ()
 
 
 def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:
@@ -218,7 +241,7 @@ def _more_plans(
 ) -> list[Candidate]:
     """Plans that are no cut of a shape: mixed pipelines, and good plans with virtual stages."""
     made: list[tuple[Shape | None, Plan]] = []
-    if "interleaved_1f1b" in options.schedules:
+    if "interleaved_1f1b" in options.polished_schedules:
         plain = (candidate for candidate in ranked if candidate.plan.schedule == "1f1b")
         split = ((candidate.shape, list(split_stages(candidate.plan))) for candidate in plain)
         splittable = itertools.islice((item for item in split if item[1]), NUM_SPLIT)
@@ -263,20 +286,23 @@ def _with_polished(
     estimates = [polished_estimate(candidate.plan, candidate.cost) for candidate in ranked]
     promising = sorted(range(len(ranked)), key=lambda i: (estimates[i], i))[:NUM_PROMISING]
     best = ranked[0].step_seconds
-    budget = Budget(POLISH_WORK, stopped)
+    few = len(costs.problem.cluster.cards) <= FEW_CARDS
+    work = POLISH_WORK if few else POLISH_WORK_PER_CARD * len(costs.problem.cluster.cards)
     polished: list[int] = []
     for i in dict.fromkeys([*range(min(NUM_POLISHED, len(ranked))), *promising]):
+        budget = Budget(min(work, POLISH_WORK / NUM_POLISHED), stopped)
         if not budget.is_over and (i < NUM_POLISHED or estimates[i] < PROMISING_FACTOR * best):
             plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options, budget)
+            work -= POLISH_WORK / NUM_POLISHED - budget.work
             result[i] = replace(ranked[i], plan=plan, cost=cost)
             best = min(best, cost.step_seconds)
             polished.append(i)
-    budget = Budget(RESTRUCTURE_WORK, stopped)
-    for i in sorted(polished, key=lambda i: (result[i].step_seconds, i))[:NUM_RESTRUCTURED]:
-        if not budget.is_over:
-            plan, cost = restructure_plan(costs, result[i].plan, result[i].cost, cards, options, budget)
-            if plan != result[i].plan:
-                result[i] = Candidate(plan=plan, cost=cost, shape=_first_shape(plan, cost))
+    fastest = sorted(polished, key=lambda i: (result[i].step_seconds, i))
+    for i in fastest[: NUM_RESTRUCTURED if few else 0]:
+        budget = Budget(RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
+        plan, cost = restructure_plan(costs, result[i].plan, result[i].cost, cards, options, budget)
+        if plan != result[i].plan:
+            result[i] = Candidate(plan=plan, cost=cost, shape=_first_shape(plan, cost))
     return result
 
 
