@@ -1,9 +1,9 @@
 """python tools/bench_polish.py [NAMES ...]: what a plain local search still gains from the planner's plans.
 
-On each of eleven named clusters and of --random N random ones (from --seed on), plans, then changes the plan at
-random for --seconds CPU seconds: layers, warm-up depth, recompute, micro-batches, shares of the batch, widths,
-replicas, order, stages merged and split, schedule, optimizer shares; one, two or three changes together. It
-keeps what is valid, fits, and is not slower in the planner's own simulator; it has no code in common with the
+On each of eleven named clusters, or of --random N random ones (from --seed on), plans, then changes the
+plan at random for --seconds CPU seconds: layers, warm-up depth, recompute, micro-batches, shares of the
+batch, widths, replicas, order, stages merged and split, schedule, optimizer shares; one, two or three changes
+together. It keeps what is valid, fits, and is not slower in the planner's own simulator; it has no code in common with the
 planner's own polish. Prints the gains, and the sum of gains by kind of change.
 """
 

@@ -138,7 +138,7 @@ class PipelineScreen:
         work = [stage.forward + stage.backward for stage in stages]
         count = self.alone.pipelines[0].num_micro_batches
         beside = self.rest_seconds + update
-        # Before a stage's own work the first micro-batch must come down to it; after it, under 1F1B, go back.
+        # Before its own work a stage waits for the first micro-batch; after it, 1F1B sends the last one back.
         fill = work if self.deepens else [stage.forward for stage in stages]
         filled = accumulate(fill, initial=0.0)
         each = (
@@ -191,7 +191,7 @@ class PipelineScreen:
         ).step_seconds
 
     def fit(self, s: int, first: int, end: int, depth: int) -> _Fitted | None:
-        """Stage s with these layers and this depth, in the fastest recompute that fits; None if none does."""
+        """Stage s with these layers and depth, in the fastest recompute that fits; None if none does."""
         layers = (first, end) if self.costs.problem.profile is not None else end - first
         key = (self.keys[s], layers, depth)
         known = self.budget.fitted

@@ -2,9 +2,9 @@
 
 Two loops. The inner one (`descent`) changes layers, warm-up depths and, with them, recompute of one kind of
 pipeline at a time, singly and in pairs. The outer one (`restructure`) changes what these depend on:
-micro-batch size, shares of the batch, schedule, widths, replicas, order, stages, cards. Each of its neighbours
-is cut anew and goes through the inner loop before it is compared, so that a structure is judged by what it
-can be, not by the cut that it happens to begin with.
+micro-batch size, shares of the batch, schedule, widths, replicas, order, stages, cards. Each of its
+neighbours is cut anew and goes through the inner loop before it is compared, so that a structure is judged by
+what it can be, not by the cut that it happens to begin with.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def _descended(costs: Costs, best: Priced, options: Options, budget: Budget, *, 
 
 
 def _priced(costs: Costs, plan: Plan, budget: Budget) -> PlanCost:
+    """What `cost_plan` says; the budget counts its work in steps of a schedule, by the time it takes."""
     budget.work -= sum(
         600 * len(pipeline.stages) + 2 * pipeline.num_micro_batches * len(pipeline.stages)
         for pipeline in plan.pipelines

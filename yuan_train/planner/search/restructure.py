@@ -246,7 +246,8 @@ def _changes(first: PipelineDraft, count: int, spare: Sequence[Card], options: O
     num_stages = len(first.stages)
     for s in range(num_stages):
         for group in _regrouped(first.stages[s], options):
-            yield lambda own, _, s=s, width=len(group[0]): _replaced(
+            width = len(group[0])
+            yield lambda own, _, s=s, width=width: _replaced(
                 own, s, replace(own.stages[s], group=_grouped(own.stages[s].cards, width))
             )
     for s in range(num_stages - 1):

@@ -110,8 +110,8 @@ def read_options(
     """The search keys, restricted to what the engine runs.
 
     With a profile, only the widths and micro-batch sizes that it has measured are tried unless the search
-    keys name others: estimates must not compete with measurements. Values that cannot run are dropped from a list; raises
-    ConfigError for a key that has no others.
+    keys name others: estimates must not compete with measurements. Values that cannot run are dropped from a
+    list; raises ConfigError for a key that has no others.
     """
 
     def joined(values: Sequence[str]) -> str:
