@@ -1,10 +1,10 @@
 """python tools/bench_polish.py [NAMES ...]: what a plain local search still gains from the planner's plans.
 
-On each of eleven named clusters, or of --random N random ones (from --seed on), plans, then changes the
-plan at random for --seconds CPU seconds: layers, warm-up depth, recompute, micro-batches, shares of the
-batch, widths, replicas, order, stages merged and split, schedule, optimizer shares; one, two or three changes
-together. It keeps what is valid, fits, and is not slower in the planner's own simulator; it has no code in common with the
-planner's own polish. Prints the gains, and the sum of gains by kind of change.
+On each of eleven named clusters, or of --random N random ones (from --seed on), plans, then changes the plan
+at random for --seconds CPU seconds: layers, warm-up depth, recompute, micro-batches, shares of the batch,
+widths, replicas, order, stages merged and split, schedule, optimizer shares; one to three changes together.
+It keeps what is valid, fits, and is not slower in the planner's own simulator; it has no code in common with
+the planner's own polish. Prints the gains, and the sum of gains by kind of change.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def random_problem(seed: int) -> PlanProblem:
 def make_problem(
     name: str, nodes: list[tuple[int, int, str]], model: ModelConfig, batch: int, network: float
 ) -> PlanProblem:
-    """A problem of nodes (count, cards, type), and a network of so many GB/s; fp16 where a card lacks bf16."""
+    """A problem of nodes (count, cards, type) on a network of so many GB/s; fp16 where a card lacks bf16."""
     groups = tuple(
         NodeGroup(
             name=f"{kind.lower()}{i}",

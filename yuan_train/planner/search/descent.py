@@ -130,7 +130,7 @@ class PipelineScreen:
         return found
 
     def seconds(self, cut: Cut, limit: float = math.inf) -> float:
-        """Step seconds of the plan with this cut; inf if it does not fit or, surely, takes `limit` or more."""
+        """Step seconds of the plan with this cut; inf if it does not fit or surely takes `limit` or more."""
         stages = self.fitted(cut)
         if stages is None:
             return math.inf
@@ -299,8 +299,8 @@ def alike_pipelines(plan: Plan, cost: PlanCost, p: int) -> tuple[int, ...]:
 
 
 def descend(screen: PipelineScreen, start: Cut, *, pairs: bool) -> list[Cut]:
-    """Cuts, each faster than the one before, from `start` on: each change that gains is kept, and with `pairs`
-    also two changes that only gain together. Only `start` if nothing gains."""
+    """Cuts from `start` on, each faster than the one before: a change that gains is kept, and with `pairs` so
+    are two changes that only gain together. Only `start` if nothing gains."""
     moves = list(_moves(screen))
     cut = start
     best = screen.seconds(cut)

@@ -78,7 +78,7 @@ class Found:
     lower_bound_seconds: float
     """No plan of these shapes takes less."""
     exact: bool
-    """Whether no plan of these shapes is faster than the best candidate, post-optimisation not counted."""
+    """Whether no plan of these shapes is faster than the best candidate, polish not counted."""
     num_simulated: int
 
 
