@@ -18,7 +18,7 @@ from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
-from yuan_train.planner.evaluate.stage_cost import StageCost, stage_cost
+from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.one_f_one_b import one_f_one_b_seconds
 
 LEAST_GAIN = 1e-5
@@ -82,6 +82,7 @@ class PipelineScreen:
     """What the cost of each stage depends on, beside layers and depth."""
     replicas: tuple[int, ...] = field(init=False)
     own: list[StageCost] = field(init=False)
+    """Its stages, as those of `alone`."""
     alone: Plan = field(init=False)
     """The plan with this pipeline only: quicker to change."""
     alike: tuple[int, ...] = field(init=False)
@@ -95,7 +96,7 @@ class PipelineScreen:
         def keep(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        keep("own", [stage for stage in self.cost.stages if stage.pipeline == self.p])
+        keep("own", [replace(own, pipeline=0) for own in self.cost.stages if own.pipeline == self.p])
         keep("alone", replace(self.plan, pipelines=(self.plan.pipelines[self.p],), forecast=None))
         alike = alike_pipelines(self.plan, self.cost, self.p)
         keep("alike", alike)
@@ -248,18 +249,7 @@ class PipelineScreen:
     def _fits(self, s: int, stage: StagePlan) -> _Fitted | None:
         """The stage and its seconds; None if it does not fit."""
         self.budget.work -= 200
-        pipeline = self.alone.pipelines[0]
-        stages = (*pipeline.stages[:s], stage, *pipeline.stages[s + 1 :])
-        old = self.own[s]
-        new = stage_cost(
-            self.costs,
-            replace(self.alone, pipelines=(replace(pipeline, stages=stages),)),
-            old.replicas,
-            0,
-            s,
-            optimizer_share=old.optimizer_share,
-            packed_share=old.packed_share,
-        )
+        new = change_stage(self.costs, self.alone, self.own[s], stage)
         if not new.fits:
             return None
         return _Fitted(
