@@ -241,7 +241,9 @@ def _more_plans(
 ) -> list[Candidate]:
     """Plans that are no cut of a shape: mixed pipelines, and good plans with virtual stages."""
     made: list[tuple[Shape | None, Plan]] = []
-    if "interleaved_1f1b" in options.polished_schedules:
+    # Making a schedule of virtual stages takes seconds on many cards: there only if it is asked for.
+    few = len(cards) <= FEW_CARDS
+    if "interleaved_1f1b" in (options.polished_schedules if few else options.schedules):
         plain = (candidate for candidate in ranked if candidate.plan.schedule == "1f1b")
         split = ((candidate.shape, list(split_stages(candidate.plan))) for candidate in plain)
         splittable = itertools.islice((item for item in split if item[1]), NUM_SPLIT)
@@ -288,12 +290,14 @@ def _with_polished(
     best = ranked[0].step_seconds
     few = len(costs.problem.cluster.cards) <= FEW_CARDS
     work = POLISH_WORK if few else POLISH_WORK_PER_CARD * len(costs.problem.cluster.cards)
+    most = work / NUM_POLISHED
     polished: list[int] = []
     for i in dict.fromkeys([*range(min(NUM_POLISHED, len(ranked))), *promising]):
-        budget = Budget(min(work, POLISH_WORK / NUM_POLISHED), stopped)
+        share = min(work, most)
+        budget = Budget(share, stopped)
         if not budget.is_over and (i < NUM_POLISHED or estimates[i] < PROMISING_FACTOR * best):
             plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options, budget)
-            work -= POLISH_WORK / NUM_POLISHED - budget.work
+            work -= share - budget.work
             result[i] = replace(ranked[i], plan=plan, cost=cost)
             best = min(best, cost.step_seconds)
             polished.append(i)
