@@ -144,7 +144,7 @@ def neighbours(costs: Costs, draft: Draft, cards: Sequence[Card], options: Optio
     for members in alike_drafts(draft):
         for change in _changes(draft.pipelines[members[0]], len(members), spare, options):
             changed = _apply(draft, members, change)
-            if changed is not None and _has_allowed_replicas(changed, options):
+            if changed is not None and _is_allowed(changed, options):
                 yield changed
     if len(used) > 1 or options.tied:
         for sharded in options.sharded:
@@ -180,9 +180,12 @@ def _apply(draft: Draft, members: Sequence[int], change: Change) -> Draft | None
     return replace(draft, pipelines=tuple(pipelines))
 
 
-def _has_allowed_replicas(draft: Draft, options: Options) -> bool:
-    counts = {len(stage.group) for pipeline in draft.pipelines for stage in pipeline.stages}
-    return options.any_replicas or counts <= set(options.replicas)
+def _is_allowed(draft: Draft, options: Options) -> bool:
+    """Whether the search keys allow the stages' widths and numbers of replicas."""
+    stages = [stage for pipeline in draft.pipelines for stage in pipeline.stages]
+    counts = {len(stage.group) for stage in stages}
+    widths = {stage.width for stage in stages}
+    return widths <= set(options.tensor) and (options.any_replicas or counts <= set(options.replicas))
 
 
 def _other_sizes(draft: Draft, options: Options) -> Iterator[Draft]:
