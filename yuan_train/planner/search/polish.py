@@ -73,6 +73,22 @@ def restructure_plan(
     best = plan, cost
     if plan.schedule == "interleaved_1f1b" or plan.divided_layers:
         return best
+    # First under the plan's own schedule and size, then under all: what more choice finds is never slower.
+    own = replace(
+        options,
+        polished_schedules=(plan.schedule,),
+        polished_sizes=tuple(dict.fromkeys(pipeline.micro_batch_size for pipeline in plan.pipelines)),
+    )
+    half = Budget(budget.work / 2, budget.stopped, budget.fitted)
+    best = _restructured(costs, best, cards, own, half)
+    budget.work += half.work - budget.work / 2
+    return _restructured(costs, best, cards, options, budget)
+
+
+def _restructured(
+    costs: Costs, best: Priced, cards: Sequence[Card], options: Options, budget: Budget
+) -> Priced:
+    """The best plan that single changes lead to under these options; see `restructure_plan`."""
     tried: set[Draft] = set()
     gained = True
     while gained and not budget.is_over:

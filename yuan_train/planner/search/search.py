@@ -273,6 +273,18 @@ def _first_shape(plan: Plan, cost: PlanCost) -> Shape:
     )
 
 
+def _reshaped(shape: Shape, plan: Plan) -> Shape:
+    """The shape from which a polish came to the plan, with its schedule and, if all pipelines have the same
+    one, its share of the batch. The cards are those that the shape assigns, used or not."""
+    (size, count), *others = dict.fromkeys(
+        (pipeline.micro_batch_size, pipeline.num_micro_batches) for pipeline in plan.pipelines
+    )
+    reshaped = replace(shape, schedule=plan.schedule)
+    if others or len(plan.pipelines) != shape.num_pipelines:
+        return reshaped
+    return replace(reshaped, micro_batch_size=size, num_micro_batches=count)
+
+
 def _with_polished(
     costs: Costs,
     ranked: Sequence[Candidate],
@@ -285,17 +297,22 @@ def _with_polished(
     if costs.problem.has_external_profile:
         return list(ranked)
     result = list(ranked)
-    estimates = [polished_estimate(candidate.plan, candidate.cost) for candidate in ranked]
-    promising = sorted(range(len(ranked)), key=lambda i: (estimates[i], i))[:NUM_PROMISING]
-    best = ranked[0].step_seconds
+    # Virtual stages are not polished, and take no other plan's place.
+    plain = [i for i, candidate in enumerate(ranked) if candidate.plan.schedule != "interleaved_1f1b"]
+    if not plain:
+        return result
+    estimates = {i: polished_estimate(ranked[i].plan, ranked[i].cost) for i in plain}
+    promising = sorted(plain, key=lambda i: (estimates[i], i))[:NUM_PROMISING]
+    first = plain[:NUM_POLISHED]
+    best = ranked[first[0]].step_seconds
     few = len(costs.problem.cluster.cards) <= FEW_CARDS
     work = POLISH_WORK if few else POLISH_WORK_PER_CARD * len(costs.problem.cluster.cards)
     most = work / NUM_POLISHED
     polished: list[int] = []
-    for i in dict.fromkeys([*range(min(NUM_POLISHED, len(ranked))), *promising]):
+    for i in dict.fromkeys([*first, *promising]):
         share = min(work, most)
         budget = Budget(share, stopped)
-        if not budget.is_over and (i < NUM_POLISHED or estimates[i] < PROMISING_FACTOR * best):
+        if not budget.is_over and (i in first or estimates[i] < PROMISING_FACTOR * best):
             plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options, budget)
             work -= share - budget.work
             result[i] = replace(ranked[i], plan=plan, cost=cost)
@@ -306,7 +323,7 @@ def _with_polished(
         budget = Budget(RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
         plan, cost = restructure_plan(costs, result[i].plan, result[i].cost, cards, options, budget)
         if plan != result[i].plan:
-            result[i] = Candidate(plan=plan, cost=cost, shape=_first_shape(plan, cost))
+            result[i] = Candidate(plan=plan, cost=cost, shape=_reshaped(result[i].shape, plan))
     return result
 
 

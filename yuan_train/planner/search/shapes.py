@@ -131,7 +131,8 @@ def read_options(
     sizes = tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,)))
     return Options(
         recompute=recompute,
-        schedules=named,
+        # One schedule is cut where it can be, so that a further one takes no budget from it.
+        schedules=("1f1b",) if "1f1b" in named else named,
         polished_schedules=named if search.schedule else POLISHED_SCHEDULES,
         pipelines=search.pipelines,
         num_micro_batches=search.num_micro_batches,
