@@ -57,7 +57,9 @@ class Budget:
 
     work: float
     stopped: Callable[[], bool]
-    fitted: dict[tuple[object, ...], _Fitted | None] = field(default_factory=dict)
+    fitted: dict[tuple[object, ...], _Fitted | None] = field(
+        default_factory=dict[tuple[object, ...], _Fitted | None]
+    )
     """Stages that were fitted so far, by all that their cost depends on."""
 
     @property
