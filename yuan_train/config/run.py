@@ -220,13 +220,14 @@ class SearchConfig:
     num_micro_batches: Counts | None = None
     """Micro-batches per pipeline; excludes mixed pipelines."""
     micro_batch_size: Counts | None = None
-    """Sequences per micro-batch; None: `train.micro_batch_size`."""
+    """Sequences per micro-batch; None: any, from `train.micro_batch_size` on; with a profile those that it
+    measured."""
     replicas: Counts | None = None
     """Replicas per stage; None: 1, and on few cards without a profile also 2."""
     optimizer_sharding: tuple[bool, ...] | None = None
     recompute: Annotated[tuple[Recompute, ...], MinLen(1)] | None = None
     schedule: Annotated[tuple[ScheduleName, ...], MinLen(1)] | None = None
-    """None: 1f1b."""
+    """None: 1f1b, and where that gains zero_bubble and interleaved_1f1b."""
     device_order: Literal["fixed", "free"] = "free"
     """`fixed`: stages take the cards in the order of the cluster file."""
     use_all_devices: bool = False
@@ -278,8 +279,12 @@ class RunConfig:
 
     @property
     def feasible_search(self) -> SearchConfig:
-        """`search`, without what the run rules out: compiled layers are not sharded."""
-        return replace(self.search, tensor=(1,)) if self.train.compile else self.search
+        """`search`, without what the run rules out: compiled layers are not sharded, and their backward is
+        one piece, which excludes zero_bubble."""
+        if not self.train.compile:
+            return self.search
+        schedule = self.search.schedule or ("1f1b", "interleaved_1f1b")
+        return replace(self.search, tensor=(1,), schedule=schedule)
 
     @property
     def decay_steps(self) -> int:

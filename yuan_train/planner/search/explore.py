@@ -20,6 +20,7 @@ from yuan_train.planner.costs.grad_reduce import (
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.bounds import shape_bound
+from yuan_train.planner.search.descent import Budget
 from yuan_train.planner.search.instances import is_faithful, make_instance
 from yuan_train.planner.search.offload import with_offload
 from yuan_train.planner.search.polish import polish_plan
@@ -43,6 +44,8 @@ SKETCH_WORK_PER_CARD = 250_000
 """Budget of all sketches together: cells of dynamic programming (stages * units^2), per card."""
 MANY_CARDS, KEPT_OF_MANY = 48, 3
 """On more cards than these, so many cuts of a shape become candidates."""
+PREVIEW_WORK = 100_000
+"""Budget of a polish that only helps to choose among sketches; see `descent.Budget`."""
 MAX_REFINED_SHAPES, MAX_POLISHED_SHAPES = 3, 12
 """Sketches that are refined; sketches whose best cut is polished to choose among them."""
 
@@ -77,7 +80,7 @@ class Found:
     lower_bound_seconds: float
     """No plan of these shapes takes less."""
     exact: bool
-    """Whether no plan of these shapes is faster than the best candidate, post-optimisation not counted."""
+    """Whether no plan of these shapes is faster than the best candidate, polish not counted."""
     num_simulated: int
 
 
@@ -232,7 +235,8 @@ class _Search:
         for i, (shape, found) in enumerate(chosen[:MAX_POLISHED_SHAPES]):
             (order, bounds), estimate = next(iter(found.hidden.items()))
             plan = _plan_of(self.costs, shape, self.options, make_cut(found.tables, order, bounds, estimate))
-            _, cost = polish_plan(self.costs, plan, cost_plan(self.costs, plan), self.options.recompute)
+            budget = Budget(PREVIEW_WORK, self.stopped)
+            _, cost = polish_plan(self.costs, plan, cost_plan(self.costs, plan), self.options, budget)
             seconds[i] = cost.step_seconds
         return [chosen[i] for i in sorted(seconds, key=lambda i: (seconds[i], i))[:MAX_REFINED_SHAPES]]
 
