@@ -350,7 +350,7 @@ def test_the_printed_table_is_short_and_names_the_bottleneck():
 
 
 def test_layouts_in_other_notations():
-    result = find(problem(TWO_SPEEDS), pipelines=(1,), use_all_devices=True)
+    result = find(problem(TWO_SPEEDS), pipelines=(1,), use_all_devices=True, tensor=(1,), replicas=(1,))
     assert sum(int(number) for number in layer_list(result.best).split(",")) == 8
     layout = megatron_layout(result.best)
     assert layout.startswith("E") and layout.endswith("L") and layout.count("|") == 3
