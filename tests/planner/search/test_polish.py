@@ -105,7 +105,7 @@ def test_a_plan_over_a_slow_network_warms_up_deeper():
     given_problem = problem(two_nodes(4.0, seconds=2e-3), model=UNTIED, global_batch_size=32)
     result = find(given_problem, **KEYS)
     depths = result.best.plan.pipelines[0].depths("1f1b")
-    assert depths[0] > 4
+    assert depths is not None and depths[0] > 4
     costs = make_costs(given_problem)
     assert result.best.step_seconds < 0.9 * cost_plan(costs, plain(result.best.plan)).step_seconds
     assert result.lower_bound_seconds <= result.best.step_seconds and not result.exact

@@ -1,0 +1,128 @@
+"""The finalists of a search: candidates are ranked, and the most promising ones are polished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.plan import Plan
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.search.descent import Budget
+from yuan_train.planner.search.explore import Candidate, choice_seconds
+from yuan_train.planner.search.half_layers import shift_by_halves
+from yuan_train.planner.search.polish import polish_plan, polished_estimate, restructure_plan
+from yuan_train.planner.search.shapes import Options, Shape
+
+MAX_FINALISTS = 100
+"""Fastest candidates that are kept when candidates are ranked."""
+NUM_POLISHED, NUM_PROMISING = 4, 12
+"""Plans that are polished: the fastest ones, and those with the best `polished_estimate`."""
+PROMISING_FACTOR = 1.05
+"""A plan may be polished if its estimate is within this multiple of the best step: estimates are a few
+percent high, because they count the stages after the slowest one in full."""
+FEW_CARDS = 56
+"""Cards up to which the structure of plans is changed, and the larger budget below holds."""
+POLISH_WORK, POLISH_WORK_PER_CARD = 4_000_000, 4_000
+"""Budget of all polishes on few cards, and for each card of more; see `descent.Budget`."""
+RESTRUCTURE_WORK = 12_000_000
+"""Budget of all changes of structure, with the polishes that they bring."""
+NUM_RESTRUCTURED = 3
+"""Polished plans whose structure is changed."""
+
+
+def improve(
+    costs: Costs,
+    ranked: Sequence[Candidate],
+    cards: Sequence[Card],
+    options: Options,
+    stopped: Callable[[], bool],
+) -> list[Candidate]:
+    """The candidates, the most promising ones polished, fastest first."""
+    if not ranked:
+        return []
+    ranked = rank(costs, _with_polished(costs, ranked, cards, options, stopped))
+    return rank(costs, _with_half_layers(costs, ranked, stopped)) if options.half_layers else ranked
+
+
+def _reshaped(shape: Shape, plan: Plan) -> Shape:
+    """The shape from which a polish came to the plan, with its schedule and, if all pipelines have the same
+    one, its share of the batch. The cards are those that the shape assigns, used or not."""
+    (size, count), *others = dict.fromkeys(
+        (pipeline.micro_batch_size, pipeline.num_micro_batches) for pipeline in plan.pipelines
+    )
+    reshaped = replace(shape, schedule=plan.schedule)
+    if others or len(plan.pipelines) != shape.num_pipelines:
+        return reshaped
+    return replace(reshaped, micro_batch_size=size, num_micro_batches=count)
+
+
+def _with_polished(
+    costs: Costs,
+    ranked: Sequence[Candidate],
+    cards: Sequence[Card],
+    options: Options,
+    stopped: Callable[[], bool],
+) -> list[Candidate]:
+    """The candidates, the most promising ones polished and the best of these restructured. Under an external
+    profile none is: its plans are compared under plain 1F1B."""
+    if costs.problem.has_external_profile:
+        return list(ranked)
+    result = list(ranked)
+    # Virtual stages are not polished, and take no other plan's place.
+    plain = [i for i, candidate in enumerate(ranked) if candidate.plan.schedule != "interleaved_1f1b"]
+    if not plain:
+        return result
+    estimates = {i: polished_estimate(ranked[i].plan, ranked[i].cost) for i in plain}
+    promising = sorted(plain, key=lambda i: (estimates[i], i))[:NUM_PROMISING]
+    first = plain[:NUM_POLISHED]
+    best = ranked[first[0]].step_seconds
+    few = len(costs.problem.cluster.cards) <= FEW_CARDS
+    work = POLISH_WORK if few else POLISH_WORK_PER_CARD * len(costs.problem.cluster.cards)
+    most = work / NUM_POLISHED
+    polished: list[int] = []
+    for i in dict.fromkeys([*first, *promising]):
+        share = min(work, most)
+        budget = Budget(share, stopped)
+        if not budget.is_over and (i in first or estimates[i] < PROMISING_FACTOR * best):
+            plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options, budget)
+            work -= share - budget.work
+            result[i] = replace(ranked[i], plan=plan, cost=cost)
+            best = min(best, cost.step_seconds)
+            polished.append(i)
+    fastest = sorted(polished, key=lambda i: (result[i].step_seconds, i))
+    for i in fastest[: NUM_RESTRUCTURED if few else 0]:
+        budget = Budget(RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
+        plan, cost = restructure_plan(costs, result[i].plan, result[i].cost, cards, options, budget)
+        if plan != result[i].plan:
+            result[i] = Candidate(plan=plan, cost=cost, shape=_reshaped(result[i].shape, plan))
+    return result
+
+
+def _with_half_layers(
+    costs: Costs, ranked: Sequence[Candidate], stopped: Callable[[], bool]
+) -> list[Candidate]:
+    """The candidates, the fastest ones with borders in the middle of layers where that gains."""
+    result = list(ranked)
+    for i in range(min(NUM_POLISHED, len(ranked))):
+        plan, cost = shift_by_halves(costs, ranked[i].plan, ranked[i].cost, stopped)
+        result[i] = replace(ranked[i], plan=plan, cost=cost)
+    return result
+
+
+def rank(costs: Costs, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by `_text`."""
+
+    def seconds(candidate: Candidate) -> float:
+        return choice_seconds(costs, candidate.cost)
+
+    finalists = sorted(candidates, key=seconds)[:MAX_FINALISTS]
+    return sorted(
+        finalists,
+        key=lambda c: (float(f"{seconds(c):.8e}"), len(c.plan.ranks), _text(c.plan)),
+    )
+
+
+def _text(plan: Plan) -> str:
+    """A text that identifies a plan within a search."""
+    return repr((plan.schedule, plan.optimizer_sharding, [r.device for r in plan.ranks], plan.pipelines))
