@@ -132,7 +132,7 @@ def test_a_rank_that_hangs_is_named(job: list[str], tmp_path: Path) -> None:
 def test_torchrun_runs_the_printed_line_and_restarts_from_the_last_checkpoint(
     run_file: Path, job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = 24
+    steps = 12
     alone = ("validation.every=0", f"log.directory={tmp_path / 'alone'}", f"train.steps={steps}")
     assert main(["train", "--config", str(run_file), *alone]) == 0
     capsys.readouterr()

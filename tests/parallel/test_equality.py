@@ -25,8 +25,9 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_project(tmp_path_factory.mktemp("project"))
 
 
-ALL = ("validation.every=4",)
-FEW = (*ALL, "train.steps=8", "optimizer.decay_steps=20")
+ALL = ("validation.every=5",)
+STEPS = 5
+FEW = (*ALL, f"train.steps={STEPS}", "optimizer.decay_steps=20")
 """The first steps of the run of 20."""
 LONG = ("1-4-1", "two pipelines")
 """The partitions that take all 20 steps in fp32."""
@@ -71,7 +72,7 @@ def test_every_partition_gives_the_curve_of_one_process(
         )
     if precision == "fp32":
         lengths = {case.folder.name: len(read_metrics(case.folder)) for case in cases}
-        assert lengths == {name: 20 if name in LONG else 8 for name in CUTS}
+        assert lengths == {name: 20 if name in LONG else STEPS for name in CUTS}
         assert alone[-1]["loss"] < alone[0]["loss"] - 0.5
 
 
@@ -89,7 +90,7 @@ def test_schedule_recompute_and_micro_batch_size_do_not_change_the_curve(
     run_cases(cases)
     for case in cases:
         curve = read_metrics(case.folder)
-        assert largest_difference(curve, alone[:8]) < TOLERANCE["fp32"], case.folder.name
+        assert largest_difference(curve, alone[:STEPS]) < TOLERANCE["fp32"], case.folder.name
 
 
 def test_an_untied_head_with_plain_attention_and_all_resets(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_bf16_keeps_fp32_masters_under_any_partition(
     reference = run_alone(Case(run_file, tmp_path / "alone", None, overrides))
     run_cases([case])
     assert largest_difference(read_metrics(case.folder), reference) < 2e-3
-    assert 1e-6 < largest_difference(reference, alone[:8]) < 2e-2
+    assert 1e-6 < largest_difference(reference, alone[:STEPS]) < 2e-2
 
 
 def test_without_the_gradient_all_reduce_the_curve_differs(
@@ -128,4 +129,4 @@ def test_without_the_gradient_all_reduce_the_curve_differs(
     ]
     run_cases(cases)
     for case in cases:
-        assert largest_difference(read_metrics(case.folder), alone[:8]) > 1e-3, case.folder.name
+        assert largest_difference(read_metrics(case.folder), alone[:STEPS]) > 1e-4, case.folder.name

@@ -82,7 +82,9 @@ def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
     """Measured memory is at least what autograd saves; a recomputed layer needs transient memory."""
     run = run_config(make_project(tmp_path))
     case = measure.ProfileCase(
-        model=replace(run.model, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64),
+        model=replace(
+            run.model, num_layers=2, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64
+        ),
         sequence_length=256,
         micro_batch_size=2,
         recompute="none",
