@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -45,11 +45,35 @@ class Batch:
 
     inputs: np.ndarray
     targets: np.ndarray
+    places: np.ndarray | None = None
+    """Of preference pairs, int64 [B]: 2 * pair for its chosen row, and one more for its rejected one."""
 
     @property
     def num_trained(self) -> int:
         """Tokens with a loss."""
         return int((self.targets != IGNORED).sum())
+
+
+class Samples(Protocol):
+    """An endless sequence of samples, read by number."""
+
+    @property
+    def masks(self) -> bool:
+        """Whether only who reads a batch knows how many terms its mean loss has."""
+        ...
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """What ranks compare of the files, wherever these lie."""
+        ...
+
+    def known_terms(self, num_samples: int) -> int:
+        """Terms of the mean loss of so many samples; the most there can be if it `masks`."""
+        ...
+
+    def batch(self, first_sample: int, count: int) -> Batch:
+        """Samples [first_sample, first_sample + count). Raises DataError."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +231,15 @@ class Blend:
     def masks(self) -> bool:
         """Whether some tokens have no loss, so that only who reads a batch knows how many have one."""
         return any(corpus.rules is not None and corpus.rules.masks for corpus in self.corpora)
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """What ranks compare of each corpus."""
+        return [corpus.fingerprint for corpus in self.corpora]
+
+    def known_terms(self, num_samples: int) -> int:
+        """Tokens of so many samples."""
+        return num_samples * self.corpora[0].sequence_length
 
     def locate(self, sample: int) -> tuple[int, int]:
         """(corpus, sample number within it) of a sample of the global order."""
