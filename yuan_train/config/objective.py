@@ -25,7 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """The loss of a run; see `docs/rl.md`. Only `language_model` reads `data.train`, the others `data.pairs`."""
+    """The loss of a run; see `docs/rl.md`. `language_model` reads `data.train`, the others `data.pairs`."""
 
     kind: ObjectiveKind = "language_model"
     beta: Annotated[float, Gt(0)] | None = None
@@ -53,8 +53,8 @@ class StartConfig:
     """What a run begins with; a run that is resumed goes on with its own checkpoint instead."""
 
     checkpoint: str | None = None
-    """Weights, of a checkpoint or of the newest in a folder of them; the optimizer begins anew, at step 0. None
-    draws them from train.seed. A reward model takes all but the head of a language model."""
+    """Weights, of a checkpoint or of the newest in a folder of them; the optimizer begins anew, at step 0.
+    None draws them from train.seed. A reward model takes all but the head of a language model."""
 
 
 def objective_constraints(run: RunConfig) -> Iterator[Violation]:

@@ -109,8 +109,8 @@ def encode_chat(
         is_answer.append(is_open)
     if tokenizer.eod_id in tokens[:-1]:
         raise DataError(
-            f"{where}: the chat gives the end-of-document id {tokenizer.eod_id} before its end; train on chats "
-            "of one answer, or with a template whose turns end in another token"
+            f"{where}: the chat gives the end-of-document id {tokenizer.eod_id} before its end; train on "
+            "chats of one answer, or with a template whose turns end in another token"
         )
     return tokens, is_answer
 
@@ -126,7 +126,7 @@ def _segments(tokenizer: Tokenizer, messages: Sequence[Message], where: str) -> 
         if not prompt.startswith(done) or not whole.startswith(prompt):
             raise DataError(
                 f"{where}: with message {number + 1} the chat template writes what came before it otherwise, "
-                "so the answers' tokens cannot be told; give each answer a line of its own, as the last message"
+                "so the answers' tokens cannot be told; give each answer a line of its own"
             )
         yield prompt[len(done) :], False
         yield whole[len(prompt) :], True

@@ -79,9 +79,18 @@ class Pairs:
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples [first_sample, first_sample + count) of the global order, whole pairs."""
         assert first_sample % 2 == 0 and count % 2 == 0
-        pairs = [self._pair_at(number) for number in range(first_sample // 2, (first_sample + count) // 2)]
+        return self._rows_of(
+            [self._pair_at(number) for number in range(first_sample // 2, (first_sample + count) // 2)]
+        )
+
+    def in_file_order(self, first_row: int, count: int) -> Batch:
+        """Rows [first_row, first_row + count) of the file, whole pairs."""
+        assert first_row % 2 == 0 and count % 2 == 0
+        return self._rows_of(range(first_row // 2, (first_row + count) // 2))
+
+    def _rows_of(self, pairs: Sequence[int]) -> Batch:
         places = np.array([2 * pair + side for pair in pairs for side in (0, 1)])
-        shape = (count, self._sequence_length)
+        shape = (len(places), self._sequence_length)
         batch = Batch(np.full(shape, self._pad_id), np.full(shape, IGNORED), places)
         for inputs, targets, place in zip(batch.inputs, batch.targets, places, strict=True):
             row = self._rows[place]

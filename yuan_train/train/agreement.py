@@ -131,7 +131,7 @@ def check_same_directory(directory: str | Path) -> None:
 
 
 def find_resume_together(job: Job) -> Job:
-    """The job with the checkpoint to resume from, or to begin with, if there is one; collective over all ranks.
+    """The job with the checkpoint to resume from or to begin with, if any; collective over all ranks.
 
     Rank 0 looks at the files, of which there are as many as ranks, and tells the others. Raises
     CheckpointError, on all ranks, if it is incomplete, holds another model, or is not seen by all.

@@ -150,7 +150,13 @@ def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Samples, Ble
     length, seed, vocab = data.sequence_length, run.train.seed, run.model.vocab_size
     rules = sample_rules(data, tokenizer)
     train = open_corpora(
-        sources, sequence_length=length, seed=seed, vocab_size=vocab, split=data.split, rules=rules
+        sources,
+        sequence_length=length,
+        seed=seed,
+        vocab_size=vocab,
+        split=data.split,
+        rules=rules,
+        loss_on_answers=data.loss_on_answers,
     )
     if data.split is not None:
         return train, open_corpora(
@@ -161,12 +167,19 @@ def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Samples, Ble
             split=data.split,
             part="validation",
             rules=rules,
+            loss_on_answers=data.loss_on_answers,
         )
     if not data.validation:
         return train, None
     held_out = [(source.prefix, source.weight) for source in data.validation]
     return train, open_corpora(
-        held_out, sequence_length=length, seed=seed, vocab_size=vocab, part="validation", rules=rules
+        held_out,
+        sequence_length=length,
+        seed=seed,
+        vocab_size=vocab,
+        part="validation",
+        rules=rules,
+        loss_on_answers=data.loss_on_answers,
     )
 
 

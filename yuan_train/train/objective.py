@@ -106,7 +106,7 @@ class RowScores:
 
 
 def row_scores(model: Transformer, hidden_BSH: Tensor, targets_BS: Tensor) -> Tensor:
-    """A number a row [B]: the log-probability of its targets, or of a value model the sum of its scores there."""
+    """A number a row [B]: the log-probability of its targets, or of a value model the sum of scores there."""
     if model.config.output == "vocabulary":
         return -model.loss(hidden_BSH, targets_BS, reduction="none").sum(1)
     return model.scores(hidden_BSH).where(targets_BS != IGNORE_INDEX, 0).sum(1)

@@ -1,4 +1,4 @@
-"""DPO's reference: the policy at step 0, as two log-probabilities a pair, made once and kept beside the log."""
+"""DPO's reference: the policy at step 0, as two log-probabilities a pair, kept beside the log."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _read_together(directory: Path | None, pairs: Pairs) -> torch.Tensor:
 
 def _read(directory: Path | None, pairs: Pairs) -> torch.Tensor:
     what_to_do = (
-        "a DPO run is resumed with the log.directory that it began with; to begin a new one from trained weights "
-        "give them as start.checkpoint"
+        "a DPO run is resumed with the log.directory that it began with; to begin a new one from trained "
+        "weights give them as start.checkpoint"
     )
     if directory is None:
         raise CheckpointError(f"log.directory: none, so no {NUMBERS} to resume with; {what_to_do}")
