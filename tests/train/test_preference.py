@@ -66,7 +66,8 @@ def test_the_loss_does_not_depend_on_the_plan(project: Path, tmp_path: Path) -> 
     """DPO and a reward model on four ranks as on one; and without the sum of gradients they differ."""
     cases: dict[str, Case] = {}
     for name, objective in (("dpo", DPO), ("reward", REWARD)):
-        plan = parse_plan(load_run(project, (objective,)), PLAN, optimizer_sharding=True)
+        run, schedule = load_run(project, (objective,)), "1f1b" if name == "dpo" else "zero_bubble"
+        plan = parse_plan(run, PLAN, optimizer_sharding=True, schedule=schedule)
         cases[name] = Case(project, tmp_path / name, plan, (objective,))
         cases[f"{name}-alone"] = Case(project, tmp_path / f"{name}-alone", None, (objective,))
     broken = Case(project, tmp_path / "broken", cases["dpo"].plan, (DPO,), without="sharded_grad_reduce")
