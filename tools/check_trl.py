@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-from trl.trainer.dpo_trainer import DPOTrainer
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.dpo_trainer import DPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.trainer.reward_trainer import RewardTrainer  # pyright: ignore[reportMissingImports]
 
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
@@ -35,7 +35,6 @@ from yuan_train.objectives.preference import log_ratio_margin, preference_loss, 
 
 TOLERANCE = 1e-5
 PROMPTS, GROUP, PROMPT, ANSWER, VOCABULARY = 3, 4, 7, 9, 96
-SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,16 @@ def build_models(output: str) -> tuple[Transformer, Any]:
     config = ModelConfig(
         name="llama",
         architecture="llama",
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=128,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
         tie_embeddings=False,
         max_sequence_length=64,
         init_std=0.1,
         output=output,  # pyright: ignore[reportArgumentType]
-        **SIZES,
     )
     ours = Transformer(config, dtype=torch.float64)
     init_weights(ours, seed=3)
@@ -125,7 +127,7 @@ def build_models(output: str) -> tuple[Transformer, Any]:
         pad_token_id=0,
         num_labels=1,
     )
-    kind = LlamaForCausalLM if output == "vocabulary" else LlamaForSequenceClassification
+    kind: Any = LlamaForCausalLM if output == "vocabulary" else LlamaForSequenceClassification
     theirs = kind(theirs_config).to(torch.float64)
     theirs.load_state_dict(published({k: v.detach().clone() for k, v in ours.named_parameters()}))
     return ours, theirs.train()
@@ -501,7 +503,7 @@ def _rounded(values: torch.Tensor | None) -> list[list[float]]:
 def main() -> int:
     """Compare, and write golden data if asked."""
     import transformers
-    import trl
+    import trl  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--golden", type=Path, metavar="FILE", help="where to write golden data")

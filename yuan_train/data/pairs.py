@@ -60,7 +60,7 @@ class Pairs:
         self._trained = trained
         digest = hashlib.sha256()
         for row in rows:
-            digest.update(np.int64([len(row.tokens), row.first]).tobytes() + row.tokens.tobytes())
+            digest.update(np.array([len(row.tokens), row.first]).tobytes() + row.tokens.tobytes())
         self.identity = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
