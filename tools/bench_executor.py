@@ -37,7 +37,8 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import init_distributed, make_groups, shutdown
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.schedule.messages import post_early
-from yuan_train.train.measure import machine_name, measure_links
+from yuan_train.train.measure import machine_name
+from yuan_train.train.measure_links import measure_links
 
 CPU = torch.device("cpu")
 FORWARD_SHARE = 1 / 3

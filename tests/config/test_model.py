@@ -65,6 +65,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
 }
 
 
@@ -72,10 +74,12 @@ PUBLISHED = {
 def test_published_llama_and_qwen(name: str) -> None:
     model = load_model(Path("configs/model") / f"{name}.yaml")
     hidden, queries, keys = model.hidden_size, model.projection_size, model.key_value_size
-    layer = 2 * hidden + 2 * hidden * (queries + keys) + 3 * hidden * model.ffn_hidden_size
+    expert, count = 3 * hidden * model.expert_width, max(model.num_experts, 1)
+    router = model.num_experts * hidden
+    layer = 2 * hidden + 2 * hidden * (queries + keys) + router + count * expert
     layer += (queries + 2 * keys) * model.qkv_bias + 2 * model.head_dim * model.query_key_norm
     matrices = 1 if model.tie_embeddings else 2
-    assert model.name == name and name.startswith(model.architecture)
+    assert model.name == name and (name.startswith(model.architecture) or name.startswith("mixtral"))
     assert model.parameters == PUBLISHED[name]
     assert model.parameters == matrices * model.vocab_size * hidden + hidden + model.num_layers * layer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yuan_train.config.errors import CheckpointError
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import ModelConfig, RopeScaling
 from yuan_train.models.published import format_for, format_of
 from yuan_train.models.rotary import rotary_frequencies
 
@@ -74,6 +75,38 @@ def written(config: dict[str, Any]) -> dict[str, Any]:
     return format_of(model.architecture).published_config(model, dtype="bfloat16", original=config)
 
 
+MIXTRAL = LLAMA | {"model_type": "mixtral", "rope_scaling": None, "num_local_experts": 8}
+QWEN3_MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 128, "norm_topk_prob": True}
+
+
+def test_mixtures() -> None:
+    mixtral, qwen = read(MIXTRAL), read(QWEN3_MOE)
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.router) == (8, 2, "softmax")
+    assert (qwen.num_experts, qwen.experts_per_token, qwen.expert_width) == (128, 8, 768)
+    # As in transformers: the weights are divided by their sum only if the config says so.
+    del (silent := dict(QWEN3_MOE))["norm_topk_prob"]
+    assert qwen.norm_topk_prob and not read(silent).norm_topk_prob
+    assert written(MIXTRAL)["num_local_experts"] == 8 and written(QWEN3_MOE)["norm_topk_prob"]
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (MIXTRAL, {"router": "attention"}, "router 'attention'"),
+        (MIXTRAL, {"norm_topk_prob": False}, "norm_topk_prob false"),
+        (MIXTRAL, {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)}, "rope_scaling"),
+        (QWEN3_MOE, {"query_key_norm": False, "qkv_bias": True}, "with query_key_norm"),
+    ],
+)
+def test_mixtures_without_a_published_format(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    model = replace(read(config), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        list(format_of(model.architecture).published_layout(model))
+        format_of(model.architecture).published_config(model, dtype="float32")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -88,6 +121,15 @@ def written(config: dict[str, Any]) -> dict[str, Any]:
         (QWEN2 | {"num_experts": 60}, "num_experts: a mixture of experts"),
         (QWEN2 | {"model_type": "qwen2_moe"}, "model_type 'qwen2_moe'; wanted one of"),
         (QWEN2 | {"use_sliding_window": True}, "sliding-window attention"),
+        (MIXTRAL | {"sliding_window": 4096}, "sliding_window 4096: a mixture with this"),
+        (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise 0.01"),
+        (MIXTRAL | {"num_local_experts": 1}, "num_experts: 1: nothing to choose"),
+        (MIXTRAL | {"num_experts_per_tok": 1}, "1 of 8 experts; wanted 2 or more"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers \[0\]: a mixture with this"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2; only 1"),
+        (QWEN3_MOE | {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size 64"),
+        (QWEN3_MOE | {"use_sliding_window": True}, "sliding-window attention"),
+        (QWEN3_MOE | {"num_experts_per_tok": 129}, "129 of 128 experts"),
         (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
         (QWEN3 | {"layer_types": "sliding_attention"}, "sliding-window attention"),
         (QWEN2 | {"use_mrope": True}, "use_mrope"),

@@ -1,13 +1,20 @@
 """Bytes that a part of the model saves for its backward under each recompute: exactly the planner's count."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from yuan_kernels import attention, products
 
 from tests.support.memory import kept_bytes
 from tests.support.models import VARIANTS, tiny_model
+from yuan_train.config.architecture import sharding_of
 from yuan_train.config.model import ModelConfig
+from yuan_train.models.experts import Choice, Router
 from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.parallel import collectives
+from yuan_train.parallel.experts import apply_expert_parallel
+from yuan_train.parallel.tensor import ShardSpec, shard_parameters
 from yuan_train.planner.costs.workload import model_work
 
 MODEL = ModelConfig(
@@ -33,6 +40,9 @@ def kept_by(model: ModelConfig, dtype: torch.dtype, recompute: str, recompute_la
         dtype=dtype,
     )
     init_weights(part, seed=0)
+    for block in part.blocks.values():
+        if block.has_experts:
+            block.router.loss_scale = 0.5  # as in training, where the load is to be evened by a loss
     hidden_BSH = torch.randn(2, 48, 64).to(dtype).requires_grad_()
     # The count includes the output, which is as large as the input, and not the input.
     return kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
@@ -54,6 +64,38 @@ def test_kept_bytes_equal_the_planners(variant, precision, recompute, layers):
     # The rotary tables, cosine and sine, are computed once for all layers.
     tables = 48 * model.rotary_size * (8 if precision == "fp64" else 4)
     assert kept_by(model, DTYPES[precision], recompute, layers) == expected + tables
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_kept_bytes_of_a_rank_that_shares_experts(held, recompute, monkeypatch):
+    """For the most rows that it can be given: each token chooses the first two experts."""
+    model = tiny_model("yuan-m32")
+    sharding, blocks = sharding_of(model)
+    part = Transformer(model, embedding=False, head=False, recompute=recompute, device="meta")
+    spec = ShardSpec(sharding, blocks, experts=(0, held))
+    shard_parameters(part, spec, device=torch.device("cpu"))
+    for parameter in part.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    apply_expert_parallel(part, None, first_expert=0)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(collectives, "_all_reduce", lambda part, group: part.contiguous().clone())
+    choice = torch.arange(2).repeat(96, 1)
+    chosen = Choice(choice, choice.flatten().argsort(stable=True), (96, 96, 0, 0, 0))
+    monkeypatch.setattr(Router, "_choose", lambda *_: replace(chosen, **fresh(chosen)))
+    hidden_BSH = torch.randn(2, 48, 64).requires_grad_()
+    kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
+    work = model_work(
+        model, sequence_length=48, micro_batch_size=2, precision="fp32", logit_rows=48, experts=held
+    )
+    tables = 48 * model.rotary_size * 4
+    assert kept == 4 * work.layer.kept_bytes(recompute) + tables
+    assert sum(p.numel() for p in part.parameters()) == 4 * work.layer.parameters
+    assert sum(half.parameters for half in work.halves) == work.layer.parameters
+
+
+def fresh(choice: Choice) -> dict[str, torch.Tensor]:
+    """Tensors of its own, as a router makes them for each layer."""
+    return {"chosen_TK": choice.chosen_TK.clone(), "order": choice.order.clone()}
 
 
 def test_selective_recompute_frees_three_tenths():

@@ -54,6 +54,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0}
+MOE = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_scaling": LLAMA3}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8}),
@@ -66,6 +67,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
     "qwen3-untied": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 12}),
+    "qwen3-moe": ("Qwen3Moe", MOE | {"norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen3-moe-shares": ("Qwen3Moe", MOE | {"norm_topk_prob": False}),
 }
 TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -93,6 +97,8 @@ def transformers() -> Iterator[Any]:
 @pytest.fixture(scope="module", params=list(CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, transformers: Any) -> Pair:
     family, changes = CASES[request.param]
+    if family in ("Mixtral", "Qwen3Moe") and not transformers.__version__.startswith("4."):
+        pytest.skip("release 5 stacks the experts in its models: not compared")
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
@@ -136,7 +142,7 @@ def test_gradients(pair: Pair) -> None:
     layout = list(format_of(pair.ours.config.architecture).published_layout(pair.ours.config))
     assert {mapping.name for mapping in layout} == set(ours)
     for mapping in layout:
-        wanted = torch.cat([theirs[part].grad for part in mapping.parts])
+        wanted = torch.cat([theirs[part].grad for part in mapping.parts]).view(mapping.shape)
         found = ours[mapping.name].grad
         assert found is not None
         error = (found - wanted).norm() / wanted.norm()

@@ -183,7 +183,9 @@ def test_the_published_sizes():
         ({"num_experts": 0}, "2, but num_experts is 0"),
         ({"rotary_dim": 7}, "7 must be even"),
         ({"rotary_dim": 26}, "at most head_dim 24"),
-        ({"architecture": "llama"}, "has no num_experts"),
+        ({"norm_topk_prob": False}, "router attention has no shares"),
+        ({"router": "softmax", "norm_topk_prob": False, "experts_per_token": 0}, "wanted 1 or more, and at"),
+        ({"num_experts": 0, "experts_per_token": 0, "norm_topk_prob": False}, "False, but num_experts is 0"),
     ],
 )
 def test_fields_that_do_not_fit(fields, message):
@@ -192,6 +194,7 @@ def test_fields_that_do_not_fit(fields, message):
 
 def test_a_dense_model_has_no_router():
     assert tiny_model("yuan").router is None and tiny_model("yuan-m32").router == "attention"
+    assert tiny_model("llama").router is None and tiny_model("mixtral").router == "softmax"
     assert not list(validate_model(tiny_model("yuan-m32", router="softmax")))
 
 
@@ -207,10 +210,12 @@ def layer_of(config: ModelConfig, dtype: torch.dtype) -> tuple[moe.Router, moe.E
     return router, experts
 
 
-@pytest.mark.parametrize("router_kind", ["attention", "softmax"])
+@pytest.mark.parametrize("router_kind", ["attention", "softmax", "shares"])
 def test_a_layer_written_out(router_kind):
     """Token by token and expert by expert, in fp64."""
-    config = tiny_model("yuan-m32", router=router_kind, experts_per_token=3)
+    kind = "attention" if router_kind == "attention" else "softmax"
+    sums_to_one = router_kind != "shares"
+    config = tiny_model("yuan-m32", router=kind, norm_topk_prob=sums_to_one, experts_per_token=3)
     router, experts = layer_of(config, torch.float64)
     u = torch.randn(7, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     choice, weights = router(u)
@@ -224,7 +229,7 @@ def test_a_layer_written_out(router_kind):
         best = sorted(range(5), key=lambda e, s=scores: (-s[e].item(), e))[:3]
         assert choice.chosen_TK[t].tolist() == best
         # Mixtral's rule is the same: softmax over all, the chosen ones divided by their sum.
-        shares = scores.softmax(0)[best] / scores.softmax(0)[best].sum()
+        shares = scores.softmax(0)[best] / (scores.softmax(0)[best].sum() if sums_to_one else 1)
         outputs = []
         for e in best:
             z0, z1 = (experts.up.weight[e] @ u[t]).chunk(2)
@@ -243,11 +248,17 @@ def test_equal_scores_take_the_lower_number():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("owners", [(0, 3, 5), (0, 3, 5, 5), (0, 1, 2, 5)])
-def test_ranges_of_experts_add_up_to_the_whole_bit_by_bit(dtype, owners):
-    """Each owner has a contiguous range, some of them empty; the sums are what a group reduces."""
+@pytest.mark.parametrize("alike", [False, True])
+def test_ranges_of_experts_add_up_to_the_whole_bit_by_bit(dtype, owners, alike):
+    """Each owner has a contiguous range, some of them empty; the sums are what a group reduces.
+
+    Where all tokens are `alike`, they choose the same two experts, and the others have none.
+    """
     router, experts = layer_of(tiny_model("yuan-m32"), dtype)
     generator = torch.Generator().manual_seed(3)
     u, dy = (torch.randn(40, 64, generator=generator).to(dtype) for _ in range(2))
+    if alike:
+        u = u[:1].repeat(40, 1)
 
     def run(first: int, last: int) -> tuple[torch.Tensor, ...]:
         """Output, gradients of u and of the weights, gradients of the matrices; under selective recompute."""
@@ -263,6 +274,7 @@ def test_ranges_of_experts_add_up_to_the_whole_bit_by_bit(dtype, owners):
         return y.detach(), *torch.autograd.grad(y, leaves + weights_of, dy)
 
     choice, weights = router(u)
+    assert (sorted(choice.counts) == [0, 0, 0, 40, 40]) is alike
     whole, parts = run(0, 5), [run(a, b) for a, b in zip(owners, owners[1:], strict=False)]
     for index in range(3):
         assert torch.equal(sum(part[index] for part in parts[1:]) + parts[0][index], whole[index])

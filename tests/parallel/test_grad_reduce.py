@@ -31,7 +31,8 @@ def run(
     events: list[Event] = []
     split = any(step.kind == "backward_weight" for step in program)
     deferred = bucket_of if split else ()
-    reducer = GradReducer(program, held, bucket_of, deferred=deferred, start=events.append)
+    buckets_of = {name: (number,) for name, number in bucket_of.items()}
+    reducer = GradReducer(program, held, buckets_of, deferred=deferred, start=events.append)
     reducer.begin()
     for step in program:
         reducer.before_step(step)
@@ -61,7 +62,7 @@ def test_a_gradient_added_without_a_backward_ends_with_the_step() -> None:
     program = make_schedule("1f1b", num_stages=1, num_micro_batches=1)[0]
     events: list[Event] = []
     held = {0: parameters_of(["layers.0.a", "head.weight"])}
-    reducer = GradReducer(program, held, {"layers.0.a": 0, "head.weight": 1}, start=events.append)
+    reducer = GradReducer(program, held, {"layers.0.a": (0,), "head.weight": (1,)}, start=events.append)
     reducer.begin()
     for step in program:
         reducer.before_step(step)
@@ -155,7 +156,7 @@ def _last(events: list[Event], stage: int, position: int) -> bool:
 
 def test_a_reduction_left_from_the_step_before_is_an_error() -> None:
     program = make_schedule("1f1b", num_stages=1, num_micro_batches=1)[0]
-    reducer = GradReducer(program, {0: parameters_of(["layers.0.a"])}, {"layers.0.a": 0}, start=print)
+    reducer = GradReducer(program, {0: parameters_of(["layers.0.a"])}, {"layers.0.a": (0,)}, start=print)
     reducer.begin()
     with pytest.raises(AssertionError):
         reducer.begin()

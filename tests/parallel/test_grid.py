@@ -104,3 +104,20 @@ def test_an_untied_head_is_owned_by_last_stages_alone() -> None:
     tied, untied = Grid(plan_of([[1, 1]])), Grid(plan_of([[1, 1]], tied=False))
     assert tied.buckets[0].owners == ((0,), (1,)) and untied.buckets[0].owners == ((0,),)
     assert replace(untied.buckets[-1], units=()).owners == ((1,),)
+
+
+def test_experts_are_cut_where_any_pipeline_divides_them() -> None:
+    run = run_of(1, 3)
+    mixture = replace(run.model, num_experts=8, experts_per_token=2, router="softmax")
+    run = replace(run, model=mixture)
+    text, counts = "1x1: 1@0,1 / 1x1: 1@2,3,4 / 1x1: 1@5", [(5, 3), (0, 7, 1), None]
+    buckets = [b for b in Grid(parse_plan(run, text, experts=counts)).buckets if "experts" in b.units[0]]
+    assert [(b.experts, b.owners) for b in buckets] == [
+        ((0, 5), ((0,), (3,), (5,))),
+        ((5, 7), ((1,), (3,), (5,))),
+        ((7, 8), ((1,), (4,), (5,))),
+    ]
+    # Divided alike, a rank's experts are one bucket, and one that has none is in none.
+    alike = parse_plan(run, "1x1: 1@0,1 / 1x2: 1@2,3", experts=[(8, 0), (8, 0)])
+    buckets = [b for b in Grid(alike).buckets if "experts" in b.units[0]]
+    assert [(b.experts, b.owners) for b in buckets] == [(None, ((0,), (2,)))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ CASES: dict[str, Any] = {
         "cases"
     ]
 }
+
+Step = Callable[[dict[str, Any], tuple[int, ...], tuple[int, ...]], float]
 
 
 def case_instance(case: dict[str, Any]) -> Instance:
@@ -39,7 +41,7 @@ def case_instance(case: dict[str, Any]) -> Instance:
     return Instance(
         schedule="1f1b",
         num_micro_batches=case["num_microbatches"],
-        overlap=case.get("overlap", True),
+        sends="overlapped" if case.get("overlap", True) else "blocking",
         forward_seconds=per_type("fwd"),
         backward_seconds=per_type("bwd"),
         weight_seconds=per_type("bwd") / 2,
@@ -111,13 +113,13 @@ def random_case(seed: int, *, size: tuple[int, int] | None = None) -> dict[str, 
     }
 
 
-def brute_force(case: dict[str, Any]) -> float | None:
-    """Step seconds of the fastest plan that fits, by trying all of them; None if none fits."""
-    steps = [
-        event_simulation(case, order, counts)
-        for order, counts in _all_plans(case)
-        if _fits(case, order, counts)
-    ]
+def brute_force(case: dict[str, Any], step: Step | None = None) -> float | None:
+    """Step seconds of the fastest plan that fits, by trying all of them; None if none fits.
+
+    `step` gives the seconds of a case's order and counts; by default `event_simulation`.
+    """
+    step = step or event_simulation
+    steps = [step(case, order, counts) for order, counts in _all_plans(case) if _fits(case, order, counts)]
     return min(steps, default=None)
 
 

@@ -32,6 +32,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "query_key_norm": True,
     },
+    "mixtral": {
+        "architecture": "llama",
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "experts_per_token": 2,
+    },
+    "qwen3-moe": {
+        "architecture": "qwen",
+        "head_dim": 16,
+        "query_key_norm": True,
+        "num_experts": 6,
+        "experts_per_token": 3,
+        "expert_ffn_hidden_size": 48,
+        "norm_topk_prob": False,
+        "balance": "sequence",
+        "balance_rate": 0.1,
+    },
 }
 """By name: what differs from the tiny model."""
 

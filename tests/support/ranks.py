@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.support.decisions import decisions
 from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
@@ -34,6 +35,10 @@ class Case:
     overrides: tuple[str, ...] = ()
     without: str = ""
     """Negative control: the key of what to disable; see `_disabled`."""
+    record: Path | None = None
+    """File for the experts that the run chooses."""
+    replay: Path | None = None
+    """File of the experts that it is made to choose; see `decisions`."""
     port: int = field(default_factory=free_port)
 
     @property
@@ -49,7 +54,8 @@ def run_cases(cases: list[Case]) -> None:
 def run_alone(case: Case) -> list[dict]:
     """Run a case in this process, and return its metrics."""
     torch.set_num_threads(1)
-    train(prepare(_config(case), case.plan, Position()))
+    with decisions(record=case.record, replay=case.replay):
+        train(prepare(_config(case), case.plan, Position()))
     return read_metrics(case.folder)
 
 
@@ -63,7 +69,7 @@ def _run_cases(rank: int, cases: list[Case]) -> None:
 
 def _run_case(rank: int, case: Case) -> None:
     position = Position(rank, case.num_ranks, rank, case.num_ranks)
-    with _disabled(case.without):
+    with _disabled(case.without), decisions(record=case.record, replay=case.replay):
         train(prepare(_config(case), case.plan, position))
 
 

@@ -50,6 +50,9 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     assert {(link.from_, link.to) for link in profile.links} == set(
         itertools.permutations(("fast/0", "slow/0", "slow/1"), 2)
     )
+    # The slow node has two cards, which share its network.
+    assert [(link.from_, link.to) for link in profile.node_links] == [("fast", "slow"), ("slow", "fast")]
+    assert all(1e6 < link.bytes_per_second < 1e12 for link in profile.node_links)
     # Copies and sums of a reduction run on the cores that compute: less than a second for a megabyte.
     takes = [link.compute_seconds_per_byte for link in profile.links]
     assert all(0 <= seconds < 1e-6 for seconds in takes) and max(takes) > 0

@@ -124,7 +124,7 @@ def _part(reader: WholeTensorReader, mapping: TensorMapping, number: int, dtype:
     """Published part `number` of one of our tensors."""
 
     def read() -> torch.Tensor:
-        rows = reader.read(mapping.name, mapping.shape).chunk(len(mapping.parts))[number]
+        rows = reader.read(mapping.name, mapping.shape).flatten().chunk(len(mapping.parts))[number]
         return rows.reshape(mapping.part_shape).to(dtype)
 
     return LazyTensor(mapping.part_shape, dtype, read)

@@ -62,7 +62,7 @@ def import_hf(
     model = _with_fields(model, {key: value for key, value in given.items() if value is not None})
     stored = open_tensors(folder)
     layout = _check_names(folder, model, stored)
-    notes = [] if model.num_experts == 0 or rope_base is not None else _rotary_notes(config, model)
+    notes = [] if model.router != "attention" or rope_base is not None else _rotary_notes(config, model)
     tensors = {f"{WEIGHTS}.{mapping.name}": _assemble(mapping, stored) for mapping in layout}
     tensors |= _buffers(model, stored, notes)
     if model.tie_embeddings:
@@ -149,8 +149,8 @@ def _assemble(mapping: TensorMapping, stored: Mapping[str, LazyTensor]) -> LazyT
             tensor = part.read()
             if not is_finite(tensor):
                 raise CheckpointError(f"{name}: holds values that are not finite (NaN or infinite)")
-            tensors.append(tensor.reshape(-1, *mapping.shape[1:]).to(dtype))
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            tensors.append(tensor.flatten().to(dtype))
+        return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).view(mapping.shape)
 
     return LazyTensor(mapping.shape, dtype, read)
 

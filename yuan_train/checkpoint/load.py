@@ -155,7 +155,7 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
 
     Raises CheckpointError if a name is missing or a shape differs.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     reader = Reader(checkpoint.path)
     shapes = _shapes_by_name(reader, checkpoint.path)
     for name, parameter in parameters.items():

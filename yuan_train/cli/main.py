@@ -24,6 +24,7 @@ from yuan_train.config.errors import YuanError
 COMMANDS = {
     "plan": "partition a model unevenly over the cards of a cluster; forecast time and memory",
     "simulate": "run a plan's schedule in virtual time; write a timeline",
+    "estimate": "what reinforcement learning of a model takes on a card; whether it fits",
     "profile": "measure this machine's cards, and the links between them",
     "tokenizer": "train a tokenizer on text",
     "preprocess": "turn text into token files",

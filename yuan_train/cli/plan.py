@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from yuan_train.config.model import ModelConfig
     from yuan_train.config.profile import Profile
     from yuan_train.config.run import RunConfig
+    from yuan_train.planner.search.largest import Largest
 
 DEFAULT_GLOBAL_BATCH_SIZE = 64
 """Sequences per step without a run file."""
@@ -49,6 +50,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=("megatron", "yuan"),
         help="print only the cut: Megatron-LM's --pipeline-model-parallel-layout, or Yuan 2.0's -blocks",
     )
+    parser.add_argument(
+        "--largest",
+        action="store_true",
+        help="as many layers as fit the cluster, instead of the model's number",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
     parser.set_defaults(run=run)
@@ -69,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.report.notations import to_blocks, to_layout
     from yuan_train.planner.report.page import plan_html
     from yuan_train.planner.report.terminal import plan_json, plan_table
+    from yuan_train.planner.search.largest import find_largest
     from yuan_train.planner.search.search import search_plan
 
     problem = PlanProblem(
@@ -78,14 +85,19 @@ def run(arguments: argparse.Namespace) -> int:
         global_batch_size=run_config.train.global_batch_size,
         precision=run_config.train.precision,
         profile=profile,
-        overlap=run_config.search.overlap,
+        sends=run_config.search.send_mode,
         reduce_dtype=run_config.optimizer.reduce_dtype,
         bucket_size=run_config.optimizer.bucket_size,
+        host_reserved=run_config.memory.host_reserved,
         compile=run_config.train.compile,
     )
-    result = search_plan(
-        problem, run_config.feasible_search, micro_batch_size=run_config.train.micro_batch_size
-    )
+    search, size = run_config.feasible_search, run_config.train.micro_batch_size
+    if arguments.largest:
+        largest = find_largest(problem, search, micro_batch_size=size)
+        problem, result = largest.problem, largest.result
+        print(_largest_words(largest), file=sys.stderr)
+    else:
+        result = search_plan(problem, search, micro_batch_size=size)
     if arguments.report:
         write_text(arguments.report, plan_html(result, problem))
     if arguments.out:
@@ -102,6 +114,15 @@ def run(arguments: argparse.Namespace) -> int:
         if path:
             print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+def _largest_words(largest: Largest) -> str:
+    model = largest.problem.model
+    words = (
+        f"largest model: {model.num_layers} layers, {model.parameters:,} parameters; train it with "
+        f"model.num_layers={model.num_layers}"
+    )
+    return words + (f". With {model.num_layers + 1}: {largest.refusal}" if largest.refusal else "")
 
 
 def read_profiles(paths: str | None) -> Profile | None:

@@ -20,7 +20,7 @@ from yuan_train.config.dump import as_plain, write_text
 from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, load_profile
+from yuan_train.config.profile import LinkProfile, NodeLinkProfile, Profile, ProfileEntry, load_profile
 from yuan_train.config.run import Recompute, RunConfig, load_run
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Measures forward and backward of embedding, layer and head on this machine's card, and "
         "what they hold in memory. `yuan-train plan --profile` then needs no estimates for it. Under "
         "torchrun, one process per card, all cards are measured at the same time, and so are tensor-parallel "
-        "groups and the links between all pairs, by message size. For a --cluster of simulated cards this "
-        "command starts the processes itself.",
+        "groups, the links between all pairs, by message size, and what all cards of a node get of its "
+        "network at once. For a --cluster of simulated cards this command starts the processes itself.",
     )
     parser.add_argument("--model", metavar="FILE", help="the model file; needed without --config")
     parser.add_argument("--out", required=True, metavar="FILE", help="file to write the profile to (JSON)")
@@ -219,7 +219,8 @@ def _tensor_groups(nodes_and_types: Sequence[tuple[str, str]], width: int) -> li
 
 def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int]:
     """All ranks' entries (the first rank's where several have the same key) and the links; and this rank."""
-    from yuan_train.train.measure import measure_links
+    from yuan_train.train.measure_links import measure_links
+    from yuan_train.train.measure_nodes import measure_node_links
 
     position = bench.position
     parts = _all_gather(_measure_card(bench), position)
@@ -229,14 +230,18 @@ def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int
     names = _all_gather(f"{platform.node()}/{position.local_rank}", position)
     if cluster is not None:
         names = [card.name for card in cluster.cards]
+    backends: list[Backend] = _all_gather(_backend_of(bench.device_type, cluster), position)
     links = measure_links(
         names,
         device=bench.device,
-        backends=_all_gather(_backend_of(bench.device_type, cluster), position),
+        backends=backends,
         slowdown=bench.slowdown,
         timeout_seconds=bench.timeout_seconds,
     )
-    return replace(profile, links=links), position.rank
+    node_links = measure_node_links(
+        names, device=bench.device, backends=backends, timeout_seconds=bench.timeout_seconds
+    )
+    return replace(profile, links=links, node_links=node_links), position.rank
 
 
 def _backend_of(device_type: str, cluster: Cluster | None) -> Backend:
@@ -336,6 +341,7 @@ def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
     (first_name, first), *others = named
     entries: dict[tuple[object, ...], ProfileEntry] = {}
     links: dict[tuple[str, str], LinkProfile] = {}
+    node_links: dict[tuple[str, str], NodeLinkProfile] = {}
     for name, profile in [(first_name, first), *others]:
         for what in ("sequence_length", "precision", "compile", "model", "source"):
             value, wanted = getattr(profile, what), getattr(first, what)
@@ -348,10 +354,13 @@ def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
             entries.setdefault(key, entry)
         for link in profile.links:
             links.setdefault((link.from_, link.to), link)
+        for node_link in profile.node_links:
+            node_links.setdefault((node_link.from_, node_link.to), node_link)
     machines = dict.fromkeys(profile.machine for _, profile in named if profile.machine)
     return replace(
         first,
         machine=" and ".join(machines) or None,
         entries=tuple(entries.values()),
         links=tuple(links.values()),
+        node_links=tuple(node_links.values()),
     )

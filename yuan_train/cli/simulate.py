@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from yuan_train.config.plan import Plan
+    from yuan_train.config.sends import Sends
     from yuan_train.planner.evaluate.plan_cost import PlanCost
     from yuan_train.planner.evaluate.simulator import Simulation, StageTimes
 
@@ -57,7 +58,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="the most parameters reduced in one operation, with --cluster; 40000000 if not given",
     )
-    parser.add_argument("--blocking", action="store_true", help="the sender waits for its messages")
+    parser.add_argument(
+        "--sends",
+        choices=("overlapped", "blocking", "rendezvous"),
+        help="who waits for a message between stages: nobody, its sender, or sender and receiver; if not "
+        "given, as the cluster's library has it",
+    )
+    parser.add_argument(
+        "--blocking", action="store_const", const="blocking", dest="sends", help="--sends blocking"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
     parser.set_defaults(run=run)
@@ -83,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         simulations = list(cost.simulations)
     else:
         print("messages are free: a plan holds no links; give --cluster F to count them", file=sys.stderr)
-        simulations = simulate_forecast(plan, overlap=not arguments.blocking)
+        simulations = simulate_forecast(plan, sends=arguments.sends or "overlapped")
     document = _document(plan, simulations, cost)
     if arguments.trace:
         _write_trace(arguments.trace, plan, simulations)
@@ -114,7 +123,8 @@ def _read_plan(arguments: argparse.Namespace) -> Plan:
 def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     """The plan of --layout or --blocks: one pipeline, stage s on the cluster's card s.
 
-    Sets `precision`, `reduce_dtype` and `bucket_size` of the arguments to the run's if they are not given.
+    Sets `precision`, `reduce_dtype`, `bucket_size` and `sends` of the arguments to the run's if they are not
+    given.
     """
     from yuan_train.cli.plan import read_run_config
     from yuan_train.config.cluster import load_cluster
@@ -129,6 +139,7 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     arguments.precision = arguments.precision or run_config.train.precision
     arguments.reduce_dtype = arguments.reduce_dtype or run_config.optimizer.reduce_dtype
     arguments.bucket_size = arguments.bucket_size or run_config.optimizer.bucket_size
+    arguments.sends = arguments.sends or run_config.search.send_mode
     cluster = load_cluster(arguments.cluster)
     num_layers = run_config.model.num_layers
     if arguments.layout:
@@ -191,7 +202,7 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
         global_batch_size=plan.global_batch_size,
         precision=arguments.precision or "bf16",
         profile=profile,
-        overlap=not arguments.blocking,
+        sends=arguments.sends,
         reduce_dtype=arguments.reduce_dtype or "fp32",
         bucket_size=arguments.bucket_size or BUCKET_SIZE,
         # A plan does not say whether its run compiles the layers.
@@ -200,7 +211,7 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     return cost_plan(make_costs(problem), plan)
 
 
-def simulate_forecast(plan: Plan, *, overlap: bool = True) -> list[Simulation]:
+def simulate_forecast(plan: Plan, *, sends: Sends = "overlapped") -> list[Simulation]:
     """Each pipeline with the stage times of the plan's forecast; messages are free.
 
     Raises PlanError if the forecast lacks a stage's times.
@@ -214,7 +225,7 @@ def simulate_forecast(plan: Plan, *, overlap: bool = True) -> list[Simulation]:
             num_micro_batches=pipeline.num_micro_batches,
             workers=pipeline.workers,
             in_flight=pipeline.depths(plan.schedule),
-            overlap=overlap,
+            sends=sends,
         )
         for p, pipeline in enumerate(plan.pipelines)
     ]

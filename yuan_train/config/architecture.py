@@ -146,6 +146,9 @@ class ModelSpec:
     """The work of attention and of the feed-forward."""
     tensor_sizes: Callable[[ModelConfig], dict[str, int]]
     """The sizes that a tensor-parallel group shards, by name; its width must divide each."""
+    held_experts: Callable[[ModelConfig, int, int], SublayerWork] | None = None
+    """Of an architecture with experts: the work of the feed-forward on a rank that holds so many experts of a
+    layer, and is given so many rows of each token. Their all-reduces are the group's."""
 
 
 @functools.cache

@@ -10,10 +10,11 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, MinLen
 
-from yuan_train.config.devices import CATALOGUE, BytesPerSecond, DeviceType
+from yuan_train.config.devices import CATALOGUE, Bytes, BytesPerSecond, DeviceType
 from yuan_train.config.document import override, read_document
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import build
+from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
 
 Seconds = Annotated[float, Ge(0), Unit("seconds")]
@@ -27,6 +28,20 @@ class Link:
 
     bandwidth: BytesPerSecond
     latency: Seconds = 0.0
+    stream: BytesPerSecond | None = None
+    """What one message gets at most, where it takes several to fill the link; None: all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a node has beside its cards, which share it equally."""
+
+    memory: Bytes
+    """Of the host, for all programs."""
+    bandwidth: BytesPerSecond | None = None
+    """Of host memory; None: `host_memory_bandwidth` of the card's type, for each card."""
+    link_bandwidth: BytesPerSecond | None = None
+    """Between host memory and all cards together, per direction; None: as the card's `host_link` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +57,8 @@ class NodeGroup:
     """Between two cards of a node, per direction; required if a node has several cards."""
     network: Link | None = None
     """The node's NIC, per direction, shared by its cards; required if the cluster has several nodes."""
+    host: Host | None = None
+    """None: how much the host holds is not checked, and it has the rates of the card's type for each card."""
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -62,6 +79,15 @@ class DedicatedLink:
     both_ways: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """How the processes of a cluster exchange messages."""
+
+    sends: Sends = "overlapped"
+    """Who waits for a message between stages: `overlapped`, nobody, as with this trainer; `blocking`, its
+    sender; `rendezvous`, sender and receiver, one message after the other."""
+
+
 @dataclass(frozen=True)
 class Card:
     """One card of the cluster: `a100-0/3` is card 3 of node a100-0."""
@@ -78,6 +104,7 @@ class Cluster:
     name: str
     nodes: Annotated[tuple[NodeGroup, ...], MinLen(1)]
     links: tuple[DedicatedLink, ...] = ()
+    library: Library = field(default_factory=Library)
     device_types: dict[str, DeviceType] = field(default_factory=dict[str, DeviceType])
 
     def device_type(self, name: str) -> DeviceType:

@@ -21,6 +21,7 @@ AttentionKind = Literal["localized_filter", "plain"]
 RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
 RouterKind = Literal["attention", "softmax"]
 OutputKind = Literal["vocabulary", "value"]
+Balance = Literal["bias", "sequence"]
 RotaryForm = Literal["exact", "bf16_frequencies", "bf16"]
 Count = Annotated[int, Gt(0)]
 Size = Annotated[int, Ge(0)]
@@ -28,7 +29,7 @@ Length = Annotated[int, Ge(0), Lt(2**31)]
 Rate = Annotated[float, Ge(0), Lt(1)]
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
 
-ONLY_IN_TRAINING = ("hidden_dropout", "attention_dropout")
+ONLY_IN_TRAINING = ("hidden_dropout", "attention_dropout", "balance_rate")
 """Fields that affect neither the names and shapes of weights nor the output of a trained model."""
 
 
@@ -90,8 +91,16 @@ class ModelConfig:
     expert_ffn_hidden_size: Size = 0
     """Width of an expert; 0 means ffn_hidden_size."""
     router: RouterKind | None = None
-    """Scores of the experts: Yuan 2.0-M32's attention between them (the default), or a linear map (`softmax`,
-    Mixtral)."""
+    """Scores of the experts: Yuan 2.0-M32's attention between them (`attention`, Yuan's default), or a linear
+    map (`softmax`: Mixtral, Qwen 3; the default of all others)."""
+    norm_topk_prob: bool = True
+    """The weights of a token's experts sum to 1; else, with `softmax`, each is its share among all."""
+    balance: Balance | None = None
+    """How the load of the experts is evened (DeepSeek-V3, arXiv 2412.19437): by a bias of each, in the
+    choice alone, that moves against its load after each step (`bias`), or by a loss of each sequence
+    (`sequence`, with router softmax). None: not at all."""
+    balance_rate: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """How far a bias moves in a step (DeepSeek-V3: 0.001), or the coefficient of the loss (0.0001)."""
     norm_epsilon: Positive = 1e-6
     tie_embeddings: bool = True
     """The output head shares the embedding matrix."""
@@ -109,7 +118,8 @@ class ModelConfig:
         if self.head_dim == 0 and self.hidden_size % self.num_attention_heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if self.num_experts and self.router is None:
-            object.__setattr__(self, "router", "attention")
+            router = "attention" if self.architecture == "yuan" else "softmax"
+            object.__setattr__(self, "router", router)
         if self.output == "value":
             object.__setattr__(self, "tie_embeddings", False)
         if self.architecture in architectures():
@@ -216,6 +226,9 @@ OPTIONAL_FIELDS = (
     "experts_per_token",
     "expert_ffn_hidden_size",
     "router",
+    "norm_topk_prob",
+    "balance",
+    "balance_rate",
 )
 """Fields that only some architectures take."""
 
@@ -295,18 +308,45 @@ def _rotary_constraints(model: ModelConfig) -> Iterator[Violation]:
 
 def _expert_constraints(model: ModelConfig) -> Iterator[Violation]:
     if not model.num_experts:
-        for name in ("experts_per_token", "expert_ffn_hidden_size", "router"):
-            if getattr(model, name):
-                yield Violation((name,), f"{getattr(model, name)!r}, but num_experts is 0; set both or none")
+        for name in _OF_EXPERTS:
+            value = getattr(model, name)
+            if value != ModelConfig.__dataclass_fields__[name].default:
+                yield Violation((name,), f"{value!r}, but num_experts is 0; set both or none")
         return
     if model.num_experts == 1:
         yield Violation(("num_experts",), "1: nothing to choose; give 2 or more, or 0 for a dense layer")
-    elif not 2 <= model.experts_per_token <= model.num_experts:
+        return
+    if model.router == "attention" and not model.norm_topk_prob:
+        yield Violation(
+            ("norm_topk_prob",), "false, but router attention has no shares among all; set router: softmax"
+        )
+    if (model.balance is not None) != (model.balance_rate > 0):
+        yield Violation(
+            ("balance_rate",), f"{model.balance_rate:g} with balance {model.balance}; set both or none"
+        )
+    if model.balance == "sequence" and model.router == "attention":
+        yield Violation(
+            ("balance",),
+            "sequence is a loss of the softmax router's shares; set balance: bias, or router: softmax",
+        )
+    fewest = 2 if model.norm_topk_prob else 1
+    if not fewest <= model.experts_per_token <= model.num_experts:
+        why = " (the weight of a single expert would be 1, and the router would learn nothing)"
         yield Violation(
             ("experts_per_token",),
-            f"{model.experts_per_token} of {model.num_experts} experts; wanted 2 or more (the weight of a "
-            "single expert would be 1, and the router would learn nothing), and at most all",
+            f"{model.experts_per_token} of {model.num_experts} experts; wanted {fewest} or more"
+            f"{why if model.norm_topk_prob else ''}, and at most all",
         )
+
+
+_OF_EXPERTS = (
+    "experts_per_token",
+    "expert_ffn_hidden_size",
+    "router",
+    "norm_topk_prob",
+    "balance",
+    "balance_rate",
+)
 
 
 def _foreign_fields(model: ModelConfig) -> Iterator[Violation]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from dataclasses import replace
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
 from yuan_train.config.plan import PipelinePlan, Plan
-from yuan_train.config.plan_units import expert_ranges
 from yuan_train.config.run import RunConfig, ScheduleName
 
 
@@ -211,28 +209,12 @@ def _replica_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violati
 
 
 def _expert_constraints(plan: Plan) -> Iterator[Violation]:
-    """Each replica of a stage has all experts; all that hold a layer divide them in the same way."""
-    num_experts = plan.model.num_experts
-    divisions: dict[int, tuple[object, str]] = {}
+    """Each replica of a stage has all experts."""
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            path = ("pipelines", p, "stages", s, "experts")
-            fault = _expert_fault(stage.experts, len(stage.replicas[0]), num_experts)
+            fault = _expert_fault(stage.experts, len(stage.replicas[0]), plan.model.num_experts)
             if fault is not None:
-                yield Violation(path, fault)
-            if fault is not None or not num_experts:
-                continue
-            ranges, here = expert_ranges(plan.model, stage), f"pipelines[{p}].stages[{s}]"
-            # Layers whose feed-forward half the stage holds.
-            for layer in range(math.ceil(stage.layers[0] - 0.5), math.floor(stage.layers[1])):
-                other, where = divisions.setdefault(layer, (ranges, here))
-                if other != ranges:
-                    yield Violation(
-                        path,
-                        f"layer {layer} has its experts divided otherwise than in {where}; give all stages "
-                        "that hold a layer the same widths and counts",
-                    )
-                    break
+                yield Violation(("pipelines", p, "stages", s, "experts"), fault)
 
 
 def _expert_fault(counts: Sequence[int] | None, width: int, num_experts: int) -> str | None:

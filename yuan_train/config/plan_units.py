@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
@@ -44,6 +44,12 @@ def expert_ranges(model: ModelConfig, stage: StagePlan) -> tuple[tuple[int, int]
     counts = stage.experts or tuple(size + (rank < rest) for rank in range(width))
     borders = (0, *itertools.accumulate(counts))
     return tuple(itertools.pairwise(borders))
+
+
+def expert_cuts(divisions: Iterable[tuple[tuple[int, int], ...]]) -> tuple[tuple[int, int], ...]:
+    """The ranges of experts, none empty, between all the borders of these divisions of a layer."""
+    borders = {border for division in divisions for part in division for border in part}
+    return tuple(itertools.pairwise(sorted(borders)))
 
 
 def divides_experts(plan: Plan) -> bool:

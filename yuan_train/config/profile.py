@@ -47,6 +47,9 @@ class ProfileEntry:
     layers: Annotated[tuple[UnitProfile, ...], MinLen(1)]
     """One per layer, or one for all layers."""
     head: UnitProfile
+    bare_layer: UnitProfile | None = None
+    """A layer without any of its experts, as a card has it that shares them and holds none; None: estimated
+    from the others."""
     reserved_bytes: Bytes | None = None
     """What a process holds before it creates a model; None: `reserved` of the cluster file."""
 
@@ -74,6 +77,16 @@ class LinkProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeLinkProfile:
+    """One direction between two nodes: what all cards of one send at once to those of the other."""
+
+    from_: str
+    to: str
+    bytes_per_second: Annotated[float, Gt(0)]
+    """Of all messages together. One alone may be slower, where it does not fill the NIC."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Measurements of cards and links for one model shape and sequence length."""
 
@@ -87,6 +100,7 @@ class Profile:
     """Whether the layers were compiled (`train.compile`)."""
     entries: tuple[ProfileEntry, ...] = ()
     links: tuple[LinkProfile, ...] = ()
+    node_links: tuple[NodeLinkProfile, ...] = ()
 
     @property
     def is_whole(self) -> bool:

@@ -10,13 +10,14 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from yuan_train.config.devices import Precision
+from yuan_train.config.devices import GIB, Precision
 from yuan_train.config.document import Document, graft, is_mapping, override, read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
 from yuan_train.config.renamed import Renamed
+from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
 
 Count = Annotated[int, Gt(0)]
@@ -24,6 +25,8 @@ Counts = Annotated[tuple[Count, ...], MinLen(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 Recompute = Literal["none", "selective", "full"]
+Tier = Literal["optimizer"]
+"""What a plan can put in host memory."""
 ReduceDtype = Literal["fp32", "bf16"]
 
 BUCKET_SIZE = 40_000_000
@@ -222,24 +225,47 @@ class SearchConfig:
     num_micro_batches: Counts | None = None
     """Micro-batches per pipeline; excludes mixed pipelines."""
     micro_batch_size: Counts | None = None
-    """Sequences per micro-batch; None: `train.micro_batch_size`."""
+    """Sequences per micro-batch; None: any, from `train.micro_batch_size` on; with a profile those that it
+    measured."""
     replicas: Counts | None = None
     """Replicas per stage; None: 1, and on few cards without a profile also 2."""
     optimizer_sharding: tuple[bool, ...] | None = None
     recompute: Annotated[tuple[Recompute, ...], MinLen(1)] | None = None
     schedule: Annotated[tuple[ScheduleName, ...], MinLen(1)] | None = None
-    """None: 1f1b."""
+    """None: 1f1b, and where that gains zero_bubble and interleaved_1f1b."""
     device_order: Literal["fixed", "free"] = "free"
     """`fixed`: stages take the cards in the order of the cluster file."""
     use_all_devices: bool = False
     """Only plans that use every card."""
+    offload: tuple[Tier, ...] | None = None
+    """What stages may put on their hosts where that makes a plan possible or faster; None: optimizer."""
     half_layers: bool = False
     """Stages may also end in the middle of a layer, between attention and feed-forward."""
+    divide_experts: bool = True
+    """Of a model with experts: stages may be groups of cards that divide the experts of each layer; if
+    `tensor` is given, of so many cards."""
     overlap: bool = True
-    """Sends overlap computation; false: the sender waits."""
+    """Sends overlap computation; false: as `sends: blocking`."""
+    sends: Sends | None = None
+    """How messages between stages are sent, whatever `overlap` and the cluster's `library` say: `overlapped`,
+    `blocking` or `rendezvous`; None: as they say."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0
     """Ends the search; the best plan so far is kept."""
     objective: Literal["step_time"] = "step_time"
+
+    @property
+    def send_mode(self) -> Sends | None:
+        """How messages are sent; None: as the cluster's library has it."""
+        return self.sends or (None if self.overlap else "blocking")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What training may take of the memory beside the cards."""
+
+    host_reserved: Annotated[int, Ge(0), Unit("bytes")] = 8 * GIB
+    """Host memory of each node that is left to other programs; it counts where the cluster file says how much
+    a host has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +282,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self) -> None:
         if self.objective.kind == "reward" and self.model.output != "value":
@@ -263,8 +290,12 @@ class RunConfig:
 
     @property
     def feasible_search(self) -> SearchConfig:
-        """`search`, without what the run rules out: compiled layers are not sharded."""
-        return replace(self.search, tensor=(1,)) if self.train.compile else self.search
+        """`search`, without what the run rules out: compiled layers are not sharded, and their backward is
+        one piece, which excludes zero_bubble."""
+        if not self.train.compile:
+            return self.search
+        schedule = self.search.schedule or ("1f1b", "interleaved_1f1b")
+        return replace(self.search, tensor=(1,), schedule=schedule)
 
     @property
     def decay_steps(self) -> int:

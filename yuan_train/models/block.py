@@ -129,5 +129,5 @@ class Block(nn.Module):
         if not self.has_experts:
             return self.feed_forward(u_BSH, policy)
         u_TH = u_BSH.flatten(0, 1)
-        choice, weights_TK = self.router(u_TH, policy)
+        choice, weights_TK = self.router(u_TH, policy, num_sequences=u_BSH.shape[0])
         return self.experts(u_TH, choice, weights_TK, policy).view_as(u_BSH)

@@ -4,9 +4,16 @@
     e_1..e_K = the K highest scores, the lower number first where they tie
     w = softmax of these K scores      y = sum_k w_k down_e(silu(z0) z1),  (z0, z1) = up_e(u)
 
+which is the softmax of all scores, divided by the sum of the K chosen (Mixtral, arXiv 2401.04088; Qwen 3,
+arXiv 2505.09388); without `norm_topk_prob` it is not divided.
+
 No token is dropped and no expert has a capacity: a token's output depends on that token alone, so neither
 the micro-batch nor the plan changes it. The choice is a step function of the products, so it is made once and
 kept under recompute: a second time it might differ.
+
+Where the load of the experts is to be evened (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), neither way
+depends on micro-batch or plan either: a bias that moves by the counts of whole steps, or a loss of each
+sequence.
 
 T = tokens, H = hidden size, F = width of an expert, N = experts, K = experts of a token, R = rows.
 """
@@ -14,6 +21,7 @@ T = tokens, H = hidden size, F = width of an expert, N = experts, K = experts of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,22 +49,41 @@ class Router(nn.Module):
 
     `weight` is [3N, H], the queries of all experts, then their keys, then their values; for `softmax` [N, H].
     Every rank of a tensor-parallel group has all of it: with equal inputs they decide alike. `wide_linear` is
-    the op of its products; a split backward, which defers weight gradients, replaces it.
+    the op of its products; a split backward, which defers weight gradients, replaces it. With balance `bias`
+    there is a buffer `bias` [N], which training moves; it changes the choice, and no weight.
     """
+
+    bias: Tensor | None
+    loss_scale = 0.0
+    """Of balance `sequence`: what a sequence's loss counts in the backward; 0 outside of training."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.kind: RouterKind = config.router or "attention"
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
+        self.sums_to_one = config.norm_topk_prob
         shape = (sizes.router_rows(config), config.hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.wide_linear = ops.wide_linear
         self._load = [0] * config.num_experts
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        biased = config.balance == "bias"
+        zeros = torch.zeros(config.num_experts, device=device, dtype=wide) if biased else None
+        self.register_buffer("bias", zeros)
+        self._loss_rate = config.balance_rate if config.balance == "sequence" else 0.0
 
-    def forward(self, u_TH: Tensor, policy: RecomputePolicy = SAVE_ALL) -> tuple[Choice, Tensor]:
-        """Return the choice, and the weights [T, K] of the chosen experts, which sum to 1."""
+    def forward(
+        self, u_TH: Tensor, policy: RecomputePolicy = SAVE_ALL, *, num_sequences: int = 1
+    ) -> tuple[Choice, Tensor]:
+        """Return the choice, and the weights [T, K] of the chosen experts; T are all of `num_sequences`."""
         products = self.wide_linear(u_TH, self.weight)
         choice = policy.decide(lambda: self._choose(products.detach()))
+        rate = self._loss_rate * self.loss_scale
+        if rate and torch.is_grad_enabled():
+            balanced = _SequenceBalance.apply(products, choice.chosen_TK, num_sequences, rate)
+            products: Tensor = balanced  # pyright: ignore[reportAssignmentType]
+        if not self.sums_to_one:
+            return choice, products.softmax(dim=-1).gather(1, choice.chosen_TK)
         if self.kind == "softmax":
             return choice, products.gather(1, choice.chosen_TK).softmax(dim=-1)
         return choice, ops.attention_router_weights(products, choice.chosen_TK)
@@ -66,16 +93,53 @@ class Router(nn.Module):
         load, self._load = self._load, [0] * self.num_experts
         return load
 
-    def _choose(self, products: Tensor) -> Choice:
+    def best(self, products: Tensor) -> Tensor:
+        """The experts int64 [T, K] with the highest scores, their bias included, by falling score."""
         scores_TN = products if self.kind == "softmax" else ops.attention_scores(products)
+        if self.bias is not None:
+            shares_TN = scores_TN.softmax(dim=-1) if self.kind == "softmax" else scores_TN
+            scores_TN = shares_TN + self.bias
         # Not topk, which leaves the order of equal scores open; large queries saturate the softmax, and tie.
         ranked_TN = scores_TN.sort(dim=-1, descending=True, stable=True).indices
-        chosen_TK = ranked_TN[:, : self.experts_per_token].contiguous()
+        return ranked_TN[:, : self.experts_per_token].contiguous()
+
+    def _choose(self, products: Tensor) -> Choice:
+        chosen_TK = self.best(products)
         slots = chosen_TK.flatten()
         counts = tuple(slots.bincount(minlength=self.num_experts).tolist())
         if torch.is_grad_enabled():
             self._load = [load + count for load, count in zip(self._load, counts, strict=True)]
         return Choice(chosen_TK, slots.argsort(stable=True), counts)
+
+
+class _SequenceBalance(torch.autograd.Function):
+    """Products [T, N] as they are; in the backward, the gradient of a loss of each sequence is added.
+
+    For a sequence of S tokens with shares s = softmax(products) it is (DeepSeek-V3, equations 17 to 20)
+
+        rate sum_i f_i P_i      f_i = N / (K S) (slots of expert i)      P_i = mean of s_ti over t
+
+    f has no gradient. The loss is in no metric.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, products: Tensor, chosen_TK: Tensor, num_sequences: int, rate: float) -> Tensor:
+        ctx.save_for_backward(products, chosen_TK)
+        ctx.num_sequences, ctx.rate = num_sequences, rate
+        return products.view_as(products)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        products, chosen_TK = ctx.saved_tensors
+        shares_BSN = products.softmax(dim=-1).unflatten(0, (ctx.num_sequences, -1))
+        length, experts = shares_BSN.shape[1:]
+        slots_BR = chosen_TK.view(ctx.num_sequences, -1)
+        counts_BN = products.new_zeros(ctx.num_sequences, experts)
+        counts_BN.scatter_add_(1, slots_BR, torch.ones_like(slots_BR, dtype=products.dtype))
+        f_B1N = (counts_BN * (experts / slots_BR.shape[1])).unsqueeze(1)
+        even_BS1 = (shares_BSN * f_B1N).sum(dim=-1, keepdim=True)
+        own = (shares_BSN * (f_B1N - even_BS1)).flatten(0, 1) * (ctx.rate / length)
+        return gradients[0] + own, None, None, None
 
 
 class ExpertLinear(nn.Module):

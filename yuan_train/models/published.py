@@ -20,7 +20,7 @@ class TensorMapping:
 
     `name` and `shape` are ours. All parts have `part_shape`, with equal numbers of rows; a Conv2d's ends
     in a dimension of size 1 that ours does not have. `stacked` parts lack our first dim: each is one entry of
-    it, as a matrix of one expert.
+    it, as a matrix of one expert, or equal rows of one, as an expert's gate and up.
     """
 
     name: str
@@ -33,7 +33,7 @@ class TensorMapping:
     def part_shape(self) -> tuple[int, ...]:
         """Shape of each published part."""
         if self.stacked:
-            return self.shape[1:]
+            return (self.shape[0] * self.shape[1] // len(self.parts), *self.shape[2:])
         rows = self.shape[0] // len(self.parts)
         return (rows, *self.shape[1:], *((1,) if self.conv2d else ()))
 
@@ -51,6 +51,12 @@ def decoder_layout(model: ModelConfig, layer: Layer) -> Iterator[TensorMapping]:
     yield TensorMapping("final_norm.weight", (hidden,), ("model.norm.weight",))
     if not model.tie_embeddings:
         yield TensorMapping("head.weight", (model.vocab_size, hidden), (HEAD,))
+
+
+def refuse_bias(model: ModelConfig) -> None:
+    """Raise CheckpointError for a model whose router chooses by a bias, for which a format has no place."""
+    if model.balance == "bias":
+        raise CheckpointError("balance bias: the published format has no bias of experts in the choice")
 
 
 def rotary_buffer(layer: int) -> str:

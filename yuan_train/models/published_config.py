@@ -7,7 +7,7 @@ a key that is absent means what it means there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from yuan_train.config.document import Document
@@ -60,7 +60,7 @@ def decoder_from_config(
     if it needs a feature that is not supported.
     """
     config = {**absent, **config}
-    for violation in _unsupported(config):
+    for violation in _unsupported(config, has_experts="num_experts" in fields):
         raise CheckpointError(f"{where}: {violation}")
     missing = [key for key in _SIZES if config.get(key) is None]
     if missing:
@@ -135,7 +135,14 @@ def decoder_config(
     }
 
 
-def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
+def refuse(config: Mapping[str, Any], where: str, keys: Sequence[str]) -> None:
+    """Raise CheckpointError if a config has one of these keys with another value than null, 0 or []."""
+    for key in keys:
+        if config.get(key):
+            raise CheckpointError(f"{where}: {key} {config[key]!r}: a mixture with this cannot be imported")
+
+
+def _unsupported(config: Mapping[str, Any], *, has_experts: bool) -> Iterator[str]:
     """Yield what a config needs and we do not support."""
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {config['hidden_act']!r}; wanted 'silu' (SwiGLU)"
@@ -154,7 +161,7 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("quantization_config"):
         yield "quantization_config: import the unquantized weights"
     experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
-    if experts:
+    if experts and not has_experts:
         yield f"{experts[0]}: a mixture of experts of this model_type cannot be imported"
 
 

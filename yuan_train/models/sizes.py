@@ -17,9 +17,27 @@ from yuan_train.config.architecture import (
 )
 from yuan_train.config.model import ModelConfig
 
+EXPERT_FIELDS = frozenset(
+    {
+        "num_experts",
+        "experts_per_token",
+        "expert_ffn_hidden_size",
+        "router",
+        "norm_topk_prob",
+        "balance",
+        "balance_rate",
+    }
+)
+"""The fields of `ModelConfig` that an architecture takes which may have experts."""
+
 
 def feed_forward(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:
-    """A norm and the SwiGLU feed-forward; `up` stacks z0 and z1, and a rank needs the same rows of both."""
+    """A norm and the SwiGLU feed-forward, or the experts of a model that has them.
+
+    `up` stacks z0 and z1, and a rank needs the same rows of both.
+    """
+    if model.num_experts:
+        return _experts(model, out=out)
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     return (
         norm("feed_forward_norm.weight", hidden),
@@ -40,8 +58,10 @@ def linear(
 def feed_forward_work(model: ModelConfig, parameters: int) -> SublayerWork:
     """The SwiGLU feed-forward with its norm: it keeps 2H + 3F elements, or H + 2F under selective recompute.
 
-    Kept: the norm's input and output, `up` (2F) and its product.
+    Kept: the norm's input and output, `up` (2F) and its product. For experts see `_experts_work`.
     """
+    if model.num_experts:
+        return _experts_work(model, parameters)
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     return SublayerWork(
         parameters=parameters,
@@ -58,7 +78,7 @@ def feed_forward_work(model: ModelConfig, parameters: int) -> SublayerWork:
     )
 
 
-def experts(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:
+def _experts(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:
     """A norm, the router and the experts, SwiGLU feed-forwards stacked along dim 0.
 
     The attention router has the rows of N queries, then of N keys and of N values; the softmax router N rows.
@@ -83,30 +103,52 @@ def router_rows(model: ModelConfig) -> int:
     return model.num_experts * (1 if model.router == "softmax" else 3)
 
 
-def experts_work(model: ModelConfig, parameters: int) -> SublayerWork:
+def _experts_work(model: ModelConfig, parameters: int) -> SublayerWork:
     """Experts with their norm and router, for the most rows there can be: all K of a token.
 
-    Kept: the norm's input and output; the router's products, the K weights and two integers for each, the
-    chosen expert and the slot of each row; K times a token's copy (H), `up` (2F), its product (F) and the
-    expert's output (H). Selective recompute keeps neither the norm's output nor the copies nor the products
-    of the gates. On one card all of it is there, so nothing is divided.
+    On one card all of it is there, so nothing is divided.
+    """
+    return _work_of_rows(model, parameters, model.experts_per_token, collectives=0)
+
+
+def held_experts_work(model: ModelConfig, experts: int, rows: int) -> SublayerWork:
+    """The same on a rank that holds `experts` of a layer's experts, and is given `rows` rows of each token.
+
+    One all-reduce adds up the ranks' outputs, one their input's
+    gradients; the small one of the gradients of the chosen experts' weights is not among `collectives`.
+    """
+    parameters = parameters_of(_experts(model, out=Normal(model.init_std)))
+    away = model.num_experts - experts
+    each = 3 * model.hidden_size * model.expert_width
+    return _work_of_rows(model, parameters - away * each, rows, collectives=1)
+
+
+def _work_of_rows(model: ModelConfig, parameters: int, rows: int, *, collectives: int) -> SublayerWork:
+    """Norm, router and experts, of which each token meets `rows`.
+
+    Kept: the norm's input and output; the router's products (or their softmax over all, where the weights are
+    taken from it), the K weights and two integers for each, the chosen expert and, if there are rows, the
+    slot of each; for each row a token's copy (H), `up` (2F), its product (F) and the expert's output (H).
+    Selective recompute keeps neither the norm's output nor the copies nor the products of the gates.
     """
     hidden, width, chosen = model.hidden_size, model.expert_width, model.experts_per_token
-    routing = Kept(0, router_rows(model) + chosen, 2 * chosen)
+    # A loss of the shares among all needs the products beside them.
+    twice = model.balance == "sequence" and not model.norm_topk_prob
+    routing = Kept(0, router_rows(model) * (1 + twice) + chosen, (2 if rows else 1) * chosen)
     return SublayerWork(
         parameters=parameters,
-        products=router_rows(model) * hidden + chosen * 3 * hidden * width,
-        replicated=Kept(2 * hidden + chosen * (2 * hidden + 3 * width), 1) + routing,
+        products=router_rows(model) * hidden + rows * 3 * hidden * width,
+        replicated=Kept(2 * hidden + rows * (2 * hidden + 3 * width), 1) + routing,
         sharded=Kept(0),
-        selective_replicated=Kept(hidden + chosen * (hidden + 2 * width), 1) + routing,
+        selective_replicated=Kept(hidden + rows * (hidden + 2 * width), 1) + routing,
         selective_sharded=Kept(0),
         # The norm twice, for the router and the copies; a copy reads and writes, as SwiGLU does.
-        recomputed=2 * hidden + chosen * (2 * hidden + 3 * width),
-        held=Kept(chosen * (3 * width + 2 * hidden) + 2 * hidden, 2 * hidden),
+        recomputed=2 * hidden + rows * (2 * hidden + 3 * width),
+        held=Kept(rows * (3 * width + 2 * hidden) + 2 * hidden, 2 * hidden),
         decided=2 * chosen,
         # Gradients of the experts are added to the bucket one by one.
-        largest_weight=2 * width * hidden,
-        collectives=0,
+        largest_weight=2 * width * hidden if rows else router_rows(model) * hidden,
+        collectives=collectives,
     )
 
 
@@ -162,10 +204,13 @@ def grouped_attention_work(model: ModelConfig, parameters: int) -> SublayerWork:
 
 def tensor_sizes(model: ModelConfig) -> dict[str, int]:
     """The sizes that a tensor-parallel group shards in every decoder."""
+    halves = {"feed-forward columns": model.ffn_hidden_size}
+    if model.num_experts:
+        halves = {"set of experts (no tensor parallelism for a model with experts)": 1}
     return {
         "heads": model.num_attention_heads,
         "key-value heads": model.key_value_heads,
-        "feed-forward columns": model.ffn_hidden_size,
+        **halves,
         "vocabulary rows": model.vocab_size,
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.experts import apply_expert_parallel
-from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.gradients import FlatBucket, FlatParameter
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
 from yuan_train.parallel.reducer import GradReducer
@@ -117,7 +117,10 @@ def parallelize(
         for stage, module in modules.items()
     }
     buckets = _flatten(grid, rank, {n: p for held in parameters.values() for n, p in held.items()}, shards)
-    bucket_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.parameters}
+    buckets_of: dict[str, list[int]] = {}
+    for number, bucket in enumerate(buckets):
+        for name in bucket.parameters:
+            buckets_of.setdefault(name, []).append(number)
     states = tuple(
         _state(
             plan,
@@ -129,7 +132,7 @@ def parallelize(
         for bucket in buckets
     )
     for module in modules.values():
-        _await_weights(module, states, bucket_of)
+        _await_weights(module, states, buckets_of)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
     program, evaluation_program, bridge = _make_programs(grid, coord, groups, Boundary(shape, dtype, device))
     return RankRuntime(
@@ -145,7 +148,7 @@ def parallelize(
         reducer=GradReducer(
             program,
             parameters,
-            bucket_of,
+            buckets_of,
             deferred=set().union(*added),
             start=_start_reduction(grid, coord, buckets, states, spec, groups),
         ),
@@ -177,12 +180,14 @@ def _start_reduction(
     groups: Groups,
 ) -> Callable[[int], None]:
     """Starts the reduction of a bucket, by number, when all its gradients are there."""
+    shares = divides_experts(grid.plan)
     # What ranks that share experts hold in common, the first of them adds; see `Grid.buckets`.
-    adds_zeros = divides_experts(grid.plan) and coord.tensor_rank > 0
+    adds_zeros = shares and coord.tensor_rank > 0
 
     def start(number: int) -> None:
         bucket = buckets[number]
-        if groups.tensor is not None:
+        # Ranks that share experts apply a norm to all heads, each of them.
+        if groups.tensor is not None and not shares:
             reduce_head_norms(bucket, spec, groups.tensor)
         if adds_zeros and not any(shard.rows for shard in bucket.shards.values()):
             bucket.gradient.zero_()
@@ -248,8 +253,7 @@ def _build_parts(
     for number in coord.stages:
         stage = grid.pipeline(coord).stages[number]
         module = parts.build(stage)
-        ranges = expert_ranges(grid.plan.model, stage)
-        experts = None if ranges is None else ranges[coord.tensor_rank]
+        experts = _experts_of(grid.plan, stage, coord.tensor_rank)
         found = shard_parameters(module, replace(spec, experts=experts), device=device)
         if parts.initial is not None:
             for name, parameter in module.named_parameters():
@@ -258,6 +262,17 @@ def _build_parts(
         shards |= found
         modules[number] = module
     return modules, shards
+
+
+def _experts_of(plan: Plan, stage: StagePlan, tensor_rank: int) -> tuple[int, int] | None:
+    """The experts of each layer that a rank of a stage holds; None if no ranks of the plan share any.
+
+    A rank that shares with none has all: its shards are then like those of the ranks that it reduces with.
+    """
+    if not divides_experts(plan):
+        return None
+    ranges = expert_ranges(plan.model, stage)
+    return (0, plan.model.num_experts) if ranges is None else ranges[tensor_rank]
 
 
 @torch.no_grad()
@@ -288,11 +303,11 @@ def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None
 
 
 def _await_weights(
-    module: torch.nn.Module, states: Sequence[OwnedState], bucket_of: Mapping[str, int]
+    module: torch.nn.Module, states: Sequence[OwnedState], buckets_of: Mapping[str, Collection[int]]
 ) -> None:
     """Make the forward of each unit of a stage's part wait until its stepped weights are there."""
-    names = [name for name, _ in module.named_parameters() if name in bucket_of]
-    needed = {(path, bucket_of[name]) for name in names for path in _entries(name)}
+    names = [name for name, _ in module.named_parameters() if name in buckets_of]
+    needed = {(path, number) for name in names for path in _entries(name) for number in buckets_of[name]}
     modules = dict(module.named_modules())
     for path, number in sorted(needed):
         # A part without an embedding lookup may hold a tied embedding: its head uses it.
@@ -331,10 +346,20 @@ def _flatten(
     grid: Grid, rank: int, parameters: dict[str, torch.nn.Parameter], shards: Mapping[str, Shard]
 ) -> list[FlatBucket]:
     flat: list[FlatBucket] = []
+    whole: dict[str, FlatParameter] = {}
     divided, apart = grid.plan.divided_layers, divides_experts(grid.plan)
     for bucket in grid.buckets:
         held = {n: p for n, p in parameters.items() if unit_of(n, divided, apart=apart) in bucket.units}
-        if held and bucket.slices_of(rank):
+        if not held or not bucket.slices_of(rank):
+            continue
+        if bucket.experts is None:
             flat.append(FlatBucket(bucket, held, shards, rank=rank))
-    assert sum(len(bucket.parameters) for bucket in flat) == len(parameters)
+            continue
+        for name, parameter in held.items():
+            # One parameter a bucket: its rows lie together, those of two parameters do not.
+            if name not in whole:
+                whole[name] = FlatParameter(parameter, shards[name])
+            own = {name: replace(shards[name], rows=bucket.experts)}
+            flat.append(FlatBucket(bucket, {name: parameter}, own, rank=rank, whole=whole[name]))
+    assert {name for bucket in flat for name in bucket.parameters} == parameters.keys()
     return flat

@@ -28,6 +28,13 @@ def apply_expert_parallel(model: Any, group: dist.ProcessGroup, *, first_expert:
             module.forward = _shared(module, module.forward, group)
 
 
+def remove_experts(model: Any) -> None:
+    """Let a model run as on a rank that holds no experts, without a group: they add zeros."""
+    for module in model.modules():
+        if hasattr(module, "first_expert"):
+            module.forward = lambda u_TH, choice, weights_TK, *policy: _Nothing.apply(u_TH, weights_TK)
+
+
 def _shared(module: Any, own: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def forward(u_TH: Tensor, choice: Any, weights_TK: Tensor, *policy: Any) -> Tensor:
         u_TH, weights_TK = copy_to_tp(u_TH, group), copy_to_tp(weights_TK, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -64,6 +65,9 @@ class FlatBucket:
     `gradient` [n] holds the gradient summed over micro-batches, in fp32 (fp64 for fp64 models); `weights` [n]
     holds the model's weights in their own precision. The parameters become views of `weights`, and autograd
     accumulates into `gradient`.
+
+    A bucket of a range of experts holds rows of one parameter that other buckets hold too: `shards` says
+    which, and its buffers are parts of `whole`, the buffers of the parameter.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class FlatBucket:
         shards: Mapping[str, Shard],
         *,
         rank: int,
+        whole: FlatParameter | None = None,
     ) -> None:
         self.rank = rank
         self.num_slices = bucket.num_slices
@@ -83,20 +88,20 @@ class FlatBucket:
         order = {name: _order(p, shards[name]) for name, p in parameters.items()}
         self.parameters = dict(sorted(parameters.items(), key=lambda item: order[item[0]]))
         self.shards = {name: shards[name] for name in self.parameters}
-        self.pieces = tuple(_pieces(self.shards, {n: p.numel() for n, p in self.parameters.items()}))
+        sizes = {name: math.prod(shard.local_shape) for name, shard in self.shards.items()}
+        self.pieces = tuple(_pieces(self.shards, sizes))
         self._piece_of = {piece.name: piece for piece in self.pieces}
         first = next(iter(self.parameters.values()))
-        total = sum(parameter.numel() for parameter in self.parameters.values())
+        total = sum(sizes.values())
         self.is_low_precision = first.dtype in _LOW_PRECISION
+        self.slices = tuple(_slices(bucket, self.shards, rank))
+        if whole is not None:
+            self.weights, self.gradient = whole.rows_of(next(iter(self.shards.values())))
+            return
         self.weights = torch.empty(total, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros(total, dtype=master_dtype(first.dtype), device=first.device)
-        self.slices = tuple(_slices(bucket, self.shards, rank))
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                view = self.view(self.weights, name)
-                view.copy_(parameter)
-                parameter.data = view
-                self._accumulate_in_buffer(name, parameter)
+        for name, parameter in self.parameters.items():
+            _move(parameter, self.view(self.weights, name), self.view(self.gradient, name))
 
     @property
     def num_matrix_elements(self) -> int:
@@ -130,23 +135,44 @@ class FlatBucket:
     def _slice_view(self, flat: torch.Tensor, name: str, part: Slice) -> torch.Tensor:
         return part_of(self.view(flat, name), self.shards[name], part.local_index, len(self.slices))
 
-    def _accumulate_in_buffer(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Make autograd accumulate a parameter's gradient into the flat buffer, in the master's precision."""
-        view = self.view(self.gradient, name)
-        # The head adds its gradient here in the forward, linears and filters in their backward.
-        parameter.main_gradient = view  # pyright: ignore[reportAttributeAccessIssue]
-        if not self.is_low_precision:
-            parameter.grad = view
+
+class FlatParameter:
+    """The buffers of a parameter of experts that several buckets share: of each, consecutive rows."""
+
+    def __init__(self, parameter: torch.nn.Parameter, shard: Shard) -> None:
+        """`shard` is what this rank holds of it."""
+        assert shard.rows is not None
+        self._first = shard.rows[0]
+        self._weights = torch.empty_like(parameter, requires_grad=False)
+        self._gradient = torch.zeros_like(self._weights, dtype=master_dtype(parameter.dtype))
+        _move(parameter, self._weights, self._gradient)
+
+    def rows_of(self, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+        """The flat weights [n] and gradient [n] of the rows of `shard`."""
+        assert shard.rows is not None
+        rows = slice(shard.rows[0] - self._first, shard.rows[1] - self._first)
+        return self._weights[rows].flatten(), self._gradient[rows].flatten()
+
+
+def _move(parameter: torch.nn.Parameter, weights: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Make a parameter live in a buffer, and autograd accumulate into another, in the master's precision."""
+    with torch.no_grad():
+        weights.copy_(parameter)
+    parameter.data = weights
+    # The head adds its gradient here in the forward, linears and filters in their backward.
+    parameter.main_gradient = gradient  # pyright: ignore[reportAttributeAccessIssue]
+    if parameter.dtype not in _LOW_PRECISION:
+        parameter.grad = gradient
+        return
+
+    def add(p: torch.Tensor) -> None:
+        if p.grad is None:
+            # torch calls this without a gradient too: for the head, and in a split backward's first part.
             return
+        gradient.add_(p.grad)
+        p.grad = None
 
-        def add(p: torch.Tensor) -> None:
-            if p.grad is None:
-                # torch calls this without a gradient too: for the head, and in a split backward's first part.
-                return
-            view.add_(p.grad)
-            p.grad = None
-
-        parameter.register_post_accumulate_grad_hook(add)
+    parameter.register_post_accumulate_grad_hook(add)
 
 
 def _order(parameter: torch.nn.Parameter, shard: Shard) -> int:

@@ -11,7 +11,9 @@ from yuan_train.config.architecture import half_of
 from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.plan_units import (
     divides_experts,
+    expert_cuts,
     expert_parameters,
+    expert_ranges,
     layer_units,
     plan_unit_parameters,
     stage_unit_range,
@@ -72,6 +74,8 @@ class Bucket:
     units: tuple[str, ...]
     owners: tuple[Replica, ...]
     """The replicas that hold the units' parameters."""
+    experts: tuple[int, int] | None = None
+    """Of a layer's experts that pipelines divide differently: the [first, last) that these owners hold."""
 
     @cached_property
     def num_slices(self) -> int:
@@ -172,14 +176,36 @@ class Grid:
 
         What is whole on every rank of a replica has each of them as an owner: the first rank of each replica
         adds its gradient, the others add zeros, so that the sum is right and all can share its state.
+
+        Where replicas divide a layer's experts differently, they are cut at all the borders that there are:
+        each range has an owner in every replica.
         """
         for bucket in buckets:
             ranks = tuple((rank,) for replica in bucket.owners for rank in replica)
             yield Bucket(bucket.units, tuple(sorted(ranks)))
             for unit in filter(has_experts, bucket.units):
-                for part in range(len(bucket.owners[0])):
-                    owners = tuple(sorted((replica[part],) for replica in bucket.owners))
-                    yield Bucket((experts_of(unit),), owners)
+                divisions = self._divisions[unit]
+                alike = len(set(divisions.values())) == 1
+                for experts in expert_cuts(divisions.values()):
+                    owners = tuple(
+                        sorted((_holder(replica, divisions[replica], experts),) for replica in bucket.owners)
+                    )
+                    yield Bucket((experts_of(unit),), owners, None if alike else experts)
+
+    @cached_property
+    def _divisions(self) -> dict[str, dict[Replica, tuple[tuple[int, int], ...]]]:
+        """By unit with experts and by replica: the experts of each rank, contiguous ranges in order."""
+        names = self._unit_names
+        found: dict[str, dict[Replica, tuple[tuple[int, int], ...]]] = {}
+        for stage in (stage for pipeline in self.plan.pipelines for stage in pipeline.stages):
+            ranges = expert_ranges(self.plan.model, stage) or ((0, self.plan.model.num_experts),)
+            for unit in filter(has_experts, (names[n] for n in stage_unit_range(self.plan, stage))):
+                found.setdefault(unit, {}).update(dict.fromkeys(stage.replicas, ranges))
+        return found
+
+    @cached_property
+    def _unit_names(self) -> tuple[str, ...]:
+        return ("embedding", *(f"layers.{name}" for name, _, _ in layer_units(self.plan)), "head")
 
     def first_sequence(self, coord: RankCoord) -> int:
         """Offset of the share of the rank's pipeline in a global batch, in sequences."""
@@ -200,7 +226,7 @@ class Grid:
                     yield Edge(p, left + 1, False, replicas[b][0], replicas[a][0])
 
     def _owners(self) -> Iterator[tuple[str, tuple[Replica, ...]]]:
-        names = ("embedding", *(f"layers.{name}" for name, _, _ in layer_units(self.plan)), "head")
+        names = self._unit_names
         holders: list[list[Replica]] = [[] for _ in names]
         for stage in (stage for pipeline in self.plan.pipelines for stage in pipeline.stages):
             for unit in stage_unit_range(self.plan, stage):
@@ -209,6 +235,12 @@ class Grid:
             holders[0] = list({*holders[0], *holders[-1]})
         for name, replicas in zip(names, holders, strict=True):
             yield name, tuple(sorted(replicas))
+
+
+def _holder(replica: Replica, ranges: Sequence[tuple[int, int]], experts: tuple[int, int]) -> int:
+    """The rank of a replica whose range contains these experts."""
+    first, last = experts
+    return next(r for r, (a, b) in zip(replica, ranges, strict=True) if a <= first and last <= b)
 
 
 def has_experts(unit: str) -> bool:

@@ -28,26 +28,26 @@ StageParameter = tuple[int, str]
 class GradReducer:
     """Starts each bucket of a rank when it is complete and it is its turn.
 
-    `parameters` are those of this rank by stage and name, `bucket_of` gives the number of each one's bucket,
-    in the model's order. The weight gradients of `deferred` are computed in the `backward_weight` steps of a
-    program that has them. `start(number)` starts the reduction of a bucket and must not wait.
+    `parameters` are those of this rank by stage and name, `buckets_of` gives the numbers of the buckets of
+    each, in the model's order. The weight gradients of `deferred` are computed in the `backward_weight` steps
+    of a program that has them. `start(number)` starts the reduction of a bucket and must not wait.
     """
 
     def __init__(
         self,
         program: RankProgram,
         parameters: Mapping[int, Mapping[str, torch.nn.Parameter]],
-        bucket_of: Mapping[str, int],
+        buckets_of: Mapping[str, Collection[int]],
         *,
         deferred: Collection[str] = (),
         start: Callable[[int], None],
     ) -> None:
         self._closing = closing_steps(program)
         self._last = program[-1]
-        self._bucket_of = bucket_of
+        self._buckets_of = buckets_of
         self._deferred = frozenset(deferred)
         self._start = start
-        self._needed: list[frozenset[StageParameter]] = _by_bucket(parameters, bucket_of)
+        self._needed: list[frozenset[StageParameter]] = _by_bucket(parameters, buckets_of)
         self._missing: list[set[StageParameter]] = []
         self._next = -1
         self._step: Step | None = None
@@ -89,7 +89,8 @@ class GradReducer:
     def arrived(self, name: str) -> None:
         """A parameter's gradient of the running step has been accumulated."""
         if self._step is not None:
-            self._missing[self._bucket_of[name]].discard((self._step.stage, name))
+            for number in self._buckets_of[name]:
+                self._missing[number].discard((self._step.stage, name))
             self._start_complete()
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
@@ -124,10 +125,12 @@ def closing_steps(program: RankProgram) -> dict[int, Step]:
 
 
 def _by_bucket(
-    parameters: Mapping[int, Mapping[str, object]], bucket_of: Mapping[str, int]
+    parameters: Mapping[int, Mapping[str, object]], buckets_of: Mapping[str, Collection[int]]
 ) -> list[frozenset[StageParameter]]:
-    found: list[set[StageParameter]] = [set() for _ in range(1 + max(bucket_of.values(), default=-1))]
+    last = max((number for numbers in buckets_of.values() for number in numbers), default=-1)
+    found: list[set[StageParameter]] = [set() for _ in range(1 + last)]
     for stage, held in parameters.items():
         for name in held:
-            found[bucket_of[name]].add((stage, name))
+            for number in buckets_of[name]:
+                found[number].add((stage, name))
     return [frozenset(entries) for entries in found]

@@ -47,7 +47,8 @@ class ShardSpec:
 def shard_parameters(model: torch.nn.Module, spec: ShardSpec, *, device: torch.device) -> dict[str, Shard]:
     """Replace every parameter of a model on the meta device by this rank's shard, uninitialised on `device`.
 
-    Returns the shards by parameter name. Shapes must divide, as a valid plan ensures.
+    Buffers are whole, and zeros. Returns the shards by parameter name. Shapes must divide, as a valid plan
+    ensures.
     """
     shards: dict[str, Shard] = {}
     for path, module in model.named_modules():
@@ -65,6 +66,8 @@ def shard_parameters(model: torch.nn.Module, spec: ShardSpec, *, device: torch.d
             local = torch.empty(shard.local_shape, dtype=parameter.dtype, device=device)
             setattr(module, kind, torch.nn.Parameter(local))
             shards[name] = shard
+        for kind, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, kind, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
     return shards
 
 

@@ -23,6 +23,7 @@ from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, para
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.zero import STATES, OwnedState, State
+from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Feed, Share
 from yuan_train.train.job import Job
 from yuan_train.train.objective import PairLoss
@@ -85,6 +86,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         stopwatch=stopwatch,
         executor=Executor(runners, runtime.bridge, stopwatch),
         feed=feed,
+        expert_load=ExpertLoad(run.model, runtime) if run.model.num_experts else None,
         device=job.device,
         pair_loss=pair_loss,
     )
@@ -177,7 +179,10 @@ def _compile(part: torch.nn.Module) -> None:
 def _restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:
     """Fill weights and optimizer state from a checkpoint; collective over all ranks."""
     kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
-    load_tensors(checkpoint, checkpoint_tensors(trainer, OwnedState.held_boxes, kinds))
+    tensors = checkpoint_tensors(trainer, OwnedState.held_boxes, kinds)
+    if checkpoint.model.balance != "bias":
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(".router.bias")}
+    load_tensors(checkpoint, tensors)
     _publish(trainer)
     progress = from_state(checkpoint.state, run)
     trainer.optimizer.set_step(progress.step - progress.skipped)
@@ -200,4 +205,8 @@ def checkpoint_tensors(
             for name, box in boxes_of(state, kind):
                 found.setdefault(f"{prefix}.{name}", []).append(box)
     shapes = {name: torch.Size(shard.shape) for name, shard in trainer.runtime.shards.items()}
+    biases = trainer.expert_load.biases() if trainer.expert_load is not None else {}
+    for name, bias in biases.items():
+        found[f"{WEIGHTS}.{name}"] = [TensorBox((0,), tuple(bias.shape), bias)]
+        shapes[name] = bias.shape
     return {key: LocalShard(shapes[key.partition(".")[2]], tuple(boxes)) for key, boxes in found.items()}

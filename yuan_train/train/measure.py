@@ -6,7 +6,6 @@ are measured, and their mean taken: a single layer would find its weights still 
 
 from __future__ import annotations
 
-import itertools
 import platform
 import statistics
 import time
@@ -21,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.architecture import sharding_of
-from yuan_train.config.devices import CATALOGUE, Backend
+from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import share_only_gloo
-from yuan_train.config.profile import LinkProfile, ProfileEntry, UnitProfile
+from yuan_train.config.profile import ProfileEntry, UnitProfile
 from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
 from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.initial import initial_rows
@@ -32,11 +30,11 @@ from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import init_shard
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.executor import Stopwatch
+from yuan_train.parallel.experts import remove_experts
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
-from yuan_train.parallel.groups import Groups, make_pair
+from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
-from yuan_train.parallel.transport import Transport
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.feed import MicroBatch, make_micro_batch
 from yuan_train.train.footprint import (
@@ -47,7 +45,6 @@ from yuan_train.train.footprint import (
     release_free_memory,
     reset_peak_memory,
 )
-from yuan_train.train.measure_overlap import compute_seconds_per_byte
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
@@ -65,10 +62,6 @@ MAX_LAYERS, MAX_STATE_BYTES = 4, 2 << 30
 
 IN_FLIGHT = 4
 """Micro-batches in flight when the bytes that each keeps are measured."""
-
-LINK_SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-"""Bytes of a message."""
-LINK_REPEATS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +102,9 @@ def measure_entry(case: ProfileCase, *, device_type: str) -> ProfileEntry:
         embedding=_measure(case, layers=0, embedding=True),
         layers=(_measure(case, layers=_num_layers_in_a_row(case)),),
         head=_measure(case, layers=0, head=True),
+        bare_layer=_measure(case, layers=_num_layers_in_a_row(case), bare=True)
+        if case.model.num_experts and not case.compile
+        else None,
     )
 
 
@@ -140,72 +136,6 @@ def _num_layers_in_a_row(case: ProfileCase) -> int:
     return max(1, min(case.model.num_layers, MAX_LAYERS, fitting))
 
 
-def measure_links(
-    names: Sequence[str],
-    *,
-    device: torch.device,
-    backends: Sequence[Backend],
-    sizes: Sequence[int] = LINK_SIZES,
-    slowdown: float = 1.0,
-    timeout_seconds: float = 600.0,
-) -> tuple[LinkProfile, ...]:
-    """Seconds of every directed link between the ranks, by size of message; collective over all ranks.
-
-    `backends` are those of the ranks' cards: messages go as they go in training, over host memory between
-    cards without a common one. `slowdown` is this rank's, if simulated. One pair of ranks at a time, in a
-    group that is freed after it, while the others wait. Half a round trip of one byte is subtracted, with
-    which the receiver answers each message. Raises LostPeer if a rank does not within `timeout_seconds`.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    measured: dict[tuple[int, int], torch.Tensor] = {}
-    computes: dict[tuple[int, int], float] = {}
-    for pair in itertools.combinations(range(world_size), 2):
-        via_host = share_only_gloo(backends[end] for end in pair)
-        transport = make_pair(pair, device=device, via_host=via_host, timeout_seconds=timeout_seconds)
-        for source, target in (pair, pair[::-1]):
-            dist.barrier()
-            times = torch.zeros(len(sizes), dtype=torch.float64)
-            if rank in pair:
-                one_byte = _round_trip(transport, 1, source, target, device)
-                times = torch.tensor([_round_trip(transport, size, source, target, device) for size in sizes])
-                times = (times - one_byte / 2).clamp(min=one_byte / 2).to(torch.float64)
-            # Of host memory, over gloo, which all ranks share.
-            dist.broadcast(times, source)
-            measured[source, target] = times
-        compute = compute_seconds_per_byte(transport, pair, device=device, slowdown=slowdown)
-        computes[pair] = computes[pair[::-1]] = compute
-        if rank in pair:
-            transport.free()
-    return tuple(
-        LinkProfile(
-            from_=names[source],
-            to=names[target],
-            message_bytes=tuple(map(float, sizes)),
-            seconds=tuple(measured[source, target].flip(0).cummin(0).values.flip(0).tolist()),
-            compute_seconds_per_byte=computes[source, target],
-        )
-        for source, target in sorted(measured)
-    )
-
-
-def _round_trip(transport: Transport, size: int, source: int, target: int, device: torch.device) -> float:
-    """Median seconds of a message of `size` bytes to the target, and the byte it answers."""
-    message = torch.randint(255, (size,), dtype=torch.uint8, device=device)
-    answer = torch.zeros(1, dtype=torch.uint8, device=device)
-    times: list[float] = []
-    for _ in range(2 + LINK_REPEATS):
-        start = _now(device)
-        if dist.get_rank() == source:
-            sent = transport.send(message, target)
-            transport.post((1,), torch.uint8, target).take()
-        else:
-            transport.post((size,), torch.uint8, source).take()
-            sent = transport.send(answer, source)
-        sent.wait()
-        times.append(_now(device) - start)
-    return statistics.median(times[2:])
-
-
 def name_of(device: torch.device) -> str:
     """The catalogue's name of a card, or the driver's if the catalogue does not have it; `CPU` on a CPU."""
     if device.type != "cuda":
@@ -230,7 +160,7 @@ def machine_name() -> str:
     return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     """Seconds on a clock, when the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -269,19 +199,18 @@ class _InFlight:
 
 
 class _Unit:
-    """A part of the model by itself, with gradients and optimizer state, as a stage of a plan has them."""
+    """A part of the model by itself, with gradients and optimizer state, as a stage of a plan has them: some
+    layers (`bare` of experts), or with `ends` the embedding or the head."""
 
-    def __init__(
-        self, case: ProfileCase, *, layers: int, embedding: bool = False, head: bool = False
-    ) -> None:
+    def __init__(self, case: ProfileCase, *, layers: int, bare: bool = False, **ends: bool) -> None:
         self.case = case
         sharding, row_blocks = sharding_of(case.model)
-        spec = ShardSpec(sharding, row_blocks, case.position, case.width)
+        spec = ShardSpec(sharding, row_blocks, case.position, case.width, (0, 0) if bare else None)
         self.part = Transformer(
             case.model,
             layers=(0, layers),
-            embedding=embedding,
-            head=head,
+            embedding=ends.get("embedding", False),
+            head=ends.get("head", False),
             recompute=case.recompute,
             device="meta",
             dtype=case.dtype,
@@ -291,6 +220,8 @@ class _Unit:
             init_shard(name, parameter, shards[name], partial(initial_rows, case.model, seed=0))
         if case.group is not None:
             apply_tensor_parallel(self.part, spec, case.group)
+        if bare:
+            remove_experts(self.part)
         deferred = DeferredWeightGrads()
         if case.compile:
             # Another case's graphs count towards the compiler's limit of graphs for one function.
@@ -299,7 +230,7 @@ class _Unit:
         else:
             add_weight_grads(self.part, deferred, sharding)
         ranks = tuple(range(case.width))
-        parameters = dict(self.part.named_parameters())
+        parameters = {name: p for name, p in self.part.named_parameters() if p.numel()}
         self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)
         self.state = OwnedState(self.bucket, Groups({}, {}), None)
         self._runner = StageRunner(
@@ -312,7 +243,7 @@ class _Unit:
             deferred=deferred,
         )
         tokens = case.micro_batch_size * case.sequence_length
-        self._runner.begin(first_sample=0, num_terms=tokens, scale=1.0)
+        self._runner.begin(first_sample=0, num_terms=tokens, num_sequences=1, scale=1.0)
         # Not zeros, on which the hardware runs faster than on real numbers.
         shape = (case.micro_batch_size, case.sequence_length, case.model.hidden_size)
         self._hidden_BSH = torch.randn(*shape, device=case.device).to(case.dtype)
@@ -345,10 +276,10 @@ class _Unit:
         torch.autograd.backward(in_flight.output, None if self.part.has_head else self._hidden_BSH)
 
 
-def _measure(case: ProfileCase, *, layers: int, embedding: bool = False, head: bool = False) -> UnitProfile:
-    """Measure one unit; of `layers` layers in a row, the mean."""
+def _measure(case: ProfileCase, *, layers: int, **part: bool) -> UnitProfile:
+    """Measure one unit, a `part` as `_Unit` takes it; of `layers` layers in a row, the mean."""
     release_free_memory(case.device)
-    unit = _Unit(case, layers=layers, embedding=embedding, head=head)
+    unit = _Unit(case, layers=layers, **part)
     count = max(layers, 1)
     activation, transient = _activation_bytes(unit)
     forward, backward = _compute_seconds(unit)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import torch
 
@@ -17,9 +17,8 @@ from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.config.plan_files import save_plan
-from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.groups import as_training_error, init_distributed, shutdown
-from yuan_train.parallel.world_sum import gather_on_first, sum_over_world
+from yuan_train.parallel.world_sum import gather_on_first
 from yuan_train.train.agreement import (
     check_same_directory,
     check_same_job,
@@ -238,23 +237,9 @@ def _measure(job: Job, trainer: Trainer, step: int, clock: StepClock) -> _Measur
     runtime, of_ranks = trainer.runtime, None
     if not runtime.groups.tree or is_logged(step, job.run):
         of_ranks = gather_on_first(runtime.groups, runtime.coord, local, "the gather of measurements")
-    expert_tokens = _count_expert_tokens(job, trainer) if is_logged(step, job.run) else None
+    load = trainer.expert_load if is_logged(step, job.run) else None
+    expert_tokens = load.take() if load is not None else None
     return _Measured(clock.lap(), of_ranks, expert_tokens)
-
-
-def _count_expert_tokens(job: Job, trainer: Trainer) -> list[list[int]] | None:
-    """Tokens of each layer's experts; None without experts. Collective over all ranks."""
-    model, runtime = job.run.model, trainer.runtime
-    if not model.num_experts:
-        return None
-    counts = torch.zeros(model.num_layers, model.num_experts, dtype=torch.float64)
-    for part in runtime.parts.values():
-        for layer, block in cast(Transformer, part).blocks.items():
-            # The ranks of a tensor-parallel group decide alike.
-            if block.has_experts and runtime.coord.tensor_rank == 0:
-                counts[layer] += torch.tensor(block.router.take_load(), dtype=torch.float64)
-    sum_over_world(runtime.groups, runtime.coord, counts.view(-1), "the sum of the experts' tokens")
-    return counts.long().tolist()
 
 
 def _validate(job: Job, trainer: Trainer, progress: Progress) -> float | None:

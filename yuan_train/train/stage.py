@@ -61,11 +61,15 @@ class StageRunner:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
 
-    def begin(self, *, first_sample: int, num_terms: int, scale: float) -> None:
+    def begin(self, *, first_sample: int, num_terms: int, num_sequences: int, scale: float) -> None:
         """Start on this pipeline's samples, from `first_sample` on, and reset `loss` and `finite`.
 
-        `num_terms` is the number of trained tokens, or of pairs, of the global batch.
+        `num_terms` is the number of trained tokens, or of pairs, of the global batch; `num_sequences` that of
+        its rows.
         """
+        for block in self._model.blocks.values():
+            if block.has_experts:
+                block.router.loss_scale = scale / num_sequences
         self._first_sample = first_sample
         self._num_terms = num_terms
         self._scale = scale

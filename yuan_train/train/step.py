@@ -16,6 +16,7 @@ from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, guard_world_collective
 from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Feed
 from yuan_train.train.objective import PairLoss, RowScores
 from yuan_train.train.optimizer import Optimizer
@@ -49,6 +50,8 @@ class Trainer:
     stopwatch: Stopwatch
     executor: Executor
     feed: Feed
+    expert_load: ExpertLoad | None
+    """None for a model without experts."""
     device: torch.device
     pair_loss: PairLoss | None = None
     """The objective of a run on preference pairs, shared by this rank's stages."""
@@ -83,7 +86,7 @@ def train_step(
     scale: float = 1.0,
     may_skip: bool = False,
 ) -> StepResult:
-    """Forward, backward, gradient reduction, clipping, AdamW; collective over all ranks.
+    """Forward, backward, gradient reduction, clipping, AdamW, balance; collective over all ranks.
 
     The gradient reduction of a bucket starts as soon as this rank's gradient is complete, inside its last
     backward. Stepped weights are on their way to their other owners when it returns: the next forward waits
@@ -141,6 +144,8 @@ def train_step(
             shard.gradient.mul_(factor)
     with as_training_error(runtime.coord):
         trainer.optimizer.step(lr)
+    if trainer.expert_load is not None:
+        trainer.expert_load.balance()
     return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, preference=preference)
 
 
@@ -201,6 +206,7 @@ def _begin(
         runner.begin(
             first_sample=first_sample + runtime.grid.first_sequence(runtime.coord),
             num_terms=max(num_terms, 1),
+            num_sequences=runtime.grid.plan.global_batch_size,
             scale=scale,
         )
 

@@ -305,7 +305,7 @@ def test_cost_tables_and_forecast_agree(schedule, tied, recompute: Recompute, la
             )
             cost = cost_plan(costs, plan)
             (seconds,) = simulate_cuts(tables, np.array([order]), np.array([bounds]))
-            if is_faithful(costs, shape, options) or (length == count and shape.num_pipelines == 1):
+            if is_faithful(costs, shape) or (length == count and shape.num_pipelines == 1):
                 assert seconds == pytest.approx(cost.step_seconds, rel=1e-9)
             assert seconds >= cost.step_seconds * (1 - 1e-9), "an approximation may only be slower"
             for s, stage in enumerate(cost.stages[:length]):

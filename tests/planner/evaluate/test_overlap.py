@@ -9,7 +9,7 @@ from tests.planner.evaluate.test_any_plan import EIGHT, ONE, on_cards, plan_of
 from tests.planner.search.test_search import MODEL, problem
 from yuan_train.config.cluster import Link
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
-from yuan_train.planner.costs.grad_reduce import bucket_costs, owner_sharers
+from yuan_train.planner.costs.grad_reduce import bucket_costs
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import cards_of
@@ -194,15 +194,6 @@ def test_the_parts_of_a_step_add_up(sharded):
     bytes_moved = (4 + 2) / 2 if sharded else 4
     tied = 3.0 * MODEL.embedding_parameters / MODEL.layer_parameters * bytes_moved / 4
     assert result.tied_embedding_seconds == pytest.approx(tied)
-
-
-def test_rings_with_a_common_card_take_turns_on_its_nic():
-    a, b, c, d, e, f = (((EIGHT.cards[i],),) for i in (0, 1, 4, 5, 6, 7))
-    # Cards 0 and 1 behind one NIC, each in two rings: one ring of each at a time.
-    assert owner_sharers([(*a, *c), (*a, *d), (*b, *e), (*b, *f)]) == [2, 2, 2, 2]
-    assert owner_sharers([(*a, *c), (*a, *d)]) == [1, 1]
-    assert owner_sharers([(*a, *c), (*b, *d)]) == [2, 2]
-    assert owner_sharers([(*a, *b), (*c, *d)]) == [1, 1]
 
 
 def test_buckets_of_a_plan():

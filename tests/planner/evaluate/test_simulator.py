@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from yuan_train.config.sends import Sends
 from yuan_train.planner.evaluate.simulator import (
     StageTimes,
     order_operations,
@@ -15,14 +16,14 @@ from yuan_train.planner.evaluate.simulator import (
 from yuan_train.schedule.schedules import make_schedule
 
 
-def run(forward, backward, links, m, *, overlap=True, schedule="1f1b"):
+def run(forward, backward, links, m, *, sends: Sends = "overlapped", schedule="1f1b"):
     times = StageTimes(
         forward_seconds=tuple(forward),
         backward_seconds=tuple(backward),
         send_activation_seconds=tuple(links),
         send_gradient_seconds=tuple(links),
     )
-    return simulate_schedule(schedule, times, num_micro_batches=m, overlap=overlap)
+    return simulate_schedule(schedule, times, num_micro_batches=m, sends=sends)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
@@ -48,7 +49,7 @@ def test_equal_stages_without_links(stages, m, schedule):
 )
 def test_known_pipelines(forward, backward, links, m, overlapped, blocking):
     assert run(forward, backward, links, m).step_seconds == pytest.approx(overlapped)
-    assert run(forward, backward, links, m, overlap=False).step_seconds == pytest.approx(blocking)
+    assert run(forward, backward, links, m, sends="blocking").step_seconds == pytest.approx(blocking)
 
 
 def test_two_stages_by_hand():
@@ -69,6 +70,37 @@ def test_two_stages_by_hand():
     assert result.bubble_fraction == pytest.approx(1 - (2 * 3 + 2 * 6) / 34)
 
 
+def test_sender_and_receiver_meet():
+    # As above, where nobody takes a message while it computes. Stage 0: F0 0-1, message 1-2, F1 2-3; stage 1:
+    # F0 2-4, B0 4-8. Then both have one for the other, one after the other: 8-10. B0 10-12, F1 10-12, B1
+    # 12-16, message 16-17, B1 17-19. If only the sender waits, the second activation arrives at 4: 18.
+    times = (1, 2), (2, 4), (1,), 2
+    result = run(*times, sends="rendezvous")
+    assert (result.step_seconds, result.stage_end_seconds) == (19, (19, 16))
+    assert run(*times, sends="blocking").step_seconds == 18
+    sends = [span for o, span in zip(result.operations, result.spans, strict=True) if o.peer >= 0]
+    assert sorted(sends) == [(1, 2), (8, 9), (9, 10), (16, 17)]
+
+
+def test_workers_that_would_wait_for_each_other_leave_a_message_behind():
+    # The first stage runs four forwards ahead, the second none: it stands with its first gradient, for which
+    # the first stage is not there before its fourth forward.
+    times = StageTimes(
+        forward_seconds=(1.0, 1.0),
+        backward_seconds=(1.0, 1.0),
+        send_activation_seconds=(1.0,),
+        send_gradient_seconds=(1.0,),
+    )
+    results = [
+        simulate_schedule("1f1b", times, num_micro_batches=6, in_flight=(4, 1), sends=sends)
+        for sends in ("rendezvous", "overlapped")
+    ]
+    assert len(results[0].operations) == len(results[1].operations) == 2 * 6 * 2 + 2 * 6
+    assert any(o.peer >= 0 and not o.waits for o in results[0].operations)
+    assert any(o.peer >= 0 and o.waits for o in results[0].operations)
+    assert results[0].step_seconds > results[1].step_seconds
+
+
 def test_a_slow_link_is_first_in_first_out():
     # The link takes 5 for each message, compute 1: activations arrive at 6, 11, 16.
     result = run((1, 1), (1, 1), (5,), 3, schedule="gpipe")
@@ -81,10 +113,10 @@ def test_a_slow_link_is_first_in_first_out():
     data=st.data(),
     stages=st.integers(1, 5),
     m=st.integers(1, 7),
-    overlap=st.booleans(),
+    sends=st.sampled_from(["overlapped", "blocking", "rendezvous"]),
     schedule=st.sampled_from(["1f1b", "gpipe"]),
 )
-def test_many_pipelines_at_once_equal_one_at_a_time(data, stages, m, overlap, schedule):
+def test_many_pipelines_at_once_equal_one_at_a_time(data, stages, m, sends, schedule):
     seconds = st.floats(0, 3)
     rows = [[data.draw(seconds) for _ in range(4 * stages)] for _ in range(3)]
     steps = make_schedule(schedule, num_stages=stages, num_micro_batches=m)
@@ -96,7 +128,7 @@ def test_many_pipelines_at_once_equal_one_at_a_time(data, stages, m, overlap, sc
         backward_seconds=parts[1],
         send_activation_seconds=parts[2][:, 1:],
         send_gradient_seconds=parts[3][:, 1:],
-        overlap=overlap,
+        sends=sends,
     )
     for i in range(3):
         times = StageTimes(
@@ -105,13 +137,14 @@ def test_many_pipelines_at_once_equal_one_at_a_time(data, stages, m, overlap, sc
             send_activation_seconds=tuple(parts[2][i, 1:]),
             send_gradient_seconds=tuple(parts[3][i, 1:]),
         )
-        single = simulate(steps, times, overlap=overlap)
+        single = simulate(steps, times, sends=sends)
         assert ends[i] == pytest.approx(single.stage_end_seconds)
         # No stage is faster than its own work plus the first micro-batch down and its gradient back up.
         w = parts[0][i] + parts[1][i]
         c = np.concatenate(([0], parts[2][i, 1:] + parts[3][i, 1:]))
         lower = max(w[:s].sum() + c[: s + 1].sum() + m * w[s] for s in range(stages))
         assert single.step_seconds >= lower - 1e-9
+        assert single.step_seconds >= simulate(steps, times).step_seconds - 1e-9
 
 
 def test_every_compute_step_runs_once():

@@ -46,6 +46,20 @@ def test_json_is_one_object(tmp_path, capsys):
     assert "no --config: sequence_length 512, global_batch_size 64" in shown.err
 
 
+def test_the_largest_model_fits_and_one_more_layer_does_not(tmp_path, capsys):
+    cluster, out = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    rates = "fp32: 1 TFLOP/s, bf16: 1 TFLOP/s, memory_bandwidth: 100 GB/s"
+    card = f"{{memory: 64 MiB, reserved: 1 MiB, {rates}}}"
+    cluster.write_text(f"name: small\nnodes: [{{name: n, device: Small}}]\ndevice_types: {{Small: {card}}}\n")
+    words = ["--model", TINY, "train.precision=bf16", "train.global_batch_size=1"]
+    assert plan(*words, "--largest", "--out", str(out), cluster=str(cluster)) == 0
+    most = load_plan(out).model.num_layers
+    assert f"largest model: {most} layers" in capsys.readouterr().err
+    assert plan(*words, f"model.num_layers={most}", cluster=str(cluster)) == 0
+    assert plan(*words, f"model.num_layers={most + 1}", cluster=str(cluster)) == 3
+    assert "with its optimizer state on the host" in capsys.readouterr().err
+
+
 def test_overrides_reach_the_search(tmp_path):
     out = tmp_path / "plan.yaml"
     words = [

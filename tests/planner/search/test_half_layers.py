@@ -34,6 +34,7 @@ PROBLEM = PlanProblem(
     precision="bf16",
 )
 KEYS = {"tensor": (1,), "pipelines": (1,), "recompute": ("none",), "replicas": (1,)}
+KEYS |= {"schedule": ("1f1b",), "micro_batch_size": (1,)}
 
 
 def found(**keys: object):
@@ -73,6 +74,7 @@ def test_a_half_keeps_its_own_input_under_full_recompute() -> None:
     recomputed = replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),))
     hidden = costs.hidden_bytes(1)
     first, second = cost_plan(costs, recomputed).stages
-    # Two micro-batches in flight on the first stage; the embedding keeps its tokens, the head its own.
-    assert first.memory.activations == 2 * (2 * hidden + 8 * 2048)
+    # For each micro-batch in flight on the first stage; the embedding keeps its tokens, the head its own.
+    assert first.in_flight >= 2
+    assert first.memory.activations == first.in_flight * (2 * hidden + 8 * 2048)
     assert [unit.activation_bytes for unit in second.units[:2]] == [hidden, hidden]

@@ -97,7 +97,8 @@ def test_a_large_search_comes_near_the_best_estimate():
     estimates = [relaxed_seconds(costs, shape, options) for shape in shapes]
     bounds = [shape_bound(costs, shape, options) for shape in shapes]
     result = find(given_problem)
-    assert result.best.step_seconds < 1.04 * min(estimates)
+    # The estimates count no reductions.
+    assert result.best.cost.compute_seconds < 1.04 * min(estimates)
     assert estimates[bounds.index(min(bounds))] > 1.04 * min(estimates)
 
 

@@ -70,8 +70,12 @@ def problem(cards: Cluster, **changes: object) -> PlanProblem:
     return PlanProblem(**(given | changes))  # type: ignore[arg-type]
 
 
-def find(given: PlanProblem, micro_batch_size: int = 1, **search: object):
-    return search_plan(given, SearchConfig(**search), micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
+def find(given: PlanProblem, micro_batch_size: int | tuple[int, ...] = 1, **search: object):
+    """The search of 1F1B plans of one micro-batch size, without hosts, unless `search` says otherwise."""
+    size = micro_batch_size if isinstance(micro_batch_size, int) else micro_batch_size[0]
+    sizes = (size,) if isinstance(micro_batch_size, int) else micro_batch_size
+    keys = {"schedule": ("1f1b",), "micro_batch_size": sizes, "offload": ()} | search
+    return search_plan(given, SearchConfig(**keys), micro_batch_size=size)  # type: ignore[arg-type]
 
 
 TWO_SPEEDS = cluster(Fast=(2, card(speed=3.0)), Slow=(2, card(speed=1.0)))

@@ -1,11 +1,15 @@
 """The solver against hand-solved cases, known optima, and an independent brute force."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.instances import CASES, brute_force, case_instance, event_simulation, random_case
+from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
 from yuan_train.planner.solver.area_bound import area_bound_seconds
 from yuan_train.planner.solver.cost_tables import CostTables
 from yuan_train.planner.solver.dynamic_program import threshold_bounds
@@ -100,6 +104,31 @@ def test_as_good_as_brute_force(seed):
     assert solution.cuts, "the solver found no cut, but one fits"
     assert solution.cuts[0].step_seconds == pytest.approx(best, rel=1e-9)
     assert area_bound_seconds(instance) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [4, 6, 7, 31])
+def test_as_good_as_brute_force_where_both_ends_wait(seed):
+    case = random_case(seed)
+    instance = replace(case_instance(case), sends="rendezvous")
+    numbers = {name: getattr(instance, name)[0] for name in ("forward_seconds", "backward_seconds")}
+
+    def step(case, order, counts):
+        ends = [0, *itertools.accumulate(counts)]
+        stages = list(zip(order, ends, ends[1:], strict=False))
+        size = [end - 1 for end in ends[1:-1]]
+        return simulate_schedule(
+            "1f1b",
+            StageTimes(
+                **{name: tuple(row[d, a:b].sum() for d, a, b in stages) for name, row in numbers.items()},
+                send_activation_seconds=tuple(instance.message_seconds[size, order[:-1], order[1:]]),
+                send_gradient_seconds=tuple(instance.message_seconds[size, order[1:], order[:-1]]),
+            ),
+            num_micro_batches=case["num_microbatches"],
+            sends="rendezvous",
+        ).step_seconds
+
+    solution, best = solve(instance), brute_force(case, step)
+    assert solution.exact and solution.cuts[0].step_seconds == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 5])

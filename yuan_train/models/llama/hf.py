@@ -1,15 +1,22 @@
-"""The published Hugging Face format of Llama (model_type `llama`), and the layout that Qwen's shares."""
+"""The published Hugging Face formats of Llama (model_type `llama`) and Mixtral, and the layout that Qwen's
+share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
-from yuan_train.models.published import TensorMapping, decoder_layout
-from yuan_train.models.published_config import DEFAULTS, decoder_config, decoder_from_config
+from yuan_train.models.published import TensorMapping, decoder_layout, refuse_bias
+from yuan_train.models.published_config import (
+    DEFAULTS,
+    decoder_config,
+    decoder_from_config,
+    refuse,
+)
 
-MODEL_TYPES = ("llama",)
+MODEL_TYPES = ("llama", "mixtral")
 MODEL_CODE: tuple[str, ...] = ()
 STORES_TIED_HEAD = False
 
@@ -42,18 +49,56 @@ def _layer(model: ModelConfig, ours: str, published: str) -> Iterator[TensorMapp
             yield one(f"attention.{name}_norm.weight", (model.head_dim,), f"{attention}.{letter}_norm.weight")
     yield one("attention.out.weight", (hidden, model.projection_size), f"{attention}.o_proj.weight")
     yield one("feed_forward_norm.weight", (hidden,), f"{published}.post_attention_layernorm.weight")
+    if model.num_experts:
+        qwen = model.architecture == "qwen"
+        names = ("gate_proj", "up_proj", "down_proj") if qwen else ("w1", "w3", "w2")
+        yield from _experts(model, ours, mlp if qwen else f"{published}.block_sparse_moe", names)
+        return
     yield one(
         "feed_forward.up.weight", (2 * width, hidden), f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"
     )
     yield one("feed_forward.down.weight", (hidden, width), f"{mlp}.down_proj.weight")
 
 
+def _experts(
+    model: ModelConfig, ours: str, published: str, names: tuple[str, str, str]
+) -> Iterator[TensorMapping]:
+    """Yield the router and the experts of a layer; `names` are those of an expert's gate, up and down.
+
+    Raises CheckpointError for a router that transformers does not have.
+    """
+    if model.router != "softmax":
+        raise CheckpointError(f"router {model.router!r}: the published format has the softmax router only")
+    refuse_bias(model)
+    hidden, width, count = model.hidden_size, model.expert_width, model.num_experts
+    yield TensorMapping(f"{ours}.router.weight", (count, hidden), (f"{published}.gate.weight",))
+    for name, parts, shape in (("up", names[:2], (2 * width, hidden)), ("down", names[2:], (hidden, width))):
+        of_all = tuple(f"{published}.experts.{e}.{part}.weight" for e in range(count) for part in parts)
+        yield TensorMapping(f"{ours}.experts.{name}.weight", (count, *shape), of_all, stacked=True)
+
+
 def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> ModelConfig:
     """The model that a `config.json` describes. Raises CheckpointError, naming `where`."""
     absent = {**DEFAULTS, "max_position_embeddings": 2048}
-    return decoder_from_config(
-        config, name=name, where=where, absent=absent, fields={"architecture": "llama"}
-    )
+    fields: dict[str, Any] = {"architecture": "llama"}
+    if config["model_type"] == "mixtral":
+        absent |= _MIXTRAL
+        refuse(config, where, ("router_jitter_noise", "sliding_window", "shared_expert_intermediate_size"))
+        fields |= {
+            "num_experts": config.get("num_local_experts", 8),
+            "experts_per_token": config.get("num_experts_per_tok", 2),
+            "router": "softmax",
+        }
+    return decoder_from_config(config, name=name, where=where, absent=absent, fields=fields)
+
+
+_MIXTRAL = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+"""What an absent key of a Mixtral means in transformers."""
 
 
 def resets_of(config: Mapping[str, Any]) -> dict[str, bool]:
@@ -69,7 +114,13 @@ def published_config(
     resets: Mapping[str, bool] | None = None,
     token_ids: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The `config.json` of a model, which transformers reads by itself; `resets` it has no word for."""
+    """The `config.json` of a model, which transformers reads by itself; `resets` it has no word for.
+
+    Raises CheckpointError for a mixture that Mixtral's class does not compute.
+    """
+    if model.num_experts:
+        derived = _mixtral(model)
+        return decoder_config(model, dtype=dtype, original=original, token_ids=token_ids, derived=derived)
     derived = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -77,3 +128,20 @@ def published_config(
         "mlp_bias": False,
     }
     return decoder_config(model, dtype=dtype, original=original, token_ids=token_ids, derived=derived)
+
+
+def _mixtral(model: ModelConfig) -> dict[str, Any]:
+    """What a Mixtral's config has of its own."""
+    if not model.norm_topk_prob:
+        raise CheckpointError("norm_topk_prob false: Mixtral's weights of the chosen experts sum to 1")
+    if model.rope_scaling is not None:
+        raise CheckpointError("rope_scaling: Mixtral's class has none")
+    return {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": model.expert_width,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "sliding_window": None,
+        "router_jitter_noise": 0.0,
+    }

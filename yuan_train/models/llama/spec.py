@@ -1,4 +1,7 @@
-"""Llama 3 (arXiv 2407.21783): grouped-query attention, SwiGLU, RMSNorm, scaled rotary embedding."""
+"""Llama 3 (arXiv 2407.21783): grouped-query attention, SwiGLU, RMSNorm, scaled rotary embedding.
+
+With experts it is Mixtral (arXiv 2401.04088).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ def sublayers(model: ModelConfig) -> tuple[SublayerWork, SublayerWork]:
 
 SPEC = ModelSpec(
     title="Llama 3",
-    takes=frozenset({"num_key_value_heads", "rope_scaling"}),
+    takes=frozenset({"num_key_value_heads", "rope_scaling"}) | sizes.EXPERT_FIELDS,
     defaults={"attention": "plain"},
     constraints=lambda model: iter(()),
     layer=layer,
     sublayers=sublayers,
     tensor_sizes=sizes.tensor_sizes,
+    held_experts=sizes.held_experts_work,
 )

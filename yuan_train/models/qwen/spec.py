@@ -1,4 +1,7 @@
-"""Qwen 2.5 (arXiv 2412.15115) and Qwen 3 (arXiv 2505.09388): Llama's layer with biases or head norms."""
+"""Qwen 2.5 (arXiv 2412.15115) and Qwen 3 (arXiv 2505.09388): Llama's layer with biases or head norms.
+
+With experts, which have head norms, it is Qwen 3's mixture.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,12 @@ def _constraints(model: ModelConfig) -> Iterator[Violation]:
 
 SPEC = ModelSpec(
     title="Qwen",
-    takes=frozenset({"num_key_value_heads", "rope_scaling", "qkv_bias", "query_key_norm"}),
+    takes=frozenset({"num_key_value_heads", "rope_scaling", "qkv_bias", "query_key_norm"})
+    | sizes.EXPERT_FIELDS,
     defaults={"attention": "plain"},
     constraints=_constraints,
     layer=layer,
     sublayers=sublayers,
     tensor_sizes=sizes.tensor_sizes,
+    held_experts=sizes.held_experts_work,
 )

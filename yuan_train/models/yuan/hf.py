@@ -22,7 +22,7 @@ from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.models.published import TensorMapping, decoder_layout
+from yuan_train.models.published import TensorMapping, decoder_layout, refuse_bias
 
 MODEL_TYPES = ("yuan",)
 """`model_type` of the configs that `model_from_config` reads."""
@@ -82,6 +82,7 @@ def _experts(model: ModelConfig, our_prefix: str, mlp: str) -> Iterator[TensorMa
     """Yield the router and the experts of a layer. Raises CheckpointError for a router that M32 has not."""
     if model.router != "attention":
         raise CheckpointError(f"router {model.router!r}: the published format has the attention router only")
+    refuse_bias(model)
     hidden, width, count = model.hidden_size, model.expert_width, model.num_experts
     gates = tuple(f"{mlp}.gate.{name}.weight" for name in ("query", "key", "value"))
     yield TensorMapping(f"{our_prefix}.router.weight", (3 * count, hidden), gates)

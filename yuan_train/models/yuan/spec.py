@@ -70,8 +70,7 @@ def _out(model: ModelConfig) -> Normal:
 
 
 def _feed_forward(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    build = sizes.experts if model.num_experts else sizes.feed_forward
-    return build(model, out=_out(model))
+    return sizes.feed_forward(model, out=_out(model))
 
 
 def _layer(model: ModelConfig) -> tuple[ParameterSpec, ...]:
@@ -79,8 +78,8 @@ def _layer(model: ModelConfig) -> tuple[ParameterSpec, ...]:
 
 
 def _sublayers(model: ModelConfig) -> tuple[SublayerWork, SublayerWork]:
-    work = sizes.experts_work if model.num_experts else sizes.feed_forward_work
-    return _attention_work(model), work(model, sizes.parameters_of(_feed_forward(model)))
+    feed_forward = sizes.parameters_of(_feed_forward(model))
+    return _attention_work(model), sizes.feed_forward_work(model, feed_forward)
 
 
 def _attention_work(model: ModelConfig) -> SublayerWork:
@@ -116,28 +115,16 @@ def _attention_work(model: ModelConfig) -> SublayerWork:
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
     found = sizes.tensor_sizes(model)
     del found["key-value heads"]
-    if model.num_experts:
-        del found["feed-forward columns"]
-        found |= {"set of experts (no tensor parallelism for a model with experts)": 1}
     return found if model.attention == "plain" else found | {"filter channels": model.hidden_size // 2}
 
 
 SPEC = ModelSpec(
     title="Yuan 2.0",
-    takes=frozenset(
-        {
-            "attention",
-            "rotary_dim",
-            "rotary_form",
-            "num_experts",
-            "experts_per_token",
-            "expert_ffn_hidden_size",
-            "router",
-        }
-    ),
+    takes=frozenset({"attention", "rotary_dim", "rotary_form"}) | sizes.EXPERT_FIELDS,
     defaults={"attention": "localized_filter"},
     constraints=_constraints,
     layer=_layer,
     sublayers=_sublayers,
     tensor_sizes=_tensor_sizes,
+    held_experts=sizes.held_experts_work,
 )

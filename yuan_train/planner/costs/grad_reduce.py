@@ -1,80 +1,159 @@
 """Buckets of a plan: how long their owners take to reduce the gradients, and to send the weights back.
 
-A ring of one card per owner reduces a bucket's gradients. With a sharded optimizer the ring does so in a
-reduce-scatter, and after the optimizer step it gathers the weights: each is half of an all-reduce.
+The owners' cards that hold the same slice of a bucket make a ring, which reduces that slice: owners of k
+cards each make k rings, all at once, and every ring that leaves a node takes its share of the node's NIC.
+With a sharded optimizer a ring reduces in a reduce-scatter, and after the optimizer step it gathers the
+weights.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_units import plan_unit_parameters
-from yuan_train.planner.costs.links import allreduce_compute_seconds, allreduce_seconds
+from yuan_train.config.plan_units import (
+    divides_experts,
+    expert_parameters,
+    layer_units,
+    plan_unit_parameters,
+    stage_unit_range,
+)
+from yuan_train.planner.costs.expert_costs import stage_experts
+from yuan_train.planner.costs.links import (
+    all_gather_seconds,
+    allreduce_compute_seconds,
+    allreduce_seconds,
+    reduce_scatter_seconds,
+)
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
+from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.schedule.buckets import group_units
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCost:
-    """Adjacent units that several owners hold, and what their ring takes for them."""
+    """Adjacent units that several owners hold, and what their rings take for them."""
 
     units: range
     owners: tuple[Replica, ...]
-    grad_reduce_seconds: float
-    weight_sync_seconds: float
-    """Of the weights' way back after the optimizer step; 0 unless the optimizer is sharded."""
+    cards: tuple[Card, ...]
+    """Of all owners."""
+    crossing: Mapping[str, int]
+    """How many of its rings pass each node's NIC, by node; empty inside a node."""
+    reduce_seconds: Callable[[int], float]
+    """Of the gradients, if so many rings and messages share the busiest NIC on the way."""
+    sync_seconds: Callable[[int], float]
+    """Of the weights' way back after the optimizer step, likewise; 0 unless the optimizer is sharded."""
     compute_seconds: float = 0.0
     """Of its owners' compute, which the reduction takes while it is hidden behind it."""
 
     @property
-    def cards(self) -> list[Card]:
-        return [card for replica in self.owners for card in replica]
+    def own_sharers(self) -> int:
+        """How many of its own rings share the busiest NIC; 1 inside a node."""
+        return max(self.crossing.values(), default=1)
+
+    @property
+    def grad_reduce_seconds(self) -> float:
+        """Seconds of the reduction with no other flow on its way."""
+        return self.reduce_seconds(self.own_sharers)
+
+    @property
+    def weight_sync_seconds(self) -> float:
+        """Seconds of the weights' way back with no other flow on it."""
+        return self.sync_seconds(self.own_sharers)
 
 
 def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost, ...]:
     """The buckets that several owners hold, in the model's order; the tied embedding is not among them."""
-    holders = unit_holders(plan, cards)
-    if max(map(len, holders)) == 1:
-        return ()
-    sizes = unit_parameters(costs.problem.model, plan_unit_parameters(plan))
-    groups = [
-        units
-        for units in bucket_units(costs, holders, sizes)
-        if len(holders[units.start]) > 1 and sum(sizes[u] for u in units)
-    ]
-    owners = list(dict.fromkeys(holders[units.start] for units in groups))
-    sharers = dict(zip(owners, owner_sharers(owners), strict=True))
-    known: dict[tuple[tuple[Replica, ...], float], tuple[float, float, float]] = {}
+    held = _held_buckets(costs, plan, unit_holders(plan, cards))
+    known: dict[tuple[tuple[Replica, ...], float], BucketCost] = {}
     found: list[BucketCost] = []
-    for units in groups:
-        replicas = holders[units.start]
-        key = (replicas, sum(sizes[u] for u in units) / min(map(len, replicas)))
-        if key not in known:
-            ring, flows = [replica[0] for replica in replicas], sharers[replicas]
-            sharded = plan.optimizer_sharding
-            known[key] = (
-                grad_reduce_seconds(costs, ring, key[1], sharded=sharded, sharers=flows),
-                weight_sync_seconds(costs, ring, key[1], sharers=flows) if sharded else 0.0,
-                grad_reduce_compute_seconds(costs, ring, key[1], sharded=sharded),
-            )
-        reduce_seconds, sync_seconds, compute_seconds = known[key]
-        found.append(
-            BucketCost(
-                units=units,
-                owners=replicas,
-                grad_reduce_seconds=reduce_seconds,
-                weight_sync_seconds=sync_seconds,
-                compute_seconds=compute_seconds,
-            )
-        )
+    for bucket in held:
+        key = (bucket.owners, bucket.parameters)
+        if len(bucket.owners) > 1 and bucket.parameters:
+            if key not in known:
+                known[key] = _bucket_cost(costs, bucket.units, *key, sharded=plan.optimizer_sharding)
+            found.append(replace(known[key], units=bucket.units))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    units: range
+    owners: tuple[Replica, ...]
+    parameters: float
+    """Of all cards of an owner."""
+
+
+def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> list[_Bucket]:
+    """All buckets of a plan, in the model's order."""
+    sizes = unit_parameters(costs.problem.model, plan_unit_parameters(plan))
+    if divides_experts(plan):
+        return _with_experts(costs, plan, holders, sizes)
+    if max(map(len, holders)) == 1:
+        return []
+    return [
+        _Bucket(units, owners, sum(sizes[u] for u in units))
+        for units in bucket_units(costs, holders, sizes)
+        for owners in [holders[units.start]]
+    ]
+
+
+def _with_experts(
+    costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]], sizes: Sequence[float]
+) -> list[_Bucket]:
+    """What is whole on every card of a replica has each of them as an owner; then follow the experts of its
+    layers, one bucket for each card of a replica, as `Grid.buckets` has them."""
+    experts = expert_parameters(plan.model)
+    counts = {
+        u: stage_experts(plan, stage)
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for u in stage_unit_range(plan, stage)
+    }
+    # A layer, or its feed-forward: the half that ends where a layer does.
+    has_experts = [False, *(end % 1 == 0 for _, _, end in layer_units(plan)), False]
+    whole = [size - experts * held for size, held in zip(sizes, has_experts, strict=True)]
+    found: list[_Bucket] = []
+    for units in bucket_units(costs, holders, whole):
+        owners = holders[units.start]
+        each = tuple((card,) for replica in owners for card in replica)
+        found.append(_Bucket(units, each, sum(whole[u] for u in units)))
+        for u in (u for u in units if has_experts[u]):
+            for part, count in enumerate(counts[u]):
+                own = tuple((replica[part],) for replica in owners)
+                found.append(_Bucket(range(u, u + 1), own, experts * count / plan.model.num_experts))
+    return found
+
+
+def _bucket_cost(
+    costs: Costs, units: range, owners: tuple[Replica, ...], parameters: float, *, sharded: bool
+) -> BucketCost:
+    @functools.cache
+    def reduce(sharers: int) -> float:
+        return grad_reduce_seconds(costs, owners, parameters, sharded=sharded, sharers=sharers)
+
+    @functools.cache
+    def sync(sharers: int) -> float:
+        return weight_sync_seconds(costs, owners, parameters, sharers=sharers) if sharded else 0.0
+
+    return BucketCost(
+        units=units,
+        owners=owners,
+        cards=tuple(card for owner in owners for card in owner),
+        crossing=crossing_rings(owners),
+        reduce_seconds=reduce,
+        sync_seconds=sync,
+        compute_seconds=grad_reduce_compute_seconds(costs, owners, parameters, sharded=sharded),
+    )
 
 
 def bucket_units(
@@ -91,90 +170,98 @@ def bucket_units(
     return group_units(owners, sizes, bucket_size=problem.bucket_size)
 
 
-def owner_sharers(owners: Sequence[tuple[Replica, ...]]) -> list[int]:
-    """For the ring of each set of owners, how many rings at a time share the busiest NIC on its way.
-
-    Rings that have a card in common take turns; of the others, those count that can all run at once.
+def slice_rings(owners: Sequence[Replica]) -> list[list[Card]]:
+    """The rings of owners: one per card of the narrowest, each through the card of every owner that holds the
+    same slice. Owners of other widths divide a slice further; their rings cross the same links one card wide.
     """
-    members = [frozenset(card for replica in replicas for card in replica) for replicas in owners]
-    rings = [[replica[0] for replica in replicas] for replicas in owners]
-    if sum(map(len, members)) == len({card for own in members for card in own}):
-        return ring_sharers(rings)
-    result: list[int] = []
-    for i, ring in enumerate(rings):
-        others = [j for j, other in enumerate(rings) if j != i and _crosses(other)]
-        flows = [1]
-        for node in {card.node for card in ring} if _crosses(ring) else ():
-            busy = members[i]
-            at_once = 1
-            for j in others:
-                if busy.isdisjoint(members[j]) and any(card.node == node for card in rings[j]):
-                    busy, at_once = busy | members[j], at_once + 1
-            flows.append(at_once)
-        result.append(max(flows))
-    return result
+    count = min(map(len, owners))
+    return [[owner[i * len(owner) // count] for owner in owners] for i in range(count)]
 
 
-def _crosses(ring: Sequence[Card]) -> bool:
-    """Whether a ring leaves its node."""
-    return len({card.node for card in ring}) > 1
-
-
-def ring_sharers(rings: Sequence[Sequence[Card]]) -> list[int]:
-    """For each of these rings without a common card, how many share the busiest NIC on its way; 1 inside a
-    node. All run at once."""
+def crossing_rings(owners: Sequence[Replica]) -> Counter[str]:
+    """How many of the owners' rings pass each node's NIC, by node; none where they stay in a node."""
+    rings = slice_rings(owners)
+    if all(len({card.node for card in replica}) == 1 for replica in owners):
+        # A group inside a node: all its rings take the same way.
+        nodes = {card.node for card in rings[0]}
+        return Counter(dict.fromkeys(nodes, len(rings)) if len(nodes) > 1 else {})
     ring_nodes = [{card.node for card in ring} for ring in rings]
-    crossing = Counter(node for nodes in ring_nodes if len(nodes) > 1 for node in nodes)
-    return [
-        max((crossing[node] for node in nodes), default=1) if len(nodes) > 1 else 1 for nodes in ring_nodes
-    ]
+    return Counter(node for nodes in ring_nodes if len(nodes) > 1 for node in nodes)
+
+
+def ring_sharers(owners: Sequence[Sequence[Replica]]) -> list[int]:
+    """For each set of owners, how many rings share the busiest NIC on the way of its own, these included, if
+    all sets reduce at once; 1 inside a node."""
+    crossing = [crossing_rings(replicas) for replicas in owners]
+    total: Counter[str] = Counter()
+    for rings in crossing:
+        total.update(rings)
+    return [max((total[node] for node in rings), default=1) for rings in crossing]
 
 
 def tied_embedding_seconds(
-    costs: Costs, firsts: Sequence[Card], lasts: Sequence[Card], *, width: int = 1, sharded: bool = False
+    costs: Costs, firsts: Sequence[Replica], lasts: Sequence[Replica], *, sharded: bool = False
 ) -> float:
     """Seconds to reduce the tied embedding's gradient over all that hold it, and with a `sharded` optimizer
-    to gather it again; 0 without `lasts` or for a single card.
+    to gather it again; 0 without `lasts` or for a single owner.
 
-    `firsts` and `lasts` are the first card of each replica of all first and last stages; `width` is the
-    tensor-parallel size that divides the embedding matrix.
+    `firsts` and `lasts` are the replicas of all first and last stages.
     """
     if not lasts:
         return 0.0
     owners = list(dict.fromkeys([*firsts, *lasts]))
-    size = costs.problem.model.embedding_parameters / width
-    seconds = grad_reduce_seconds(costs, owners, size, sharded=sharded)
-    return seconds + (weight_sync_seconds(costs, owners, size) if sharded else 0.0)
+    size, sharers = costs.problem.model.embedding_parameters, ring_sharers([owners])[0]
+    seconds = grad_reduce_seconds(costs, owners, size, sharded=sharded, sharers=sharers)
+    return seconds + (weight_sync_seconds(costs, owners, size, sharers=sharers) if sharded else 0.0)
 
 
 def grad_reduce_seconds(
-    costs: Costs, owners: Sequence[Card], parameters: float, *, sharded: bool, sharers: int = 1
+    costs: Costs, owners: Sequence[Replica], parameters: float, *, sharded: bool, sharers: int
 ) -> float:
-    """Seconds to reduce the gradients of `parameters` parameters over a ring of owners: an all-reduce; with a
-    sharded optimizer a reduce-scatter, its first half.
+    """Seconds to reduce the gradients of `parameters` parameters over their owners: an all-reduce on each of
+    their rings; with a sharded optimizer a reduce-scatter.
 
-    `sharers` is how many rings share a NIC.
+    `sharers` is how many rings share a NIC, these owners' own included.
     """
     size = parameters * costs.problem.reduce_bytes
-    ring = allreduce_seconds(costs.topology, owners, size, sharers=sharers)
-    return ring / 2 if sharded else ring
+    collective = reduce_scatter_seconds if sharded else allreduce_seconds
+    return _slowest_ring_seconds(collective, costs, owners, size, sharers=sharers)
 
 
 def grad_reduce_compute_seconds(
-    costs: Costs, owners: Sequence[Card], parameters: float, *, sharded: bool
+    costs: Costs, owners: Sequence[Replica], parameters: float, *, sharded: bool
 ) -> float:
     """Seconds of its owners' compute that the reduction of `grad_reduce_seconds` takes if it is hidden."""
-    ring = allreduce_compute_seconds(costs.topology, owners, parameters * costs.problem.reduce_bytes)
+    if not costs.topology.measured:
+        return 0.0
+    size = parameters * costs.problem.reduce_bytes / min(map(len, owners))
+    ring = max(allreduce_compute_seconds(costs.topology, ring, size) for ring in slice_rings(owners))
     return ring / 2 if sharded else ring
 
 
-def weight_sync_seconds(
-    costs: Costs, owners: Sequence[Card], parameters: float, *, sharers: int = 1
-) -> float:
-    """Seconds to gather the stepped weights of a sharded optimizer over a ring of owners: half of an
-    all-reduce of that size."""
+def weight_sync_seconds(costs: Costs, owners: Sequence[Replica], parameters: float, *, sharers: int) -> float:
+    """Seconds to gather the stepped weights of a sharded optimizer over their owners: an all-gather on each
+    of their rings."""
     size = parameters * STATE_BYTES[costs.problem.precision].parameters
-    return allreduce_seconds(costs.topology, owners, size, sharers=sharers) / 2
+    return _slowest_ring_seconds(all_gather_seconds, costs, owners, size, sharers=sharers)
+
+
+class _Collective(Protocol):
+    def __call__(
+        self, topology: Topology, cards: Sequence[Card], message_bytes: float, *, sharers: int
+    ) -> float: ...
+
+
+def _slowest_ring_seconds(
+    collective: _Collective, costs: Costs, owners: Sequence[Replica], num_bytes: float, *, sharers: int
+) -> float:
+    """Seconds of a collective of `num_bytes` that the owners' rings have in equal parts."""
+    rings = slice_rings(owners)
+    if not costs.topology.measured:
+        # Rings through the same nodes take the same time.
+        rings = list({tuple(card.node for card in ring): ring for ring in rings}.values())
+    size = num_bytes / min(map(len, owners))
+    return max(collective(costs.topology, ring, size, sharers=sharers) for ring in rings)
 
 
 def unit_parameters(model: ModelConfig, units: Sequence[int] | None = None) -> list[float]:

@@ -4,13 +4,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from yuan_train.config.plan import Plan
-from yuan_train.config.plan_units import num_units, plan_unit_parameters, stage_unit_range
+from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan_units import (
+    divides_experts,
+    num_units,
+    plan_unit_parameters,
+    stage_unit_range,
+)
 from yuan_train.planner.costs.plan_problem import Replica
 
 PlanCards = Sequence[Sequence[tuple[Replica, ...]]]
 """The replicas of each stage, by pipeline and stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateShares:
+    """Shares of a stage's states: of the optimizer's what a card holds, of its gradients what it holds twice,
+    because the reduced ones lie in a buffer of their own. They differ for experts that cards share."""
+
+    optimizer: float
+    packed: float
+    expert_optimizer: float
+    expert_packed: float
+
+
+def state_shares(
+    plan: Plan, cards: PlanCards, *, reduce_copy_share: float
+) -> dict[tuple[int, int], StateShares]:
+    """The shares of the cards of each stage, by pipeline and stage."""
+    if divides_experts(plan):
+        return _shares_of_ranks(plan, reduce_copy_share)
+    optimizer = optimizer_shares(plan, cards)
+    packed = packed_shares(plan, cards, reduce_copy_share=reduce_copy_share)
+    return {
+        key: StateShares(
+            optimizer=optimizer[key],
+            packed=packed[key],
+            expert_optimizer=optimizer[key],
+            expert_packed=packed[key],
+        )
+        for key in optimizer
+    }
+
+
+def _shares_of_ranks(plan: Plan, reduce_copy_share: float) -> dict[tuple[int, int], StateShares]:
+    """The same where cards share experts: what is whole on each of them is owned by all of them, in all
+    pipelines, a range of experts by one card of each replica. The largest over a stage's units."""
+    stages = {(p, s): stage for p, row in enumerate(plan.pipelines) for s, stage in enumerate(row.stages)}
+    owners: list[list[int]] = [[] for _ in range(num_units(plan))]
+    of_experts: list[list[int]] = [[] for _ in range(num_units(plan))]
+    for stage in stages.values():
+        for u in stage_unit_range(plan, stage):
+            owners[u] += stage.ranks
+            of_experts[u] += [replica[0] for replica in stage.replicas]
+
+    def optimizer(stage: StagePlan, holders: Sequence[Sequence[int]]) -> float:
+        if not plan.optimizer_sharding:
+            return 1.0
+        weights = plan.optimizer_shares
+        totals = [math.fsum(weights[rank] for rank in holders[u]) for u in stage_unit_range(plan, stage)]
+        return max((stage.optimizer_share / total for total in totals), default=1.0)
+
+    def packed(stage: StagePlan, holders: Sequence[Sequence[int]]) -> float:
+        several = any(len(holders[u]) > 1 for u in stage_unit_range(plan, stage))
+        return reduce_copy_share if several else 0.0
+
+    return {
+        key: StateShares(
+            optimizer=optimizer(stage, owners),
+            packed=packed(stage, owners),
+            expert_optimizer=optimizer(stage, of_experts),
+            expert_packed=packed(stage, of_experts),
+        )
+        for key, stage in stages.items()
+    }
 
 
 def optimizer_shares(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], float]:

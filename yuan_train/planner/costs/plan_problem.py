@@ -10,9 +10,12 @@ from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
-from yuan_train.config.plan_units import layer_units, stage_unit_range
+from yuan_train.config.plan_units import divides_experts, layer_units, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
+from yuan_train.config.sends import Sends
+from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
+from yuan_train.planner.costs.host import HostShare, host_share
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology, make_topology
 from yuan_train.planner.costs.unit_costs import (
@@ -23,7 +26,7 @@ from yuan_train.planner.costs.unit_costs import (
     check_profile,
     share_of_layer,
 )
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, statistic_bytes
 
 Replica = tuple[Card, ...]
 """The cards of a tensor-parallel group, in order."""
@@ -39,14 +42,21 @@ class PlanProblem:
     global_batch_size: int
     precision: Precision
     profile: Profile | None = None
-    overlap: bool = True
-    """Whether messages overlap compute; otherwise the sender waits for them."""
+    sends: Sends | None = None
+    """Who waits for a message; None: as the cluster's library has it."""
     reduce_dtype: ReduceDtype = "fp32"
     """Of gradients on their way between owners; see `OptimizerConfig`."""
     bucket_size: int = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation."""
+    host_reserved: int = 0
+    """Bytes of each host's memory that are left to other programs; see `MemoryConfig`."""
     compile: bool = False
     """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
+
+    @property
+    def send_mode(self) -> Sends:
+        """Who waits for a message."""
+        return self.sends or self.cluster.library.sends
 
     @property
     def reduce_bytes(self) -> int:
@@ -78,7 +88,8 @@ class Costs:
     known: dict[tuple[str, int, Recompute, int], CardCosts]
     """What `of` has looked up, by its arguments."""
     groups: dict[tuple[object, ...], CardCosts]
-    """What `of_replica` has looked up for tensor-parallel groups, their collectives included."""
+    """What `of_replica` found for tensor-parallel groups, with their collectives, and `of_experts` for
+    cards."""
 
     def of(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1
@@ -86,18 +97,28 @@ class Costs:
         """Every unit's cost on a type of card, collectives not included."""
         key = (type_name, micro_batch_size, recompute, tensor_parallel)
         if key not in self.known:
-            self.known[key] = card_costs(
-                self.problem.model,
-                sequence_length=self.problem.sequence_length,
-                micro_batch_size=micro_batch_size,
-                precision=self.problem.precision,
-                recompute=recompute,
-                type_name=type_name,
-                device=self.problem.cluster.device_type(type_name),
-                profile=self.problem.profile,
-                tensor_parallel=tensor_parallel,
-            )
+            self.known[key] = self._look_up(*key, self.problem.profile)
         return self.known[key]
+
+    def _look_up(
+        self,
+        type_name: str,
+        micro_batch_size: int,
+        recompute: Recompute,
+        tensor_parallel: int,
+        profile: Profile | None,
+    ) -> CardCosts:
+        return card_costs(
+            self.problem.model,
+            sequence_length=self.problem.sequence_length,
+            micro_batch_size=micro_batch_size,
+            precision=self.problem.precision,
+            recompute=recompute,
+            type_name=type_name,
+            device=self.problem.cluster.device_type(type_name),
+            profile=profile,
+            tensor_parallel=tensor_parallel,
+        )
 
     def of_replica(self, replica: Replica, micro_batch_size: int, recompute: Recompute) -> CardCosts:
         """Every unit's cost on each card of a group: the slowest card's, plus the collectives."""
@@ -126,28 +147,70 @@ class Costs:
             )
         return self.groups[key]
 
+    def of_experts(
+        self, type_name: str, micro_batch_size: int, recompute: Recompute, experts: int
+    ) -> CardCosts:
+        """Every unit's cost on a type of card that holds so many experts of each layer, and all else whole;
+        collectives not included."""
+        key = (type_name, micro_batch_size, recompute, "experts", experts)
+        if key not in self.groups:
+            problem = self.problem
+            whole = self.of(type_name, micro_batch_size, recompute)
+            bare = bare_profile(problem.profile) if whole.source == "measured" else None
+            self.groups[key] = expert_card_costs(
+                whole,
+                None if bare is None else self._look_up(type_name, micro_batch_size, recompute, 1, bare),
+                problem.model,
+                experts,
+                sequence_length=problem.sequence_length,
+                micro_batch_size=micro_batch_size,
+                precision=problem.precision,
+                recompute=recompute,
+                device=problem.cluster.device_type(type_name),
+            )
+        return self.groups[key]
+
     def of_stage(self, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan) -> StageUnits:
-        """The units of a stage, with its recompute: of all its layers, or of its first ones."""
+        """The units of a stage, with its recompute: of all its layers, or of its first ones. Where cards
+        share experts, of the slowest card."""
+        if divides_experts(plan):
+            ranks = self.of_ranks(plan, replica, micro_batch_size, stage)
+            return max(ranks, key=lambda part: part.seconds)
         part = self.of_replica(replica, micro_batch_size, stage.recompute)
         plain = part
         if stage.num_recomputed not in (0, stage.num_blocks):
             plain = self.of_replica(replica, micro_batch_size, "none")
-        if not plan.divided_layers:
-            # Units count the embedding before the layers.
-            first_kept = 1 + int(stage.layers[0]) + stage.num_recomputed
-            span = stage_unit_range(plan, stage)
-            first_kept = min(max(first_kept, span.start), span.stop)
-            units = (*part.units[span.start : first_kept], *plain.units[first_kept : span.stop])
-        else:
-            units = tuple(_with_halves(plan, stage, part, plain))
-        return StageUnits(
-            units=units,
-            layer=part.units[1],
-            boundary_bytes=part.boundary_bytes,
-            update_bytes_per_second=part.update_bytes_per_second,
-            source=part.source if plain.source == "measured" else "estimated",
-            note=part.note,
-        )
+        return _stage_units(plan, stage, part, plain)
+
+    def of_ranks(
+        self, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan
+    ) -> tuple[StageUnits, ...]:
+        """The units of a stage on each card of a replica, in a plan that divides experts."""
+        hidden, small = self.expert_ring_seconds(replica, micro_batch_size)
+        kinds: tuple[Recompute, Recompute] = (stage.recompute, "none")
+        ranks: list[StageUnits] = []
+        for card, count in zip(replica, stage_experts(plan, stage), strict=True):
+            part, plain = (self.of_experts(card.type, micro_batch_size, kind, count) for kind in kinds)
+            if stage.num_recomputed in (0, stage.num_blocks):
+                plain = part
+            own = _stage_units(plan, stage, part, plain)
+            units = tuple(_with_collectives(unit, hidden, small) for unit in own.units)
+            ranks.append(replace(own, units=units))
+        return tuple(ranks)
+
+    def expert_ring_seconds(self, replica: Replica, micro_batch_size: int) -> tuple[float, float]:
+        """Seconds of the all-reduces of cards that share experts: of a hidden state, and of the weights
+        [T, K] of the chosen experts, whose gradients are added up too."""
+        problem = self.problem
+        chosen = micro_batch_size * problem.sequence_length * problem.model.experts_per_token
+        sizes = self.hidden_bytes(micro_batch_size), float(chosen * statistic_bytes(problem.precision))
+        hidden, small = (allreduce_seconds(self.topology, replica, size) for size in sizes)
+        return hidden, small
+
+    def host_of(self, card: Card) -> HostShare:
+        """A card's share of its node's host."""
+        problem, group = self.problem, self.topology.groups[card.node]
+        return host_share(problem.cluster.device_type(card.type), group, reserved_bytes=problem.host_reserved)
 
     def hidden_bytes(self, micro_batch_size: int) -> float:
         """Bytes of one hidden state, as it is sent between stages and inside a tensor-parallel group."""
@@ -169,6 +232,31 @@ class StageUnits:
     source: Source
     note: str
 
+    @property
+    def seconds(self) -> float:
+        """Of a forward and a backward."""
+        return sum(unit.forward_seconds + unit.backward_seconds for unit in self.units)
+
+
+def _stage_units(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts) -> StageUnits:
+    """The units of a stage: its first layers of `part`, those that are not recomputed of `plain`."""
+    if not plan.divided_layers:
+        # Units count the embedding before the layers.
+        first_kept = 1 + int(stage.layers[0]) + stage.num_recomputed
+        span = stage_unit_range(plan, stage)
+        first_kept = min(max(first_kept, span.start), span.stop)
+        units = (*part.units[span.start : first_kept], *plain.units[first_kept : span.stop])
+    else:
+        units = tuple(_with_halves(plan, stage, part, plain))
+    return StageUnits(
+        units=units,
+        layer=part.units[1],
+        boundary_bytes=part.boundary_bytes,
+        update_bytes_per_second=part.update_bytes_per_second,
+        source=part.source if plain.source == "measured" else "estimated",
+        note=part.note,
+    )
+
 
 def _with_halves(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts) -> Iterator[UnitCost]:
     """The units of a stage of a plan that divides layers; the first ones are of `part`, those that are not
@@ -186,11 +274,13 @@ def _with_halves(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts
         yield part.units[-1]
 
 
-def _with_collectives(unit: UnitCost, allreduce_seconds: float) -> UnitCost:
+def _with_collectives(unit: UnitCost, allreduce_seconds: float, small: float = 0.0) -> UnitCost:
+    """The unit with its all-reduces, and with a `small` one beside each of the backward's."""
+    backward = unit.backward_collectives * (allreduce_seconds + small)
     return replace(
         unit,
         forward_seconds=unit.forward_seconds + unit.forward_collectives * allreduce_seconds,
-        backward_seconds=unit.backward_seconds + unit.backward_collectives * allreduce_seconds,
+        backward_seconds=unit.backward_seconds + backward,
     )
 
 

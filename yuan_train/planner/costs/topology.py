@@ -3,15 +3,18 @@
 Inside a node: the node's `link`. Between nodes: the dedicated link if the cluster gives one for this
 direction, else the two nodes' NICs: the smaller bandwidth and the larger latency, because the latency of a
 network is stated end to end, the same at both ends. A NIC is shared by the flows of its node's cards; a
-dedicated link and a node's own link are not shared.
+dedicated link and a node's own link are not shared. Cards without a common library exchange messages through
+their hosts' memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
+from yuan_train.config.devices import DeviceType
+from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import LinkProfile, Profile
 
 
@@ -21,18 +24,29 @@ class Route:
 
     latency_seconds: float
     bytes_per_second: float
+    """Of all flows together."""
+    stream_bytes_per_second: float
+    """Of one message at most."""
     shared: bool
     """Whether the flows of the two nodes' other cards share it."""
     measured: LinkProfile | None = None
+    shared_bytes_per_second: float | None = None
+    """What all flows between the two nodes together were measured to get."""
+    copy_seconds_per_byte: float = 0.0
+    """Of a message between cards without a common library: from the card to its host, and up to the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """The links of a cluster, indexed for `find_route`: by node, by pair of nodes, by pair of cards."""
 
+    types: Mapping[str, DeviceType]
+
     groups: Mapping[str, NodeGroup]
     dedicated: Mapping[tuple[str, str], Link]
     measured: Mapping[tuple[str, str], LinkProfile]
+    shared_rates: Mapping[tuple[str, str], float]
+    """By two nodes, bytes per second of all flows from one to the other."""
 
 
 def make_topology(cluster: Cluster, profile: Profile | None = None) -> Topology:
@@ -43,29 +57,60 @@ def make_topology(cluster: Cluster, profile: Profile | None = None) -> Topology:
         for ends in both:
             dedicated[ends] = Link(bandwidth=link.bandwidth, latency=link.latency)
     measured = {(link.from_, link.to): link for link in profile.links} if profile else {}
-    return Topology(groups=cluster.groups, dedicated=dedicated, measured=measured)
+    rates = {(link.from_, link.to): link.bytes_per_second for link in profile.node_links} if profile else {}
+    types = {group.device: cluster.device_type(group.device) for group in cluster.nodes}
+    return Topology(
+        types=types, groups=cluster.groups, dedicated=dedicated, measured=measured, shared_rates=rates
+    )
+
+
+def uses_gloo(topology: Topology, cards: Iterable[Card]) -> bool:
+    """Whether the library of a group of these cards is gloo, from host memory to host memory, instead of
+    their own."""
+    return share_only_gloo(topology.types[name].backend for name in {card.type for card in cards})
+
+
+def copy_seconds_per_byte(topology: Topology, cards: Iterable[Card]) -> float:
+    """Seconds per byte of one copy between each of these cards and its host, one after the other; a card of
+    gloo's is its host."""
+    types = [topology.types[card.type] for card in cards]
+    return sum(1.0 / card.host_link for card in types if card.backend != "gloo")
 
 
 def find_route(topology: Topology, source: Card, target: Card) -> Route:
     """The route from one card to another."""
     measured = topology.measured.get((source.name, target.name))
+    copies = 0.0
+    if source.type != target.type and uses_gloo(topology, (source, target)):
+        copies = copy_seconds_per_byte(topology, (source, target))
     if source.node == target.node:
         link = topology.groups[source.node].link
         assert link is not None, "a node with several cards has a link; validate_cluster checks it"
-        return _route(link, shared=False, measured=measured)
+        return _route(link, shared=False, measured=measured, copies=copies)
     dedicated = topology.dedicated.get((source.node, target.node))
     if dedicated is not None:
-        return _route(dedicated, shared=False, measured=measured)
+        return _route(dedicated, shared=False, measured=measured, copies=copies)
     ends = [topology.groups[node].network for node in (source.node, target.node)]
     links = [link for link in ends if link is not None]
     assert len(links) == 2, "several nodes have networks; validate_cluster checks it"
     slower = Link(
-        bandwidth=min(link.bandwidth for link in links), latency=max(link.latency for link in links)
+        bandwidth=min(link.bandwidth for link in links),
+        latency=max(link.latency for link in links),
+        stream=min(link.stream or link.bandwidth for link in links),
     )
-    return _route(slower, shared=True, measured=measured)
+    rate = topology.shared_rates.get((source.node, target.node))
+    return _route(slower, shared=True, measured=measured, copies=copies, rate=rate)
 
 
-def _route(link: Link, *, shared: bool, measured: LinkProfile | None) -> Route:
+def _route(
+    link: Link, *, shared: bool, measured: LinkProfile | None, copies: float, rate: float | None = None
+) -> Route:
     return Route(
-        latency_seconds=link.latency, bytes_per_second=link.bandwidth, shared=shared, measured=measured
+        latency_seconds=link.latency,
+        bytes_per_second=link.bandwidth,
+        stream_bytes_per_second=min(link.bandwidth, link.stream or link.bandwidth),
+        shared=shared,
+        measured=measured,
+        shared_bytes_per_second=rate,
+        copy_seconds_per_byte=copies,
     )

@@ -90,7 +90,9 @@ def share_of_layer(layer: UnitCost, half: HalfShare) -> UnitCost:
     )
 
 
-def _half_shares(work: ModelWork, recompute: Recompute) -> tuple[HalfShare, HalfShare]:
+def half_shares(work: ModelWork, recompute: Recompute) -> tuple[HalfShare, HalfShare]:
+    """What attention and feed-forward take of a layer."""
+
     def share(half: UnitWork) -> HalfShare:
         whole = work.layer
         return HalfShare(
@@ -159,6 +161,11 @@ def check_profile(
             )
 
 
+def logit_rows(device: DeviceType) -> int:
+    """Tokens whose logits the loss holds at a time on such a card."""
+    return CPU_LOGIT_ROWS if device.slowdown is not None else CUDA_LOGIT_ROWS
+
+
 def card_costs(
     model: ModelConfig,
     *,
@@ -181,7 +188,7 @@ def card_costs(
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
         precision=precision,
-        logit_rows=CPU_LOGIT_ROWS if device.slowdown is not None else CUDA_LOGIT_ROWS,
+        logit_rows=logit_rows(device),
         tensor_parallel=tensor_parallel,
     )
     update_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
@@ -199,18 +206,18 @@ def card_costs(
                 note=note,
                 update_bytes_per_second=update_rate,
                 boundary_bytes=0.0 if entry.is_whole else work.layer.output_bytes,
-                halves=_half_shares(work, recompute),
+                halves=half_shares(work, recompute),
             )
     note = "estimated from the catalogue" + (
         f": the profile has no entry for {type_name} with recompute {recompute}" if profile else ""
     )
     return CardCosts(
-        units=_estimate(work, device, precision, recompute),
+        units=estimate_units(work, device, precision, recompute),
         source="estimated",
         note=note,
         update_bytes_per_second=update_rate,
         boundary_bytes=work.layer.output_bytes,
-        halves=_half_shares(work, recompute),
+        halves=half_shares(work, recompute),
     )
 
 
@@ -393,9 +400,10 @@ def _recomputed_bytes(unit: UnitWork, recompute: Recompute) -> float:
     return unit.activation_bytes - unit.kept_bytes(recompute)
 
 
-def _estimate(
+def estimate_units(
     work: ModelWork, device: DeviceType, precision: Precision, recompute: Recompute
 ) -> tuple[UnitCost, ...]:
+    """The units of `work` by the catalogue's rates: embedding, layers, head."""
     peak = device.peak(precision)
     assert peak is not None, "a card without this precision gets no work"
     matrix_rate = MATRIX_EFFICIENCY * peak

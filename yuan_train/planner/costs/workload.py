@@ -9,7 +9,7 @@ fp64, else 4).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.architecture import Kept, SublayerWork
@@ -112,11 +112,13 @@ def model_work(
     precision: Precision,
     logit_rows: int,
     tensor_parallel: int = 1,
+    experts: int | None = None,
 ) -> ModelWork:
     """The work of each unit for a micro-batch of micro_batch_size * sequence_length tokens, on one card of a
     tensor-parallel group of `tensor_parallel` cards.
 
-    `logit_rows` is how many tokens' logits the loss holds at a time.
+    `logit_rows` is how many tokens' logits the loss holds at a time. With `experts`, the card is one of
+    several that share the experts of each layer, and holds so many of them; all else is whole.
     """
     tokens = sequence_length * micro_batch_size
     attention, feed_forward = model.spec.sublayers(model)
@@ -125,12 +127,51 @@ def model_work(
         work = _layer_work(halves, model.hidden_size, tokens, sequence_length, precision)
         return _share_of(work, tensor_parallel)
 
+    if experts is not None:
+        whole = (
+            _embedding_work(model, tokens, precision),
+            _head_work(model, tokens, precision, min(logit_rows, tokens)),
+        )
+        embedding, head = (replace(end, forward_collectives=0, backward_collectives=0) for end in whole)
+        alone = replace(attention, collectives=0)
+        return ModelWork(
+            num_layers=model.num_layers,
+            embedding=embedding,
+            layer=_with_experts(model, experts, lambda ffn: layer(alone, ffn)),
+            halves=(layer(alone), _with_experts(model, experts, layer)),
+            head=head,
+        )
     return ModelWork(
         num_layers=model.num_layers,
         embedding=_share_of(_embedding_work(model, tokens, precision), tensor_parallel),
         layer=layer(attention, feed_forward),
         halves=(layer(attention), layer(feed_forward)),
         head=_share_of(_head_work(model, tokens, precision, min(logit_rows, tokens)), tensor_parallel),
+    )
+
+
+def _with_experts(model: ModelConfig, experts: int, unit: Callable[[SublayerWork], UnitWork]) -> UnitWork:
+    """A unit on a card with so many of its experts; `unit` makes it of a feed-forward's work.
+
+    What it does is for the rows that the card expects, its share of the experts; the bytes are for the most
+    rows that it can be given: a token chooses different experts, so at most one for each.
+    """
+    held, chosen = model.spec.held_experts, model.experts_per_token
+    assert held is not None, "only architectures with experts divide them"
+    none, each, most = (unit(held(model, experts, rows)) for rows in (0, chosen, min(chosen, experts)))
+    share = experts / model.num_experts
+
+    def expected(name: str) -> float:
+        low, high = getattr(none, name), getattr(each, name)
+        return low + (high - low) * share
+
+    return replace(
+        most,
+        forward_flops=expected("forward_flops"),
+        backward_flops=expected("backward_flops"),
+        forward_traffic_bytes=expected("forward_traffic_bytes"),
+        backward_traffic_bytes=expected("backward_traffic_bytes"),
+        recomputed_traffic_bytes=expected("recomputed_traffic_bytes"),
     )
 
 
@@ -159,11 +200,11 @@ def _share_of(unit: UnitWork, width: int) -> UnitWork:
 
 
 def _bytes(kept: Kept, precision: Precision) -> int:
-    statistics = _statistic_bytes(precision) * kept.statistics
+    statistics = statistic_bytes(precision) * kept.statistics
     return ELEMENT_BYTES[precision] * kept.elements + statistics + INTEGER_BYTES * kept.integers
 
 
-def _statistic_bytes(precision: Precision) -> int:
+def statistic_bytes(precision: Precision) -> int:
     """w: bytes of a statistic."""
     return 8 if precision == "fp64" else 4
 
@@ -230,7 +271,7 @@ def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows
     dW [V, H] is added to the main gradient at once; dh is kept in w until the backward. At most three blocks
     of logits are held at a time.
     """
-    e, w = ELEMENT_BYTES[precision], _statistic_bytes(precision)
+    e, w = ELEMENT_BYTES[precision], statistic_bytes(precision)
     hidden, matrix = model.hidden_size, model.output_size * model.hidden_size
     norm_bytes = tokens * (2 * e * hidden + w)
     blocks = -(-tokens // logit_rows)

@@ -1,4 +1,4 @@
-"""Seconds of the messages between two stages of a plan, on links that other messages share."""
+"""Messages between the stages of a plan: their seconds on links that others share, and when they are sent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from yuan_train.planner.costs.links import broadcast_seconds, message_seconds
 from yuan_train.planner.costs.owners import PlanCards
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import find_route
+from yuan_train.planner.evaluate.flows import MessageFlow
+from yuan_train.planner.evaluate.simulator import Simulation
 
 
 def flow_sharers(edges: Sequence[tuple[Card, Card]]) -> list[int]:
@@ -58,3 +60,28 @@ def _pairs(
     """Which replica sends to which: micro-batch m goes from replica m mod n to replica m mod n'."""
     count = math.lcm(len(sources), len(targets))
     return [(sources[i % len(sources)], targets[i % len(targets)], is_own) for i in range(count)]
+
+
+def message_flows(
+    costs: Costs, plan: Plan, cards: PlanCards, simulations: Sequence[Simulation], *, after: float
+) -> list[MessageFlow]:
+    """The messages over NICs that arrive after a time, of all pipelines; by their simulations."""
+    late: dict[int, list[tuple[float, float, int, int]]] = {}
+    flows: list[MessageFlow] = []
+    for pipeline, row, simulation in zip(plan.pipelines, cards, simulations, strict=True):
+        card_of = {
+            worker: replica[0]
+            for workers, replicas in zip(pipeline.workers, row, strict=True)
+            for worker, replica in zip(workers, replicas, strict=True)
+        }
+        if id(simulation) not in late:
+            late[id(simulation)] = [
+                (start, end, operation.worker, operation.peer)
+                for operation, (start, end) in zip(simulation.operations, simulation.spans, strict=True)
+                if end > after and operation.peer >= 0 and end > start
+            ]
+        for start, end, worker, peer in late[id(simulation)]:
+            source, target = card_of[worker], card_of[peer]
+            if find_route(costs.topology, source, target).shared:
+                flows.append(MessageFlow(start, end, (source.node, target.node)))
+    return flows

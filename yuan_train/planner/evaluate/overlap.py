@@ -11,6 +11,7 @@ from yuan_train.config.plan_units import num_units
 from yuan_train.planner.costs.grad_reduce import BucketCost
 from yuan_train.planner.costs.owners import units_by_stage
 from yuan_train.planner.costs.unit_costs import UnitCost
+from yuan_train.planner.evaluate.flows import MessageFlow, Transfer, run_transfers
 from yuan_train.planner.evaluate.simulator import Simulation
 from yuan_train.planner.evaluate.stage_cost import StageCost
 
@@ -20,12 +21,14 @@ def grad_reduce_end(
     buckets: Sequence[BucketCost],
     stages: Sequence[StageCost],
     simulations: Sequence[Simulation],
+    messages: Callable[[float], Sequence[MessageFlow]] = lambda after: (),
 ) -> float:
     """End of the last gradient reduction or backward, in seconds from the step's start.
 
     The last backward of a stage completes its gradients unit by unit, the last unit first; under zero_bubble
     the last weight-gradient part does. A bucket can start when its lowest unit is complete on all owners; and
-    buckets start in the reverse of the model's order, on each card one after the other. What a reduction
+    buckets start in the reverse of the model's order, on each card one after the other. Those under way at
+    the same time share NICs, also with the `messages` that are on their way after a time. What a reduction
     takes of the compute that hides it makes that compute end later.
     """
     latest = max(simulation.step_seconds for simulation in simulations)
@@ -43,15 +46,29 @@ def grad_reduce_end(
             complete[u] = max(complete[u], end - below)
     ends = _compute_ends(stages, simulations)
     slowed = dict.fromkeys(ends, 0.0)
-    free: dict[Card, float] = {}
-    for bucket in reversed(buckets):
-        ready = max(complete[u] for u in bucket.units) + max(slowed[card] for card in bucket.cards)
-        end = _occupy(free, bucket, ready, bucket.grad_reduce_seconds)
-        latest = max(latest, end)
-        for card in bucket.cards if bucket.compute_seconds else ():
-            hidden = bucket.grad_reduce_seconds - max(0.0, end - ends[card] - slowed[card])
-            slowed[card] += bucket.compute_seconds * max(0.0, hidden) / bucket.grad_reduce_seconds
-    return max(latest, *(end + slowed[card] for card, end in ends.items()))
+    order = buckets[::-1]
+    transfers = [
+        Transfer(
+            cards=bucket.cards,
+            crossing=bucket.crossing,
+            seconds=bucket.reduce_seconds,
+            ready=max(complete[u] for u in bucket.units),
+        )
+        for bucket in order
+    ]
+
+    def later(i: int) -> float:
+        return max(slowed[card] for card in order[i].cards)
+
+    def ended(i: int, start: float, end: float) -> None:
+        bucket, seconds = order[i], end - start
+        for card in bucket.cards if bucket.compute_seconds and seconds else ():
+            hidden = seconds - max(0.0, end - ends[card] - slowed[card])
+            slowed[card] += bucket.compute_seconds * max(0.0, hidden) / seconds
+
+    first = min(transfer.ready for transfer in transfers)
+    through = run_transfers(transfers, messages(first), later=later, ended=ended)
+    return max(latest, *through, *(end + slowed[card] for card, end in ends.items()))
 
 
 def _compute_ends(stages: Sequence[StageCost], simulations: Sequence[Simulation]) -> dict[Card, float]:
@@ -84,12 +101,14 @@ def exposed_weight_sync_seconds(
         before = _seconds_before(stage, lambda unit: unit.forward_seconds)
         for u, earlier in zip(units, before, strict=False):
             needed[u] = min(needed[u], start + earlier)
-    free: dict[Card, float] = {}
-    exposed = 0.0
-    for bucket in buckets:
-        end = _occupy(free, bucket, 0.0, bucket.weight_sync_seconds)
-        exposed = max(exposed, *(end - needed[u] for u in bucket.units))
-    return exposed
+    transfers = [
+        Transfer(cards=bucket.cards, crossing=bucket.crossing, seconds=bucket.sync_seconds, ready=0.0)
+        for bucket in buckets
+    ]
+    ends = run_transfers(transfers)
+    return max(
+        0.0, *(end - needed[u] for bucket, end in zip(buckets, ends, strict=True) for u in bucket.units)
+    )
 
 
 def _with_units(plan: Plan, stages: Sequence[StageCost]) -> Iterator[tuple[StageCost, range]]:
@@ -101,11 +120,3 @@ def _with_units(plan: Plan, stages: Sequence[StageCost]) -> Iterator[tuple[Stage
 def _seconds_before(stage: StageCost, seconds: Callable[[UnitCost], float]) -> Iterator[float]:
     """Seconds of the stage's units before each of them, and of all."""
     return itertools.accumulate(map(seconds, stage.units), initial=0.0)
-
-
-def _occupy(free: dict[Card, float], bucket: BucketCost, ready: float, seconds: float) -> float:
-    """When a bucket that takes `seconds` from `ready` on is through; `free` says when each card is."""
-    cards = bucket.cards
-    end = max(ready, *(free.get(card, 0.0) for card in cards)) + seconds
-    free.update(dict.fromkeys(cards, end))
-    return end

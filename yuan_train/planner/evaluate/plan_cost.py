@@ -17,14 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Forecast, Plan, StageForecast
 from yuan_train.config.plan_units import divides_experts
+from yuan_train.planner.costs.expert_costs import check_alike
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
-from yuan_train.planner.costs.owners import PlanCards, optimizer_shares, packed_shares
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.owners import PlanCards, state_shares
+from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import Source
-from yuan_train.planner.evaluate.messages import edge_seconds
+from yuan_train.planner.evaluate.flows import MessageFlow
+from yuan_train.planner.evaluate.messages import edge_seconds, message_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of, stage_cost, sum_over_cards
@@ -84,16 +85,12 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """The cost of any valid plan.
 
     Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision; and for
-    a plan whose ranks share experts, which is not priced yet.
+    pipelines that divide the experts of a layer differently, which are not priced.
     """
     if divides_experts(plan):
-        raise PlanError(
-            "the ranks of a replica share the experts of their layers: such plans run, but are not simulated "
-            "yet; train with the plan as it is, or give all experts of a stage to one rank"
-        )
+        check_alike(plan)
     cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
-    shares = optimizer_shares(plan, cards)
-    packed = packed_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
+    shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
     simulations: list[Simulation] = []
@@ -101,15 +98,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     simulated: dict[tuple[object, ...], Simulation] = {}
     for p, pipeline in enumerate(plan.pipelines):
         pipeline_stages = [
-            stage_cost(
-                costs,
-                plan,
-                cards[p][s],
-                p,
-                s,
-                optimizer_share=shares[p, s],
-                packed_share=packed[p, s],
-            )
+            stage_cost(costs, plan, cards[p][s], p, s, shares=shares[p, s])
             for s in range(len(pipeline.stages))
         ]
         pipeline_stages = sum_over_cards(plan, pipeline, workers[p], pipeline_stages)
@@ -123,29 +112,42 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
                 num_micro_batches=pipeline.num_micro_batches,
                 workers=workers[p],
                 in_flight=depths,
-                overlap=costs.problem.overlap,
+                sends=costs.problem.send_mode,
             )
         simulations.append(simulated[key])
         stages += pipeline_stages
     compute = max(simulation.step_seconds for simulation in simulations)
     buckets = bucket_costs(costs, plan, cards)
+    whole = divides_experts(plan)
+
+    def messages(after: float) -> list[MessageFlow]:
+        if not any(bucket.crossing for bucket in buckets):
+            return []
+        return message_flows(costs, plan, cards, simulations, after=after)
+
+    reduce_end = grad_reduce_end(plan, buckets, stages, simulations, messages)
     return PlanCost(
         stages=tuple(stages),
         simulations=tuple(simulations),
         times=tuple(times),
         workers=tuple(workers),
         compute_seconds=compute,
-        grad_reduce_seconds=grad_reduce_end(plan, buckets, stages, simulations) - compute,
+        grad_reduce_seconds=reduce_end - compute,
         tied_embedding_seconds=tied_embedding_seconds(
             costs,
-            [replica[0] for row in cards for replica in row[0]],
-            [replica[0] for row in cards for replica in row[-1]] if plan.model.tie_embeddings else [],
-            width=min(len(replica) for row in cards for replica in (*row[0], *row[-1])),
+            _owners_of_ends(cards, 0, whole=whole),
+            _owners_of_ends(cards, -1, whole=whole) if plan.model.tie_embeddings else [],
             sharded=plan.optimizer_sharding,
         ),
         update_seconds=max(stage.update_seconds for stage in stages),
         weight_sync_seconds=exposed_weight_sync_seconds(plan, buckets, stages, simulations),
     )
+
+
+def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Replica]:
+    """The replicas of stage s of all pipelines; each card by itself if each has it `whole`."""
+    replicas = [replica for row in cards for replica in row[s]]
+    return [(card,) for replica in replicas for card in replica] if whole else replicas
 
 
 def _stage_times(

@@ -3,8 +3,14 @@
 A worker takes its steps in the schedule's order, without pre-emption. A compute step starts when the worker
 is free and its message has arrived. A message goes over the directed link between two workers when the
 compute before it has ended and the link has finished the message before (FIFO), and occupies the link until
-it arrives. With blocking sends the sender waits for that too; the receiver is never blocked. Between two
-stages of one worker (virtual stages) there is no message.
+it arrives. `sends` says who else waits for that:
+
+- overlapped: nobody but the compute step that needs the message.
+- blocking: the sender.
+- rendezvous: sender and receiver, each with one message at a time. It begins when both are there: the sender
+  after its compute step, the receiver when it has ended the step before the one that needs the message.
+
+Between two stages of one worker (virtual stages) there is no message.
 
 All durations are known beforehand, so the order in which steps can be evaluated depends on the schedule
 alone: it is computed once, and then one plan is a loop over numbers, and many plans are a loop over vectors.
@@ -16,19 +22,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from yuan_train.config.sends import Sends
+from yuan_train.planner.evaluate.operations import Operation, order_operations, order_rendezvous
 from yuan_train.schedule.schedules import make_schedule
-from yuan_train.schedule.step import (
-    COMPUTE,
-    Kind,
-    Schedule,
-    Step,
-    Workers,
-    num_workers,
-    one_worker_each,
-    worker_of,
-)
+from yuan_train.schedule.step import COMPUTE, Kind, Schedule, Step, Workers, num_workers, one_worker_each
 from yuan_train.schedule.trace import TimedStep
 
 if TYPE_CHECKING:
@@ -36,19 +35,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
-
-
-class Operation(NamedTuple):
-    """A step of the simulation: compute, or the sending of a message."""
-
-    kind: Kind
-    stage: int
-    micro_batch: int
-    worker: int
-    peer: int
-    """The worker that receives the message; -1 for compute."""
-    waits: bool
-    """Whether a compute step waits for a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +107,13 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule, times: StageTimes, *, workers: Workers | None = None, overlap: bool = True
+    schedule: Schedule, times: StageTimes, *, workers: Workers | None = None, sends: Sends = "overlapped"
 ) -> Simulation:
     """Run a schedule in virtual time; by default stage s is on worker s. The schedule must have passed
     `schedule.check.check_schedule`."""
     workers = workers or one_worker_each(len(schedule))
-    return _run(order_operations(schedule, workers), workers, times, overlap=overlap)
+    order = order_rendezvous if sends == "rendezvous" else order_operations
+    return _run(order(schedule, workers), workers, times, sends=sends)
 
 
 def simulate_schedule(
@@ -136,12 +123,12 @@ def simulate_schedule(
     num_micro_batches: int,
     workers: Workers | None = None,
     in_flight: tuple[int, ...] | None = None,
-    overlap: bool = True,
+    sends: Sends = "overlapped",
 ) -> Simulation:
     """The same for a named schedule; `in_flight`, if given, is the depth of each stage under 1f1b."""
     workers = workers or one_worker_each(times.num_stages)
-    operations = _operations(schedule, workers, num_micro_batches, in_flight)
-    return _run(operations, workers, times, overlap=overlap)
+    operations = _operations(schedule, workers, num_micro_batches, in_flight, sends == "rendezvous")
+    return _run(operations, workers, times, sends=sends)
 
 
 def simulate_many(
@@ -155,7 +142,7 @@ def simulate_many(
     weight_seconds: Floats | None = None,
     workers: Workers | None = None,
     in_flight: tuple[int, ...] | None = None,
-    overlap: bool = True,
+    sends: Sends = "overlapped",
 ) -> Floats:
     """End of the last compute step of each stage, in seconds, [N, P], of N pipelines of P stages that run the
     same schedule on equally many workers.
@@ -174,7 +161,7 @@ def simulate_many(
         "backward_input": list(backward - weight),
         "backward_weight": list(weight),
     }
-    sends = {
+    messages = {
         "send_activation": list(send_activation_seconds.T.copy()),
         "send_gradient": list(send_gradient_seconds.T.copy()),
     }
@@ -183,7 +170,7 @@ def simulate_many(
     link_free: dict[tuple[int, int], Floats] = {}
     arrivals: dict[tuple[bool, int, int], Floats] = {}
     for kind, stage, micro_batch, worker, peer, waits in _operations(
-        schedule, workers, num_micro_batches, in_flight
+        schedule, workers, num_micro_batches, in_flight, sends == "rendezvous"
     ):
         now = free[worker]
         if peer < 0:
@@ -197,63 +184,33 @@ def simulate_many(
         is_activation = kind == "send_activation"
         link = link_free.get((worker, peer))
         arrival = now.copy() if link is None else np.maximum(link, now)
-        arrival += sends[kind][stage if is_activation else stage - 1]
+        if waits:
+            np.maximum(arrival, free[peer], out=arrival)
+        arrival += messages[kind][stage if is_activation else stage - 1]
         link_free[worker, peer] = arrival
         arrivals[is_activation, stage + 1 if is_activation else stage - 1, micro_batch] = arrival
-        if not overlap:
+        if sends != "overlapped":
             now[:] = arrival
+        if waits:
+            free[peer][:] = arrival
     return np.stack(ends, axis=1)
-
-
-def order_operations(schedule: Schedule, workers: Workers | None = None) -> tuple[Operation, ...]:
-    """The schedule's compute and sends, in an order in which each follows what it waits for."""
-    workers = workers or one_worker_each(len(schedule))
-    operations: list[Operation] = []
-    position = [0] * len(schedule)
-    sent: set[tuple[bool, int, int]] = set()
-    awaited: set[tuple[bool, int, int]] = set()
-    ready = list(range(len(schedule)))
-    while ready:
-        worker = ready.pop()
-        steps = schedule[worker]
-        while position[worker] < len(steps):
-            step = steps[position[worker]]
-            kind, stage, micro_batch = step.kind, step.stage, step.micro_batch
-            if kind == "receive_activation" or kind == "receive_gradient":
-                awaited.add((kind == "receive_activation", stage, micro_batch))
-            elif kind in COMPUTE:
-                key = (kind == "forward", stage, micro_batch)
-                # The weight-gradient part of a backward waits for no message: the input part received it.
-                waits = kind != "backward_weight" and key in awaited
-                if waits and key not in sent:
-                    break
-                operations.append(Operation(kind, stage, micro_batch, worker, -1, waits))
-            else:
-                is_activation = kind == "send_activation"
-                target = stage + 1 if is_activation else stage - 1
-                peer = worker_of(workers, target, micro_batch)
-                operations.append(Operation(kind, stage, micro_batch, worker, peer, False))
-                sent.add((is_activation, target, micro_batch))
-                if peer not in ready:
-                    ready.append(peer)
-            position[worker] += 1
-    assert all(p == len(steps) for p, steps in zip(position, schedule, strict=True)), "deadlock"
-    return tuple(operations)
 
 
 @functools.lru_cache(maxsize=64)
 def _operations(
-    schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None
+    schedule: str,
+    workers: Workers,
+    num_micro_batches: int,
+    in_flight: tuple[int, ...] | None,
+    rendezvous: bool,
 ) -> tuple[Operation, ...]:
-    return order_operations(
-        make_schedule(schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight),
-        workers,
+    programs = make_schedule(
+        schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight
     )
+    return (order_rendezvous if rendezvous else order_operations)(programs, workers)
 
 
-def _run(
-    operations: Sequence[Operation], workers: Workers, times: StageTimes, *, overlap: bool
-) -> Simulation:
+def _run(operations: Sequence[Operation], workers: Workers, times: StageTimes, *, sends: Sends) -> Simulation:
     count, stages = num_workers(workers), range(len(workers))
     free, busy, last = [0.0] * count, [0.0] * count, [0.0] * count
     ends = [0.0] * len(workers)
@@ -275,12 +232,16 @@ def _run(
         else:
             link_free = links.get((worker, peer), 0.0)
             start = link_free if link_free > start else start
+            if waits and free[peer] > start:
+                start = free[peer]
             is_activation = kind == "send_activation"
             end = start + (activation_seconds[stage] if is_activation else gradient_seconds[stage])
             links[worker, peer] = end
             arrivals[is_activation, stage + 1 if is_activation else stage - 1, micro_batch] = end
-            if not overlap:
+            if sends != "overlapped":
                 free[worker] = end
+            if waits:
+                free[peer] = end
         spans.append((start, end))
     return Simulation(
         step_seconds=max(ends, default=0.0),

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.expert_costs import held_expert_parameters, stage_experts
+from yuan_train.planner.costs.host import host_bytes, host_step_seconds
 from yuan_train.planner.costs.memory import stage_memory
+from yuan_train.planner.costs.owners import StateShares
 from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
 from yuan_train.planner.costs.unit_costs import Source, UnitCost
 from yuan_train.planner.costs.workload import STATE_BYTES
@@ -43,16 +46,24 @@ class StageCost:
     """The weight-gradient part of the backward, for schedules that split it."""
     units: tuple[UnitCost, ...]
     """What these are sums of."""
-    packed_share: float
-    """Share of its gradients that each card holds twice; see `owners.packed_shares`."""
-    optimizer_share: float
-    """Share of the stage's optimizer state that each of its replicas holds."""
+    shares: StateShares
+    """What each card holds of the stage's optimizer state, and what it holds twice of its gradients."""
+    experts: tuple[int, ...]
+    """Experts of each layer on each card of a replica, where cards share them."""
     update_seconds: float
     """The optimizer step of its slowest replica; with several stages on a card, of all of them together."""
     memory: MemoryForecast
-    """Of each card; with several stages on a card, all of them together."""
+    """Of each card, or of the tightest one where they share experts; with several stages on a card, all of
+    them together."""
     capacity_bytes: float
     """Memory of its tightest card."""
+    positions: tuple[tuple[MemoryForecast, float], ...]
+    """Where cards share experts: memory and capacity of each card of a replica, the tightest one of the
+    replicas'. Else those above."""
+    host_bytes: float
+    """What each card holds on its host."""
+    host_capacity_bytes: float
+    """The smallest share of a host's memory that one of its cards has; inf if not known, or not needed."""
     one_more_layer_bytes: float
     """What another layer would add."""
     source: Source
@@ -70,8 +81,9 @@ class StageCost:
 
     @property
     def fits(self) -> bool:
-        """Whether each card's memory suffices."""
-        return self.memory.total <= self.capacity_bytes
+        """Whether each card's memory suffices, and its share of the host's."""
+        on_host = self.host_bytes <= self.host_capacity_bytes
+        return on_host and self.memory.total <= self.capacity_bytes
 
 
 def cards_of(costs: Costs, plan: Plan, stage: StagePlan) -> tuple[Replica, ...]:
@@ -113,9 +125,19 @@ def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> 
         old.replicas,
         p,
         s,
-        optimizer_share=old.optimizer_share,
-        packed_share=old.packed_share,
+        shares=old.shares,
     )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What each card of a replica runs, or one card of it where they share experts."""
+
+    units: StageUnits
+    cards: tuple[Card, ...]
+    position: int = 0
+    """Of the card in its replica."""
+    expert_parameters: int = 0
 
 
 def stage_cost(
@@ -125,21 +147,25 @@ def stage_cost(
     p: int,
     s: int,
     *,
-    optimizer_share: float,
-    packed_share: float,
+    shares: StateShares,
 ) -> StageCost:
-    """The cost of stage s of pipeline p on `replicas`, by its slowest replica and its tightest card."""
+    """The cost of stage s of pipeline p on `replicas`, by its slowest replica (or card, where cards share
+    experts) and its tightest card."""
     pipeline = plan.pipelines[p]
     stage = pipeline.stages[s]
-    size = pipeline.micro_batch_size
-    parts = [costs.of_stage(plan, replica, size, stage) for replica in replicas]
-    slowest = max(parts, key=lambda part: sum(u.forward_seconds + u.backward_seconds for u in part.units))
-    units = slowest.units
+    parts = _parts(costs, plan, replicas, pipeline.micro_batch_size, stage)
+    slowest = max(parts, key=lambda part: part.units.seconds)
+    units = slowest.units.units
     twice = stage.embedding and _head_holds_embedding(costs, plan, pipeline, stage)
-    types = [costs.problem.cluster.device_type(card.type) for replica in replicas for card in replica]
-    tightest = min(types, key=lambda device: device.memory - device.reserved)
+    cards = tuple(card for replica in replicas for card in replica)
     count = _stage_in_flight(plan, pipeline, s)
-    layer = slowest.layer
+    divides = divides_experts(plan)
+    by_position: dict[int, tuple[MemoryForecast, float]] = {}
+    for part in parts if divides else [replace(slowest, cards=cards)]:
+        memory = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
+        by_position[part.position] = min(memory, by_position.get(part.position, memory), key=_slack)
+    tightest = min(by_position.values(), key=_slack)
+    layer = slowest.units.layer
     return StageCost(
         pipeline=p,
         stage=s,
@@ -154,30 +180,78 @@ def stage_cost(
         backward_seconds=math.fsum(unit.backward_seconds for unit in units),
         weight_seconds=math.fsum(unit.weight_seconds for unit in units),
         units=units,
-        packed_share=packed_share,
-        optimizer_share=optimizer_share,
+        shares=shares,
+        experts=stage_experts(plan, stage) if divides else (),
         update_seconds=max(
-            sum(unit.parameters for unit in part.units[twice:])
-            * optimizer_share
-            * _update_seconds(costs, part, types, stage.optimizer_offload)
+            _owned_parameters(part, shares, twice=twice)
+            * _update_seconds(costs, part.units, part.cards if divides else cards, stage.optimizer_offload)
             for part in parts
         ),
-        memory=stage_memory(
-            units,
-            has_embedding=stage.embedding,
-            has_head=stage.head,
-            head_holds_embedding=twice,
-            in_flight=count,
-            boundary_bytes=slowest.boundary_bytes,
-            reserved_bytes=float(tightest.reserved),
-            optimizer_share=optimizer_share * (1.0 - stage.optimizer_offload),
-            packed_share=packed_share,
-        ),
-        capacity_bytes=float(tightest.memory),
+        memory=tightest[0],
+        capacity_bytes=tightest[1],
+        positions=tuple(by_position.values()),
+        host_bytes=max(_owned_parameters(part, shares, twice=twice) for part in parts)
+        * stage.optimizer_offload
+        * host_bytes(costs.problem.precision),
+        host_capacity_bytes=min(costs.host_of(card).memory_bytes for card in cards)
+        if stage.optimizer_offload
+        else math.inf,
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
-        source=slowest.source,
-        note=slowest.note,
+        source=slowest.units.source,
+        note=slowest.units.note,
     )
+
+
+def _parts(
+    costs: Costs, plan: Plan, replicas: Sequence[Replica], micro_batch_size: int, stage: StagePlan
+) -> list[_Part]:
+    """One for each replica; where cards share experts, one for each card."""
+    if not divides_experts(plan):
+        return [
+            _Part(costs.of_stage(plan, replica, micro_batch_size, stage), replica) for replica in replicas
+        ]
+    counts = stage_experts(plan, stage)
+    return [
+        _Part(units, (card,), i, held_expert_parameters(plan, stage, counts[i]))
+        for replica in replicas
+        for i, (card, units) in enumerate(
+            zip(replica, costs.of_ranks(plan, replica, micro_batch_size, stage), strict=True)
+        )
+    ]
+
+
+def _memory(
+    costs: Costs, part: _Part, stage: StagePlan, shares: StateShares, *, twice: bool, in_flight: int
+) -> tuple[MemoryForecast, float]:
+    """(bytes on the tightest card of a part, its memory)."""
+    types = [costs.problem.cluster.device_type(card.type) for card in part.cards]
+    tightest = min(types, key=lambda device: device.memory - device.reserved)
+    parameters = sum(unit.parameters for unit in part.units.units[twice:])
+    experts = part.expert_parameters / parameters if parameters else 0.0
+    forecast = stage_memory(
+        part.units.units,
+        has_embedding=stage.embedding,
+        has_head=stage.head,
+        head_holds_embedding=twice,
+        in_flight=in_flight,
+        boundary_bytes=part.units.boundary_bytes,
+        reserved_bytes=float(tightest.reserved),
+        optimizer_share=(shares.optimizer + experts * (shares.expert_optimizer - shares.optimizer))
+        * (1.0 - stage.optimizer_offload),
+        packed_share=shares.packed + experts * (shares.expert_packed - shares.packed),
+    )
+    return forecast, float(tightest.memory)
+
+
+def _slack(memory: tuple[MemoryForecast, float]) -> float:
+    """Bytes that are left on a card."""
+    return memory[1] - memory[0].total
+
+
+def _owned_parameters(part: _Part, shares: StateShares, *, twice: bool) -> float:
+    """Parameters that a card of a part steps; of a matrix that is there `twice`, once."""
+    whole = sum(unit.parameters for unit in part.units.units[twice:]) - part.expert_parameters
+    return whole * shares.optimizer + part.expert_parameters * shares.expert_optimizer
 
 
 def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stage: StagePlan) -> bool:
@@ -187,16 +261,15 @@ def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stag
     return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
 
 
-def _update_seconds(costs: Costs, part: StageUnits, cards: Sequence[DeviceType], offload: float) -> float:
-    """Seconds of the optimizer step per parameter: on the card, then on the host for the fraction `offload`,
-    whose gradients are copied to the host and whose weights are copied back."""
-    state = STATE_BYTES[costs.problem.precision]
-    on_card = state.update_traffic / part.update_bytes_per_second
+def _update_seconds(costs: Costs, part: StageUnits, cards: Sequence[Card], offload: float) -> float:
+    """Seconds of the optimizer step per parameter: on the card, then on the slowest host for the fraction
+    `offload`."""
+    precision = costs.problem.precision
+    on_card = STATE_BYTES[precision].update_traffic / part.update_bytes_per_second
     if not offload:
         return on_card
-    copies = (state.gradients + state.parameters) / min(card.host_link for card in cards)
-    on_host = state.update_traffic / min(card.host_memory_bandwidth for card in cards)
-    return (1.0 - offload) * on_card + offload * (copies + on_host)
+    on_host = max(host_step_seconds(costs.host_of(card), precision) for card in cards)
+    return (1.0 - offload) * on_card + offload * on_host
 
 
 def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
@@ -226,27 +299,43 @@ def sum_over_cards(
     if max(stages_per_worker.values()) == 1:
         return list(stages)
     schedule = make_schedule(plan.schedule, num_micro_batches=pipeline.num_micro_batches, workers=workers)
-    memory: dict[int, MemoryForecast] = {}
+    memory: dict[int, tuple[MemoryForecast, float]] = {}
     update_seconds: dict[int, float] = {}
+    on_host: dict[int, float] = {}
     for worker in range(num_workers(workers)):
         on_card = [stage for stage in stages if worker in workers[stage.stage]]
-        memory[worker] = _combined_memory(on_card, schedule[worker])
+        positions = zip(*(stage.positions for stage in on_card), strict=True)
+        memory[worker] = min(
+            (
+                (_combined_memory(on_card, [own for own, _ in same], schedule[worker]), same[0][1])
+                for same in positions
+            ),
+            key=_slack,
+        )
         update_seconds[worker] = math.fsum(stage.update_seconds for stage in on_card)
+        on_host[worker] = math.fsum(stage.host_bytes for stage in on_card)
     return [
         replace(
             stage,
-            memory=memory[workers[stage.stage][0]],
+            memory=memory[workers[stage.stage][0]][0],
+            capacity_bytes=memory[workers[stage.stage][0]][1],
             update_seconds=max(update_seconds[worker] for worker in workers[stage.stage]),
+            host_bytes=max(on_host[worker] for worker in workers[stage.stage]),
         )
         for stage in stages
     ]
 
 
-def _combined_memory(stages: Sequence[StageCost], program: RankProgram) -> MemoryForecast:
-    """Several stages on a card: their states add up; activations as the rank program has them in flight."""
+def _combined_memory(
+    stages: Sequence[StageCost], parts: Sequence[MemoryForecast], program: RankProgram
+) -> MemoryForecast:
+    """Several stages on a card: their states add up; activations as the rank program has them in flight.
+    `parts` are the bytes of each stage on this card."""
     last = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
     counts = {stage.stage: max(peak_in_flight(program, stage.stage), 1) for stage in stages}
-    per_micro_batch = {stage.stage: stage.memory.activations / counts[stage.stage] for stage in stages}
+    per_micro_batch = {
+        stage.stage: part.activations / counts[stage.stage] for stage, part in zip(stages, parts, strict=True)
+    }
     alive = peak = 0.0
     for step in program:
         if step.kind == "forward":
@@ -254,7 +343,6 @@ def _combined_memory(stages: Sequence[StageCost], program: RankProgram) -> Memor
             peak = max(peak, alive)
         elif step.kind == last:
             alive -= per_micro_batch[step.stage]
-    parts = [stage.memory for stage in stages]
     return MemoryForecast(
         parameters=math.fsum(part.parameters for part in parts),
         gradients=math.fsum(part.gradients for part in parts),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from yuan_train.config.dump import dump
+from yuan_train.config.sends import Sends
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
@@ -20,6 +21,9 @@ from yuan_train.planner.report.terminal import (
     best_reasons,
     describe_shape,
     even_words,
+    expert_words,
+    group_types,
+    host_lines,
     layer_list,
     layer_words,
     left_out_lines,
@@ -30,6 +34,13 @@ from yuan_train.planner.report.terminal import (
 )
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.search import SearchResult
+
+SENDS: dict[Sends, str] = {
+    "overlapped": "sends overlap compute",
+    "blocking": "the sender waits for its messages",
+    "rendezvous": "sender and receiver wait for each message",
+}
+"""How messages are sent, in words."""
 
 MAX_DRAWN_PIPELINES = 8
 
@@ -46,7 +57,7 @@ td.n{font-variant-numeric:tabular-nums}pre{background:var(--soft);padding:1em;ov
 svg{width:100%;height:auto;display:block}svg text{fill:var(--ink);font:11px system-ui,sans-serif}
 .card{fill:var(--soft);stroke:var(--line)}.idle{stroke-dasharray:3 3}
 .grid{stroke:var(--line);stroke-width:.5}
-.limit{stroke:var(--ink);stroke-width:1.5}.f{fill:var(--f)}.b{fill:var(--b)}.rest{fill:var(--soft)}.wait{fill:url(#hatch)}
+.limit{stroke:var(--ink);stroke-width:1.5}.host{fill:var(--soft);stroke:var(--ink)}.f{fill:var(--f)}.b{fill:var(--b)}.rest{fill:var(--soft)}.wait{fill:url(#hatch)}
 .key{display:inline-block;margin-right:1em}.key svg{display:inline;width:14px;height:14px;vertical-align:-2px}
 @media print{body{max-width:none;margin:0}section{break-inside:avoid}pre{white-space:pre-wrap}}
 """
@@ -82,7 +93,7 @@ def plan_html(result: SearchResult, problem: PlanProblem) -> str:
 
 def _summary_html(result: SearchResult, problem: PlanProblem) -> str:
     lines = [describe_shape(result.best) + even_words(result).replace("     ", "; ")]
-    lines += [step_words(result, problem), *best_reasons(result)]
+    lines += [step_words(result, problem), *best_reasons(result), *host_lines(result.best.cost)]
     lines.append(
         f"Layers per stage {layer_list(result.best)}; Megatron layout {megatron_layout(result.best)}"
     )
@@ -111,6 +122,7 @@ def _cluster_svg(result: SearchResult, problem: PlanProblem) -> str:
             x, top = 130 * (i % 8), y + 18 + 42 * (i // 8)
             stage = working.get(card.name)
             label = f"p{stage.pipeline} s{stage.stage}: {layer_words(stage)}" if stage else "left out"
+            label += f", {expert_words(stage)}" if stage and expert_words(stage) else ""
             short = label if len(label) <= 19 else label[:18] + "…"
             kind = "card" if stage else "card idle"
             rows.append(
@@ -143,8 +155,8 @@ def _stages_html(best: Candidate) -> str:
         (
             str(stage.pipeline),
             str(stage.stage),
-            f"{stage.card.name} ({stage.card.type})",
-            layer_words(stage),
+            f"{stage.card.name} ({group_types(stage)})",
+            " ".join(filter(None, (layer_words(stage), expert_words(stage)))),
             show_seconds(stage.forward_seconds),
             show_seconds(stage.backward_seconds),
             show_bytes(stage.memory.total),
@@ -158,8 +170,8 @@ def _stages_html(best: Candidate) -> str:
 
 
 def _memory_svg(cost: PlanCost) -> str:
-    """A bar per stage's card, stacked by category, against the card's limit; all on one scale."""
-    scale = 760 / max(max(s.capacity_bytes, s.memory.total) for s in cost.stages)
+    """A bar per stage's card, stacked by category, against the card's limit; beyond it the host's part."""
+    scale = 760 / max(max(s.capacity_bytes, s.memory.total) + s.host_bytes for s in cost.stages)
     shapes: list[str] = []
     for row, stage in enumerate(cost.stages):
         y, x = 22 * row, 200.0
@@ -175,10 +187,19 @@ def _memory_svg(cost: PlanCost) -> str:
             )
             x += width
         limit = 200 + stage.capacity_bytes * scale
+        if stage.host_bytes:
+            first, width = max(x, limit) + 2, stage.host_bytes * scale
+            x = first + width
+            shapes.append(
+                f'<rect class="host" x="{first:.2f}" y="{y + 4}" width="{width:.2f}" height="8">'
+                f"<title>on the host: {show_bytes(stage.host_bytes)}</title></rect>"
+            )
         shapes.append(f'<line class="limit" x1="{limit:.2f}" x2="{limit:.2f}" y1="{y - 1}" y2="{y + 17}"/>')
         shapes.append(
             f'<text x="{max(x, limit) + 6:.2f}" y="{y + 13}">{stage.memory.total / GIB:.1f} / '
-            f"{stage.capacity_bytes / GIB:.1f} GiB</text>"
+            f"{stage.capacity_bytes / GIB:.1f} GiB"
+            + (f", {stage.host_bytes / GIB:.1f} GiB on the host" if stage.host_bytes else "")
+            + "</text>"
         )
     keys = "".join(_key(f"var(--c{i})", name) for i, name in enumerate(CATEGORIES))
     return f"<p>{keys}<span class=key>| limit</span></p>" + _svg(
@@ -269,9 +290,9 @@ def _assumptions_html(result: SearchResult, problem: PlanProblem) -> str:
         *result.notes,
         f"precision {problem.precision}, sequence length {problem.sequence_length}, global batch "
         f"{problem.global_batch_size} sequences",
-        "sends overlap compute" if problem.overlap else "the sender waits for its messages",
+        SENDS[problem.send_mode],
         "messages: latency + bytes / bandwidth, first in first out on each link; equal pipelines share a "
-        "node's NIC",
+        "node's NIC, and so do all rings of the gradient reductions that are under way at the same time",
     ]
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 

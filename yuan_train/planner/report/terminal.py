@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from yuan_train.config.dump import as_plain
 from yuan_train.config.plan import MemoryForecast
-from yuan_train.config.units import show_seconds
+from yuan_train.config.plan_units import divides_experts
+from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
@@ -27,7 +29,7 @@ def plan_table(result: SearchResult, problem: PlanProblem) -> str:
     lines += _stage_rows(best)
     lines.append(" " + step_words(result, problem))
     lines.append(f" layers {layer_list(best)}; Megatron layout {megatron_layout(best)}")
-    lines += [f" {line}" for line in best_reasons(result)]
+    lines += [f" {line}" for line in [*best_reasons(result), *host_lines(cost)]]
     lines += [f" runner-up: {line}" for line in runner_lines(result)]
     lines += [f" left out: {line}" for line in left_out_lines(result.left_out)]
     lines.append(f" {cost.source}: " + "; ".join(result.notes))
@@ -80,7 +82,8 @@ def describe_shape(candidate: Candidate) -> str:
     ]
     widths = sorted({len(r) for p in plan.pipelines for stage in p.stages for r in stage.replicas})
     if widths != [1]:
-        words.append("tensor width " + "/".join(map(str, widths)))
+        what = "experts over" if divides_experts(plan) else "tensor width"
+        words.append(f"{what} {'/'.join(map(str, widths))}" + " cards" * divides_experts(plan))
     if plan.optimizer_sharding:
         words.append("optimizer sharded")
     return ", ".join(words)
@@ -252,10 +255,23 @@ def layer_words(stage: StageCost) -> str:
 
 def _cards_words(stages: Sequence[StageCost]) -> str:
     first = stages[0]
-    words = f"{first.card.type} {first.card.name}"
-    words += f" tensor {len(first.replicas[0])}" * (len(first.replicas[0]) > 1)
+    words = f"{group_types(first)} {first.card.name}"
+    if len(first.experts) > 1:
+        words += " " + expert_words(first)
+    else:
+        words += f" tensor {len(first.replicas[0])}" * (len(first.replicas[0]) > 1)
     words += f" replicas {len(first.replicas)}" * (len(first.replicas) > 1)
     return words + (f" x{len(stages)}" if len(stages) > 1 else "")
+
+
+def group_types(stage: StageCost) -> str:
+    """The types of the cards of a stage's replica, in order: unlike ones joined by `+`."""
+    return "+".join(dict.fromkeys(card.type for card in stage.replicas[0]))
+
+
+def expert_words(stage: StageCost) -> str:
+    """`experts 19/9/4`: experts of each layer on each card of a replica; nothing if no cards share them."""
+    return f"experts {'/'.join(map(str, stage.experts))}" if len(stage.experts) > 1 else ""
 
 
 def _parts(cost: PlanCost) -> dict[str, float]:
@@ -270,6 +286,23 @@ def _parts(cost: PlanCost) -> dict[str, float]:
     }
 
 
+def host_lines(cost: PlanCost) -> list[str]:
+    """What the hosts hold of the optimizer state, by type of card; none if they hold nothing."""
+    most: dict[str, StageCost] = {}
+    for stage in cost.stages:
+        if stage.host_bytes > most.get(stage.card.type, stage).host_bytes or stage.card.type not in most:
+            most[stage.card.type] = stage
+    lines: list[str] = []
+    for name, stage in most.items():
+        if stage.host_bytes:
+            limit = stage.host_capacity_bytes
+            of = "host memory not checked" if math.isinf(limit) else f"of {show_bytes(limit)}"
+            lines.append(
+                f"optimizer state on the host: at most {show_bytes(stage.host_bytes)} per {name} ({of})"
+            )
+    return lines
+
+
 def _stage_json(stage: StageCost) -> dict[str, Any]:
     return {
         "pipeline": stage.pipeline,
@@ -278,6 +311,7 @@ def _stage_json(stage: StageCost) -> dict[str, Any]:
         "cards": [[card.name for card in replica] for replica in stage.replicas],
         "type": stage.card.type,
         "layers": list(stage.layers),
+        "experts": list(stage.experts) if len(stage.experts) > 1 else None,
         "recompute": stage.recompute,
         "recomputed_layers": stage.num_recomputed,
         "in_flight": stage.in_flight,
@@ -285,6 +319,7 @@ def _stage_json(stage: StageCost) -> dict[str, Any]:
         "backward_seconds": stage.backward_seconds,
         "peak_memory_bytes": stage.memory.total,
         "capacity_bytes": stage.capacity_bytes,
+        "host_bytes": stage.host_bytes,
         "source": stage.source,
     }
 

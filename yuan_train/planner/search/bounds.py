@@ -47,7 +47,7 @@ def any_bound(costs: Costs, cards: Sequence[Card], options: Options) -> float:
     """
     rows: list[list[float]] = []
     for name in dict.fromkeys(card.type for card in cards):
-        ways = itertools.product(options.micro_batch_sizes, options.tensor, options.recompute)
+        ways = itertools.product(options.polished_sizes, options.tensor, options.recompute)
         each = [
             [
                 width * (u.forward_seconds + u.backward_seconds) / size

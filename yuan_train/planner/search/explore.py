@@ -13,13 +13,16 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.grad_reduce import (
     grad_reduce_seconds,
+    ring_sharers,
     unit_parameters,
     weight_sync_seconds,
 )
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.bounds import shape_bound
+from yuan_train.planner.search.descent import Budget
 from yuan_train.planner.search.instances import is_faithful, make_instance
+from yuan_train.planner.search.offload import with_offload
 from yuan_train.planner.search.polish import polish_plan
 from yuan_train.planner.search.relaxation import PRUNE_FACTOR, relaxed_seconds
 from yuan_train.planner.search.shapes import Options, Shape, make_plan, stage_recompute
@@ -41,6 +44,8 @@ SKETCH_WORK_PER_CARD = 250_000
 """Budget of all sketches together: cells of dynamic programming (stages * units^2), per card."""
 MANY_CARDS, KEPT_OF_MANY = 48, 3
 """On more cards than these, so many cuts of a shape become candidates."""
+PREVIEW_WORK = 100_000
+"""Budget of a polish that only helps to choose among sketches; see `descent.Budget`."""
 MAX_REFINED_SHAPES, MAX_POLISHED_SHAPES = 3, 12
 """Sketches that are refined; sketches whose best cut is polished to choose among them."""
 
@@ -75,17 +80,22 @@ class Found:
     lower_bound_seconds: float
     """No plan of these shapes takes less."""
     exact: bool
-    """Whether no plan of these shapes is faster than the best candidate, post-optimisation not counted."""
+    """Whether no plan of these shapes is faster than the best candidate, polish not counted."""
     num_simulated: int
 
 
 def solve_shapes(
-    costs: Costs, shapes: Sequence[Shape], options: Options, stopped: Callable[[], bool]
+    costs: Costs,
+    shapes: Sequence[Shape],
+    options: Options,
+    stopped: Callable[[], bool],
+    *,
+    best_seconds: float = float("inf"),
 ) -> Found:
     """Solve every small shape that no bound excludes, the most promising first; sketch the large ones, and
     refine the best sketches. Once `stopped()` is true and there is a candidate, the other shapes are
-    skipped."""
-    search = _Search(costs, options, stopped)
+    skipped. There is a plan of `best_seconds` already."""
+    search = _Search(costs, options, stopped, best_seconds)
     scored_shapes: list[ScoredShape] = []
     for shape in shapes:
         lower_bound_seconds = shape_bound(costs, shape, options)
@@ -127,10 +137,12 @@ class ScoredShape:
 class _Search:
     """State of one search: what was found so far, and what is left of the budgets."""
 
-    def __init__(self, costs: Costs, options: Options, stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self, costs: Costs, options: Options, stopped: Callable[[], bool], best_seconds: float
+    ) -> None:
         self.costs, self.options, self.stopped = costs, options, stopped
         self.candidates: list[Candidate] = []
-        self.best = self.lower_bound = float("inf")
+        self.best, self.lower_bound = best_seconds, float("inf")
         self.exact = True
         self.num_simulated = self.solved_steps = 0
         self.few = len(costs.problem.cluster.cards) <= FEW_CARDS
@@ -177,7 +189,7 @@ class _Search:
         solution = solve(instance, max_work=max(self.proof_work, 0), stopped=self.stopped)
         self.solved_steps += instance.num_slots * shape.num_micro_batches
         self.proof_work -= solution.work
-        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape, self.options))
+        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape))
         self._take(shape, solution, proven=proven)
         if instance.num_slots > 1 and may_hide(instance) and instance.message_seconds.any():
             # The proof covers 1F1B's own warm-up depths only; `polish_plan` may make these cuts faster.
@@ -223,7 +235,8 @@ class _Search:
         for i, (shape, found) in enumerate(chosen[:MAX_POLISHED_SHAPES]):
             (order, bounds), estimate = next(iter(found.hidden.items()))
             plan = _plan_of(self.costs, shape, self.options, make_cut(found.tables, order, bounds, estimate))
-            _, cost = polish_plan(self.costs, plan, cost_plan(self.costs, plan), self.options.recompute)
+            budget = Budget(PREVIEW_WORK, self.stopped)
+            _, cost = polish_plan(self.costs, plan, cost_plan(self.costs, plan), self.options, budget)
             seconds[i] = cost.step_seconds
         return [chosen[i] for i in sorted(seconds, key=lambda i: (seconds[i], i))[:MAX_REFINED_SHAPES]]
 
@@ -237,7 +250,7 @@ class _Search:
             self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
         cuts = solution.cuts[:KEPT_OF_MANY] if self.many else solution.cuts
         self.candidates += _as_candidates(self.costs, shape, self.options, cuts)
-        self.best = min((choice_seconds(self.costs, c.cost) for c in self.candidates), default=self.best)
+        self.best = min([self.best, *(choice_seconds(self.costs, c.cost) for c in self.candidates)])
 
 
 def choice_seconds(costs: Costs, cost: PlanCost) -> float:
@@ -256,25 +269,32 @@ def _exposed_estimate(costs: Costs, shape: Shape, options: Options) -> float:
     ended; the last bucket starts after all of it. Weights come back likewise, before the first forward.
     """
     slot, problem = shape.slots[0], costs.problem
-    leads = [replica[0] for group in slot for replica in group]
-    if len(leads) == 1:
+    owners = [replica for group in slot for replica in group]
+    if len(owners) == 1:
         return 0.0
+    # The slots of the first one's node reduce at the same time.
+    node = owners[0][0].node
+    beside = sum(other[0][0][0].node == node for other in shape.slots)
+    sharers = ring_sharers([owners])[0] * beside
     depth = min(len(shape.slots), problem.model.num_layers)
-    num_layers, width = problem.model.num_layers / depth, len(slot[0][0])
+    num_layers = problem.model.num_layers / depth
     share = sum(unit_parameters(problem.model)) / depth
     bucket = min(share, max(problem.bucket_size, problem.model.layer_parameters))
     layer = costs.of_replica(slot[0][0], shape.micro_batch_size, options.recompute[0]).layer
 
     def exposed(seconds: Callable[[float], float], layer_seconds: float) -> float:
         hidden = num_layers * layer_seconds * (1.0 - bucket / share)
-        return max(seconds(bucket / width), seconds(share / width) - hidden)
+        return max(seconds(bucket), seconds(share) - hidden)
 
     reduce = exposed(
-        lambda n: grad_reduce_seconds(costs, leads, n, sharded=shape.sharded), layer.backward_seconds
+        lambda n: grad_reduce_seconds(costs, owners, n, sharded=shape.sharded, sharers=sharers),
+        layer.backward_seconds,
     )
     if not shape.sharded:
         return reduce
-    return reduce + exposed(lambda n: weight_sync_seconds(costs, leads, n), layer.forward_seconds)
+    return reduce + exposed(
+        lambda n: weight_sync_seconds(costs, owners, n, sharers=sharers), layer.forward_seconds
+    )
 
 
 def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[Cut]) -> list[Candidate]:
@@ -282,7 +302,7 @@ def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[
     result: list[Candidate] = []
     for cut in cuts:
         plan = _plan_of(costs, shape, options, cut)
-        cost = cost_plan(costs, plan)
+        plan, cost = with_offload(costs, plan) if options.host_seconds else (plan, cost_plan(costs, plan))
         if cost.fits:
             result.append(Candidate(plan=plan, cost=cost, shape=shape))
     return result

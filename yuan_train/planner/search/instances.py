@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.grad_reduce import (
     bucket_units,
+    crossing_rings,
     grad_reduce_seconds,
     ring_sharers,
     tied_embedding_seconds,
@@ -17,11 +19,15 @@ from yuan_train.planner.costs.grad_reduce import (
     weight_sync_seconds,
 )
 from yuan_train.planner.costs.links import broadcast_seconds, message_seconds
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import find_route
 from yuan_train.planner.costs.workload import STATE_BYTES
+from yuan_train.planner.search.offload import offload_bytes
 from yuan_train.planner.search.shapes import Options, Shape, Slot
-from yuan_train.planner.solver.instance import Instance
+from yuan_train.planner.solver.instance import Hosts, Instance
+
+FAR = 1e4
+"""Times the model's size: a ring's seconds of that much are latency + bytes / bandwidth."""
 
 
 def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
@@ -66,10 +72,11 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     # An embedding or a head that costs nothing cannot form a stage alone.
     has_work = (forward + backward + resident).max(axis=(0, 1)) > 0
     has_work[1:-1] = True
+    room = offload_bytes(costs, shape, options)
     return Instance(
         schedule=shape.schedule,
         num_micro_batches=shape.num_micro_batches,
-        overlap=problem.overlap,
+        sends=problem.send_mode,
         forward_seconds=forward,
         backward_seconds=backward,
         weight_seconds=numbers("weight_seconds"),
@@ -92,15 +99,23 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         use_all=options.use_all_devices,
         replicas=np.array([len(slot[0]) for slot in slots], dtype=np.int64),
         has_work=has_work,
+        hosts=None
+        if room is None
+        else Hosts(
+            state_bytes=optimizer[0],
+            whole_model_saving_bytes=optimizer[0, :, 0] if once else np.zeros(len(slots)),
+            capacity_bytes=room,
+        ),
     )
 
 
-def is_faithful(costs: Costs, shape: Shape, options: Options) -> bool:
+def is_faithful(costs: Costs, shape: Shape) -> bool:
     """Whether the instance of a shape costs every cut exactly as `cost_plan` does.
 
     It takes the slowest pipeline's messages for all pipelines, lets the gradient reductions of all slots
-    share the network, and takes them for latency + bytes / bandwidth. So it overestimates where equal
-    pipelines have different links, where slots that share a NIC may stay idle, and on measured links.
+    share the network all the time, not with messages, and takes them for latency + bytes / bandwidth. So it
+    differs where equal pipelines have different links, where reductions share a NIC with each other or with
+    messages, and on measured links.
     """
     if shape.num_pipelines == 1 and max(len(slot[0]) for slot in shape.slots) == 1:
         return True
@@ -108,18 +123,36 @@ def is_faithful(costs: Costs, shape: Shape, options: Options) -> bool:
         return False
     sizes = [costs.hidden_bytes(shape.micro_batch_size)]
     messages = _pipeline_messages(costs, shape, sizes)[0]
-    shares_nic = max(ring_sharers([_leads(slot) for slot in shape.slots])) > 1
+    owners = [_owners(slot) for slot in shape.slots]
+    alone = [ring_sharers([replicas])[0] for replicas in owners]
+    crossed = {node for replicas in owners for node in crossing_rings(replicas)}
+    pipelines = ({slot[d][0][0].node for slot in shape.slots} for d in range(shape.num_pipelines))
+    shares_nic = ring_sharers(owners) != alone or any(
+        len(nodes) > 1 and not crossed.isdisjoint(nodes) for nodes in pipelines
+    )
     same = bool((messages.min(axis=0) == messages.max(axis=0)).all())
-    return same and not (shares_nic and not options.use_all_devices)
+    return same and not shares_nic and all(_is_line(costs, shape, replicas) for replicas in owners)
+
+
+def _is_line(costs: Costs, shape: Shape, owners: Sequence[Replica]) -> bool:
+    """Whether the seconds to reduce gradients are latency + bytes / bandwidth, from the smallest unit on."""
+    sharers = ring_sharers([owners])[0]
+
+    def seconds(size: float) -> float:
+        return grad_reduce_seconds(costs, owners, size, sharded=shape.sharded, sharers=sharers)
+
+    sizes = [size for size in unit_parameters(costs.problem.model) if size]
+    row, start = _as_line(seconds, sizes, far=True)
+    return math.isclose(min(row) + start, seconds(min(sizes)), rel_tol=1e-9)
 
 
 def _cards(slot: Slot) -> list[Card]:
     return [card for group in slot for replica in group for card in replica]
 
 
-def _leads(slot: Slot) -> list[Card]:
-    """The first card of each replica, over all pipelines: the ring of the gradient reduction."""
-    return [replica[0] for group in slot for replica in group]
+def _owners(slot: Slot) -> list[Replica]:
+    """The replicas of all pipelines, whose rings reduce the gradients of the slot's units."""
+    return [replica for group in slot for replica in group]
 
 
 def _message_table(costs: Costs, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
@@ -220,35 +253,50 @@ def _bucket_seconds(
     """Of gradient reductions, and of the weights' way back: (seconds [D, U] of each unit over its owners,
     latency [D] once per bucket)."""
     parameters = unit_parameters(costs.problem.model)
-    rings = [_leads(slot) for slot in shape.slots]
-    nothing = np.zeros((len(rings), len(parameters))), np.zeros(len(rings))
-    if max(map(len, rings)) == 1:
+    owners = [_owners(slot) for slot in shape.slots]
+    nothing = np.zeros((len(owners), len(parameters))), np.zeros(len(owners))
+    if max(map(len, owners)) == 1:
         return nothing, nothing
-    sharers = ring_sharers(rings)
+    sharers = ring_sharers(owners)
 
-    def table(seconds: Callable[[Sequence[Card], float, int], float]) -> tuple[np.ndarray, np.ndarray]:
+    def table(seconds: Callable[[Sequence[Replica], float, int], float]) -> tuple[np.ndarray, np.ndarray]:
         known: dict[tuple[object, ...], tuple[list[float], float]] = {}
         rows: list[tuple[list[float], float]] = []
-        for slot, ring, flows in zip(shape.slots, rings, sharers, strict=True):
-            measured = tuple(card.name for card in ring) if costs.topology.measured else None
-            key = (tuple(card.node for card in ring), len(slot[0][0]), flows, measured)
+        for replicas, flows in zip(owners, sharers, strict=True):
+            key = (_places(costs, replicas), flows)
             if key not in known:
-                sizes = [n / len(slot[0][0]) for n in parameters]
-                known[key] = _as_line(lambda n, ring=ring, flows=flows: seconds(ring, n, flows), sizes)
+                known[key] = _as_line(
+                    lambda n, replicas=replicas, flows=flows: seconds(replicas, n, flows),
+                    parameters,
+                    far=not costs.topology.measured,
+                )
             rows.append(known[key])
         return np.array([row for row, _ in rows]), np.array([start for _, start in rows])
 
     reduce = table(
-        lambda ring, n, flows: grad_reduce_seconds(costs, ring, n, sharded=shape.sharded, sharers=flows)
+        lambda owners, n, flows: grad_reduce_seconds(costs, owners, n, sharded=shape.sharded, sharers=flows)
     )
     if not shape.sharded:
         return reduce, nothing
-    return reduce, table(lambda ring, n, flows: weight_sync_seconds(costs, ring, n, sharers=flows))
+    return reduce, table(lambda owners, n, flows: weight_sync_seconds(costs, owners, n, sharers=flows))
 
 
-def _as_line(seconds: Callable[[float], float], sizes: Sequence[float]) -> tuple[list[float], float]:
-    """(seconds of each size, latency): a line through two sizes, exact for latency + bytes / bandwidth."""
-    total = sum(sizes)
+def _places(costs: Costs, replicas: Sequence[Replica]) -> tuple[object, ...]:
+    """What tells the rings of two sets of owners apart: their nodes and widths, on measured links their
+    cards."""
+    if costs.topology.measured:
+        return tuple(replicas)
+    return tuple(tuple(card.node for card in replica) for replica in replicas)
+
+
+def _as_line(
+    seconds: Callable[[float], float], sizes: Sequence[float], *, far: bool
+) -> tuple[list[float], float]:
+    """(seconds of each size, latency): a line through two sizes, exact for latency + bytes / bandwidth.
+
+    `far`: through sizes so large that a ring is faster than a tree.
+    """
+    total = sum(sizes) * (FAR if far else 1.0)
     slope = (seconds(total) - seconds(total / 2)) / (total / 2)
     return [slope * size for size in sizes], max(seconds(total) - slope * total, 0.0)
 
@@ -266,15 +314,13 @@ def _update_table(costs: Costs, shape: Shape, owners: np.ndarray) -> np.ndarray:
 
 def _tied_embedding_matrix(costs: Costs, shape: Shape) -> np.ndarray:
     """[D, D]: seconds of the tied embedding's reduction; slot i has the first stage and slot j the last."""
-    leads = [_leads(slot) for slot in shape.slots]
-    keys = [tuple(card.node for card in row) for row in leads]
-    measured = bool(costs.topology.measured)
+    owners = [_owners(slot) for slot in shape.slots]
+    keys = [_places(costs, row) for row in owners]
     known: dict[tuple[object, ...], float] = {}
-    result = np.zeros((len(leads), len(leads)))
-    for i, j in itertools.product(range(len(leads)), repeat=2):
-        key = (i, j) if measured else (keys[i], keys[j], i == j)
+    result = np.zeros((len(owners), len(owners)))
+    for i, j in itertools.product(range(len(owners)), repeat=2):
+        key = (keys[i], keys[j], i == j)
         if key not in known:
-            width = min(len(shape.slots[i][0][0]), len(shape.slots[j][0][0]))
-            known[key] = tied_embedding_seconds(costs, leads[i], leads[j], width=width, sharded=shape.sharded)
+            known[key] = tied_embedding_seconds(costs, owners[i], owners[j], sharded=shape.sharded)
         result[i, j] = known[key]
     return result

@@ -1,42 +1,53 @@
-"""Post-optimisation of a plan: no more recompute than memory requires, deeper warm-ups before slow links.
+"""The polish of a plan: every kind of change, singly and in pairs, judged by the simulator.
 
-The search only tries stages that recompute all their layers or none, and 1F1B's own depths. Here a stage
-recomputes only its first layers, as few as make it fit, and the stages before a slow link hold more
-micro-batches in flight, as far as their cards' memory allows. A change is kept if the simulated step gains.
+Two loops. The inner one (`descent`) changes layers, warm-up depths and, with them, recompute of one kind of
+pipeline at a time, singly and in pairs. The outer one (`restructure`) changes what these depend on:
+micro-batch size, shares of the batch, schedule, widths, replicas, order, stages, cards. Each of its
+neighbours is cut anew and goes through the inner loop before it is compared, so that a structure is judged by
+what it can be, not by the cut that it happens to begin with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.cluster import Card
+from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.run import Recompute
+from yuan_train.config.plan_units import divides_experts
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
-from yuan_train.planner.evaluate.simulator import StageTimes
-from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
+from yuan_train.planner.search.descent import (
+    LEAST_GAIN,
+    Budget,
+    Cut,
+    PipelineScreen,
+    balanced_cut,
+    descend,
+)
+from yuan_train.planner.search.restructure import Draft, draft_of, neighbours, plan_of
+from yuan_train.planner.search.shapes import Options
 
-LEAST_GAIN = 0.01
-"""Part of the period; a deeper warm-up that gains less is not worth its memory."""
+Priced = tuple[Plan, PlanCost]
+"""A plan and its cost."""
+WORTH_DESCENDING = 1.15
+"""A neighbour is cut further only if its first cuts take at most this multiple of the best step."""
+WORTH_PAIRING = 1.03
+"""The same for two changes at a time."""
 
 
-def polish_plan(
-    costs: Costs, plan: Plan, cost: PlanCost, recompute: Sequence[Recompute]
-) -> tuple[Plan, PlanCost]:
-    """(plan, cost): the plan itself, or one that is not slower, with fewer layers recomputed (in the kinds of
-    `recompute`) or with deeper warm-ups. Always the plan itself unless its schedule is 1f1b or gpipe."""
-    if plan.schedule not in ("1f1b", "gpipe"):
-        return plan, cost
+def polish_plan(costs: Costs, plan: Plan, cost: PlanCost, options: Options, budget: Budget) -> Priced:
+    """(plan, cost): the plan itself, or a faster one of the same structure that fits, with other layers,
+    warm-up depths and recompute. The plan itself if it has virtual stages or parts of layers."""
     best = plan, cost
-    lighter = _recompute_less(costs, plan, cost, recompute)
-    if lighter != plan:
-        best = _better(costs, best, lighter, at_most=1.0)
-    deeper = _deepen(costs, plan, cost)
-    if deeper != plan:
-        lighter = _recompute_less(costs, deeper, cost_plan(costs, deeper), recompute)
-        best = _better(costs, best, lighter, at_most=1.0 - 1e-6)
+    if plan.schedule == "interleaved_1f1b" or plan.divided_layers:
+        return best
+    while not budget.is_over:
+        found = _descended(costs, best, options, budget, pairs=True)
+        if found[1].step_seconds >= best[1].step_seconds * (1.0 - LEAST_GAIN):
+            return found if found[1].step_seconds < best[1].step_seconds else best
+        best = found
     return best
 
 
@@ -55,140 +66,112 @@ def polished_estimate(plan: Plan, cost: PlanCost) -> float:
     return cost.step_seconds - cost.compute_seconds + min(compute, cost.compute_seconds)
 
 
-def _better(
-    costs: Costs, best: tuple[Plan, PlanCost], other: Plan, *, at_most: float
-) -> tuple[Plan, PlanCost]:
-    """The other plan if it is valid, fits, and its step takes at most `at_most` times the best one's; else
-    the best one."""
-    if list(validate_plan(other)):
+def restructure_plan(
+    costs: Costs, plan: Plan, cost: PlanCost, cards: Sequence[Card], options: Options, budget: Budget
+) -> Priced:
+    """(plan, cost): the plan itself, or a faster one that fits, of any structure that single changes lead to,
+    each polished. A change that gains is kept, and the search goes on from there."""
+    best = plan, cost
+    if plan.schedule == "interleaved_1f1b" or plan.divided_layers or divides_experts(plan):
         return best
-    cost = cost_plan(costs, other)
-    return (other, cost) if cost.fits and cost.step_seconds <= at_most * best[1].step_seconds else best
-
-
-def _with_stages(plan: Plan, stages: dict[tuple[int, int], StagePlan]) -> Plan:
-    """The plan with some stages, by (pipeline, stage), replaced."""
-    pipelines = tuple(
-        replace(pipeline, stages=tuple(stages.get((p, s), own) for s, own in enumerate(pipeline.stages)))
-        for p, pipeline in enumerate(plan.pipelines)
+    # First under the plan's own schedule and size, then under all: what more choice finds is never slower.
+    own = replace(
+        options,
+        polished_schedules=(plan.schedule,),
+        polished_sizes=tuple(dict.fromkeys(pipeline.micro_batch_size for pipeline in plan.pipelines)),
     )
-    return replace(plan, pipelines=pipelines)
+    half = Budget(budget.work / 2, budget.stopped, budget.fitted)
+    best = _restructured(costs, best, cards, own, half)
+    budget.work += half.work - budget.work / 2
+    return _restructured(costs, best, cards, options, budget)
 
 
-# --- less recompute --------------------------------------------------------------------------------------
-
-
-def _recompute_less(costs: Costs, plan: Plan, cost: PlanCost, recompute: Sequence[Recompute]) -> Plan:
-    """The plan with each stage's recompute reduced to its first layers, as few as fit, in the fastest
-    kind."""
-    if "none" not in recompute:
-        return plan
-    changed: dict[tuple[int, int], StagePlan] = {}
-    known: dict[tuple[object, ...], StagePlan] = {}
-    for old in cost.stages:
-        stage = plan.pipelines[old.pipeline].stages[old.stage]
-        if not stage.num_recomputed:
-            continue
-        types = tuple(tuple(card.type for card in replica) for replica in old.replicas)
-        key = (types, stage.layers, stage.recompute, old.memory, old.forward_seconds, old.backward_seconds)
-        if key not in known:
-            known[key] = _lightest(costs, plan, old, stage, recompute)
-        found = known[key]
-        changed[old.pipeline, old.stage] = replace(
-            stage, recompute=found.recompute, recompute_layers=found.recompute_layers
-        )
-    return _with_stages(plan, changed)
-
-
-def _lightest(
-    costs: Costs, plan: Plan, old: StageCost, stage: StagePlan, recompute: Sequence[Recompute]
-) -> StagePlan:
-    """The stage with the fastest kind of recompute on as few first layers as fit; the stage itself if none is
-    faster."""
-    best, least = stage, old.forward_seconds + old.backward_seconds
-    for kind in recompute:
-        for count in range(stage.num_blocks + 1) if kind != "none" else ():
-            lighter = _recomputing(stage, kind, count)
-            new = change_stage(costs, plan, old, lighter)
-            if not new.fits:
+def _restructured(
+    costs: Costs, best: Priced, cards: Sequence[Card], options: Options, budget: Budget
+) -> Priced:
+    """The best plan that single changes lead to under these options; see `restructure_plan`."""
+    tried: set[Draft] = set()
+    gained = True
+    while gained and not budget.is_over:
+        gained = False
+        for draft in neighbours(costs, draft_of(*best), cards, options):
+            if budget.is_over:
+                break
+            if draft in tried:
                 continue
-            seconds = new.forward_seconds + new.backward_seconds
-            if seconds < least:
-                best, least = lighter, seconds
-            break
+            tried.add(draft)
+            found = _realised(costs, draft, best[1].step_seconds, options, budget)
+            if found is not None and found[1].step_seconds < best[1].step_seconds * (1.0 - LEAST_GAIN):
+                best = polish_plan(costs, *found, options, budget)
+                gained = True
+                break
     return best
 
 
-def _recomputing(stage: StagePlan, kind: Recompute, count: int) -> StagePlan:
-    if not count:
-        return replace(stage, recompute="none", recompute_layers=None)
-    return replace(stage, recompute=kind, recompute_layers=count if count < stage.num_blocks else None)
-
-
-# --- deeper warm-ups -------------------------------------------------------------------------------------
-
-
-def _deepen(costs: Costs, plan: Plan, cost: PlanCost) -> Plan:
-    """The plan in which the stages before slow links hold more micro-batches in flight; the plan itself if
-    sends block the compute. A pipeline in which a stage has several replicas stays as it is."""
-    if plan.schedule != "1f1b" or not costs.problem.overlap:
-        return plan
-    changed: dict[tuple[int, int], StagePlan] = {}
-    for p, pipeline in enumerate(plan.pipelines):
-        own = [stage for stage in cost.stages if stage.pipeline == p]
-        depths = pipeline.depths(plan.schedule)
-        if depths is None or any(len(stage.replicas) > 1 for stage in pipeline.stages):
+def _realised(costs: Costs, draft: Draft, limit: float, options: Options, budget: Budget) -> Priced | None:
+    """The plan of a draft, with recompute where memory requires it, cut anew if that is better; None if it
+    does not fit or does not come near `limit` seconds."""
+    plan = plan_of(costs, draft)
+    if any(True for _ in validate_plan(plan)):
+        return None
+    cost = _priced(costs, plan, budget)
+    done: set[int] = set()
+    for p in range(len(plan.pipelines)):
+        if p in done:
             continue
-
-        def fits(s: int, depth: int, own: Sequence[StageCost] = own) -> bool:
-            stage = plan.pipelines[own[s].pipeline].stages[s]
-            return change_stage(costs, plan, own[s], replace(stage, in_flight=depth)).fits
-
-        deeper = deeper_warm_up(cost.times[p], depths, pipeline.num_micro_batches, fits)
-        for s, (stage, before, after) in enumerate(zip(pipeline.stages, depths, deeper, strict=True)):
-            if after > before:
-                changed[p, s] = replace(stage, in_flight=after)
-    return _with_stages(plan, changed)
-
-
-def deeper_warm_up(
-    times: StageTimes, depths: Sequence[int], num_micro_batches: int, fits: Callable[[int, int], bool]
-) -> tuple[int, ...]:
-    """Warm-up depths that hide the transfers of a pipeline under 1F1B, as far as `fits(stage, depth)` allows.
-
-    Stage s has K_s micro-batches in flight (1F1B: K_s = P - s). Forward k + K_s - K_t + 1 on stage s waits
-    for a round trip of forward k through stages s to t, so the period is at least sum(stages and transfers
-    both ways of s..t) / (K_s - K_t + 1) for any s < t. While the slowest range s..t takes longer than the
-    slowest stage and the slowest transfer, by more than LEAST_GAIN, all stages before its slowest transfer
-    hold one more.
-    """
-    work = [f + b for f, b in zip(times.forward_seconds, times.backward_seconds, strict=True)]
-    forward_sends, backward_sends = times.send_activation_seconds, times.send_gradient_seconds
-    edges = [a + b for a, b in zip(forward_sends, backward_sends, strict=True)]
-    enough = (1.0 + LEAST_GAIN) * max([*work, *forward_sends, *backward_sends])
-    held = tuple(depths)
-    while held[0] < num_micro_batches:
-        seconds, first, last = _slowest_range(work, edges, held)
-        if seconds <= enough:
-            break
-        before = max(range(first, last), key=lambda s: (edges[s], -s))
-        deeper = tuple(depth + (s <= before) for s, depth in enumerate(held))
-        if not all(fits(s, deeper[s]) for s in range(before + 1)):
-            break
-        held = deeper
-    return held
+        screen = PipelineScreen(costs, plan, cost, p, options.recompute, budget)
+        done.update(screen.alike)
+        starts = [cut for cut in (screen.cut, balanced_cut(screen)) if cut is not None]
+        timed = [(screen.seconds(cut), i) for i, cut in enumerate(starts)]
+        seconds, i = min(timed)
+        if seconds > limit * WORTH_DESCENDING:
+            return None
+        path = descend(screen, starts[i], pairs=False)
+        if screen.seconds(path[-1]) < limit * WORTH_PAIRING:
+            path = descend(screen, path[-1], pairs=True)
+        plan = _with_cut(plan, screen, path[-1])
+    cost = _priced(costs, plan, budget)
+    return (plan, cost) if cost.fits else None
 
 
-def _slowest_range(
-    work: Sequence[float], edges: Sequence[float], depths: Sequence[int]
-) -> tuple[float, int, int]:
-    """(seconds per micro-batch, first stage, last stage) of the range that limits the period most."""
-    found = (0.0, 0, 0)
-    for first in range(len(work)):
-        total = work[first]
-        for last in range(first + 1, len(work)):
-            total += edges[last - 1] + work[last]
-            seconds = total / (depths[first] - depths[last] + 1)
-            if seconds > found[0] * (1 + 1e-9):
-                found = (seconds, first, last)
-    return found
+def _descended(costs: Costs, best: Priced, options: Options, budget: Budget, *, pairs: bool) -> Priced:
+    """The plan with its slowest pipelines cut better, if the whole step gains by that."""
+    plan, cost = best
+    seconds = [simulation.step_seconds for simulation in cost.simulations]
+    p = seconds.index(max(seconds))
+    screen = PipelineScreen(costs, plan, cost, p, options.recompute, budget)
+    path = descend(screen, screen.cut, pairs=pairs)
+    # What the screen does not see (reductions, shares of the state) can cost more than the cut gains; then
+    # part of the way may still gain.
+    for i in sorted({len(path) - 1, len(path) // 2, 0}, reverse=True):
+        other = _with_cut(plan, screen, path[i])
+        if other == plan or list(validate_plan(other)):
+            continue
+        other_cost = _priced(costs, other, budget)
+        if other_cost.fits and other_cost.step_seconds < cost.step_seconds:
+            return other, other_cost
+    return best
+
+
+def _priced(costs: Costs, plan: Plan, budget: Budget) -> PlanCost:
+    """What `cost_plan` says; the budget counts its work in steps of a schedule, by the time it takes."""
+    budget.work -= sum(
+        600 * len(pipeline.stages) + 2 * pipeline.num_micro_batches * len(pipeline.stages)
+        for pipeline in plan.pipelines
+    )
+    return cost_plan(costs, plan)
+
+
+def _with_cut(plan: Plan, screen: PipelineScreen, cut: Cut) -> Plan:
+    """The plan with a cut of the screen's pipeline, and of those that are cut alike."""
+    if screen.fitted(cut) is None:
+        return plan
+    stages = screen.stages(cut)
+    pipelines = list(plan.pipelines)
+    for q in screen.alike:
+        own = (
+            replace(stage, replicas=old.replicas)
+            for stage, old in zip(stages, plan.pipelines[q].stages, strict=True)
+        )
+        pipelines[q] = replace(pipelines[q], stages=tuple(own))
+    return replace(plan, pipelines=tuple(pipelines), forecast=None)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.unit_costs import UnitCost
+from yuan_train.planner.search.offload import offload_bytes
 from yuan_train.planner.search.shapes import Options, Shape
 from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE
 
@@ -62,6 +63,10 @@ class _Blocks:
     embedding_bytes: Floats
     """[K]"""
     capacity_bytes: Floats
+    """[K]"""
+    layer_offloadable_bytes: Floats
+    """[K]: of a layer, what the host may hold, as far as `offload_bytes` goes."""
+    offload_bytes: Floats
     """[K]"""
 
 
@@ -119,6 +124,12 @@ def _blocks(costs: Costs, shape: Shape, options: Options) -> _Blocks:
         fixed += gradients * _numbers(units, lambda u: u.gradient_bytes)
         return fixed + _numbers(units, lambda u: u.optimizer_bytes) * share
 
+    of_slots = offload_bytes(costs, shape, options)
+    room = np.zeros(len(first)) if of_slots is None else of_slots[first]
+
+    def on_host(units: Sequence[UnitCost]) -> Floats:
+        return np.minimum(_numbers(units, lambda u: u.optimizer_bytes) * share, room)
+
     def table(value: Callable[[UnitCost], float]) -> Floats:
         return np.array([_numbers(row, value) for row in layers])
 
@@ -132,9 +143,11 @@ def _blocks(costs: Costs, shape: Shape, options: Options) -> _Blocks:
         transient_bytes=table(lambda u: u.transient_bytes),
         boundary_bytes=np.array([card.boundary_bytes for card in cards[0]]),
         head_seconds=_numbers(heads, _seconds) / replicas,
-        head_bytes=resident(heads) + _numbers(heads, lambda u: u.transient_bytes),
-        embedding_bytes=resident(embeddings),
+        head_bytes=resident(heads) - on_host(heads) + _numbers(heads, lambda u: u.transient_bytes),
+        embedding_bytes=resident(embeddings) - on_host(embeddings),
         capacity_bytes=np.array([float(d.memory - d.reserved) for d in devices]),
+        layer_offloadable_bytes=_numbers(layers[0], lambda u: u.optimizer_bytes) * share,
+        offload_bytes=room,
     )
 
 
@@ -171,7 +184,11 @@ def _layers_by_memory(blocks: _Blocks, orders: Integers, shape: Shape) -> Floats
     free[:, 0] -= blocks.head_bytes[orders[:, 0]]
     free[:, -1] -= blocks.embedding_bytes[orders[:, -1]]
     each = blocks.layer_bytes[:, orders] + in_flight * blocks.layer_activations[:, orders]
-    return np.floor((free - blocks.transient_bytes[:, orders]) / np.maximum(each, LEAST)).clip(0)
+    free = free - blocks.transient_bytes[:, orders]
+    # The host takes its room, or the whole state of few layers.
+    with_room = (free + blocks.offload_bytes[orders]) / np.maximum(each, LEAST)
+    rest = each - blocks.layer_offloadable_bytes[orders]
+    return np.floor(np.minimum(with_room, free / np.maximum(rest, LEAST))).clip(0)
 
 
 def _first_enough(limits: Floats, enough: Callable[[float], bool]) -> float | None:

@@ -20,11 +20,15 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
+from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.bounds import any_bound
+from yuan_train.planner.search.descent import Budget
+from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, choice_seconds, solve_shapes
 from yuan_train.planner.search.half_layers import shift_by_halves
+from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
-from yuan_train.planner.search.polish import polish_plan, polished_estimate
+from yuan_train.planner.search.polish import polish_plan, polished_estimate, restructure_plan
 from yuan_train.planner.search.shapes import Options, Shape, list_shapes, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 
@@ -36,6 +40,17 @@ NUM_POLISHED, NUM_PROMISING = 4, 12
 PROMISING_FACTOR = 1.05
 """A plan may be polished if its estimate is within this multiple of the best step: estimates are a few
 percent high, because they count the stages after the slowest one in full."""
+LEAST_HOPE = 1.25
+"""Plans with groups that divide experts are costed if their estimate is within this multiple of the best
+step: the estimate knows neither deeper warm-ups nor partial recompute."""
+FEW_CARDS = 56
+"""Cards up to which the structure of plans is changed, and the larger budget below holds."""
+POLISH_WORK, POLISH_WORK_PER_CARD = 4_000_000, 4_000
+"""Budget of all polishes on few cards, and for each card of more; see `descent.Budget`."""
+RESTRUCTURE_WORK = 12_000_000
+"""Budget of all changes of structure, with the polishes that they bring."""
+NUM_RESTRUCTURED = 3
+"""Polished plans whose structure is changed."""
 NUM_SPLIT = 3
 """Plans whose stages are also tried as virtual stages."""
 NO_VIRTUAL_STAGES = (
@@ -94,8 +109,14 @@ def search_plan(
         micro_batch_size=micro_batch_size,
         model=problem.model,
         measured_widths=_widths(problem),
+        measured_sizes=_sizes(problem),
         num_cards=len(problem.cluster.cards),
     )
+    if problem.has_external_profile:
+        # Its plans are not polished.
+        options = replace(
+            options, polished_schedules=options.schedules, polished_sizes=options.micro_batch_sizes
+        )
     started = clock()
 
     def stopped() -> bool:
@@ -111,18 +132,31 @@ def search_plan(
     if options.use_all_devices and shapes:
         shapes = _not_longer_than_model(problem, shapes)
     found = solve_shapes(costs, shapes, options, stopped)
+    if options.offload and not problem.has_external_profile:
+        found = solve_with_hosts(costs, shapes, options, found, stopped)
     ranked = _rank(costs, _valid(found.candidates))
     ranked = _rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
+    before = ranked
+    ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.polished_schedules]
+    ranked = _improved(costs, ranked, cards, options, stopped)
+    # Apart, so that no plan without groups is improved less because there are some with.
+    limit = ranked[0].step_seconds if ranked else math.inf
+    grouped = plans_with_experts(costs, cards, options, limit_seconds=LEAST_HOPE * limit, stopped=stopped)
+    ranked = _rank(costs, [*ranked, *_improved(costs, _rank(costs, grouped), cards, options, stopped)])
     if not ranked:
-        raise NoPlanFits(describe_shortfall(costs, any_shapes, options))
-    ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.schedules]
-    if not ranked:
-        raise NoPlanFits(NO_VIRTUAL_STAGES)
-    ranked = _rank(costs, _with_polished(costs, ranked, options, stopped))
-    if options.half_layers:
-        ranked = _rank(costs, _with_half_layers(costs, ranked, stopped))
+        raise NoPlanFits(NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, options))
     lowest = found.lower_bound_seconds
-    has_unproven = _may_mix(options, cards) or "interleaved_1f1b" in options.schedules or options.half_layers
+    polishes_more = (options.polished_schedules, options.polished_sizes) != (
+        options.schedules,
+        options.micro_batch_sizes,
+    )
+    has_unproven = (
+        _may_mix(options, cards)
+        or polishes_more
+        or "interleaved_1f1b" in options.polished_schedules
+        or options.half_layers
+        or may_divide_experts(costs, cards, options)
+    )
     exact = found.exact and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
     if has_unproven or (not exact and not problem.has_external_profile):
         lowest = min(lowest, any_bound(costs, cards, options))
@@ -145,6 +179,20 @@ def search_plan(
     )
 
 
+def _improved(
+    costs: Costs,
+    ranked: Sequence[Candidate],
+    cards: Sequence[Card],
+    options: Options,
+    stopped: Callable[[], bool],
+) -> list[Candidate]:
+    """The candidates, the most promising ones polished, fastest first."""
+    if not ranked:
+        return []
+    ranked = _rank(costs, _with_polished(costs, ranked, cards, options, stopped))
+    return _rank(costs, _with_half_layers(costs, ranked, stopped)) if options.half_layers else ranked
+
+
 def _may_mix(options: Options, cards: Sequence[Card]) -> bool:
     """Whether mixed pipelines, which no proof covers, are among the searched plans."""
     several = options.pipelines is None or max(options.pipelines) > 1
@@ -155,6 +203,14 @@ def _widths(problem: PlanProblem) -> tuple[int, ...]:
     """Tensor-parallel widths that the profile has measured; none without a profile."""
     entries = problem.profile.entries if problem.profile else ()
     return tuple(sorted({entry.tensor_parallel for entry in entries}))
+
+
+def _sizes(problem: PlanProblem) -> tuple[int, ...]:
+    """Micro-batch sizes that the profile has measured on every type of card; none without a profile."""
+    measured: dict[str, set[int]] = {}
+    for entry in problem.profile.entries if problem.profile else ():
+        measured.setdefault(entry.device_type, set()).add(entry.micro_batch_size)
+    return tuple(sorted(set[int].intersection(*measured.values()))) if measured else ()
 
 
 def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:
@@ -213,7 +269,9 @@ def _more_plans(
 ) -> list[Candidate]:
     """Plans that are no cut of a shape: mixed pipelines, and good plans with virtual stages."""
     made: list[tuple[Shape | None, Plan]] = []
-    if "interleaved_1f1b" in options.schedules:
+    # Making a schedule of virtual stages takes seconds on many cards: there only if it is asked for.
+    few = len(cards) <= FEW_CARDS
+    if "interleaved_1f1b" in (options.polished_schedules if few else options.schedules):
         plain = (candidate for candidate in ranked if candidate.plan.schedule == "1f1b")
         split = ((candidate.shape, list(split_stages(candidate.plan))) for candidate in plain)
         splittable = itertools.islice((item for item in split if item[1]), NUM_SPLIT)
@@ -243,22 +301,57 @@ def _first_shape(plan: Plan, cost: PlanCost) -> Shape:
     )
 
 
+def _reshaped(shape: Shape, plan: Plan) -> Shape:
+    """The shape from which a polish came to the plan, with its schedule and, if all pipelines have the same
+    one, its share of the batch. The cards are those that the shape assigns, used or not."""
+    (size, count), *others = dict.fromkeys(
+        (pipeline.micro_batch_size, pipeline.num_micro_batches) for pipeline in plan.pipelines
+    )
+    reshaped = replace(shape, schedule=plan.schedule)
+    if others or len(plan.pipelines) != shape.num_pipelines:
+        return reshaped
+    return replace(reshaped, micro_batch_size=size, num_micro_batches=count)
+
+
 def _with_polished(
-    costs: Costs, ranked: Sequence[Candidate], options: Options, stopped: Callable[[], bool]
+    costs: Costs,
+    ranked: Sequence[Candidate],
+    cards: Sequence[Card],
+    options: Options,
+    stopped: Callable[[], bool],
 ) -> list[Candidate]:
-    """The candidates, the most promising ones polished. Under an external profile none is: its plans are
-    compared under plain 1F1B."""
+    """The candidates, the most promising ones polished and the best of these restructured. Under an external
+    profile none is: its plans are compared under plain 1F1B."""
     if costs.problem.has_external_profile:
         return list(ranked)
     result = list(ranked)
-    estimates = [polished_estimate(candidate.plan, candidate.cost) for candidate in ranked]
-    promising = sorted(range(len(ranked)), key=lambda i: (estimates[i], i))[:NUM_PROMISING]
-    best = ranked[0].step_seconds
-    for i in dict.fromkeys([*range(min(NUM_POLISHED, len(ranked))), *promising]):
-        if not stopped() and (i < NUM_POLISHED or estimates[i] < PROMISING_FACTOR * best):
-            plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options.recompute)
+    # Virtual stages are not polished, and take no other plan's place.
+    plain = [i for i, candidate in enumerate(ranked) if candidate.plan.schedule != "interleaved_1f1b"]
+    if not plain:
+        return result
+    estimates = {i: polished_estimate(ranked[i].plan, ranked[i].cost) for i in plain}
+    promising = sorted(plain, key=lambda i: (estimates[i], i))[:NUM_PROMISING]
+    first = plain[:NUM_POLISHED]
+    best = ranked[first[0]].step_seconds
+    few = len(costs.problem.cluster.cards) <= FEW_CARDS
+    work = POLISH_WORK if few else POLISH_WORK_PER_CARD * len(costs.problem.cluster.cards)
+    most = work / NUM_POLISHED
+    polished: list[int] = []
+    for i in dict.fromkeys([*first, *promising]):
+        share = min(work, most)
+        budget = Budget(share, stopped)
+        if not budget.is_over and (i in first or estimates[i] < PROMISING_FACTOR * best):
+            plan, cost = polish_plan(costs, ranked[i].plan, ranked[i].cost, options, budget)
+            work -= share - budget.work
             result[i] = replace(ranked[i], plan=plan, cost=cost)
             best = min(best, cost.step_seconds)
+            polished.append(i)
+    fastest = sorted(polished, key=lambda i: (result[i].step_seconds, i))
+    for i in fastest[: NUM_RESTRUCTURED if few else 0]:
+        budget = Budget(RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
+        plan, cost = restructure_plan(costs, result[i].plan, result[i].cost, cards, options, budget)
+        if plan != result[i].plan:
+            result[i] = Candidate(plan=plan, cost=cost, shape=_reshaped(result[i].shape, plan))
     return result
 
 
@@ -274,7 +367,7 @@ def _with_half_layers(
 
 
 def _fits_memory(cost: PlanCost) -> bool:
-    return all(stage.memory.total <= stage.capacity_bytes for stage in cost.stages)
+    return all(stage.fits for stage in cost.stages)
 
 
 def _rank(costs: Costs, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -346,13 +439,21 @@ def _idle(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
 
 
 def _notes(cost: PlanCost) -> tuple[str, ...]:
-    notes = (f"{s.card.type}: {s.note}" + _width_note(s.replicas, s.source) for s in cost.stages)
+    notes = (
+        f"{name}: {stage.note}" + _width_note(stage)
+        for stage in cost.stages
+        for name in dict.fromkeys(card.type for card in stage.cards)
+    )
     return tuple(dict.fromkeys(notes))
 
 
-def _width_note(replicas: Sequence[Sequence[Card]], source: str) -> str:
-    width = len(replicas[0])
-    return f", tensor_parallel {width}" if width > 1 and source == "estimated" else ""
+def _width_note(stage: StageCost) -> str:
+    width = len(stage.replicas[0])
+    if width == 1 or (stage.source != "estimated" and not stage.experts):
+        return ""
+    if stage.experts:
+        return "" if stage.source == "estimated" else ", of fewer experts scaled"
+    return f", tensor_parallel {width}"
 
 
 def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:

@@ -33,6 +33,10 @@ Slot = tuple[StageGroup, ...]
 
 WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel widths that are tried if neither `search.tensor` nor a profile names any."""
+POLISHED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Micro-batch sizes that a polish tries if `search.micro_batch_size` names none."""
+POLISHED_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble", "interleaved_1f1b")
+"""Schedules that a polish tries if `search.schedule` names none."""
 MAX_REPLICATED_CARDS = 48
 """Cards up to which stages with several replicas are tried without `search.replicas`."""
 MAX_MIXES, MAX_MIXES_OF_THOUSANDS, THOUSANDS = 256, 64, 2048
@@ -48,17 +52,32 @@ class Options:
 
     recompute: tuple[Recompute, ...]
     schedules: tuple[ScheduleName, ...]
+    """Of the shapes that are cut."""
+    polished_schedules: tuple[ScheduleName, ...]
+    """Schedules that a polish may choose."""
     pipelines: tuple[int, ...] | None
     num_micro_batches: tuple[int, ...] | None
     micro_batch_sizes: tuple[int, ...]
+    """Of the shapes that are cut."""
+    polished_sizes: tuple[int, ...]
+    """Micro-batch sizes that a polish may choose."""
     tensor: tuple[int, ...]
     replicas: tuple[int, ...]
+    any_replicas: bool
+    """Whether a polish may choose any number of replicas."""
     sharded: tuple[bool, ...]
     tied: bool
     """Whether the first and the last stage share the ownership of a tied embedding."""
     fixed_order: bool
     use_all_devices: bool
     half_layers: bool
+    divide_experts: bool
+    expert_widths: tuple[int, ...]
+    """Cards of a group that divides experts; empty: any number."""
+    offload: bool
+    """Whether a stage's optimizer state may lie on the host."""
+    host_seconds: float = 0.0
+    """The longest optimizer step on a host that a cut may count on; `search_offloads` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +111,14 @@ def read_options(
     micro_batch_size: int,
     model: ModelConfig,
     measured_widths: tuple[int, ...] = (),
+    measured_sizes: tuple[int, ...] = (),
     num_cards: int = 1,
 ) -> Options:
     """The search keys, restricted to what the engine runs.
 
-    With a profile, only the widths that it has measured are tried unless search.tensor names others:
-    estimates must not compete with measurements. Values that cannot run are dropped from a list; raises
-    ConfigError for a key that has no others.
+    With a profile, only the widths and micro-batch sizes that it has measured are tried unless the search
+    keys name others: estimates must not compete with measurements. Values that cannot run are dropped from a
+    list; raises ConfigError for a key that has no others.
     """
 
     def joined(values: Sequence[str]) -> str:
@@ -115,19 +135,28 @@ def read_options(
     named: tuple[ScheduleName, ...] = _allowed(
         "schedule", search.schedule or schedules[:1], schedules, joined(schedules)
     )
+    sizes = tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,)))
     return Options(
         recompute=recompute,
-        schedules=named,
+        # One schedule is cut where it can be, so that a further one takes no budget from it.
+        schedules=("1f1b",) if "1f1b" in named else named,
+        polished_schedules=named if search.schedule else POLISHED_SCHEDULES,
         pipelines=search.pipelines,
         num_micro_batches=search.num_micro_batches,
-        micro_batch_sizes=tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,))),
+        micro_batch_sizes=sizes,
+        polished_sizes=search.micro_batch_size
+        or tuple(sorted({*sizes, *(measured_sizes or POLISHED_SIZES)})),
         tensor=tensor,
         replicas=tuple(sorted(set(replicas))),
+        any_replicas=search.replicas is None and not measured_widths,
         sharded=_allowed("optimizer_sharding", search.optimizer_sharding, (True, False), "false"),
         tied=model.tie_embeddings,
         fixed_order=search.device_order == "fixed",
         use_all_devices=search.use_all_devices,
         half_layers=search.half_layers,
+        divide_experts=search.divide_experts,
+        expert_widths=tuple(sorted(set(search.tensor or ()))),
+        offload="optimizer" in (("optimizer",) if search.offload is None else search.offload),
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.run import Recompute
 from yuan_train.config.units import show_bytes
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, Replica
 from yuan_train.planner.search.instances import make_instance
 from yuan_train.planner.search.shapes import Options, Shape
 from yuan_train.planner.solver.cost_tables import CostTables
@@ -21,13 +22,10 @@ MAX_MISSES = 24
 
 def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) -> str:
     """The nearest miss over the shapes with most memory: which stage needs how much, and what would help."""
-    misses: list[tuple[float, int, Shortfall]] = []
-    for i, shape in enumerate(_roomiest(costs, shapes)):
-        instance = make_instance(costs, shape, options)
-        _, miss = nearest_miss(instance)
-        misses.append((miss.needed_bytes / max(miss.capacity_bytes, 1.0), i, miss))
-    _, i, miss = min(misses, key=lambda item: item[:2])
-    shape = _roomiest(costs, shapes)[i]
+    on_host = replace(options, host_seconds=math.inf)
+    if options.offload:
+        options = on_host
+    shape, miss = _nearest(costs, shapes, options)
     slot = miss.order[miss.stage]
     replica = shape.slots[slot][0][0]
     card = replica[0]
@@ -39,7 +37,14 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) 
         f"({name}, {card.type}, {_unit_words(costs, first, end)}) needs "
         f"{show_bytes(miss.needed_bytes + device.reserved)} of {show_bytes(device.memory)}"
     )
+    if options.offload:
+        text += " with its optimizer state on the host"
+        text += _host_words(costs, replica)
     advice = ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
+    if not options.offload:
+        _, on_hosts = _nearest(costs, shapes, on_host)
+        if on_hosts.needed_bytes <= on_hosts.capacity_bytes:
+            advice += ", or allow search.offload: [optimizer], with which a plan fits"
     if options.recompute[miss.choice] == "full":
         return f"{text} with recompute: full{advice}"
     kinds: tuple[Recompute, ...] = ("selective", "full")
@@ -51,6 +56,25 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) 
         if not set(helping) <= set(options.recompute):
             advice += f", or allow search.recompute: [{', '.join(['none', *helping])}]"
     return text + advice
+
+
+def _nearest(costs: Costs, shapes: Sequence[Shape], options: Options) -> tuple[Shape, Shortfall]:
+    """The nearest miss, and its shape."""
+    misses: list[tuple[float, int, Shortfall]] = []
+    roomiest = _roomiest(costs, shapes)
+    for i, shape in enumerate(roomiest):
+        _, miss = nearest_miss(make_instance(costs, shape, options))
+        misses.append((miss.needed_bytes / max(miss.capacity_bytes, 1.0), i, miss))
+    _, i, miss = min(misses, key=lambda item: item[:2])
+    return roomiest[i], miss
+
+
+def _host_words(costs: Costs, replica: Replica) -> str:
+    """Whether it is the host's memory that ends there, as text; nothing if the cluster file does not say."""
+    share = min(costs.host_of(card).memory_bytes for card in replica)
+    if share == math.inf:
+        return ""
+    return f", of whose memory a card has {show_bytes(share)}"
 
 
 def _roomiest(costs: Costs, shapes: Sequence[Shape]) -> list[Shape]:

@@ -69,6 +69,10 @@ class CostTables:
         x, kind = self.instance, int(self.kind_of[slot])
         if kind not in self._bytes:
             held = range_sums(x.resident_bytes[:, slot]) + range_maxima(x.transient_bytes[:, slot])
+            if x.hosts is not None:
+                state = range_sums(x.hosts.state_bytes[slot][None])[0]
+                state -= x.hosts.whole_model_saving_bytes[slot] * self._whole_model
+                held -= np.minimum(state, x.hosts.capacity_bytes[slot])
             self._bytes[kind] = (held, range_sums(x.activation_bytes[:, slot]))
         held, each = self._bytes[kind]
         needed = held + in_flight * each
@@ -207,6 +211,7 @@ def _kinds(instance: Instance) -> Integers:
             float(instance.whole_model_saving_bytes[d]),
             float(instance.boundary_bytes[d]),
             int(instance.replicas[d]),
+            *(() if instance.hosts is None else (float(instance.hosts.capacity_bytes[d]),)),
         )
         for d in range(instance.num_slots)
     ]

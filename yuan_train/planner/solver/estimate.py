@@ -112,7 +112,7 @@ def _simulate_batch(tables: CostTables, orders: Integers, bounds: Integers, work
         send_activation_seconds=times.forward_sends,
         send_gradient_seconds=times.backward_sends,
         workers=workers,
-        overlap=x.overlap,
+        sends=x.sends,
     )
     step = (ends + times.grad_reduce).max(axis=1) + times.after
     return np.where(times.fits, step, np.inf)
@@ -130,7 +130,8 @@ def estimate_cuts(tables: CostTables, orders: Integers, bounds: Integers, *, hid
     The period is that of 1F1B, each stage's seconds w divided by its replicas: the slowest stage or transfer,
     or the slowest pair of neighbours, (w_s + w_{s+1} + messages both ways) / 2, for stage s holds only one
     micro-batch more than stage s + 1. With transfers `hidden` by deeper warm-ups the pairs do not count; with
-    sends that block, a stage's own sends add to its seconds instead. For screening only.
+    sends that block, a stage's own sends (rendezvous: and receives) add to its seconds instead. For screening
+    only.
     """
     result = np.zeros(len(orders))
     for rows in _same_replicas(tables.instance, orders):
@@ -151,6 +152,9 @@ def _estimate_batch(tables: CostTables, orders: Integers, bounds: Integers, *, h
         with_sends = rate.copy()
         with_sends[:, :-1] += times.forward_sends
         with_sends[:, 1:] += times.backward_sends
+        if x.sends == "rendezvous":
+            with_sends[:, 1:] += times.forward_sends
+            with_sends[:, :-1] += times.backward_sends
         slowest_blocked = with_sends.max(axis=1)
         period = np.maximum(period, slowest if x.overlap else slowest_blocked)
     fill = work.sum(axis=1) + edge.sum(axis=1)

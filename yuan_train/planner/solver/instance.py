@@ -13,9 +13,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from yuan_train.planner.evaluate.simulator import Sends
+
 Floats = NDArray[np.float64]
 
 Integers = NDArray[np.integer]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Hosts:
+    """What of the resident bytes may lie on the slots' hosts."""
+
+    state_bytes: Floats
+    """[D, U]: summed over a stage."""
+    whole_model_saving_bytes: Floats
+    """[D]: of that, what a stage with all units does not have; see `Instance`."""
+    capacity_bytes: Floats
+    """[D]: what a host may hold of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,8 +38,8 @@ class Instance:
 
     schedule: str
     num_micro_batches: int
-    overlap: bool
-    """Whether sends run beside the compute; otherwise they block the sender."""
+    sends: Sends
+    """Who waits for a message: only the compute that needs it, or its sender, or sender and receiver."""
     forward_seconds: Floats
     """[C, D, U]"""
     backward_seconds: Floats
@@ -71,6 +85,13 @@ class Instance:
     """[D]: replicas of a slot's stage, n; micro-batch m runs on replica m mod n."""
     has_work: NDArray[np.bool_]
     """[U]: whether a stage of this unit alone has any work; an embedding without cost has none."""
+    hosts: Hosts | None = None
+    """None: nothing lies on hosts."""
+
+    @property
+    def overlap(self) -> bool:
+        """Whether sends run beside the compute; otherwise they block at least the sender."""
+        return self.sends == "overlapped"
 
     @property
     def num_slots(self) -> int:

@@ -1,0 +1,125 @@
+"""`estimate`: named models, configs and model files, the article's table, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.test_shape import TINY
+from yuan_train.cli.main import main
+from yuan_train.config.devices import CATALOGUE
+
+
+@pytest.fixture
+def estimate(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `estimate ... --json`; returns the object."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        assert main(["estimate", *arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_a_named_model(estimate: Any) -> None:
+    found = estimate("--model", "qwen2.5-7b", "--method", "full", "--largest", "new")
+    assert (found["model"], found["parameters"], found["engine"]) == ("Qwen2.5-7B", 7_615_616_512, "trl-0.14")
+    assert (found["group"], found["prompt"], found["new"], found["card"]) == (4, 256, 786, "H100-80G")
+    assert found["capacity_bytes"] == CATALOGUE["H100-80G"].memory
+    phase = found["phases"][found["peak_phase"]]
+    assert phase["bytes"] == max(p["bytes"] for p in found["phases"].values())
+    held = sum(found["states"].values()) + sum(phase["categories"].values()) + found["reserved"]
+    assert held == pytest.approx(found["bytes"])
+    assert not found["fits"] and found["remedies"]
+    assert (
+        found["largest"]["value"] == 0 and found["largest"]["bytes_with_one_more"] > found["capacity_bytes"]
+    )
+
+
+def test_a_config_and_its_folder_and_a_model_file(estimate: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    options = ("--method", "lora", "--group", "8", "--new", "100", "--prompt", "50")
+    found = estimate("--model", str(folder), *options)
+    assert (found["model"], found["parameters"], found["new"]) == ("tiny", 623_488, 100)
+    assert found == estimate("--model", str(folder / "config.json"), *options)
+    ours = estimate("--model", str(folder), "--engine", "yuan", "--largest", "group")
+    assert ours["engine"] == "yuan" and ours["parameters"] == 623_488
+    assert ours["largest"]["bytes"] <= ours["capacity_bytes"] < ours["largest"]["bytes_with_one_more"]
+    by_file = estimate("--model", "configs/model/llama3.1-8b.yaml", "--method", "adam8")
+    assert (
+        by_file["bytes"]
+        == estimate("--model", "meta-llama/Llama-3.1-8B-Instruct", "--method", "adam8")["bytes"]
+    )
+
+
+def test_a_model_that_only_our_engine_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["estimate", "--model", "configs/model/yuan2-2b.yaml"]) == 0
+    printed = capsys.readouterr()
+    assert "full, yuan: group 4" in printed.out and "a localized filter" in printed.err
+    published = tmp_path / "config.json"
+    published.write_text(Path("tests/golden/yuan_hf_tiny_a/config.json").read_text())
+    assert main(["estimate", "--model", str(published), "--engine", "yuan"]) == 0
+    assert "yuan: group 4" in capsys.readouterr().out
+
+
+def test_all_methods_of_a_model(estimate: Any) -> None:
+    found = estimate("--model", "Llama-3.2-1B", "--card", "RTX-4090")
+    assert [(cell["method"], cell["fits"]) for cell in found["cells"]] == [
+        ("full", True),
+        ("adam8", True),
+        ("adam8+recompute", True),
+        ("lora", True),
+    ]
+
+
+def test_the_table(estimate: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimate("--table", "oxen")
+    assert len(found["cells"]) == 20 and found["right"] == 19
+    assert {"model", "method", "bytes", "fits"} <= found["cells"][0].keys()
+    assert found["mean_error"] == pytest.approx(0.157, abs=0.001)
+    assert main(["estimate", "--table", "oxen"]) == 0
+    assert "86.0 / 69 !" in capsys.readouterr().out
+
+
+def test_text_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--model", "Qwen2.5-7B", "--method", "full", "--largest", "group"]) == 0
+    text = capsys.readouterr().out
+    for words in ("<- peak", "107.8 GB of 85.9 GB (H100-80G): does not fit", "would fit: method lora"):
+        assert words in text
+    assert main(["estimate", "--model", "Llama-3.1-405B", "--method", "lora"]) == 0
+    assert "no one change makes it fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "no --model; wanted a name"),
+        ("--model Qwen2.5-9B --method full", "no such file or model; did you mean 'Qwen2.5-"),
+        ("--model Qwen2.5-7B --method fulll", "invalid choice: 'fulll'"),
+        ("--model Qwen2.5-7B --group 0", "'0': wanted a whole number from 1"),
+        ("--model Qwen2.5-7B --new -3", "wanted a whole number|expected one argument"),
+        ("--model Qwen2.5-7B --prompt 99999999999999999999", "wanted a whole number from 1"),
+        ("--model Qwen2.5-7B --card H100", "no such card; did you mean 'H100-80G'"),
+        ("--model Qwen2.5-7B --largest new", "without --method; add one of full"),
+        ("--model Qwen2.5-7B --engine yuan --method lora", "neither 8-bit Adam nor adapters; wanted full"),
+        ("--model configs/model/yuan2-2b.yaml --engine trl-0.14", "a localized filter.*--engine yuan"),
+        ("--model configs/model/yuan2-m32.yaml --engine trl-0.14", "a mixture of experts"),
+        ("--model configs/cluster/laptop.yaml", "no hidden_size"),
+        ("--table oxen --model Qwen2.5-7B", "leave --model out"),
+        ("--table oxen --engine yuan", "leave --engine out"),
+        ("--table oxen --group 8", "measured with group 4, prompt 256, new 786"),
+    ],
+)
+def test_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert re.search(message, errors[0]), errors

@@ -1,0 +1,106 @@
+"""Published sizes against published counts, and any `config.json` of Llama's kind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yuan_train.config.document import parse_document
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import load_model
+from yuan_train.config.shape import PUBLISHED_SHAPES, ModelShape, shape_from_config, shape_of, to_model
+
+PUBLISHED = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+}
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 320,
+    "vocab_size": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def shape(**changes: Any) -> ModelShape:
+    values = {key: value for key, value in (TINY | changes).items() if value != "absent"}
+    return shape_from_config(parse_document(json.dumps(values, indent=1), name="config.json"), name="tiny")
+
+
+def test_the_eleven_published_counts() -> None:
+    assert {name: known.parameters for name, known in PUBLISHED_SHAPES.items()} == PUBLISHED
+
+
+def test_the_catalogue_has_the_sizes_of_the_model_files() -> None:
+    files = {path.stem: path for path in Path("configs/model").glob("*.yaml")}
+    for name, known in PUBLISHED_SHAPES.items():
+        assert to_model(known).parameters == known.parameters
+        if name.lower() in files:
+            assert shape_of(load_model(files[name.lower()])) == replace(known, name=name.lower())
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters"),
+    [
+        # Each equals what transformers 4.57.3 builds from this config.
+        ({}, 623_488),
+        ({"model_type": "absent"}, 623_488),
+        ({"tie_word_embeddings": "absent"}, 631_680),
+        ({"attention_bias": True, "mlp_bias": True}, 627_328),
+        ({"num_key_value_heads": 8, "head_dim": 16}, 574_336),
+        ({"num_key_value_heads": None, "head_dim": None}, 574_336),
+        ({"model_type": "mistral", "sliding_window": 4096}, 623_488),
+        ({"model_type": "qwen2"}, 624_640),
+        ({"model_type": "qwen3"}, 623_680),
+        ({"model_type": "qwen3", "attention_bias": True}, 625_216),
+    ],
+)
+def test_counts_of_a_config(changes: dict[str, Any], parameters: int) -> None:
+    assert shape(**changes).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "config.json:2: model_type 'gpt2'; wanted one with Llama's layer: llama"),
+        ({"hidden_size": "absent"}, "config.json: no hidden_size; wanted the sizes"),
+        ({"vocab_size": "64"}, "config.json:9: vocab_size '64'; wanted a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers True; wanted a whole"),
+        ({"intermediate_size": 0}, "intermediate_size 0; wanted a whole"),
+        ({"hidden_size": 10**30}, "hidden_size 10+; wanted a whole"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads 3 does not divide 8 heads; wanted one of 1, 2, 4, 8",
+        ),
+        ({"head_dim": None, "hidden_size": 100}, "8 heads do not divide hidden_size 100; give head_dim"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes'; wanted true or false"),
+        ({"num_local_experts": 8}, "num_local_experts: a mixture of experts is not counted"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights are not counted"),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shape(**changes)
+
+
+def test_biases_that_our_engine_lacks() -> None:
+    with pytest.raises(ConfigError, match="attention_bias or mlp_bias.*--engine trl-0.14"):
+        to_model(shape(attention_bias=True))

@@ -1,0 +1,82 @@
+"""What fits: the boundary is exact, and what is said to help does."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from yuan_train.config.devices import CATALOGUE
+from yuan_train.config.model import load_model
+from yuan_train.config.shape import PUBLISHED_SHAPES, to_model
+from yuan_train.planner.costs.phases import Samples
+from yuan_train.planner.evaluate.memory_fit import (
+    METHODS,
+    Length,
+    MemoryCase,
+    largest_fitting,
+    memory_of,
+    remedies,
+    with_length,
+)
+
+SAMPLES = Samples(group=4, prompt=256, new=786)
+
+
+def case(name: str, method: str = "full", card: str = "H100-80G", *, ours: bool = False) -> MemoryCase:
+    shape = PUBLISHED_SHAPES[name]
+    return MemoryCase(
+        model=to_model(shape) if ours else shape,
+        method=method,  # pyright: ignore[reportArgumentType]
+        samples=SAMPLES,
+        card=card,
+    )
+
+
+@pytest.mark.parametrize("length", get_args(Length))
+@pytest.mark.parametrize("card", ["RTX-4090", "H100-80G"])
+def test_the_largest_fits_and_one_more_does_not(length: Length, card: str) -> None:
+    cases = [case(name, method, card) for name in PUBLISHED_SHAPES for method in METHODS]
+    cases += [case(name, card=card, ours=True) for name in ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B")]
+    found = [largest_fitting(one, length) for one in cases]
+    for one, value in zip(cases, found, strict=True):
+        assert value == 0 or with_length(one, length, value).fits
+        assert not with_length(one, length, value + 1).fits
+    assert 0 in found and max(found) > 3
+
+
+def test_remedies_fit_and_name_the_smallest_card() -> None:
+    ways = remedies(case("Qwen2.5-7B"))
+    assert [(way.change, way.value) for way in ways] == [
+        ("method", "adam8+recompute"),
+        ("method", "lora"),
+        ("card", "H200"),
+    ]
+    assert all(way.case.fits for way in ways)
+    assert not remedies(case("Llama-3.1-405B"))
+
+
+def test_our_engine_recomputes_or_moves_the_optimizer() -> None:
+    ways = remedies(case("Llama-3.2-3B", card="A40", ours=True))
+    assert ("optimizer_offload", 1.0) in [(way.change, way.value) for way in ways]
+    assert all(way.case.fits for way in ways)
+
+
+def test_our_engine_trains_row_by_row_and_keeps_no_reference() -> None:
+    one = case("Qwen2.5-1.5B", ours=True)
+    few, many = memory_of(one), memory_of(with_length(one, "group", 64))
+    assert few.phases["training"] == many.phases["training"]
+    assert many.phases["generation"]["cache"] == 16 * few.phases["generation"]["cache"]
+    assert few.states["reference"] == 0
+    # 2 bytes of bf16, 4 of fp32 gradients, 12 of fp32 master and moments.
+    assert sum(few.states.values()) == 18 * 1_543_714_304
+    assert few.reserved == CATALOGUE["H100-80G"].reserved
+    # Keys and values in bf16: 28 layers, 2 heads of 128.
+    assert few.phases["generation"]["cache"] == 4 * 1042 * 28 * 2 * 256 * 2
+
+
+def test_the_filters_state_is_in_the_cache() -> None:
+    model = load_model("configs/model/yuan2-2b.yaml")
+    memory = memory_of(MemoryCase(model=model, method="full", samples=SAMPLES, card="H100-80G"))
+    per_layer = 4 * 2 * (2 * 1042 * model.projection_size + 1.5 * model.hidden_size)
+    assert memory.phases["generation"]["cache"] == model.num_layers * per_layer

@@ -1,0 +1,150 @@
+"""Optimizer state on the hosts, chosen with the cut: where memory is short, and nowhere else."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
+from yuan_train.config.cluster import Host
+from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.search.offload import STEPS
+
+BIG = replace(MODEL, num_layers=8, hidden_size=512, ffn_hidden_size=2048)
+"""Large enough that the states decide, not the activations."""
+
+
+def fractions(plan):
+    return [stage.optimizer_offload for pipeline in plan.pipelines for stage in pipeline.stages]
+
+
+def memory_of(model, **search):
+    """What one card takes with the whole model."""
+    given = problem(cluster(Card=(1, card(64))), model=model)
+    return find(given, **search).best.cost.stages[0].memory
+
+
+def test_a_plan_that_fits_offloads_nothing():
+    given = problem(cluster(Fast=(2, card(speed=3.0)), Slow=(2, card(speed=1.0))))
+    without, with_hosts = find(given), find(given, offload=("optimizer",))
+    assert with_hosts.best.plan.pipelines == without.best.plan.pipelines
+    assert with_hosts.exact == without.exact
+    assert set(fractions(with_hosts.best.plan)) == {0.0}
+
+
+def test_the_smallest_fraction_that_fits():
+    whole = memory_of(BIG)
+    tight = whole.total - 0.25 * whole.optimizer
+    given = problem(cluster(Card=(1, card(tight / GIB))), model=BIG)
+    with pytest.raises(NoPlanFits, match="search.offload"):
+        find(given, recompute=("none",))
+    found = find(given, recompute=("none",), offload=("optimizer",))
+    (fraction,) = fractions(found.best.plan)
+    assert found.best.cost.fits and 0.25 <= fraction <= 0.25 + 2 / STEPS
+    costs = make_costs(given)
+    (pipeline,) = found.best.plan.pipelines
+    less = replace(pipeline.stages[0], optimizer_offload=fraction - 1 / STEPS)
+    fewer = replace(found.best.plan, pipelines=(replace(pipeline, stages=(less,)),))
+    assert not cost_plan(costs, fewer).fits
+
+
+def test_a_plan_without_recompute_may_be_faster():
+    # With its state on the host a card need not recompute; the step on the host takes longer.
+    whole = memory_of(BIG)
+    given = problem(
+        cluster(Card=(1, card((whole.total - 0.5 * whole.activations) / GIB))),
+        model=BIG,
+        global_batch_size=64,
+    )
+    without, with_hosts = find(given), find(given, offload=("optimizer",))
+    assert without.best.cost.stages[0].num_recomputed and not any(fractions(without.best.plan))
+    assert with_hosts.best.step_seconds < without.best.step_seconds
+    assert any(fractions(with_hosts.best.plan)) and not with_hosts.best.cost.stages[0].num_recomputed
+
+
+def test_the_hosts_memory_is_kept():
+    whole = memory_of(BIG)
+    tight = whole.total - 0.5 * whole.optimizer
+    given = problem(cluster(Card=(1, card(tight / GIB))), model=BIG)
+
+    def on_host(memory):
+        nodes = (replace(given.cluster.nodes[0], host=Host(memory=int(memory))),)
+        own = replace(given, cluster=replace(given.cluster, nodes=nodes), host_reserved=GIB)
+        return find(own, recompute=("none",), offload=("optimizer",)).best.cost.stages[0]
+
+    # Four numbers of four bytes by parameter, where the card keeps three.
+    needed = on_host(64 * GIB).host_bytes
+    assert needed == pytest.approx(16 / 12 * 0.5 * whole.optimizer, rel=0.01)
+    assert on_host(needed + GIB + 4096).host_bytes == needed
+    with pytest.raises(NoPlanFits, match="of whose memory a card has"):
+        on_host(0.9 * needed + GIB)
+
+
+def test_a_hosts_rates_are_shared_by_its_cards():
+    given = problem(cluster(Card=(2, card(1.0))), model=BIG)
+    (group, *_), slow = given.cluster.nodes, []
+    for bandwidth in (50e9, 25e9):
+        host = Host(memory=64 * GIB, bandwidth=bandwidth, link_bandwidth=1e12)
+        own = replace(given.cluster, nodes=(replace(group, host=host),))
+        costs = make_costs(replace(given, cluster=own))
+        slow.append(costs.host_of(own.cards[0]).memory_bytes_per_second * group.devices)
+    assert slow == [50e9, 25e9]
+
+
+def test_never_slower_than_every_cut_and_fraction_of_three_unlike_cards():
+    """Every order and cut of pipelines of up to three cards, with fractions in eighths: of each stage the
+    smallest that fits, because the host steps more slowly than the card."""
+    model = replace(BIG, num_layers=6)
+    whole = memory_of(model).total
+    cards = {
+        f"Card{i}": (1, card(share * whole / GIB, speed=1.0 + i)) for i, share in enumerate((0.7, 0.6, 0.5))
+    }
+    given = problem(cluster(**cards), model=model, global_batch_size=8)
+    found = find(given, offload=("optimizer",), recompute=("none",), pipelines=(1,)).best
+    costs = make_costs(given)
+    seconds = []
+    for count in (1, 2, 3):
+        for order in itertools.permutations(given.cluster.cards, count):
+            for cuts in itertools.combinations(range(model.num_layers + 1), count - 1):
+                plan = in_eighths(costs, pipeline_of(given, order, (0, *cuts, model.num_layers)))
+                seconds += [plan.step_seconds] if plan.fits else []
+    assert any(fractions(found.plan)) and found.step_seconds <= min(seconds) * (1 + 1e-9)
+
+
+def pipeline_of(given, order, bounds):
+    """One pipeline of single cards, cut at these layers."""
+    stages = tuple(
+        StagePlan(
+            replicas=((s,),),
+            layers=(bounds[s], bounds[s + 1]),
+            embedding=s == 0,
+            head=s == len(order) - 1,
+            recompute="none",
+        )
+        for s in range(len(order))
+    )
+    return Plan(
+        model=given.model,
+        sequence_length=given.sequence_length,
+        global_batch_size=given.global_batch_size,
+        ranks=tuple(RankPlan(rank=i, device=c.name, type=c.type) for i, c in enumerate(order)),
+        pipelines=(
+            PipelinePlan(micro_batch_size=1, num_micro_batches=given.global_batch_size, stages=stages),
+        ),
+    )
+
+
+def in_eighths(costs, plan):
+    """The cost of the plan with each stage's smallest fraction that fits."""
+    (pipeline,) = plan.pipelines
+    over = [stage.memory.total - stage.capacity_bytes for stage in cost_plan(costs, plan).stages]
+    state = [stage.memory.optimizer for stage in cost_plan(costs, plan).stages]
+    stages = tuple(
+        replace(stage, optimizer_offload=min(1.0, max(0, math.ceil(8 * more / (own or 1.0))) / 8))
+        for stage, more, own in zip(pipeline.stages, over, state, strict=True)
+    )
+    return cost_plan(costs, replace(plan, pipelines=(replace(pipeline, stages=stages),)))

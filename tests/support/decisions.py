@@ -1,0 +1,56 @@
+"""Records which experts a run chooses for each token, and makes a run under another plan choose the same.
+
+A sum in another order changes scores by a rounding, and a choice is a step function of them: only with the
+same choices are the losses of two plans comparable in fp32. A choice is filed under the number of its
+sequence in the run, which all plans share, and its layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from yuan_train.models.experts import Router
+from yuan_train.train.stage import StageRunner
+
+Chosen = dict[tuple[int, int], torch.Tensor]
+"""By sequence and layer, the experts [S, K]."""
+
+
+@contextmanager
+def decisions(*, record: Path | None = None, replay: Path | None = None) -> Iterator[None]:
+    """Inside: training writes its choices to `record` (one process), or makes those of `replay`."""
+    if record is None and replay is None:
+        yield
+        return
+    known: Chosen = {} if replay is None else torch.load(replay)
+    best, forward = Router.best, StageRunner.forward
+    now: dict[str, Any] = {}
+
+    def run_stage(self: Any, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        size = self._micro_batch_size
+        now["first"], now["size"] = self._first_sample + micro_batch * size, size
+        now["layers"] = {id(b.router): i for i, b in self._model.blocks.items() if b.has_experts}
+        return forward(self, micro_batch, hidden)
+
+    def choose(self: Router, products: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return best(self, products)
+        keys = [(now["first"] + i, now["layers"][id(self)]) for i in range(now["size"])]
+        if replay is not None:
+            return torch.cat([known[key] for key in keys])
+        chosen = best(self, products)
+        known.update(zip(keys, chosen.chunk(len(keys)), strict=True))
+        return chosen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "best", choose)
+        patch.setattr(StageRunner, "forward", run_stage)
+        yield
+    if record is not None:
+        torch.save(known, record)

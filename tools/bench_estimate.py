@@ -1,0 +1,243 @@
+"""python -m tools.bench_estimate: `estimate --engine yuan` beside the measured peak memory of one process.
+
+Trains a step of small models, each in a process of its own, and lets one generate a group of answers. What
+the interpreter and its libraries hold, measured with a model of next to nothing, is taken off; so is what the
+estimate reserves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import yaml
+
+from tools.testbed.run import with_random_data
+from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.document import Document
+from yuan_train.config.dump import dump, write_text
+from yuan_train.config.load import build
+from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.config.run import Recompute, load_run
+from yuan_train.models.generate import generate_batch
+from yuan_train.models.transformer import Transformer
+from yuan_train.planner.costs.phases import PhaseBytes, Samples
+from yuan_train.planner.costs.yuan_memory import yuan_memory
+from yuan_train.train.footprint import held_bytes, peak_memory_bytes, reset_peak_memory
+from yuan_train.train.measure import machine_name
+
+CPU = DeviceType(memory=2**35, reserved=0, fp32=1e11, bf16=1e11, memory_bandwidth=1e10, slowdown=1.0)
+NOTHING = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 1,
+    "ffn_hidden_size": 16,
+    "vocab_size": 64,
+}
+TIMEOUT_SECONDS = 1200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    sizes: Mapping[str, object]
+    samples: Samples
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    generate: bool = False
+
+    @property
+    def model(self) -> ModelConfig:
+        """The sizes as a model."""
+        values = {"name": self.name, "max_sequence_length": 4096, **self.sizes}
+        return build(Document(self.name, values, {}), ModelConfig, validate=validate_model)
+
+    @property
+    def forecast(self) -> PhaseBytes:
+        """The estimate, nothing reserved."""
+        return yuan_memory(self.model, self.samples, CPU, precision=self.precision, recompute=self.recompute)
+
+
+SHORT = Samples(group=1, prompt=64, new=192)
+LONG = Samples(group=1, prompt=256, new=1792)
+DEEP = {
+    "architecture": "llama",
+    "num_layers": 8,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "ffn_hidden_size": 1536,
+    "vocab_size": 8192,
+}
+FLAT = DEEP | {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 768, "vocab_size": 4096}
+YUAN = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 1024,
+    "vocab_size": 4096,
+}
+WIDE_CACHE = FLAT | {"num_key_value_heads": 8, "ffn_hidden_size": 256, "vocab_size": 64}
+QWEN = DEEP | {"architecture": "qwen", "qkv_bias": True, "num_layers": 2, "vocab_size": 32768}
+CASES = (
+    Case(name="Llama", sizes=DEEP, samples=SHORT),
+    Case(name="Llama", sizes=FLAT, samples=LONG),
+    Case(name="Llama", sizes=FLAT, samples=LONG, precision="bf16"),
+    Case(name="Yuan", sizes=YUAN, samples=LONG),
+    Case(name="Yuan", sizes=YUAN, samples=LONG, recompute="selective"),
+    Case(name="Qwen", sizes=QWEN, samples=SHORT, recompute="full"),
+    Case(name="Llama", sizes=FLAT, samples=Samples(group=64, prompt=256, new=16), generate=True),
+    Case(name="Llama", sizes=WIDE_CACHE, samples=Samples(group=128, prompt=16, new=240), generate=True),
+)
+
+
+def main() -> int:
+    """Measure and print a table; the exit code is 1 if an estimate is off by more than 10 %."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    print(f"Machine: {machine_name()}\n")
+    print(
+        "| model | parameters | phase | precision | recompute | tokens | estimate MB | measured MB | off by |"
+    )
+    print("|---|--:|---|---|---|--:|--:|--:|--:|")
+    worst = max(abs(show(case)) for case in CASES)
+    print(f"\nLargest: {worst:.1%}.")
+    return int(worst > 0.1)
+
+
+def show(case: Case) -> float:
+    """Measure a case, print its row, and return the estimate's error, in parts of what was measured."""
+    nothing = replace(smallest(case), recompute="none")
+    phase = "generation" if case.generate else "training"
+    if case.generate:
+        measured = generation_bytes(case)
+        memory = case.forecast
+        estimate = memory.states["weights"] + sum(memory.phases[phase].values())
+    else:
+        measured = training_bytes(case) - training_bytes(nothing)
+        estimate = case.forecast.of_phase(phase) - nothing.forecast.of_phase(phase)
+    tokens = case.samples.tokens if case.generate else case.samples.length
+    off = estimate / measured - 1
+    print(
+        f"| {case.name} | {case.model.parameters:,} | {phase} | {case.precision} | {case.recompute} "
+        f"| {tokens:,} | {estimate / 1e6:.0f} | {measured / 1e6:.0f} | {off:+.1%} |",
+        flush=True,
+    )
+    return off
+
+
+def smallest(case: Case) -> Case:
+    """The case with a model of next to nothing."""
+    heads = {"num_key_value_heads": 1} if "num_key_value_heads" in case.sizes else {}
+    return replace(case, sizes={**case.sizes, **NOTHING, **heads})
+
+
+def training_bytes(case: Case) -> int:
+    """Peak resident bytes of a process that trains one step."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_file, plan_file = folder / "run.yaml", folder / "plan.yaml"
+        run_file.write_text(yaml.safe_dump(_run(case, folder)))
+        write_text(run_file, dump(with_random_data(load_run(run_file), folder)))
+        plan_file.write_text(yaml.safe_dump(_plan(case)))
+        command = [sys.executable, "-m", "yuan_train", "train", "--config", str(run_file)]
+        command += ["--plan", str(plan_file)]
+        ran = subprocess.run(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+        if ran.returncode:
+            raise SystemExit(ran.stderr[-2000:])
+        lines = (folder / "log" / "metrics.jsonl").read_text().splitlines()
+        return json.loads(lines[-1])["peak_memory_bytes"][0]
+
+
+def _run(case: Case, folder: Path) -> dict[str, object]:
+    return {
+        "model": {"name": case.name, "max_sequence_length": 4096, **case.sizes},
+        "data": {
+            "train": [{"prefix": "given below"}],
+            "sequence_length": case.samples.length,
+            "reset_position_ids": False,
+        },
+        "train": {
+            "steps": 1,
+            "global_batch_size": case.samples.group,
+            "precision": case.precision,
+            "device": "cpu",
+        },
+        "optimizer": {"learning_rate": 1e-4},
+        "log": {"every": 1, "directory": str(folder / "log")},
+    }
+
+
+def _plan(case: Case) -> dict[str, object]:
+    stage = {
+        "replicas": [[0]],
+        "layers": [0, case.model.num_layers],
+        "embedding": True,
+        "head": True,
+        "recompute": case.recompute,
+    }
+    group = case.samples.group
+    return {
+        "version": 1,
+        "model": yaml.safe_load(dump(case.model)),
+        "sequence_length": case.samples.length,
+        "global_batch_size": group,
+        "ranks": [{"rank": 0, "device": "n/0", "type": "CPU"}],
+        "device_types": {"CPU": yaml.safe_load(dump(CPU))},
+        "pipelines": [{"micro_batch_size": 1, "num_micro_batches": group, "stages": [stage]}],
+    }
+
+
+def generation_bytes(case: Case) -> int:
+    """Growth of resident bytes of a process that makes a model and generates a group of answers."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=generate_alone, args=(case, results))
+    process.start()
+    grown = results.get(timeout=TIMEOUT_SECONDS)
+    process.join()
+    return grown
+
+
+def generate_alone(case: Case, results) -> None:  # pyright: ignore
+    """Put the growth of resident bytes into `results`; a first, tiny generation loads what is needed."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    _generate(smallest(case).model, Samples(group=2, prompt=8, new=4))
+    before = held_bytes(device)
+    reset_peak_memory(device)
+    _generate(case.model, case.samples)
+    results.put(peak_memory_bytes(device) - before)
+
+
+def _generate(model: ModelConfig, samples: Samples) -> None:
+    transformer = Transformer(model)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter.normal_(std=0.02)
+    prompts = [[i % model.vocab_size for i in range(samples.prompt)] for _ in range(samples.group)]
+    for _ in generate_batch(transformer, prompts, max_new_tokens=samples.new, seed=0):
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""`yuan-train estimate`: what reinforcement learning of a model takes on one card, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from yuan_train.config.model import ModelConfig
+    from yuan_train.config.shape import ModelShape
+    from yuan_train.planner.costs.phases import Samples
+    from yuan_train.planner.evaluate.memory_fit import MemoryCase
+
+METHODS = ("full", "adam8", "adam8+recompute", "lora")
+ENGINES = ("trl-0.14", "yuan")
+DEFAULT_CARD = "H100-80G"
+LARGEST_LENGTH = 2**31
+
+_DESCRIPTION = """\
+Estimates the peak memory of GRPO on one card, by phase and category, from a model's sizes; says whether it
+fits, and what would make it fit. Needs neither a card, nor weights, nor torch. No number is fitted.
+
+--model is a name (Qwen2.5-7B), a config.json of Hugging Face's, its folder, or a model file of ours.
+Without --method, all methods are shown.
+
+  full              all parameters, torch's AdamW      adam8            8-bit Adam
+  adam8+recompute   and gradient checkpointing         lora             adapters of rank 16 alone
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="what reinforcement learning takes on a card",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="M", help="a name, a config.json, or a model file")
+    parser.add_argument("--method", choices=METHODS, help="what is trained, and how; without it, all")
+    parser.add_argument("--group", type=_count, metavar="N", help="answers to a prompt (4)")
+    parser.add_argument("--prompt", type=_count, metavar="N", help="tokens of the prompt (256)")
+    parser.add_argument("--new", type=_count, metavar="N", help="tokens of the longest answer (786)")
+    parser.add_argument(
+        "--card", default=DEFAULT_CARD, metavar="NAME", help=f"of the catalogue ({DEFAULT_CARD})"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="whose code trains: TRL 0.14 as it was counted, or our own engine, whose one method is full "
+        "(trl-0.14; yuan for layers that only our engine has)",
+    )
+    parser.add_argument(
+        "--largest", choices=("group", "new"), help="also find the largest of these that fits"
+    )
+    parser.add_argument(
+        "--table", choices=("oxen",), help="the 20 cells that Oxen.ai measured, ours beside them"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Estimate and print; 0 whether it fits or not. Raises ConfigError for wrong input."""
+    from yuan_train.config.devices import CATALOGUE
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.planner.report import memory_text as report
+
+    if arguments.card not in CATALOGUE:
+        raise ConfigError(f"--card {arguments.card}: {_unknown('card', arguments.card, CATALOGUE)}")
+    if arguments.table:
+        return _print_table(arguments)
+    if arguments.model is None:
+        raise ConfigError("no --model; wanted a name such as Qwen2.5-7B, a config.json or a model file")
+    cases = _cases(arguments)
+    if arguments.method is None and len(cases) > 1:
+        if arguments.largest:
+            raise ConfigError(
+                f"--largest {arguments.largest} without --method; add one of {', '.join(METHODS)}"
+            )
+        if arguments.json:
+            print(json.dumps(report.methods_json(cases)))
+        else:
+            print(report.methods_text(cases))
+        return 0
+    if arguments.json:
+        print(json.dumps(report.estimate_json(cases[0], arguments.largest)))
+    else:
+        print(report.estimate_text(cases[0], arguments.largest))
+    return 0
+
+
+def _print_table(arguments: argparse.Namespace) -> int:
+    """The article's cells. Raises ConfigError if other cells are asked for."""
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.planner.evaluate.oxen_table import OXEN_SAMPLES, oxen_table
+    from yuan_train.planner.report.memory_text import oxen_json, oxen_text
+
+    for name in ("model", "method", "largest"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--table {arguments.table} has models and methods of its own; leave --{name} out"
+            )
+    if arguments.engine == "yuan":
+        raise ConfigError(f"--table {arguments.table} was measured with TRL 0.14; leave --engine out")
+    if _samples(arguments) != OXEN_SAMPLES:
+        wanted = f"group {OXEN_SAMPLES.group}, prompt {OXEN_SAMPLES.prompt}, new {OXEN_SAMPLES.new}"
+        raise ConfigError(f"--table {arguments.table} was measured with {wanted}; leave these options out")
+    cells = oxen_table(arguments.card)
+    print(json.dumps(oxen_json(cells)) if arguments.json else oxen_text(cells))
+    return 0
+
+
+def _cases(arguments: argparse.Namespace) -> list[MemoryCase]:
+    """The case of the method that was asked for, or of each that the engine has."""
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.planner.evaluate.memory_fit import MemoryCase
+
+    model = _for_engine(read_model(arguments.model), arguments.engine)
+    samples = _samples(arguments)
+    wanted = METHODS if arguments.method is None else (arguments.method,)
+    cases = [MemoryCase(model=model, method=name, samples=samples, card=arguments.card) for name in wanted]
+    if cases[0].engine == "yuan":
+        if arguments.method not in (None, "full"):
+            raise ConfigError(
+                f"--method {arguments.method}: our engine (yuan) has neither 8-bit Adam nor adapters; wanted "
+                "full. It keeps optimizer state on the host and recomputes instead: see what would fit"
+            )
+        return cases[:1]
+    return cases
+
+
+def _samples(arguments: argparse.Namespace) -> Samples:
+    from yuan_train.planner.evaluate.oxen_table import OXEN_SAMPLES
+
+    given = {name: getattr(arguments, name) for name in ("group", "prompt", "new")}
+    return replace(OXEN_SAMPLES, **{name: value for name, value in given.items() if value is not None})
+
+
+def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelShape | ModelConfig:
+    """The model as the engine wants it: sizes for TRL, a model for ours.
+
+    Without a wish it is TRL's, as far as its layer is one that TRL trains. Raises ConfigError if the engine
+    does not have such a layer.
+    """
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.config.shape import ModelShape, shape_of, to_model
+
+    if isinstance(model, ModelShape):
+        return to_model(model) if engine == "yuan" else model
+    if engine == "yuan":
+        return model
+    try:
+        return shape_of(model)
+    except ConfigError as error:
+        if engine is not None:
+            raise
+        print(f"{error}: so it is estimated", file=sys.stderr)
+        return model
+
+
+def read_model(name: str) -> ModelShape | ModelConfig:
+    """A model by name (in any case of letters), of a `config.json` or its folder, or of a model file.
+
+    Raises ConfigError if there is none, or if its layer is not known.
+    """
+    from yuan_train.config.document import is_mapping, read_document
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.config.model import load_model
+    from yuan_train.config.shape import PUBLISHED_SHAPES, shape_from_config
+
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.exists():
+        by_name = {known.lower(): shape for known, shape in PUBLISHED_SHAPES.items()}
+        # As on the Hub: Qwen/Qwen2.5-7B-Instruct has the sizes of Qwen2.5-7B.
+        plain = name.lower().rpartition("/")[2].removesuffix("-instruct")
+        if plain in by_name:
+            return by_name[plain]
+        raise ConfigError(
+            f"--model {name}: {_unknown('file or model', name, PUBLISHED_SHAPES)}; or give a config.json"
+        )
+    document = read_document(path)
+    if not is_mapping(document.value):
+        raise ConfigError(f"{path}: wanted keys and values, got {type(document.value).__name__}")
+    if "num_layers" in document.value and "model_type" not in document.value:
+        return load_model(path)
+    title = path.resolve().parent.name if path.name == "config.json" else path.stem
+    if document.value.get("model_type") == "yuan":
+        from yuan_train.models.published import format_for
+
+        published = format_for(document.value, where=str(path))
+        return published.model_from_config(document.value, name=title, where=str(path))
+    return shape_from_config(document, name=title)
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    close = [candidate for candidate in by_lower if candidate.startswith(name.lower())]
+    close += difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    hint = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+    return f"there is no such {what}{hint} (has: {', '.join(names)})"
+
+
+def _count(text: str) -> int:
+    """A number of answers or tokens, for argparse."""
+    if not text.isdecimal() or len(text) > 10 or not 0 < int(text) < LARGEST_LENGTH:
+        raise argparse.ArgumentTypeError(f"{text!r}: wanted a whole number from 1 to {LARGEST_LENGTH - 1}")
+    return int(text)

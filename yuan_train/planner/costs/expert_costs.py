@@ -1,0 +1,149 @@
+"""A card among several that share the experts of each layer.
+
+Each of them has everything else whole, and computes it whole; of the experts each has a contiguous range. So
+a card's seconds and bytes are those of a card alone, with another feed-forward.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.errors import PlanError
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan_units import expert_parameters, expert_ranges, stage_unit_range
+from yuan_train.config.profile import Profile
+from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.unit_costs import (
+    CardCosts,
+    UnitCost,
+    estimate_units,
+    half_shares,
+    logit_rows,
+)
+from yuan_train.planner.costs.workload import UnitWork, model_work
+
+
+def check_alike(plan: Plan) -> None:
+    """Raise PlanError if pipelines divide the experts of a layer differently, which is not priced."""
+    counts: dict[int, tuple[int, ...]] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for unit in stage_unit_range(plan, stage):
+                own = stage_experts(plan, stage)
+                if counts.setdefault(unit, own) != own:
+                    raise PlanError(
+                        "the pipelines divide the experts of a layer differently: such plans run, but are "
+                        "not simulated yet; train with the plan as it is, or divide them alike"
+                    )
+
+
+def bare_profile(profile: Profile | None) -> Profile | None:
+    """The profile with bare layers in place of whole ones; None if it has none."""
+    if profile is None:
+        return None
+    entries = [
+        replace(entry, layers=(entry.bare_layer,))
+        for entry in profile.entries
+        if entry.bare_layer is not None
+    ]
+    return replace(profile, entries=tuple(entries)) if entries else None
+
+
+def expert_card_costs(
+    whole: CardCosts,
+    bare: CardCosts | None,
+    model: ModelConfig,
+    experts: int,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    precision: Precision,
+    recompute: Recompute,
+    device: DeviceType,
+) -> CardCosts:
+    """Every unit's cost on a card with `experts` of each layer's experts, collectives not included.
+
+    `whole` are the costs of a card alone, `bare` those of a layer without experts, where both are measured.
+    Estimated, a unit is estimated anew. Measured, seconds are on the line from the bare layer to the whole
+    one; without a bare one, they are scaled by the ratio of the estimates, as bytes are.
+    """
+    held, alone = (
+        model_work(
+            model,
+            sequence_length=sequence_length,
+            micro_batch_size=micro_batch_size,
+            precision=precision,
+            logit_rows=logit_rows(device),
+            experts=count,
+        )
+        for count in (experts, model.num_experts)
+    )
+    units = estimate_units(held, device, precision, recompute)
+    if whole.source == "measured":
+        both = held.layer, alone.layer
+        estimates = units[1], estimate_units(alone, device, precision, recompute)[1]
+        layers = [_scaled(unit, both, estimates) for unit in whole.units[1:-1]]
+        if bare is not None and bare.source == "measured":
+            share = experts / model.num_experts
+            triples = zip(layers, bare.units[1:-1], whole.units[1:-1], strict=True)
+            layers = [_on_line(unit, low, high, share) for unit, low, high in triples]
+        units = (whole.units[0], *layers, whole.units[-1])
+    return replace(whole, units=units, halves=half_shares(held, recompute))
+
+
+def _scaled(
+    layer: UnitCost,
+    works: tuple[UnitWork, UnitWork],
+    estimates: tuple[UnitCost, UnitCost],
+) -> UnitCost:
+    """A measured layer with fewer experts; works and estimates are the held and the whole layer's."""
+
+    def ratio(name: str) -> float:
+        few, all_ = (getattr(estimate, name) for estimate in estimates)
+        return few / all_ if all_ else 0.0
+
+    states = works[0].parameters / works[1].parameters
+    backward = ratio("backward_seconds")
+    return replace(
+        layer,
+        forward_seconds=layer.forward_seconds * ratio("forward_seconds"),
+        backward_seconds=layer.backward_seconds * backward,
+        weight_seconds=layer.weight_seconds * backward,
+        parameters=works[0].parameters,
+        parameter_bytes=layer.parameter_bytes * states,
+        gradient_bytes=layer.gradient_bytes * states,
+        optimizer_bytes=layer.optimizer_bytes * states,
+        activation_bytes=layer.activation_bytes * ratio("activation_bytes"),
+        transient_bytes=layer.transient_bytes * ratio("transient_bytes"),
+        forward_collectives=estimates[0].forward_collectives,
+        backward_collectives=estimates[0].backward_collectives,
+    )
+
+
+def _on_line(layer: UnitCost, bare: UnitCost, whole: UnitCost, share: float) -> UnitCost:
+    """The layer with seconds between those of a bare and a whole one."""
+
+    def at(low: float, high: float) -> float:
+        return low + max(high - low, 0.0) * share
+
+    return replace(
+        layer,
+        forward_seconds=at(bare.forward_seconds, whole.forward_seconds),
+        backward_seconds=at(bare.backward_seconds, whole.backward_seconds),
+        weight_seconds=at(bare.weight_seconds, whole.weight_seconds),
+    )
+
+
+def stage_experts(plan: Plan, stage: StagePlan) -> tuple[int, ...]:
+    """Experts of each layer that each rank of a stage's replicas holds, in a plan that divides them."""
+    ranges = expert_ranges(plan.model, stage) or ((0, plan.model.num_experts),)
+    return tuple(last - first for first, last in ranges)
+
+
+def held_expert_parameters(plan: Plan, stage: StagePlan, experts: int) -> int:
+    """Parameters of the experts of a stage's layers on a rank that holds so many of each."""
+    layers = max(math.floor(stage.layers[1]) - math.ceil(stage.layers[0] - 0.5), 0)
+    return layers * experts * expert_parameters(plan.model) // max(plan.model.num_experts, 1)

@@ -1,0 +1,54 @@
+"""What a card has of its node's host: memory, bandwidth, and the seconds of an optimizer step there.
+
+The cards of a node share its host equally. An offloaded part of the optimizer step copies gradients down,
+steps on the host and copies weights up, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from yuan_train.config.cluster import NodeGroup
+from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.planner.costs.workload import STATE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostShare:
+    """A card's share of its node's host."""
+
+    memory_bytes: float
+    """Inf if the cluster file does not say."""
+    link_bytes_per_second: float
+    memory_bytes_per_second: float
+
+
+def host_share(device: DeviceType, group: NodeGroup, *, reserved_bytes: float) -> HostShare:
+    """The share in its host of a card of such a node; `reserved_bytes` are left to other programs."""
+    host, count = group.host, group.devices
+    if host is None:
+        return HostShare(
+            memory_bytes=math.inf,
+            link_bytes_per_second=device.host_link,
+            memory_bytes_per_second=device.host_memory_bandwidth,
+        )
+    link, bandwidth = host.link_bandwidth, host.bandwidth
+    return HostShare(
+        memory_bytes=max(0.0, host.memory - reserved_bytes) / count,
+        link_bytes_per_second=min(device.host_link, link / count if link else math.inf),
+        memory_bytes_per_second=bandwidth / count if bandwidth else device.host_memory_bandwidth,
+    )
+
+
+def host_step_seconds(share: HostShare, precision: Precision) -> float:
+    """Seconds by parameter of an optimizer step on the host, with its gradients and weights on their way."""
+    state = STATE_BYTES[precision]
+    copies = (state.gradients + state.parameters) / share.link_bytes_per_second
+    return copies + state.update_traffic / share.memory_bytes_per_second
+
+
+def host_bytes(precision: Precision) -> float:
+    """Bytes that the host holds by offloaded parameter: its master, its gradient and AdamW's two moments, all
+    in the gradient's precision."""
+    return 4.0 * STATE_BYTES[precision].gradients

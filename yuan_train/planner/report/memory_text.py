@@ -1,0 +1,183 @@
+"""Estimates of memory as text for the terminal, and as plain values for --json. GB are 1e9 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from yuan_train.planner.evaluate.memory_fit import (
+    Length,
+    MemoryCase,
+    Remedy,
+    largest_fitting,
+    memory_of,
+    remedies,
+    with_length,
+)
+from yuan_train.planner.evaluate.oxen_table import OXEN_MODELS, Cell, mean_error
+
+
+def estimate_text(case: MemoryCase, length: Length | None) -> str:
+    """Bytes by phase and category, the verdict, and what would make it fit; the largest of `length`."""
+    memory = memory_of(case)
+    lines = [
+        heading(case),
+        f"  always          {_categories(memory.states)} | reserved {_gb(memory.reserved)}",
+    ]
+    for name, categories in memory.phases.items():
+        mark = "  <- peak" if name == memory.peak_phase else ""
+        words = f"{name.replace('_', ' '):<15} {_categories(categories)}"
+        lines.append(f"  {words:<75} {_gb(memory.of_phase(name)):>7}{mark}")
+    lines.append(f"  peak {verdict(case)}")
+    if not case.fits:
+        ways = [_remedy_words(remedy) for remedy in remedies(case)]
+        lines += [f"  would fit: {way}" for way in ways]
+        if not ways:
+            lines.append("  no one change makes it fit: divide the model over cards with `yuan-train plan`")
+    if length is not None:
+        lines.append(f"  {_largest_words(case, length)}")
+    return "\n".join(lines)
+
+
+def heading(case: MemoryCase) -> str:
+    """Model, method, engine and lengths in a line."""
+    samples = case.samples
+    return (
+        f"{case.model.name} ({case.model.parameters:,} parameters), {case.method}, {case.engine}: "
+        f"group {samples.group}, prompt {samples.prompt}, new {samples.new}"
+    )
+
+
+def verdict(case: MemoryCase) -> str:
+    """`98.4 GB of 85.9 GB (H100-80G): does not fit`."""
+    words = "fits" if case.fits else "does not fit"
+    return f"{_gb(memory_of(case).peak)} GB of {_gb(case.device.memory)} GB ({case.card}): {words}"
+
+
+def methods_text(cases: Sequence[MemoryCase]) -> str:
+    """A line for each method of one model."""
+    samples = cases[0].samples
+    lines = [
+        f"{cases[0].model.name} ({cases[0].model.parameters:,} parameters), {cases[0].engine}: "
+        f"group {samples.group}, prompt {samples.prompt}, new {samples.new}"
+    ]
+    return "\n".join([*lines, *(f"  {case.method:<16} {verdict(case)}" for case in cases)])
+
+
+def estimate_json(case: MemoryCase, length: Length | None) -> dict[str, Any]:
+    """The same as plain values, in bytes; `largest` only if it was asked for."""
+    memory = memory_of(case)
+    found: dict[str, Any] = {
+        **_cell_json(case),
+        "parameters": case.model.parameters,
+        "engine": case.engine,
+        **_lengths_json(case),
+        "states": dict(memory.states),
+        "reserved": memory.reserved,
+        "phases": {
+            name: {"bytes": memory.of_phase(name), "categories": dict(categories)}
+            for name, categories in memory.phases.items()
+        },
+        "peak_phase": memory.peak_phase,
+        "remedies": []
+        if case.fits
+        else [
+            {"change": remedy.change, "value": remedy.value, "bytes": memory_of(remedy.case).peak}
+            for remedy in remedies(case)
+        ],
+    }
+    if length is not None:
+        value = largest_fitting(case, length)
+        found["largest"] = {
+            "of": length,
+            "value": value,
+            "bytes": memory_of(with_length(case, length, value)).peak if value else None,
+            "bytes_with_one_more": memory_of(with_length(case, length, value + 1)).peak,
+        }
+    return found
+
+
+def methods_json(cases: Sequence[MemoryCase]) -> dict[str, Any]:
+    """A cell for each method of one model."""
+    return {
+        "parameters": cases[0].model.parameters,
+        "engine": cases[0].engine,
+        **_lengths_json(cases[0]),
+        "cells": [_cell_json(case) for case in cases],
+    }
+
+
+def oxen_text(cells: Sequence[Cell]) -> str:
+    """The article's table, ours before its numbers."""
+    lines = [
+        f"{'GB, ours / measured':<20}" + "".join(f"{name.rpartition('-')[2]:>14}" for name in OXEN_MODELS)
+    ]
+    for start in range(0, len(cells), len(OXEN_MODELS)):
+        row = cells[start : start + len(OXEN_MODELS)]
+        lines.append(f"{row[0].case.method:<20}" + "".join(f"{_oxen_cell(cell):>14}" for cell in row))
+    right = sum(cell.right for cell in cells)
+    lines += [
+        f"{right} of {len(cells)} right as to fit (!: the others); mean error {mean_error(list(cells)):.1%}",
+        "measured: Oxen.ai, GRPO VRAM Requirements For the GPU Poor, TRL 0.14, H100 of 80 GB (cited)",
+    ]
+    return "\n".join(lines)
+
+
+def oxen_json(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The table as plain values."""
+    return {
+        "table": "oxen",
+        **_lengths_json(cells[0].case),
+        "cells": [
+            {**_cell_json(cell.case), "measured_bytes": cell.measured_bytes, "right": cell.right}
+            for cell in cells
+        ],
+        "right": sum(cell.right for cell in cells),
+        "mean_error": mean_error(list(cells)),
+    }
+
+
+def _cell_json(case: MemoryCase) -> dict[str, Any]:
+    return {
+        "model": case.model.name,
+        "method": case.method,
+        "bytes": memory_of(case).peak,
+        "fits": case.fits,
+    }
+
+
+def _lengths_json(case: MemoryCase) -> dict[str, Any]:
+    samples = case.samples
+    return {
+        "group": samples.group,
+        "prompt": samples.prompt,
+        "new": samples.new,
+        "card": case.card,
+        "capacity_bytes": case.device.memory,
+    }
+
+
+def _remedy_words(remedy: Remedy) -> str:
+    return f"{remedy.change.replace('_', ' ')} {remedy.value} ({_gb(memory_of(remedy.case).peak)} GB)"
+
+
+def _largest_words(case: MemoryCase, length: Length) -> str:
+    value = largest_fitting(case, length)
+    beyond = _gb(memory_of(with_length(case, length, value + 1)).peak)
+    if not value:
+        return f"largest {length}: none; 1 needs {beyond} GB"
+    needed = _gb(memory_of(with_length(case, length, value)).peak)
+    return f"largest {length} that fits: {value} ({needed} GB; {value + 1} needs {beyond} GB)"
+
+
+def _oxen_cell(cell: Cell) -> str:
+    measured = "OOM" if cell.measured_bytes is None else str(cell.measured_bytes // 10**9)
+    return f"{_gb(memory_of(cell.case).peak)} / {measured}{'' if cell.right else ' !'}"
+
+
+def _categories(values: Mapping[str, float]) -> str:
+    return " | ".join(f"{name.replace('_', ' ')} {_gb(value)}" for name, value in values.items())
+
+
+def _gb(value: float) -> str:
+    return f"{value / 1e9:.1f}"

@@ -1,0 +1,61 @@
+"""How long the hosts may step what a plan offloads: budgets, tried one after another (`search.offload`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.search.explore import Candidate, Found, choice_seconds, solve_shapes
+from yuan_train.planner.search.shapes import Options, Shape
+
+SHARES, SHARES_OF_MANY = (1 / 2, 1 / 4, 1 / 8, 1 / 16), (1 / 4,)
+"""Of the hosts' step in the best plan without a limit; the second ones with many cards."""
+MANY_CARDS = 48
+
+
+def solve_with_hosts(
+    costs: Costs, shapes: Sequence[Shape], options: Options, found: Found, stopped: Callable[[], bool]
+) -> Found:
+    """What was found without hosts, and the plans that offload optimizer state.
+
+    First the hosts cost nothing, in the choice of cuts: what is then faster than the best plan shows what
+    there is to gain, and bounds every plan that offloads. If nothing is, the others are not searched.
+    """
+    best = min((choice_seconds(costs, c.cost) for c in found.candidates), default=math.inf)
+    many = len(costs.problem.cluster.cards) > MANY_CARDS
+    if many and best < math.inf and not _is_short_of_memory(costs, found.candidates, best):
+        return replace(found, exact=False)
+
+    def solve(host_seconds: float) -> Found:
+        return solve_shapes(
+            costs, shapes, replace(options, host_seconds=host_seconds), stopped, best_seconds=best
+        )
+
+    def offloading(found: Found) -> list[Candidate]:
+        return [c for c in found.candidates if any(stage.host_bytes for stage in c.cost.stages)]
+
+    unlimited = solve(math.inf)
+    added = offloading(unlimited)
+    gains = any(choice_seconds(costs, c.cost) - c.cost.update_seconds < best for c in added)
+    if gains:
+        longest = min(added, key=lambda c: choice_seconds(costs, c.cost)).cost.update_seconds
+        for share in SHARES_OF_MANY if many else SHARES:
+            best = min([best, *(choice_seconds(costs, c.cost) for c in added)])
+            added += offloading(solve(share * longest))
+    plain = min((choice_seconds(costs, c.cost) for c in found.candidates), default=math.inf)
+    faster = [c for c in added if choice_seconds(costs, c.cost) < plain]
+    return Found(
+        candidates=(*found.candidates, *faster),
+        lower_bound_seconds=min(found.lower_bound_seconds, unlimited.lower_bound_seconds),
+        exact=found.exact and unlimited.exact and not gains,
+        num_simulated=found.num_simulated + unlimited.num_simulated,
+    )
+
+
+def _is_short_of_memory(costs: Costs, candidates: Sequence[Candidate], best: float) -> bool:
+    """Whether the best plan recomputes, or leaves a card out, which it may do for want of memory."""
+    fastest = min(candidates, key=lambda c: choice_seconds(costs, c.cost))
+    recomputes = any(stage.num_recomputed for stage in fastest.cost.stages)
+    return recomputes or len(fastest.plan.ranks) < len(costs.problem.cluster.cards)
