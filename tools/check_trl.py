@@ -381,9 +381,9 @@ def compare(name: str, ours: Transformer, theirs: Any, our_loss: Any, their_loss
     assert set(found) == set(expected)
     gradient = max(float((found[k] - expected[k]).abs().max()) for k in found)
     largest = max(float(grad.abs().max()) for grad in expected.values())
-    loss = abs(float(here) - float(there))
+    loss = abs(here.item() - there.item())
     print(
-        f"{name:52s} loss {float(there): .8f}  difference {loss:.1e}, "
+        f"{name:52s} loss {there.item(): .8f}  difference {loss:.1e}, "
         f"of gradients {gradient:.1e} (largest {largest:.1e})"
     )
     return max(loss, gradient)

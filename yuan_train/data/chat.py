@@ -6,6 +6,7 @@ can loop for long.
 """
 
 import functools
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -32,6 +33,8 @@ def render_chat(
             f"{tokenizer.path.parent}: no chat template: wanted chat_template.jinja, or chat_template in "
             "tokenizer_config.json; give the prompt as the model knows it, with --special"
         )
+    if importlib.util.find_spec("jinja2") is None:
+        raise DataError("chat templates need the package jinja2: pip install 'yuan-train[tokenizers]'")
     try:
         return _compiled(template).render(
             messages=[dict(message) for message in messages],
@@ -40,8 +43,6 @@ def render_chat(
             documents=None,
             **tokenizer.settings.special_tokens,
         )
-    except DataError:
-        raise
     except Exception as error:  # a template can raise anything: TypeError, RecursionError, ...
         raise DataError(
             f"{tokenizer.path.parent}: the chat template cannot be rendered: {type(error).__name__}: {error}"
@@ -50,15 +51,10 @@ def render_chat(
 
 @functools.lru_cache(maxsize=4)
 def _compiled(template: str) -> Any:
-    """The template. Raises DataError without the package `jinja2`."""
-    try:
-        import jinja2
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise DataError(
-            "chat templates need the package jinja2: pip install 'yuan-train[tokenizers]'"
-        ) from None
+    """The template; the package `jinja2` is there."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
