@@ -22,7 +22,7 @@ def test_rank_zero_looks_for_the_checkpoint_of_all(tmp_path: Path, monkeypatch: 
     run = run_config(run_file, f"checkpoint.directory={tmp_path / 'ck'}")
     looked: list[RunConfig] = []
     found = Checkpoint(Path("/elsewhere/step-00000007"), {"step": 7})
-    monkeypatch.setattr(agreement, "find_resume", lambda run: looked.append(run) or found)
+    monkeypatch.setattr(agreement, "find_checkpoints", lambda run: looked.append(run) or (found, None))
     job = prepare(run, make_plan(run, [[2, 4]]), Position(0, 2, 0, 2))
     assert job.checkpoint is None and agreement.find_resume_together(job) is job
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

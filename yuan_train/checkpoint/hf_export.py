@@ -67,6 +67,10 @@ def export_hf(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: already exists; give another --out")
+    if checkpoint.model.output == "value":
+        raise CheckpointError(
+            f"{checkpoint.path}: a reward model (output: value), for which no published format is written yet"
+        )
     hf = checkpoint.state.get("hf") or {}
     data = checkpoint.state["run"].get("data") or {}
     precision = checkpoint.state["run"].get("train", {}).get("precision", "fp32")

@@ -141,8 +141,13 @@ def _load(checkpoint: Checkpoint, reader: Reader, tensors: Tensors, *, no_dist: 
 
 def holds_optimizer_state(checkpoint: Checkpoint) -> bool:
     """Whether it holds AdamW's averages; an imported one has weights only."""
-    names = _shapes_by_name(Reader(checkpoint.path), checkpoint.path)
+    names = tensor_names(checkpoint)
     return any(name.startswith(f"{kind}.") for name in names for kind in OPTIMIZER_STATES)
+
+
+def tensor_names(checkpoint: Checkpoint) -> frozenset[str]:
+    """The global names of all tensors. Raises CheckpointError."""
+    return frozenset(_shapes_by_name(Reader(checkpoint.path), checkpoint.path))
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""yuan-train evaluate --checkpoint DIR --data PREFIX: loss and perplexity; or the logits of given tokens."""
+"""yuan-train evaluate --checkpoint DIR --data PREFIX: loss and perplexity; how a reward model judges."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "evaluate",
         help="loss and perplexity of a trained model on token files",
-        description="Reads token files once and prints the mean loss and the perplexity. With --token-ids, "
-        "writes the logits of those tokens instead.",
+        description="Reads token files and prints the mean loss and the perplexity. With --pairs, prints "
+        "how often a reward model scores the chosen answer higher. With --token-ids, writes the logits of "
+        "those tokens instead.",
     )
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them"
     )
     parser.add_argument("--data", metavar="PREFIX", help="token files, without .bin or .idx")
+    parser.add_argument("--pairs", metavar="FILE", help=".jsonl of preference pairs, for a reward model")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="default: that of the training run")
     parser.add_argument("--max-sequences", type=int, default=0, metavar="N", help="stop after N; 0: read all")
     parser.add_argument("--token-ids", metavar="1,2,3", help="tokens to compute logits of")
@@ -37,23 +39,31 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate on a corpus, or write logits."""
-    if (arguments.data is None) == (arguments.token_ids is None):
-        raise ConfigError("give either --data or --token-ids")
+    given = [name for name in ("data", "pairs", "token_ids") if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        raise ConfigError("give either --data, --pairs or --token-ids")
     if (arguments.token_ids is None) != (arguments.logits is None):
         raise ConfigError("--token-ids and --logits go together")
     from yuan_train.checkpoint.load import find_checkpoint
-    from yuan_train.train.evaluate import evaluate, load_trained
+    from yuan_train.train.evaluate import check_has_vocabulary, evaluate, evaluate_pairs, load_trained
 
     checkpoint = find_checkpoint(arguments.checkpoint)
     for note in checkpoint.notes:
         print(f"note: {note}", file=sys.stderr)
     trained = load_trained(checkpoint)
     if arguments.token_ids is not None:
+        check_has_vocabulary(checkpoint.model)
         shape = _write_logits(trained, arguments.token_ids, Path(arguments.logits))
         _report({"logits": arguments.logits, "shape": shape}, arguments.json)
         return 0
     data = checkpoint.state.get("run", {}).get("data", {})
     length = arguments.sequence_length or data.get("sequence_length", checkpoint.model.max_sequence_length)
+    if arguments.pairs is not None:
+        judged = evaluate_pairs(
+            trained, arguments.pairs, sequence_length=length, max_pairs=arguments.max_sequences // 2
+        )
+        _report({"step": checkpoint.step, **asdict(judged)}, arguments.json)
+        return 0
     found = evaluate(trained, arguments.data, sequence_length=length, max_sequences=arguments.max_sequences)
     _report({"step": checkpoint.step, **asdict(found)}, arguments.json)
     return 0

@@ -114,7 +114,9 @@ def inspect_run(path: Path) -> Facts:
         "tokens": tokens * config.train.steps,
         "training_flops": flops * tokens * config.train.steps,
         "precision": config.train.precision,
+        "objective": config.objective.kind,
         "data": [_source_facts(source) for source in (*config.data.train, *config.data.validation)],
+        "pairs": config.data.pairs,
         "checkpoints": config.checkpoint.directory,
         "log": config.log.directory,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -154,6 +155,9 @@ def read_run_config(config: str | None, model: str | None, overrides: tuple[str,
     if model is not None:
         model_overrides = tuple(o.removeprefix("model.") for o in overrides if o.startswith("model."))
         given = load_model(model, model_overrides)
+        if run_config.objective.kind == "reward":
+            # The objective decides on the head, whatever file names the model.
+            given = replace(given, output="value")
         differences = _differences(given, run_config.model)
         if differences:
             raise ConfigError(

@@ -44,6 +44,12 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="yuan: one sample per line of any other file, <n> for a newline, [SEP] between question and "
         "answer; special strings such as <sep> are recognised",
     )
+    parser.add_argument(
+        "--messages-key",
+        metavar="KEY",
+        help="each line is a chat: a list of messages under this key, rendered by the tokenizer's chat "
+        "template; also writes which tokens are answers, for data.loss_on_answers",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -59,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         text_key=arguments.text_key,
         convention=arguments.convention,
+        messages_key=arguments.messages_key,
         report=_progress_line(),
     )
     for path in done.undecodable[:NAMED_FILES]:
@@ -66,11 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
     if len(done.undecodable) > NAMED_FILES:
         print(f"skipped {len(done.undecodable) - NAMED_FILES} more that are not UTF-8", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(asdict(done)))
+        facts = asdict(done)
+        if done.answer_tokens is None:
+            del facts["answer_tokens"]
+        print(json.dumps(facts))
     else:
+        answers = "" if done.answer_tokens is None else f", {done.answer_tokens} of them in answers"
         print(
-            f"{done.prefix}.bin, .idx: {done.documents} documents, {done.tokens} tokens, {done.dtype}; "
-            f"skipped {done.empty} empty, {len(done.undecodable)} not UTF-8"
+            f"{done.prefix}.bin, .idx: {done.documents} documents, {done.tokens} tokens{answers}, "
+            f"{done.dtype}; skipped {done.empty} empty, {len(done.undecodable)} not UTF-8"
         )
     return 0
 

@@ -76,6 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     config = _read_config(arguments)
     model = config.model if config else load_model(arguments.model)
+    if model.output == "value":
+        raise ConfigError(
+            f"model {model.name}: output is value; profile it with the vocabulary's head (its layers are the "
+            "same), or plan from estimates, without a profile"
+        )
     cluster = load_cluster(arguments.cluster) if arguments.cluster else None
     if cluster is not None and _is_simulated(cluster) and "WORLD_SIZE" not in os.environ:
         return _start_cards(cluster, arguments)

@@ -178,13 +178,17 @@ def find_module(architecture: str, part: Literal["block", "hf"]) -> ModuleType:
 
 
 def ends(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    """The parameters outside the layers, in the model's order: embedding, final norm, untied head."""
+    """The parameters outside the layers, in order: embedding, final norm, untied head or score."""
     matrix = (model.vocab_size, model.hidden_size)
     drawn = Normal(model.init_std)
     found = (
         ParameterSpec(name="embedding.weight", shape=matrix, sharding="vocabulary", initial=drawn),
         norm("final_norm.weight", model.hidden_size),
     )
+    if model.output == "value":
+        # A vector: replicated like a norm's weight, and without weight decay.
+        shape = (model.hidden_size,)
+        return (*found, ParameterSpec(name="score.weight", shape=shape, sharding="whole", initial=drawn))
     if model.tie_embeddings:
         return found
     return (*found, ParameterSpec(name="head.weight", shape=matrix, sharding="vocabulary", initial=drawn))

@@ -20,6 +20,7 @@ from yuan_train.config.load import build
 AttentionKind = Literal["localized_filter", "plain"]
 RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
 RouterKind = Literal["attention", "softmax"]
+OutputKind = Literal["vocabulary", "value"]
 Balance = Literal["bias", "sequence"]
 RotaryForm = Literal["exact", "bf16_frequencies", "bf16"]
 Count = Annotated[int, Gt(0)]
@@ -103,6 +104,9 @@ class ModelConfig:
     norm_epsilon: Positive = 1e-6
     tie_embeddings: bool = True
     """The output head shares the embedding matrix."""
+    output: OutputKind = "vocabulary"
+    """What the head computes of a token: the logits of the next one (`vocabulary`), or one number (`value`),
+    as a reward model does. Nothing is tied then."""
     init_std: Positive = 0.02
     max_sequence_length: Annotated[Length, Gt(0)] = 4096
     hidden_dropout: Rate = 0.0
@@ -116,6 +120,8 @@ class ModelConfig:
         if self.num_experts and self.router is None:
             router = "attention" if self.architecture == "yuan" else "softmax"
             object.__setattr__(self, "router", router)
+        if self.output == "value":
+            object.__setattr__(self, "tie_embeddings", False)
         if self.architecture in architectures():
             for name, value in self.spec.defaults.items():
                 if getattr(self, name) is None:
@@ -164,7 +170,12 @@ class ModelConfig:
     @property
     def head_parameters(self) -> int:
         """Parameters of the final norm and of the output matrix (which may be the embedding's)."""
-        return self.hidden_size + self.vocab_size * self.hidden_size
+        return self.hidden_size + self.output_size * self.hidden_size
+
+    @property
+    def output_size(self) -> int:
+        """Numbers that the head computes of a token."""
+        return 1 if self.output == "value" else self.vocab_size
 
     @cached_property
     def unit_parameters(self) -> tuple[int, ...]:
@@ -194,8 +205,8 @@ class ModelConfig:
 
     @property
     def head_forward_flops(self) -> int:
-        """Forward FLOP of the output head per token: 2VH."""
-        return 2 * self.vocab_size * self.hidden_size
+        """Forward FLOP of the output head per token: 2VH, or 2H of a value."""
+        return 2 * self.output_size * self.hidden_size
 
     def training_flops(self, sequence_length: int) -> int:
         """FLOP per trained token, forward and backward without recompute: three times the forward."""

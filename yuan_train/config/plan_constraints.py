@@ -261,6 +261,10 @@ def check_plan_of_run(plan: Plan, run: RunConfig) -> None:
         for key, (planned, wanted) in pairs.items()
         if planned != wanted
     ]
+    odd = [p for p, pipeline in enumerate(plan.pipelines) if pipeline.micro_batch_size % 2]
+    if run.objective.reads_pairs and odd:
+        sizes = ", ".join(f"pipelines[{p}].micro_batch_size" for p in odd)
+        raise PlanError(f"{sizes}: rows 2i and 2i + 1 are one pair; wanted even numbers; plan again")
     if differences:
         raise PlanError(
             "\n".join(f"the plan belongs to another run: {line}; plan again" for line in differences)

@@ -15,6 +15,7 @@ from yuan_train.config.document import Document, graft, is_mapping, override, re
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
 from yuan_train.config.renamed import Renamed
 from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
@@ -44,7 +45,9 @@ class Source:
 class DataConfig:
     """Corpora, and the treatment of documents that end inside a sample."""
 
-    train: Annotated[tuple[Source, ...], MinLen(1)]
+    train: tuple[Source, ...] = ()
+    pairs: str | None = None
+    """A .jsonl file of preference pairs, for objectives that read them instead of `train`; see docs/rl.md."""
     validation: tuple[Source, ...] = ()
     """Corpora for validation only; or give `split`."""
     split: tuple[Share, Share] | None = None
@@ -65,6 +68,8 @@ class DataConfig:
     """Of these, the share in suffix-prefix-middle order; the others are in prefix-suffix-middle order."""
     loss_after_separator: bool = False
     """Fine-tuning: in a document with a `<sep>`, only the tokens from the first one on have a loss."""
+    loss_on_answers: bool = False
+    """Fine-tuning: only the tokens that `preprocess --messages-key` marked as answers have a loss."""
     mask_loss_after_eod: bool = False
     """The first token of a document has no loss: no context predicts it."""
 
@@ -76,7 +81,7 @@ class DataConfig:
     @property
     def masks(self) -> bool:
         """Whether some tokens of a sample have no loss."""
-        return self.loss_after_separator or self.mask_loss_after_eod
+        return self.loss_after_separator or self.loss_on_answers or self.mask_loss_after_eod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,11 +276,17 @@ class RunConfig:
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+
+    def __post_init__(self) -> None:
+        if self.objective.kind == "reward" and self.model.output != "value":
+            object.__setattr__(self, "model", replace(self.model, output="value"))
 
     @property
     def feasible_search(self) -> SearchConfig:
@@ -310,6 +321,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
             f"{train.micro_batch_size} (train.micro_batch_size)",
         )
     yield from _loss_scale_constraints(train)
+    yield from objective_constraints(run)
     yield from _trace_constraints(run)
     if train.compile:
         yield from _compile_constraints(run)
@@ -320,7 +332,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
             ("optimizer", "warmup_steps"),
             f"{optimizer.warmup_steps} warm-up steps leave none of the {optimizer.decay_steps} decay steps",
         )
-    if data.resets and data.tokenizer is None:
+    if data.resets and data.tokenizer is None and not run.objective.reads_pairs:
         yield Violation(
             ("data", "tokenizer"),
             "resets at document ends need the tokenizer's end-of-document token; give a tokenizer, or set "
@@ -329,14 +341,14 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
     if (data.fim_rate or data.masks) and data.tokenizer is None:
         yield Violation(
             ("data", "tokenizer"),
-            "fim_rate, loss_after_separator and mask_loss_after_eod need the tokenizer's special tokens; "
+            "fim_rate and masks of the loss need the tokenizer's special tokens; "
             "give the tokenizer that the corpora were made with",
         )
-    if data.fim_rate and data.loss_after_separator:
+    if data.fim_rate and (data.loss_after_separator or data.loss_on_answers):
         yield Violation(
             ("data", "fim_rate"),
             "fill-in-the-middle would separate questions from their answers; set it to 0 for fine-tuning "
-            "(loss_after_separator)",
+            "(loss_after_separator, loss_on_answers)",
         )
     if data.split is not None:
         if not data.split[0] or not data.split[1] or sum(data.split) > 1 + 1e-9:

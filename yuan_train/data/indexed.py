@@ -54,6 +54,11 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def answers_prefix(prefix: str | Path) -> str:
+    """Of the files beside a corpus that say which of its tokens are part of an answer."""
+    return f"{prefix}.answers"
+
+
 class IndexedWriter:
     """Writes documents to `PREFIX.bin.tmp` and `PREFIX.idx.tmp`; renames both when they are complete.
 

@@ -10,12 +10,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from yuan_train.config.errors import DataError
-from yuan_train.data.indexed import CHUNK_ENTRIES, HEADER, IndexedDataset, bin_path, idx_path, strip_suffix
+from yuan_train.data.indexed import (
+    CHUNK_ENTRIES,
+    HEADER,
+    IndexedDataset,
+    answers_prefix,
+    bin_path,
+    idx_path,
+    strip_suffix,
+)
 from yuan_train.data.node_cache import SHARED_FROM, NodeCache, cache_of, shared_or_own
 from yuan_train.data.rules import IGNORED, SampleRules
 from yuan_train.data.sampler import (
@@ -45,11 +53,35 @@ class Batch:
 
     inputs: np.ndarray
     targets: np.ndarray
+    places: np.ndarray | None = None
+    """Of preference pairs, int64 [B]: 2 * pair for its chosen row, and one more for its rejected one."""
 
     @property
     def num_trained(self) -> int:
         """Tokens with a loss."""
         return int((self.targets != IGNORED).sum())
+
+
+class Samples(Protocol):
+    """An endless sequence of samples, read by number."""
+
+    @property
+    def masks(self) -> bool:
+        """Whether only who reads a batch knows how many terms its mean loss has."""
+        ...
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """What ranks compare of the files, wherever these lie."""
+        ...
+
+    def known_terms(self, num_samples: int) -> int:
+        """Terms of the mean loss of so many samples; the most there can be if it `masks`."""
+        ...
+
+    def batch(self, first_sample: int, count: int) -> Batch:
+        """Samples [first_sample, first_sample + count). Raises DataError."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +115,11 @@ class Corpus:
         vocab_size: int | None,
         rules: SampleRules | None = None,
         cache: NodeCache | None = None,
+        answers: IndexedDataset | None = None,
     ) -> None:
+        """`answers`: which tokens are part of an answer, stored as the tokens are; see `open_answers`."""
         assert sequence_length >= 1
+        self._answers = answers
         self.rules = rules
         self.dataset = dataset
         self.prefix = dataset.prefix
@@ -112,6 +147,8 @@ class Corpus:
         digest = hashlib.sha256()
         for first, last in ends:
             digest.update(self.dataset.tokens(first, last).tobytes())
+            if self._answers is not None:
+                digest.update(self._answers.tokens(first, last).tobytes())
         size = f"{self.num_documents} documents, {self.num_tokens} tokens"
         return f"{size}, lengths {self._identity}, content {digest.hexdigest()[:16]}"
 
@@ -130,12 +167,25 @@ class Corpus:
             return tokens
         return self.rules.rearrange(tokens, hash_key("fim", self._seed, self._identity, index))
 
-    def targets(self, tokens: np.ndarray) -> np.ndarray:
-        """Targets int64 [S] of a sample [S + 1]; IGNORED where the rules mask the loss."""
-        return tokens[1:] if self.rules is None else self.rules.targets(tokens)
+    def targets(self, tokens: np.ndarray, index: int) -> np.ndarray:
+        """Targets int64 [S] of sample `index` [S + 1]; IGNORED where rules or answers mask the loss."""
+        targets = tokens[1:] if self.rules is None else self.rules.targets(tokens)
+        if self._answers is None:
+            return targets
+        ranges = self._ranges(index)
+        is_answer = np.concatenate([self._answers.tokens(first, last) for first, last in ranges])
+        return np.where(is_answer[1:] != 0, targets, IGNORED)
 
     def stored_sample(self, index: int) -> np.ndarray:
         """Token ids int64 [S + 1] of sample `index` as stored, before the rules. Raises as `sample`."""
+        tokens = np.concatenate(
+            [self.dataset.tokens(first, last) for first, last in self._ranges(index)]
+        ).astype(np.int64)
+        self._check_ids(tokens)
+        return tokens
+
+    def _ranges(self, index: int) -> list[tuple[int, int]]:
+        """The tokens of the file, [first, last) each, that a sample consists of."""
         position = sample_position(
             index,
             num_tokens=self.num_tokens,
@@ -146,14 +196,15 @@ class Corpus:
         order = self._epoch(position.epoch)
         pieces = order.pieces(position.first, position.first + self.sequence_length + 1)
         starts = self.dataset.document_starts(np.array([document for document, _, _ in pieces]))
-        tokens = np.concatenate(
-            [
-                self.dataset.tokens(int(start) + first, int(start) + last)
-                for start, (_, first, last) in zip(starts, pieces, strict=True)
-            ]
-        ).astype(np.int64)
-        self._check_ids(tokens)
-        return tokens
+        return [
+            (int(start) + first, int(start) + last)
+            for start, (_, first, last) in zip(starts, pieces, strict=True)
+        ]
+
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens have no loss."""
+        return self._answers is not None or (self.rules is not None and self.rules.masks)
 
     def _epoch(self, epoch: int) -> EpochOrder:
         if epoch not in self._epochs:
@@ -206,7 +257,16 @@ class Blend:
     @property
     def masks(self) -> bool:
         """Whether some tokens have no loss, so that only who reads a batch knows how many have one."""
-        return any(corpus.rules is not None and corpus.rules.masks for corpus in self.corpora)
+        return any(corpus.masks for corpus in self.corpora)
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """What ranks compare of each corpus."""
+        return [corpus.fingerprint for corpus in self.corpora]
+
+    def known_terms(self, num_samples: int) -> int:
+        """Tokens of so many samples."""
+        return num_samples * self.corpora[0].sequence_length
 
     def locate(self, sample: int) -> tuple[int, int]:
         """(corpus, sample number within it) of a sample of the global order."""
@@ -226,11 +286,13 @@ class Blend:
         """
         assert first_sample >= 0 and count >= 1
         located = [self.locate(number) for number in range(first_sample, first_sample + count)]
-        samples = [(self.corpora[corpus], self.corpora[corpus].sample(index)) for corpus, index in located]
+        samples = [
+            (self.corpora[corpus], index, self.corpora[corpus].sample(index)) for corpus, index in located
+        ]
         # Copies, so that neither holds the other's memory and both are contiguous.
         return Batch(
-            inputs=np.stack([tokens[:-1] for _, tokens in samples]),
-            targets=np.stack([corpus.targets(tokens) for corpus, tokens in samples]),
+            inputs=np.stack([tokens[:-1] for _, _, tokens in samples]),
+            targets=np.stack([corpus.targets(tokens, index) for corpus, index, tokens in samples]),
         )
 
 
@@ -243,13 +305,14 @@ def open_corpora(
     split: tuple[float, float] | None = None,
     part: Literal["train", "validation"] = "train",
     rules: SampleRules | None = None,
+    loss_on_answers: bool = False,
 ) -> Blend:
     """Opens (prefix, weight) pairs as one blend; weights need not sum to one.
 
     With `split`, each corpus is divided by document into (train, validation) shares and `part` is read;
     without it `part` only gives the order another seed. The division depends on the corpus alone, not on the
     seed: a document held out once stays held out in a later run. `rules` apply to each sample; validation
-    data is not rearranged.
+    data is not rearranged. With `loss_on_answers` only tokens have a loss that preprocessing marked.
 
     Raises DataError for missing or incomplete files, weights that are not above zero, a share without
     documents, and a corpus shorter than one sample.
@@ -271,6 +334,7 @@ def open_corpora(
                 vocab_size=vocab_size,
                 rules=rules.without_fim() if rules is not None and part == "validation" else rules,
                 cache=cache,
+                answers=open_answers(dataset) if loss_on_answers else None,
             )
         )
     blend = Blend(corpora, [weight for _, weight in sources])
@@ -285,6 +349,23 @@ def open_corpora(
             weight,
         )
     return blend
+
+
+def open_answers(dataset: IndexedDataset) -> IndexedDataset:
+    """Which tokens of a corpus are part of an answer: 1 or 0 for each, in files beside it.
+
+    Raises DataError if they are missing, or of another corpus.
+    """
+    prefix = answers_prefix(dataset.prefix)
+    if not idx_path(prefix).exists():
+        raise DataError(
+            f"{prefix}.idx: missing, but data.loss_on_answers needs it; make the corpus from chats with "
+            "yuan-train preprocess --messages-key KEY"
+        )
+    answers = IndexedDataset(prefix)
+    if not np.array_equal(answers.sequence_lengths(), dataset.sequence_lengths()):
+        raise DataError(f"{prefix}: belongs to another corpus than {dataset.prefix}; preprocess again")
+    return answers
 
 
 def _check_sources(sources: Sequence[tuple[str, float]]) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from yuan_train.config.errors import DataError
-from yuan_train.data.indexed import IndexedWriter, bin_path, token_dtype
-from yuan_train.data.text import Convention, Item, check_inputs, decode_item, read_items
+from yuan_train.data.chat import check_messages, encode_chat
+from yuan_train.data.indexed import IndexedWriter, answers_prefix, bin_path, token_dtype
+from yuan_train.data.text import Convention, Item, check_inputs, decode_item, decode_messages, read_items
 from yuan_train.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 1 << 20  # of text per task of a worker: some tenths of a second of work
@@ -39,6 +41,8 @@ class Preprocessed:
     vocab_size: int
     dtype: str
     bin_bytes: int
+    answer_tokens: int | None = None
+    """Of chats: tokens that are part of an answer."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class _Encoder:
     digest: str
     text_key: str
     convention: Convention
+    messages_key: str | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class _Encoded:
     """The documents of one chunk, concatenated."""
 
     tokens: np.ndarray
+    answers: np.ndarray
+    """uint8, 1 for each token that is part of an answer; of chats alone."""
     lengths: list[int]
     text_bytes: int
     empty: int
@@ -79,6 +86,7 @@ def preprocess(
     workers: int = 1,
     text_key: str = "text",
     convention: Convention = "plain",
+    messages_key: str | None = None,
     report: Callable[[Progress], None] | None = None,
 ) -> Preprocessed:
     """Encodes the documents of `inputs` to `PREFIX.bin` and `PREFIX.idx`.
@@ -87,6 +95,10 @@ def preprocess(
     document, or under the convention `yuan` one sample per line (`text.yuan_text`), in which `<sep>` and the
     other special strings become their ids. Otherwise special strings are encoded as text. Blank documents and
     files that are not UTF-8 are skipped and counted. `report` is called after every chunk.
+
+    With `messages_key`, each line of a `.jsonl` file is a chat: a list of messages under that key, which the
+    tokenizer's chat template renders. Then `PREFIX.answers.bin` and `.idx` say which tokens are part of an
+    answer, for `data.loss_on_answers`.
 
     Raises DataError for unreadable inputs, a malformed line (with file:line), a missing tokenizer, a worker
     that died, and when no document is left; then nothing is written and older files are kept.
@@ -97,14 +109,26 @@ def preprocess(
     loaded = Tokenizer.load(tokenizer)
     dtype = token_dtype(loaded.vocab_size)
     encoder = _Encoder(
-        tokenizer=str(loaded.path), digest=loaded.digest, text_key=text_key, convention=convention
+        tokenizer=str(loaded.path),
+        digest=loaded.digest,
+        text_key=text_key,
+        convention=convention,
+        messages_key=messages_key,
     )
     items = read_items(inputs, text_key=text_key, convention=convention)
-    empty, text_bytes = 0, 0
+    empty, text_bytes, answer_tokens = 0, 0, 0
     undecodable: list[str] = []
-    with IndexedWriter(prefix, dtype=dtype) as writer:
+    with ExitStack() as stack:
+        writer = stack.enter_context(IndexedWriter(prefix, dtype=dtype))
+        answers = None
+        if messages_key is not None:
+            # Committed before the tokens, which are of no use without them.
+            answers = stack.enter_context(IndexedWriter(answers_prefix(prefix), dtype=np.dtype(np.uint8)))
         for encoded in _encode_in_order(encoder, _chunks(items), workers):
             writer.add_many(encoded.tokens, encoded.lengths)
+            if answers is not None:
+                answers.add_many(encoded.answers, encoded.lengths)
+                answer_tokens += int(encoded.answers.sum())
             empty += encoded.empty
             text_bytes += encoded.text_bytes
             undecodable += encoded.undecodable
@@ -119,6 +143,7 @@ def preprocess(
         vocab_size=loaded.vocab_size,
         dtype=dtype.name,
         bin_bytes=bin_path(prefix).stat().st_size,
+        answer_tokens=None if messages_key is None else answer_tokens,
     )
 
 
@@ -178,9 +203,19 @@ def _loaded(tokenizer: str, digest: str) -> Tokenizer:
 def _encode_chunk(encoder: _Encoder, chunk: list[Item]) -> _Encoded:
     tokenizer = _loaded(encoder.tokenizer, encoder.digest)
     documents: list[np.ndarray] = []
+    answers: list[np.ndarray] = []
     undecodable: list[str] = []
     empty, text_bytes = 0, 0
     for item in chunk:
+        if encoder.messages_key is not None:
+            chat = _encode_messages(tokenizer, item, encoder.messages_key)
+            if chat is None:
+                empty += 1
+            else:
+                documents.append(chat[0])
+                answers.append(chat[1])
+                text_bytes += item.size_bytes
+            continue
         text = decode_item(item, text_key=encoder.text_key, convention=encoder.convention)
         if text is None:
             undecodable.append(item.path)
@@ -192,11 +227,23 @@ def _encode_chunk(encoder: _Encoder, chunk: list[Item]) -> _Encoded:
     dtype = token_dtype(tokenizer.vocab_size)
     return _Encoded(
         tokens=np.concatenate(documents) if documents else np.zeros(0, dtype=dtype),
+        answers=np.concatenate(answers) if answers else np.zeros(0, dtype=np.uint8),
         lengths=[len(document) for document in documents],
         text_bytes=text_bytes,
         empty=empty,
         undecodable=undecodable,
     )
+
+
+def _encode_messages(tokenizer: Tokenizer, item: Item, key: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """The tokens of a chat, and which are part of an answer; None for a blank line."""
+    messages = decode_messages(item, key=key)
+    if messages is None:
+        return None
+    where = f"{item.path}:{item.line_number}"
+    check_messages(messages, where)
+    tokens, is_answer = encode_chat(tokenizer, messages, where)
+    return _checked(tokenizer, tokens), np.array(is_answer, dtype=np.uint8)
 
 
 def _encode_document(tokenizer: Tokenizer, text: str, item: Item, convention: Convention) -> np.ndarray:
@@ -210,7 +257,10 @@ def _encode_document(tokenizer: Tokenizer, text: str, item: Item, convention: Co
         raise DataError(
             f"{where}: the text itself gives the end-of-document id {tokenizer.eod_id}; escape that text"
         )
-    ids = [*tokenizer.prefix_ids, *ids, tokenizer.eod_id]
+    return _checked(tokenizer, [*tokenizer.prefix_ids, *ids, tokenizer.eod_id])
+
+
+def _checked(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
     tokens = np.array(ids, dtype=np.int64)
     if tokens.max() >= tokenizer.vocab_size:
         raise DataError(f"{tokenizer.path}: gives id {tokens.max()} beyond its {tokenizer.vocab_size} pieces")

@@ -143,22 +143,18 @@ def _decode_text(item: Item) -> str:
         raise DataError(f"{where}: not UTF-8 ({error.reason}); wanted one sample per line") from error
 
 
+def decode_messages(item: Item, *, key: str) -> Any:
+    """What a line of JSON holds under `key`, unchecked; None for a blank line. Raises DataError."""
+    if not item.line_number or item.form != "json":
+        raise DataError(f"{item.path}: wanted a .jsonl file of chats, with the key {key!r} (--messages-key)")
+    return _decode_key(item, key, "--messages-key") if item.line.strip() else None
+
+
 def _decode_line(item: Item, text_key: str) -> str:
-    where = f"{item.path}:{item.line_number}"
     if not item.line.strip():
         return ""
-    try:
-        record = json.loads(item.line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 ({error.reason}); wanted one JSON object per line") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}); wanted one JSON object per line") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: {type(record).__name__}; wanted a JSON object with the key {text_key!r}")
-    if text_key not in record:
-        keys = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise DataError(f"{where}: no key {text_key!r}; the line has {keys}; choose one with --text-key")
-    text = record[text_key]
+    where = f"{item.path}:{item.line_number}"
+    text = _decode_key(item, text_key, "--text-key")
     if not isinstance(text, str):
         raise DataError(f"{where}: key {text_key!r} holds {type(text).__name__}; wanted text")
     try:
@@ -166,3 +162,19 @@ def _decode_line(item: Item, text_key: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: key {text_key!r} holds half a surrogate pair; fix the escapes") from error
     return text
+
+
+def _decode_key(item: Item, key: str, option: str) -> Any:
+    where = f"{item.path}:{item.line_number}"
+    try:
+        record = json.loads(item.line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 ({error.reason}); wanted one JSON object per line") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error}); wanted one JSON object per line") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: {type(record).__name__}; wanted a JSON object with the key {key!r}")
+    if key not in record:
+        keys = ", ".join(map(repr, list(record)[:8])) or "none"
+        raise DataError(f"{where}: no key {key!r}; the line has {keys}; choose one with {option}")
+    return record[key]

@@ -290,6 +290,8 @@ def _check_request(model: Transformer, prompt_ids: list[int], max_new_tokens: in
     config: ModelConfig = model.config
     if not (model.has_embedding and model.has_head and len(model.layers) == config.num_layers):
         raise YuanError("this is one stage of a model; only a whole model generates")
+    if config.output == "value":
+        raise YuanError(f"model {config.name} scores (output: value); only a language model generates")
     if not prompt_ids:
         raise YuanError("the prompt is empty; give at least one token")
     for index, token in enumerate(prompt_ids):

@@ -32,6 +32,19 @@ class Linear(nn.Module):
         return ops.linear(x, self.weight, self.bias)
 
 
+class Score(nn.Module):
+    """One number a token: the product with weight [H]."""
+
+    def __init__(self, hidden_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [...] of x [..., H], in fp32 (fp64 for fp64)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.to(wide) @ self.weight.to(wide)
+
+
 class Embedding(nn.Module):
     """Token embedding: the rows of weight [V, H]."""
 

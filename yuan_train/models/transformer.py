@@ -25,7 +25,7 @@ from yuan_train.models.block import Block, Drop
 from yuan_train.models.documents import DocumentRanges
 from yuan_train.models.dropout import DropoutSeed, LayerDropout
 from yuan_train.models.initial import initial_weight
-from yuan_train.models.layers import Embedding, Linear, RMSNorm
+from yuan_train.models.layers import Embedding, Linear, RMSNorm, Score
 from yuan_train.models.recompute import KeptDecision, SelectiveRecompute
 from yuan_train.models.rotary import RotaryTables, rotary_tables
 
@@ -46,7 +46,7 @@ class Cache:
 
 
 class Transformer(nn.Module):
-    """The model, or a part of it: embedding, layers [first, last), head (final norm and output matrix).
+    """The model, or a part of it: embedding, layers [first, last), head (final norm, output matrix or score).
 
     Parameters are empty until `init_weights` or a checkpoint fills them. With tied embeddings the output
     matrix is `embedding.weight`: one parameter if the part has embedding and head, a copy if it has only the
@@ -116,13 +116,16 @@ class Transformer(nn.Module):
                 block.keep_half("attention")
         if head:
             self.final_norm = RMSNorm(config.hidden_size, config.norm_epsilon, device=device, dtype=dtype)
-        if head and not config.tie_embeddings:
+        if head and config.output == "value":
+            self.score = Score(config.hidden_size, device=device, dtype=dtype)
+        elif head and not config.tie_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, device=device, dtype=dtype)
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """The output matrix [V, H]; the part must have the head."""
+        """The output matrix [V, H]; the part must have the head, and not that of a value."""
         assert self.has_head, "this part of the model has no head"
+        assert self.config.output == "vocabulary", "this model's head has no vocabulary"
         return self.embedding.weight if self.config.tie_embeddings else self.head.weight
 
     @property
@@ -186,6 +189,11 @@ class Transformer(nn.Module):
             gradient_scale=None if main is None else gradient_scale,
         )
         return losses if reduction == "sum" else losses.view_as(targets_BS)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Return the values [...] of `forward`'s hidden state [..., H], in fp32 (fp64 for fp64)."""
+        assert self.has_head and self.config.output == "value", "this part of the model has no score"
+        return self.score(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of `forward`'s hidden state [..., H], in fp32 (fp64 for fp64)."""

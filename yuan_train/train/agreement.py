@@ -27,14 +27,16 @@ import torch.distributed as dist
 import yuan_train
 from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
-from yuan_train.train.job import Job, find_resume
+from yuan_train.train.job import Job, find_checkpoints
 
 NODE_LOCAL = (
     "data.train",
+    "data.pairs",
     "data.validation",
     "data.tokenizer",
     "log.directory",
     "checkpoint.directory",
+    "start.checkpoint",
     "train.device",
 )
 """Keys of a run that may differ from node to node: paths, whose contents are compared instead."""
@@ -129,7 +131,7 @@ def check_same_directory(directory: str | Path) -> None:
 
 
 def find_resume_together(job: Job) -> Job:
-    """The job with the checkpoint to resume from, if there is one; collective over all ranks.
+    """The job with the checkpoint to resume from or to begin with, if any; collective over all ranks.
 
     Rank 0 looks at the files, of which there are as many as ranks, and tells the others. Raises
     CheckpointError, on all ranks, if it is incomplete, holds another model, or is not seen by all.
@@ -139,29 +141,37 @@ def find_resume_together(job: Job) -> Job:
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            told[0] = find_resume(job.run)
+            told[0] = find_checkpoints(job.run)
         except YuanError as error:
             told[1] = (type(error), str(error))
     dist.broadcast_object_list(told, src=0)
-    found, fault = told
+    both, fault = told
     if fault is not None:
         raise fault[0](fault[1])
-    if found is None:
+    found, start = both
+    if found is None and start is None:
         return job
+    if found is None:
+        _raise_unless_seen(start.path, "begins with its weights")
+        return replace(job, start=start)
     directory = job.run.checkpoint.directory
     if job.run.checkpoint.resume == "auto" and directory is not None:
         # Each node may have the shared directory under a path of its own.
         found = replace(found, path=Path(directory) / found.path.name)
-    is_there = (found.path / ".metadata").is_file()
-    missing = f"{found.path}: rank 0 resumes from it, but it is not here; all nodes must share it"
-    raise_together(None if is_there else CheckpointError(missing))
+    _raise_unless_seen(found.path, "resumes from it")
     return replace(job, checkpoint=found)
+
+
+def _raise_unless_seen(path: Path, what: str) -> None:
+    """Raise CheckpointError, on all ranks, unless all see a checkpoint; collective over all ranks."""
+    missing = f"{path}: rank 0 {what}, but it is not here; all nodes must share it"
+    raise_together(None if (path / ".metadata").is_file() else CheckpointError(missing))
 
 
 def job_facts(job: Job) -> dict[str, Any]:
     """All that must be the same on every rank, as plain values."""
     data = {
-        part: [corpus.fingerprint for corpus in blend.corpora]
+        part: blend.fingerprints
         for part, blend in (("train", job.train), ("validation", job.validation))
         if blend is not None
     }

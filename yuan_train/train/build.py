@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from yuan_train.checkpoint.load import Checkpoint, holds_optimizer_state, load_tensors
+from yuan_train.checkpoint.load import Checkpoint, holds_optimizer_state, load_tensors, tensor_names
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.config.architecture import sharding_of
@@ -19,13 +19,14 @@ from yuan_train.config.run import RunConfig
 from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
-from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.zero import STATES, OwnedState, State
 from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Feed, Share
 from yuan_train.train.job import Job
+from yuan_train.train.objective import PairLoss
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner, stage_needs
 from yuan_train.train.state import Progress, from_state
@@ -44,7 +45,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
     sharding, row_blocks = sharding_of(run.model)
     parts = ModelParts(
         build=partial(_build_part, run.model, dtype),
-        initial=partial(initial_rows, run.model, seed=run.train.seed) if job.checkpoint is None else None,
+        initial=_initial(job),
         sharding=sharding,
         row_blocks=row_blocks,
         compile=_compile if run.train.compile else None,
@@ -63,6 +64,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
     device_type = plan.device_type(rank)
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
     feed = Feed(_share(job, runtime))
+    pair_loss = PairLoss(run.objective, device=job.device) if run.objective.reads_pairs else None
     runners = {
         stage: StageRunner(
             cast(Transformer, part),
@@ -72,6 +74,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
             seed=run.train.seed,
             device=job.device,
             deferred=runtime.deferred[stage],
+            objective=pair_loss,
         )
         for stage, part in runtime.parts.items()
     }
@@ -85,15 +88,19 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         feed=feed,
         expert_load=ExpertLoad(run.model, runtime) if run.model.num_experts else None,
         device=job.device,
+        pair_loss=pair_loss,
     )
     if job.checkpoint is None:
+        if job.start is not None:
+            _load_start(job.start, trainer)
         return trainer, Progress.initial(run)
     return trainer, _restore(job.checkpoint, trainer, run)
 
 
 def _resets(job: Job) -> bool:
     """Whether the run resets something at document ends, which its tokenizer tells."""
-    return job.tokenizer is not None and job.run.data.resets
+    # A row of a pair is one document, whatever tokens it holds.
+    return job.tokenizer is not None and job.run.data.resets and not job.run.objective.reads_pairs
 
 
 def _share(job: Job, runtime: RankRuntime) -> Share:
@@ -117,6 +124,38 @@ def _share(job: Job, runtime: RankRuntime) -> Share:
         },
         device=job.device,
     )
+
+
+def _initial(job: Job) -> InitialRows | None:
+    """Draws what no checkpoint fills; None if one fills everything."""
+    if job.checkpoint is not None:
+        return None
+    draw = partial(initial_rows, job.run.model, seed=job.run.train.seed)
+    if job.start is None:
+        return draw
+    held = tensor_names(job.start)
+
+    def draw_missing(
+        name: str, shape: tuple[int, ...], *, wanted: Callable[[int, int], bool]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        return iter(()) if f"{WEIGHTS}.{name}" in held else draw(name, shape, wanted=wanted)
+
+    return draw_missing
+
+
+def _load_start(checkpoint: Checkpoint, trainer: Trainer) -> None:
+    """Fill the weights that a checkpoint holds, as masters of a new run; collective over all ranks."""
+    held = tensor_names(checkpoint)
+    wanted = checkpoint_tensors(trainer, OwnedState.held_boxes, STATES[:1])
+    load_tensors(checkpoint, {name: shard for name, shard in wanted.items() if name in held})
+    _publish(trainer)
+
+
+def _publish(trainer: Trainer) -> None:
+    """Make the weights of the masters on all ranks."""
+    for state in trainer.runtime.states:
+        state.start_weight_sync()
+        state.finish_weight_sync()
 
 
 def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:
@@ -144,9 +183,7 @@ def _restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progre
     if checkpoint.model.balance != "bias":
         tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(".router.bias")}
     load_tensors(checkpoint, tensors)
-    for state in trainer.runtime.states:
-        state.start_weight_sync()
-        state.finish_weight_sync()
+    _publish(trainer)
     progress = from_state(checkpoint.state, run)
     trainer.optimizer.set_step(progress.step - progress.skipped)
     return progress

@@ -10,10 +10,14 @@ import torch
 
 from yuan_train.checkpoint.load import Checkpoint, load_weights
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import ModelConfig
 from yuan_train.data.loader import open_corpora
+from yuan_train.data.pairs import read_pairs
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.documents import find_resets
 from yuan_train.models.transformer import Transformer
+from yuan_train.objectives.preference import reward_loss
+from yuan_train.train.objective import row_scores
 
 BATCH_SIZE = 8
 
@@ -71,6 +75,15 @@ def load_trained(
     )
 
 
+def check_has_vocabulary(model: ModelConfig) -> None:
+    """Raise ConfigError for a reward model, which predicts no token."""
+    if model.output == "value":
+        raise ConfigError(
+            f"model {model.name}: output is value, so it predicts no token; "
+            "`yuan-train evaluate --pairs` measures a reward model"
+        )
+
+
 @torch.no_grad()
 def evaluate(
     trained: TrainedModel, prefix: str, *, sequence_length: int, max_sequences: int = 0
@@ -81,6 +94,7 @@ def evaluate(
     token files, ConfigError for a sequence length beyond the model's.
     """
     model = trained.model
+    check_has_vocabulary(model.config)
     if not 0 < sequence_length <= model.config.max_sequence_length:
         raise ConfigError(
             f"sequence_length: wanted 1 to {model.config.max_sequence_length}, got {sequence_length}"
@@ -100,6 +114,58 @@ def evaluate(
     loss = total / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return Evaluation(loss=loss, perplexity=perplexity, tokens=tokens, sequences=sequences)
+
+
+@dataclass(frozen=True)
+class PairEvaluation:
+    """How a reward model judges pairs: the share in which the chosen answer's score is the greater one, the
+    mean loss -log sigmoid(s_c - s_r) and the mean margin s_c - s_r."""
+
+    accuracy: float
+    loss: float
+    margin: float
+    pairs: int
+
+
+@torch.no_grad()
+def evaluate_pairs(
+    trained: TrainedModel, path: str, *, sequence_length: int, max_pairs: int = 0
+) -> PairEvaluation:
+    """Judge the pairs of a .jsonl file (`max_pairs`: the first so many; 0: all).
+
+    Raises ConfigError if the model is no reward model, DataError for a line of another form.
+    """
+    model = trained.model
+    if model.config.output != "value":
+        raise ConfigError(
+            f"model {model.config.name}: its head is of a vocabulary; --pairs needs a reward model "
+            "(objective.kind: reward)"
+        )
+    length = model.config.max_sequence_length
+    pairs = read_pairs(
+        path,
+        trained.tokenizer,
+        sequence_length=min(sequence_length, length),
+        seed=0,
+        vocab_size=model.config.vocab_size,
+        trained="end",
+    )
+    count = min(len(pairs), max_pairs) if max_pairs else len(pairs)
+    margins: list[torch.Tensor] = []
+    for first in range(0, 2 * count, BATCH_SIZE):
+        batch = pairs.in_file_order(first, min(BATCH_SIZE, 2 * count - first))
+        hidden_BSH = model(torch.from_numpy(batch.inputs).to(model.score.weight.device))
+        targets_BS = torch.from_numpy(batch.targets).to(hidden_BSH.device)
+        scores_P2 = row_scores(model, hidden_BSH, targets_BS).unflatten(0, (-1, 2))
+        margins.append((scores_P2[:, 0] - scores_P2[:, 1]).double().cpu())
+    margin_P = torch.cat(margins)
+    zero_P = torch.zeros_like(margin_P)
+    return PairEvaluation(
+        accuracy=float((margin_P > 0).double().mean()),
+        loss=float(reward_loss(margin_P, zero_P).mean()),
+        margin=float(margin_P.mean()),
+        pairs=count,
+    )
 
 
 @torch.no_grad()

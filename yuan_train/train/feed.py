@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 
-from yuan_train.data.loader import Blend
+from yuan_train.data.loader import Samples
 from yuan_train.models.documents import DocumentResets, find_resets
 
 
@@ -31,6 +31,8 @@ class MicroBatch:
     resets: DocumentResets
     trained_tokens: int
     """Targets with a loss; 0 if the rank uses no targets."""
+    places_B: torch.Tensor | None = None
+    """Of preference pairs; see `Batch.places`."""
 
 
 class Source(Protocol):
@@ -58,11 +60,11 @@ class Share:
     """Keyword arguments of `find_resets`."""
     device: torch.device
 
-    def read(self, blend: Blend, first_sample: int, micro_batch: int) -> MicroBatch:
+    def read(self, blend: Samples, first_sample: int, micro_batch: int) -> MicroBatch:
         """Read a micro-batch of the global batch that begins at `first_sample`. Raises DataError."""
         first = first_sample + self.first_sequence + micro_batch * self.micro_batch_size
         batch = blend.batch(first, self.micro_batch_size)
-        return make_micro_batch(
+        found = make_micro_batch(
             torch.from_numpy(batch.inputs),
             torch.from_numpy(batch.targets) if micro_batch in self.with_targets else None,
             resets=self.resets,
@@ -70,6 +72,9 @@ class Share:
             trained_tokens=batch.num_trained if micro_batch in self.with_targets else 0,
             pin=self.device.type == "cuda",
         )
+        if batch.places is None or found.targets_BS is None:
+            return found
+        return replace(found, places_B=torch.from_numpy(batch.places))
 
 
 def make_micro_batch(
@@ -93,7 +98,7 @@ def make_micro_batch(
     )
 
 
-Key = tuple[Blend, int]
+Key = tuple[Samples, int]
 """A pass over one global batch: the data, and its first sample."""
 
 
@@ -128,7 +133,7 @@ class Feed:
         self.batch_tokens: dict[Key, int] = {}
         """Trained tokens of whole global batches, as the ranks have agreed on them."""
 
-    def begin(self, blend: Blend, first_sample: int, *, then: int | None = None) -> None:
+    def begin(self, blend: Samples, first_sample: int, *, then: int | None = None) -> None:
         """Start a pass over the global batch from `first_sample` on; the one from `then` on is read next."""
         with self._changed:
             if self._current is not None:
@@ -156,7 +161,7 @@ class Feed:
                 return current.ready[micro_batch]
             return current.ready.pop(micro_batch)
 
-    def count_trained(self, blend: Blend, first_sample: int) -> int:
+    def count_trained(self, blend: Samples, first_sample: int) -> int:
         """Targets with a loss that this rank reads in a pass that was begun or announced; waits for it.
 
         0 if it uses no targets. If they cannot be read, the number is wrong: `take` raises in that pass.
@@ -185,7 +190,7 @@ class Feed:
     ) -> None:
         self.close()
 
-    def _find(self, blend: Blend, first_sample: int) -> _Pass | None:
+    def _find(self, blend: Samples, first_sample: int) -> _Pass | None:
         return next((found for found in self._passes if found.key == (blend, first_sample)), None)
 
     def _add(self, key: Key, *, at: int) -> _Pass:

@@ -7,7 +7,7 @@ device, the data, the checkpoint to resume from.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,8 @@ from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision
 from yuan_train.config.run import RunConfig
-from yuan_train.data.loader import Blend, open_corpora
+from yuan_train.data.loader import Blend, Samples, open_corpora
+from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.train.compiler import check_compiler
@@ -59,10 +60,12 @@ class Job:
     plan: Plan
     position: Position
     device: torch.device
-    train: Blend
+    train: Samples
     validation: Blend | None
     tokenizer: Tokenizer | None
     checkpoint: Checkpoint | None
+    start: Checkpoint | None = None
+    """Weights to begin with, if there is no checkpoint to resume from."""
 
 
 def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
@@ -98,8 +101,9 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
         )
     train, validation = open_data(run, tokenizer)
     # Of several ranks one looks for all, once they are connected: see `agreement.find_resume_together`.
-    checkpoint = find_resume(run) if position.world_size == 1 else None
-    return Job(run, plan, position, device, train, validation, tokenizer, checkpoint)
+    alone = position.world_size == 1
+    checkpoint, start = find_checkpoints(run) if alone else (None, None)
+    return Job(run, plan, position, device, train, validation, tokenizer, checkpoint, start)
 
 
 def choose_device(wanted: str, position: Position) -> torch.device:
@@ -130,14 +134,29 @@ def _check_bf16(device: torch.device) -> None:
         )
 
 
-def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend, Blend | None]:
+def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Samples, Blend | None]:
     """Training samples, and validation samples if the run has any. Raises DataError."""
     data = run.data
+    if data.pairs is not None:
+        return read_pairs(
+            data.pairs,
+            tokenizer,
+            sequence_length=data.sequence_length,
+            seed=run.train.seed,
+            vocab_size=run.model.vocab_size,
+            trained="end" if run.objective.kind == "reward" else "answer",
+        ), None
     sources = [(source.prefix, source.weight) for source in data.train]
     length, seed, vocab = data.sequence_length, run.train.seed, run.model.vocab_size
     rules = sample_rules(data, tokenizer)
     train = open_corpora(
-        sources, sequence_length=length, seed=seed, vocab_size=vocab, split=data.split, rules=rules
+        sources,
+        sequence_length=length,
+        seed=seed,
+        vocab_size=vocab,
+        split=data.split,
+        rules=rules,
+        loss_on_answers=data.loss_on_answers,
     )
     if data.split is not None:
         return train, open_corpora(
@@ -148,13 +167,33 @@ def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend, Blend
             split=data.split,
             part="validation",
             rules=rules,
+            loss_on_answers=data.loss_on_answers,
         )
     if not data.validation:
         return train, None
     held_out = [(source.prefix, source.weight) for source in data.validation]
     return train, open_corpora(
-        held_out, sequence_length=length, seed=seed, vocab_size=vocab, part="validation", rules=rules
+        held_out,
+        sequence_length=length,
+        seed=seed,
+        vocab_size=vocab,
+        part="validation",
+        rules=rules,
+        loss_on_answers=data.loss_on_answers,
     )
+
+
+def find_checkpoints(run: RunConfig) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """The checkpoint to resume from; or else the one whose weights the run begins with, if it names one.
+
+    Raises CheckpointError if it is incomplete or holds another model.
+    """
+    resumed = find_resume(run)
+    if resumed is not None or run.start.checkpoint is None:
+        return resumed, None
+    start = find_checkpoint(run.start.checkpoint)
+    check_same_model(start, run.model, may_lack_score=True)
+    return None, start
 
 
 def find_resume(run: RunConfig) -> Checkpoint | None:
@@ -175,9 +214,14 @@ def find_resume(run: RunConfig) -> Checkpoint | None:
     return found
 
 
-def check_same_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
-    """Raise CheckpointError, listing every difference, unless the checkpoint holds this model."""
+def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, may_lack_score: bool = False) -> None:
+    """Raise CheckpointError, listing every difference, unless the checkpoint holds this model.
+
+    With `may_lack_score`, a reward model may begin with the body of a language model.
+    """
     saved = checkpoint.model
+    if may_lack_score and model.output == "value":
+        saved = replace(saved, output="value")
     differences = [
         f"{key} {getattr(saved, key)!r} there, {getattr(model, key)!r} here"
         for key in ModelConfig.__dataclass_fields__

@@ -243,7 +243,7 @@ class _Unit:
             deferred=deferred,
         )
         tokens = case.micro_batch_size * case.sequence_length
-        self._runner.begin(first_sample=0, trained_tokens=tokens, num_sequences=1, scale=1.0)
+        self._runner.begin(first_sample=0, num_terms=tokens, num_sequences=1, scale=1.0)
         # Not zeros, on which the hardware runs faster than on real numbers.
         shape = (case.micro_batch_size, case.sequence_length, case.model.hidden_size)
         self._hidden_BSH = torch.randn(*shape, device=case.device).to(case.dtype)

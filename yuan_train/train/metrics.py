@@ -46,6 +46,11 @@ class StepMetrics:
     """Loss scale of this step's backward; None, like `skipped_steps`, if the loss is not scaled."""
     skipped_steps: int | None = None
     """Since the start of the run. This step was skipped if its `grad_norm` is not finite."""
+    accuracy: float | None = None
+    """Of preference pairs: the share in which the chosen answer is ahead; None, like `margin`, and not in the
+    file, without pairs."""
+    margin: float | None = None
+    """By how much it is ahead on average: in scores, or for DPO in implicit rewards beta (l - f)."""
 
 
 class Log:
@@ -75,6 +80,8 @@ class Log:
             line = {"version": VERSION, **_finite(asdict(metrics))}
             if metrics.loss_scale is None:
                 del line["loss_scale"], line["skipped_steps"]
+            if metrics.accuracy is None:
+                del line["accuracy"], line["margin"]
             if metrics.expert_tokens is None:
                 del line["expert_tokens"]
             if metrics.stage_seconds is None:
@@ -90,6 +97,8 @@ class Log:
                 "mfu",
                 "validation_loss",
                 "loss_scale",
+                "accuracy",
+                "margin",
             ):
                 value = getattr(metrics, name)
                 if value is not None:
@@ -127,6 +136,8 @@ def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
     ]
     if metrics.forecast_step_seconds is not None:
         parts[-1] += f" (forecast {metrics.forecast_step_seconds:.3f} s)"
+    if metrics.accuracy is not None:
+        parts.insert(2, f"accuracy {metrics.accuracy:.2f}")
     if metrics.loss_scale is not None:
         skipped = ", step skipped" if not math.isfinite(metrics.grad_norm) else ""
         parts.append(f"scale {metrics.loss_scale:g}{skipped}")

@@ -31,6 +31,7 @@ from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.job import Job, Position
 from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops
 from yuan_train.train.optimizer import learning_rate
+from yuan_train.train.reference import prepare_reference
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
@@ -72,6 +73,9 @@ def train(job: Job) -> None:
                 last_good=lambda: _last_good(saver.saved),
             ),
         ):
+            note = prepare_reference(job, trainer, progress)
+            if log is not None and note is not None:
+                log.say(note)
             _run_steps(job, trainer, progress, log, saver, stop_requested)
     finally:
         shutdown()
@@ -124,6 +128,8 @@ def _log_start(job: Job, progress: Progress, log: Log) -> None:
                 "note: data.train has other corpora or weights than when the checkpoint was saved: samples "
                 "are assigned to steps anew, so some may be read twice and others not at all"
             )
+    if job.start is not None:
+        log.say(f"begins with the weights of {job.start.path}")
     layers = " | ".join(
         ",".join(str(stage.num_layers) for stage in pipeline.stages) for pipeline in plan.pipelines
     )
@@ -277,4 +283,6 @@ def _metrics(
         validation_loss=validation,
         loss_scale=loss_scale,
         skipped_steps=progress.skipped if loss_scale is not None else None,
+        accuracy=None if result.preference is None else result.preference[0],
+        margin=None if result.preference is None else result.preference[1],
     )

@@ -12,6 +12,7 @@ from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.train.feed import Source
+from yuan_train.train.objective import Objective, Targets, TokenLoss
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class _Loaded:
     """What a forward needs of its samples, on the device; int64 [B, S]."""
 
     tokens_BS: torch.Tensor | None = None
-    targets_BS: torch.Tensor | None = None
+    targets: Targets | None = None
     resets: dict[str, Any] = field(default_factory=dict)
     """The model's arguments for what the run resets at document ends."""
 
@@ -27,9 +28,9 @@ class _Loaded:
 class StageRunner:
     """Takes the micro-batches of one pipeline and runs one stage's part of the model on them.
 
-    `loss` accumulates the stage's share of the batch's mean loss: its sum over tokens divided by the *global*
-    number of trained tokens, so that pipelines with different shares of the batch need no weights. The
-    backward runs on `scale` times that. `finite` stays true while every output is finite.
+    `loss` accumulates the stage's share of the batch's mean loss: the objective's sum over tokens (or pairs)
+    divided by the *global* number of these, so that pipelines with different shares of the batch need no
+    weights. The backward runs on `scale` times that. `finite` stays true while every output is finite.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class StageRunner:
         seed: int,
         device: torch.device,
         deferred: DeferredWeightGrads,
+        objective: Objective | None = None,
     ) -> None:
-        """`resets`: the run resets something at document ends."""
+        """`resets`: the run resets something at document ends. `objective`: None is `TokenLoss`."""
         self._model = model
         self._source = source
         self._deferred = deferred
@@ -51,23 +53,25 @@ class StageRunner:
         self._seed = seed
         self._device = device
         self._first_sample = 0
-        self._trained_tokens = 1
+        self._num_terms = 1
+        self.objective: Objective = objective or TokenLoss()
         self._scale = 1.0
         self._takes = any(stage_needs(model, resets=resets))
         self._loaded = _Loaded()
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
 
-    def begin(self, *, first_sample: int, trained_tokens: int, num_sequences: int, scale: float) -> None:
+    def begin(self, *, first_sample: int, num_terms: int, num_sequences: int, scale: float) -> None:
         """Start on this pipeline's samples, from `first_sample` on, and reset `loss` and `finite`.
 
-        `trained_tokens` and `num_sequences` are those of the global batch.
+        `num_terms` is the number of trained tokens, or of pairs, of the global batch; `num_sequences` that of
+        its rows.
         """
         for block in self._model.blocks.values():
             if block.has_experts:
                 block.router.loss_scale = scale / num_sequences
         self._first_sample = first_sample
-        self._trained_tokens = trained_tokens
+        self._num_terms = num_terms
         self._scale = scale
         self.loss.zero_()
         self.finite.fill_(True)
@@ -81,7 +85,9 @@ class StageRunner:
             batch = self._source.take(micro_batch)
             self._loaded = _Loaded(
                 None if batch.tokens_BS is None else batch.tokens_BS.to(self._device, non_blocking=True),
-                None if batch.targets_BS is None else batch.targets_BS.to(self._device, non_blocking=True),
+                None
+                if batch.targets_BS is None
+                else Targets(batch.targets_BS.to(self._device, non_blocking=True), batch.places_B),
                 batch.resets.on(self._device),
             )
 
@@ -102,10 +108,10 @@ class StageRunner:
             **batch.resets,
         )
         if self._model.has_head:
-            assert batch.targets_BS is not None
-            gradient_scale = self._scale / self._trained_tokens
-            output = self._model.loss(output, batch.targets_BS, gradient_scale=gradient_scale)
-            output = output / self._trained_tokens
+            assert batch.targets is not None
+            gradient_scale = self._scale / self._num_terms
+            output = self.objective.total(self._model, output, batch.targets, gradient_scale=gradient_scale)
+            output = output / self._num_terms
             self.loss += output.detach()
         self.finite &= torch.isfinite(output.detach()).all()
         return output * self._scale if self._model.has_head else output

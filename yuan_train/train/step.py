@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
-from yuan_train.data.loader import Blend
+from yuan_train.data.loader import Samples
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.executor import Executor, Stopwatch
@@ -18,6 +18,7 @@ from yuan_train.parallel.groups import as_training_error, guard_world_collective
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Feed
+from yuan_train.train.objective import PairLoss, RowScores
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
 
@@ -27,13 +28,15 @@ class StepResult:
     """The outcome of a step, the same on all ranks."""
 
     loss: float
-    """Mean loss of the batch, in nats per trained token."""
+    """Mean loss of the batch, in nats per trained token; of pairs, per pair."""
     grad_norm: float
     """Global norm before clipping."""
     stop: bool
     """Some rank requested a stop."""
     skipped: bool = False
     """The gradients overflowed on some rank, so no rank stepped its weights."""
+    preference: tuple[float, float] | None = None
+    """Of pairs: the share in which the chosen answer is ahead, and by how much on average."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Trainer:
     expert_load: ExpertLoad | None
     """None for a model without experts."""
     device: torch.device
+    pair_loss: PairLoss | None = None
+    """The objective of a run on preference pairs, shared by this rank's stages."""
 
     @property
     def loss(self) -> torch.Tensor:
@@ -62,10 +67,17 @@ class Trainer:
             total += sum(runner.loss for runner in self.runners.values())
         return total
 
+    @property
+    def measures(self) -> torch.Tensor:
+        """This rank's term of `PairLoss.measures` of the batch; counted as `loss` is. Empty without pairs."""
+        if self.pair_loss is None:
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
+        return self.pair_loss.measures * (self.runtime.coord.tensor_rank == 0)
+
 
 def train_step(
     trainer: Trainer,
-    blend: Blend,
+    blend: Samples,
     *,
     first_sample: int,
     lr: float,
@@ -106,17 +118,25 @@ def train_step(
     stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
     # On the CPU: not all cards share a communication backend, but all ranks share gloo.
     totals = torch.stack([squares, trainer.loss, stop_flag]).cpu()
+    if trainer.pair_loss is not None:
+        totals = torch.cat([totals, trainer.measures.cpu()])
     if blend.masks:
         totals = torch.cat([totals, _count(trainer, blend, next_sample)])
     sum_over_world(runtime.groups, runtime.coord, totals, "the all-reduce of loss and gradient norm")
-    square, loss, stops, *next_tokens = totals.tolist()
-    if next_tokens:
+    square, loss, stops, *rest = totals.tolist()
+    preference = None
+    if trainer.pair_loss is not None:
+        pairs = blend.known_terms(runtime.grid.plan.global_batch_size)
+        preference = (rest[0] / pairs, rest[1] / pairs)
+    elif rest:
         trainer.feed.batch_tokens.pop((blend, first_sample), None)
-        trainer.feed.batch_tokens[blend, next_sample] = round(next_tokens[0])
+        trainer.feed.batch_tokens[blend, next_sample] = round(rest[0])
     grad_norm = math.sqrt(square) / scale if square >= 0 else math.nan
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         if may_skip and math.isfinite(loss):
-            return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, skipped=True)
+            return StepResult(
+                loss=loss, grad_norm=grad_norm, stop=stops > 0, skipped=True, preference=preference
+            )
         raise TrainingError(_blame(trainer, loss, grad_norm))
     factor = (clip / (grad_norm + 1e-6) if clip and grad_norm > clip else 1.0) / scale
     if factor != 1.0:
@@ -126,10 +146,10 @@ def train_step(
         trainer.optimizer.step(lr)
     if trainer.expert_load is not None:
         trainer.expert_load.balance()
-    return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)
+    return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, preference=preference)
 
 
-def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> float:
+def validation_loss(trainer: Trainer, blend: Samples, *, num_batches: int) -> float:
     """Mean loss over the first `num_batches` global batches of the validation data, in nats per token.
 
     Collective over all ranks.
@@ -148,32 +168,58 @@ def validation_loss(trainer: Trainer, blend: Blend, *, num_batches: int) -> floa
     return total.item() / num_batches
 
 
+def score_all_rows(trainer: Trainer, pairs: Samples, *, num_pairs: int) -> torch.Tensor:
+    """Log-probabilities of all answers under the weights as they are: fp64 [2 * pairs] on the host, by place.
+
+    One forward pass without dropout; collective over all ranks.
+    """
+    runtime, recorder = trainer.runtime, RowScores(num_pairs)
+    objectives = {stage: runner.objective for stage, runner in trainer.runners.items()}
+    for runner in trainer.runners.values():
+        runner.objective = recorder
+    batch_size = runtime.grid.plan.global_batch_size
+    firsts = range(0, 2 * num_pairs, batch_size)
+    for first in firsts:
+        then = first + batch_size if first + batch_size < firsts.stop else None
+        _begin(trainer, pairs, first_sample=first, then=then)
+        with as_training_error(runtime.coord):
+            trainer.executor.run(runtime.evaluation_program)
+    for stage, runner in trainer.runners.items():
+        runner.objective = objectives[stage]
+    # Each rank of a tensor-parallel group has recorded the same.
+    totals = torch.cat([recorder.scores, recorder.counts]) * (runtime.coord.tensor_rank == 0)
+    sum_over_world(runtime.groups, runtime.coord, totals, "the sum of the reference's log-probabilities")
+    scores, counts = totals.chunk(2)
+    return scores / counts
+
+
 def _begin(
-    trainer: Trainer, blend: Blend, *, first_sample: int, then: int | None, scale: float = 1.0
+    trainer: Trainer, blend: Samples, *, first_sample: int, then: int | None, scale: float = 1.0
 ) -> None:
     """Point the stage runners at their pipeline's share of the batch; that of batch `then` is read ahead."""
     runtime = trainer.runtime
     trainer.feed.begin(blend, first_sample, then=then)
-    trained_tokens = _trained_tokens(trainer, blend, first_sample)
+    num_terms = _num_terms(trainer, blend, first_sample)
+    if trainer.pair_loss is not None:
+        trainer.pair_loss.measures.zero_()
     for runner in trainer.runners.values():
         runner.begin(
             first_sample=first_sample + runtime.grid.first_sequence(runtime.coord),
-            trained_tokens=max(trained_tokens, 1),
+            num_terms=max(num_terms, 1),
             num_sequences=runtime.grid.plan.global_batch_size,
             scale=scale,
         )
 
 
-def _trained_tokens(trainer: Trainer, blend: Blend, first_sample: int) -> int:
-    """Tokens with a loss in a whole global batch: every rank divides by the same number.
+def _num_terms(trainer: Trainer, blend: Samples, first_sample: int) -> int:
+    """Tokens with a loss in a whole global batch, or pairs: every rank divides by the same number.
 
     With a mask only the last stages know, each of its own share. Their sum over the ranks is known since the
     step before, in whose all-reduce it was; if there was none, collective over all ranks.
     """
     runtime = trainer.runtime
-    plan = runtime.grid.plan
     if not blend.masks:
-        return plan.global_batch_size * plan.sequence_length
+        return blend.known_terms(runtime.grid.plan.global_batch_size)
     known = trainer.feed.batch_tokens
     if (blend, first_sample) not in known:
         total = _count(trainer, blend, first_sample)
@@ -182,7 +228,7 @@ def _trained_tokens(trainer: Trainer, blend: Blend, first_sample: int) -> int:
     return known[blend, first_sample]
 
 
-def _count(trainer: Trainer, blend: Blend, first_sample: int) -> torch.Tensor:
+def _count(trainer: Trainer, blend: Samples, first_sample: int) -> torch.Tensor:
     """This rank's term of the tokens with a loss in a batch that is begun or announced: fp64 [1], exact."""
     counts = trainer.runtime.coord.tensor_rank == 0
     number = trainer.feed.count_trained(blend, first_sample) if counts else 0

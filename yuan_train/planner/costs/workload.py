@@ -272,7 +272,7 @@ def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows
     of logits are held at a time.
     """
     e, w = ELEMENT_BYTES[precision], statistic_bytes(precision)
-    hidden, matrix = model.hidden_size, model.vocab_size * model.hidden_size
+    hidden, matrix = model.hidden_size, model.output_size * model.hidden_size
     norm_bytes = tokens * (2 * e * hidden + w)
     blocks = -(-tokens // logit_rows)
     return UnitWork(
@@ -282,13 +282,13 @@ def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows
         forward_flops=3.0 * tokens * model.head_forward_flops,
         backward_flops=0.0,
         forward_traffic_bytes=2.0 * norm_bytes
-        + 6.0 * w * model.vocab_size * tokens
+        + 6.0 * w * model.output_size * tokens
         + blocks * (2 * w + 2 * e) * matrix,
         backward_traffic_bytes=2.0 * norm_bytes,
         activation_bytes=norm_bytes + w * hidden * tokens,
         input_bytes=norm_bytes + w * hidden * tokens,
         selective_bytes=norm_bytes + w * hidden * tokens,
         selective_replicated_bytes=norm_bytes + w * hidden * tokens,
-        transient_bytes=3 * w * logit_rows * model.vocab_size,
+        transient_bytes=3 * w * logit_rows * model.output_size,
         output_bytes=0,
     )

@@ -1,0 +1,526 @@
+"""Our losses against TRL's own: the same model as a Hugging Face Llama, the same samples.
+
+`tools/check_trl.sh` runs it where TRL is installed. TRL's `GRPOTrainer._compute_loss`,
+`DPOTrainer._compute_loss` and `RewardTrainer.compute_loss` are called on a stand-in for the trainer, which
+has what they read of it. Prints a line a case; exits with 1 if a loss or a gradient of any parameter is off
+by more than 1e-5. With `--golden FILE` it also writes what TRL makes of given log-probabilities: losses and
+their gradients, for tests without TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+import types
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from trl.trainer.dpo_trainer import DPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.trainer.reward_trainer import RewardTrainer  # pyright: ignore[reportMissingImports]
+
+from yuan_train.config.model import ModelConfig
+from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
+from yuan_train.objectives.advantages import dr_grpo, grpo
+from yuan_train.objectives.aggregate import BatchTotals, aggregate, sample_lengths
+from yuan_train.objectives.divergence import loss_penalty
+from yuan_train.objectives.policy import aipo_loss, clipped_loss
+from yuan_train.objectives.preference import log_ratio_margin, preference_loss, reward_loss
+
+TOLERANCE = 1e-5
+PROMPTS, GROUP, PROMPT, ANSWER, VOCABULARY = 3, 4, 7, 9, 96
+
+
+@dataclass(frozen=True)
+class PolicyCase:
+    """One loss of GRPO's family."""
+
+    trl: str
+    """TRL's `loss_type`."""
+    beta: float = 0.0
+    clip: tuple[float, float] = (0.2, 0.2)
+    dual_clip: float | None = None
+
+
+POLICY = (
+    PolicyCase("grpo"),
+    PolicyCase("grpo", beta=0.04, clip=(0.2, 0.28)),
+    PolicyCase("grpo", dual_clip=1.5),
+    PolicyCase("dr_grpo", beta=0.04),
+    PolicyCase("dapo", beta=0.1, clip=(0.2, 0.28)),
+    PolicyCase("cispo", clip=(0.2, 2.0)),
+    PolicyCase("cispo", clip=(0.2, 1.05)),
+)
+NORMALISE = {"grpo": "sequence", "dr_grpo": "constant", "dapo": "token", "cispo": "token"}
+
+PREFERENCE = (
+    {"loss": "sigmoid", "beta": 0.1, "smoothing": 0.0},
+    {"loss": "sigmoid", "beta": 0.5, "smoothing": 0.1},
+    {"loss": "ipo", "beta": 0.1, "smoothing": 0.0},
+)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompts padded on the left and answers on the right, as TRL has them; B = PROMPTS * GROUP."""
+
+    ids_BS: torch.Tensor
+    prompt_mask: torch.Tensor
+    answer_mask: torch.Tensor
+    rewards_QG: torch.Tensor
+
+
+def draw_samples(*, equal_answers: bool = False) -> Samples:
+    """Random prompts of unlike lengths, each with a group of random answers."""
+    generator = torch.Generator().manual_seed(0)
+    batch = PROMPTS * GROUP
+    prompt_lengths = torch.randint(3, PROMPT + 1, (PROMPTS,), generator=generator).repeat_interleave(GROUP)
+    answer_lengths = torch.randint(2, ANSWER + 1, (batch,), generator=generator)
+    if equal_answers:
+        answer_lengths.fill_(ANSWER)
+    ids = torch.randint(1, VOCABULARY, (batch, PROMPT + ANSWER), generator=generator)
+    ids[:, :PROMPT] = ids[::GROUP, :PROMPT].repeat_interleave(GROUP, 0)
+    prompt_mask = (torch.arange(PROMPT) >= (PROMPT - prompt_lengths)[:, None]).long()
+    answer_mask = (torch.arange(ANSWER) < answer_lengths[:, None]).long()
+    rewards = torch.rand(PROMPTS, GROUP, generator=generator, dtype=torch.float64)
+    return Samples(ids * torch.cat([prompt_mask, answer_mask], 1), prompt_mask, answer_mask, rewards)
+
+
+# --- the two models ---------------------------------------------------------------------------------------
+
+
+def build_models(output: str) -> tuple[Transformer, Any]:
+    """Our model and Hugging Face's, in fp64, with the same weights."""
+    config = ModelConfig(
+        name="llama",
+        architecture="llama",
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=128,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_embeddings=False,
+        max_sequence_length=64,
+        init_std=0.1,
+        output=output,  # pyright: ignore[reportArgumentType]
+    )
+    ours = Transformer(config, dtype=torch.float64)
+    init_weights(ours, seed=3)
+    theirs_config = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.key_value_heads,
+        intermediate_size=config.ffn_hidden_size,
+        vocab_size=VOCABULARY,
+        rms_norm_eps=config.norm_epsilon,
+        rope_theta=config.rope_base,
+        tie_word_embeddings=False,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        num_labels=1,
+    )
+    kind: Any = LlamaForCausalLM if output == "vocabulary" else LlamaForSequenceClassification
+    theirs = kind(theirs_config).to(torch.float64)
+    theirs.load_state_dict(published({k: v.detach().clone() for k, v in ours.named_parameters()}))
+    return ours, theirs.train()
+
+
+def published(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our tensors under Hugging Face's names of a Llama."""
+    ends = {
+        "embedding.weight": "model.embed_tokens.weight",
+        "final_norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+        "score.weight": "score.weight",
+    }
+    inside = {
+        "attention_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.out": "self_attn.o_proj",
+        "feed_forward.down": "mlp.down_proj",
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in named.items():
+        if name in ends:
+            found[ends[name]] = tensor.unsqueeze(0) if name == "score.weight" else tensor
+            continue
+        _, layer, rest = name.split(".", 2)
+        prefix, module = f"model.layers.{layer}.", rest.removesuffix(".weight")
+        if module == "feed_forward.up":
+            gate, up = tensor.chunk(2)
+            found |= {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
+        else:
+            found[f"{prefix}{inside[module]}.weight"] = tensor
+    return found
+
+
+def our_log_probs(model: Transformer, samples: Samples) -> torch.Tensor:
+    """Log-probabilities [B, ANSWER] of the answers' tokens, 0 where there is none."""
+    batch, length = samples.ids_BS.shape
+    rows = torch.zeros(batch, length, dtype=torch.long)
+    targets = torch.full((batch, length), IGNORE_INDEX)
+    answers = samples.answer_mask.sum(1).tolist()
+    prompts = samples.prompt_mask.sum(1).tolist()
+    for b in range(batch):
+        answer = samples.ids_BS[b, PROMPT : PROMPT + answers[b]]
+        row = torch.cat([samples.ids_BS[b, PROMPT - prompts[b] : PROMPT], answer])
+        rows[b, : len(row)] = row
+        targets[b, prompts[b] - 1 : len(row) - 1] = answer
+    losses_BS = model.loss(model(rows), targets, reduction="none")
+    places = torch.tensor(prompts)[:, None] - 1 + torch.arange(ANSWER)
+    found = -losses_BS.gather(1, places.clamp(max=length - 1))
+    return found.where(samples.answer_mask.bool(), 0)
+
+
+def their_log_probs(
+    model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Stands in for `_get_per_token_logps_and_entropies`, of which TRL 1.16 has only a fused form."""
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions).logits
+    log_probs = logits[:, -logits_to_keep - 1 : -1].log_softmax(-1)
+    found = log_probs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+    return found, -(log_probs.exp() * log_probs).sum(-1).detach(), None
+
+
+# --- TRL's losses on a stand-in ---------------------------------------------------------------------------
+
+
+class _Accelerator:
+    """One process."""
+
+    num_processes = 1
+    device = torch.device("cpu")
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(1) if x.dim() == 0 else x
+
+    def gather_for_metrics(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gather(x)
+
+    def reduce(self, x: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+        return x
+
+
+def _metrics() -> dict[str, Any]:
+    return {"train": collections.defaultdict(list), "eval": collections.defaultdict(list)}
+
+
+def trl_policy_loss(
+    case: PolicyCase, log_probs_of: Any, model: Any, samples: Samples, old: Any, reference: Any
+) -> torch.Tensor:
+    """`GRPOTrainer._compute_loss`; `log_probs_of` gives the answers' log-probabilities."""
+    trainer = types.SimpleNamespace(
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level="token",
+        beta=case.beta,
+        args=types.SimpleNamespace(
+            use_bias_correction_kl=False, delta=case.dual_clip, steps_per_generation=1
+        ),
+        loss_type=case.trl,
+        epsilon_low=case.clip[0],
+        epsilon_high=case.clip[1],
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        model=types.SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        max_completion_length=ANSWER,
+        accelerator=_Accelerator(),
+        _entropy_bonus_enabled=False,
+        use_adaptive_entropy=False,
+        temperature=1.0,
+        _metrics=_metrics(),
+        _get_per_token_logps_and_entropies=log_probs_of,
+    )
+    inputs = {
+        "prompt_ids": samples.ids_BS[:, :PROMPT],
+        "prompt_mask": samples.prompt_mask,
+        "completion_ids": samples.ids_BS[:, PROMPT:],
+        "completion_mask": samples.answer_mask,
+        "advantages": advantages_of(case, samples).flatten(),
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "num_items_in_batch": samples.answer_mask.sum(),
+    }
+    return GRPOTrainer._compute_loss(trainer, model, inputs)  # pyright: ignore[reportArgumentType]
+
+
+def trl_preference_loss(
+    case: dict[str, Any], log_probs_of: Any, samples: Samples, reference: torch.Tensor
+) -> torch.Tensor:
+    """`DPOTrainer._compute_loss`; rows are the chosen answers, then the rejected ones.
+
+    cDPO is its `aot` on one pair at a time, where nothing is sorted. Its `ipo` divides log-probabilities by
+    the answer's tokens n, ours does not: with answers of one length, beta n and a loss n^2 times as large.
+    """
+    pairs = len(samples.ids_BS) // 2
+    tokens = int(samples.answer_mask[0].sum())
+    loss_type = "ipo" if case["loss"] == "ipo" else "aot" if case["smoothing"] else "sigmoid"
+    trainer = types.SimpleNamespace(
+        model=types.SimpleNamespace(training=True),
+        accelerator=_Accelerator(),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        beta=case["beta"] * (tokens if loss_type == "ipo" else 1),
+        label_smoothing=case["smoothing"],
+        use_weighting=False,
+        _metrics=_metrics(),
+        _total_train_tokens=0,
+        _tp_size=1,
+        args=types.SimpleNamespace(use_liger_kernel=False),
+    )
+    parts = [[i] for i in range(pairs)] if loss_type == "aot" else [list(range(pairs))]
+    total = torch.zeros((), dtype=torch.float64)
+    log_probs = log_probs_of()
+    for part in parts:
+        rows = [*part, *(pairs + i for i in part)]
+        nothing = torch.zeros_like(log_probs[rows]).detach()
+        output = types.SimpleNamespace(
+            log_probs=log_probs[rows], entropy=nothing, mean_logits=nothing, is_top1=nothing.bool()
+        )
+        mask = torch.cat([torch.zeros(len(rows), 1, dtype=torch.long), samples.answer_mask[rows]], 1)
+        inputs = {
+            "input_ids": torch.zeros_like(mask),
+            "attention_mask": torch.ones_like(mask),
+            "completion_mask": mask,
+            "ref_chosen_logps": reference[rows].sum(1)[: len(part)],
+            "ref_rejected_logps": reference[rows].sum(1)[len(part) :],
+        }
+        loss = DPOTrainer._compute_loss(
+            trainer,  # pyright: ignore[reportArgumentType]
+            lambda output=output, **_: output,
+            inputs,
+            False,
+        )
+        total = total + loss * len(part) / pairs
+    return total * (tokens**2 if loss_type == "ipo" else 1)
+
+
+def trl_reward_loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """`RewardTrainer.compute_loss`; rows are the chosen answers, then the rejected ones."""
+    trainer = types.SimpleNamespace(
+        model=types.SimpleNamespace(training=True),
+        args=types.SimpleNamespace(center_rewards_coefficient=None),
+        accelerator=_Accelerator(),
+        _metrics=_metrics(),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    return RewardTrainer.compute_loss(trainer, model, inputs)  # pyright: ignore[reportArgumentType]
+
+
+# --- ours -------------------------------------------------------------------------------------------------
+
+
+def advantages_of(case: PolicyCase, samples: Samples) -> torch.Tensor:
+    """[Q, G]."""
+    return grpo(samples.rewards_QG) if case.trl in ("grpo", "dapo") else dr_grpo(samples.rewards_QG)
+
+
+def our_policy_loss(
+    case: PolicyCase, log_probs: torch.Tensor, samples: Samples, old: torch.Tensor, reference: torch.Tensor
+) -> torch.Tensor:
+    """The same by our functions."""
+    advantages = advantages_of(case, samples).reshape(-1, 1)
+    mask = samples.answer_mask.bool()
+    if case.trl == "cispo":
+        losses = aipo_loss(log_probs, old, advantages, rho=case.clip[1])
+    else:
+        losses = clipped_loss(log_probs, old, advantages, clip=case.clip, dual_clip=case.dual_clip)
+    if case.beta:
+        losses = losses + loss_penalty(log_probs, reference, "k3", coefficient=case.beta)
+    totals = BatchTotals(samples=len(mask), tokens=int(mask.sum()), max_new_tokens=ANSWER)
+    return aggregate(losses, mask, sample_lengths(mask), NORMALISE[case.trl], totals)  # pyright: ignore
+
+
+def our_preference_loss(
+    case: dict[str, Any], log_probs: torch.Tensor, reference: torch.Tensor
+) -> torch.Tensor:
+    """The same by our functions."""
+    chosen, rejected = log_probs.sum(1).chunk(2)
+    margin = log_ratio_margin(chosen, rejected, *reference.sum(1).chunk(2))
+    return preference_loss(margin, **case).mean()
+
+
+def our_reward_loss(model: Transformer, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The same by our functions: rows padded on the right."""
+    scores = model.scores(model(rows)).gather(1, lengths[:, None] - 1).squeeze(1)
+    chosen, rejected = scores.chunk(2)
+    return reward_loss(chosen, rejected).mean()
+
+
+# --- the comparison ---------------------------------------------------------------------------------------
+
+
+def compare(name: str, ours: Transformer, theirs: Any, our_loss: Any, their_loss: Any) -> float:
+    """Largest difference of loss and gradients; prints it."""
+    ours.zero_grad()
+    theirs.zero_grad()
+    here, there = our_loss(), their_loss()
+    here.backward()
+    there.backward()
+    expected = {k: p.grad for k, p in theirs.named_parameters() if p.grad is not None}
+    found = published({k: p.grad for k, p in ours.named_parameters() if p.grad is not None})
+    assert set(found) == set(expected)
+    gradient = max(float((found[k] - expected[k]).abs().max()) for k in found)
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    loss = abs(here.item() - there.item())
+    print(
+        f"{name:52s} loss {there.item(): .8f}  difference {loss:.1e}, "
+        f"of gradients {gradient:.1e} (largest {largest:.1e})"
+    )
+    return max(loss, gradient)
+
+
+def _our_policy_case(
+    case: PolicyCase, model: Transformer, samples: Samples, old: torch.Tensor, reference: torch.Tensor
+) -> torch.Tensor:
+    return our_policy_loss(case, our_log_probs(model, samples), samples, old, reference)
+
+
+def _our_preference_case(
+    case: dict[str, Any], model: Transformer, samples: Samples, reference: torch.Tensor
+) -> torch.Tensor:
+    return our_preference_loss(case, our_log_probs(model, samples), reference)
+
+
+def _their_answers(model: Any, samples: Samples) -> torch.Tensor:
+    mask = torch.cat([samples.prompt_mask, samples.answer_mask], 1)
+    return their_log_probs(model, samples.ids_BS, mask, ANSWER)[0] * samples.answer_mask
+
+
+def compare_all(noise: torch.Generator) -> float:
+    """The largest difference of all cases."""
+    ours, theirs = build_models("vocabulary")
+    samples = draw_samples()
+    even = draw_samples(equal_answers=True)
+    shape = samples.answer_mask.shape
+    with torch.no_grad():
+        base = {False: our_log_probs(ours, samples), True: our_log_probs(ours, even)}
+    old = base[False] + 0.5 * torch.randn(shape, generator=noise, dtype=torch.float64)
+    drift = 0.3 * torch.randn(shape, generator=noise, dtype=torch.float64)
+    worst = 0.0
+    for case in POLICY:
+        given = (samples, old, base[False] + drift)
+        name = f"{case.trl}, kl {case.beta}, clip {case.clip}, dual {case.dual_clip}"
+        here = partial(_our_policy_case, case, ours, *given)
+        there = partial(trl_policy_loss, case, their_log_probs, theirs, *given)
+        worst = max(worst, compare(name, ours, theirs, here, there))
+    for case in PREFERENCE:
+        drawn = even if case["loss"] == "ipo" else samples
+        reference = (base[drawn is even] + drift) * drawn.answer_mask
+        name = f"{case['loss']}, beta {case['beta']}, smoothing {case['smoothing']}"
+        here = partial(_our_preference_case, case, ours, drawn, reference)
+        there = partial(trl_preference_loss, case, partial(_their_answers, theirs, drawn), drawn, reference)
+        worst = max(worst, compare(name, ours, theirs, here, there))
+    ours, theirs = build_models("value")
+    lengths = samples.answer_mask.sum(1)
+    rows = samples.ids_BS[:, PROMPT:]
+    inputs = {"input_ids": rows, "attention_mask": samples.answer_mask}
+    return max(
+        worst,
+        compare(
+            "reward model",
+            ours,
+            theirs,
+            lambda: our_reward_loss(ours, rows, lengths),
+            lambda: trl_reward_loss(theirs, dict(inputs)),
+        ),
+    )
+
+
+# --- golden data ------------------------------------------------------------------------------------------
+
+
+def golden(noise: torch.Generator) -> dict[str, Any]:
+    """TRL's losses of given log-probabilities, and their gradients by these."""
+    samples = draw_samples()
+    even = draw_samples(equal_answers=True)
+    shape = samples.answer_mask.shape
+    mask = samples.answer_mask
+
+    def draw(scale: float) -> torch.Tensor:
+        return (scale * torch.randn(shape, generator=noise, dtype=torch.float64)).round(decimals=4)
+
+    base = -3 + draw(1.0)
+    old, reference = base + draw(0.5), base + draw(0.3)
+    policy: list[dict[str, Any]] = []
+    for case in POLICY:
+        leaf = base.clone().requires_grad_()
+        given = (leaf, torch.zeros_like(leaf), None)
+        loss = trl_policy_loss(case, lambda *a, given=given, **k: given, None, samples, old, reference)
+        loss.backward()
+        policy.append(
+            {"trl": case.trl, "beta": case.beta, "clip": list(case.clip), "dual_clip": case.dual_clip}
+            | {"normalise": NORMALISE[case.trl], "loss": loss.item(), "gradient": _rounded(leaf.grad)}
+        )
+    preference: list[dict[str, Any]] = []
+    for case in PREFERENCE:
+        drawn = even if case["loss"] == "ipo" else samples
+        leaf = base.clone().requires_grad_()
+        loss = trl_preference_loss(
+            case,
+            lambda leaf=leaf, drawn=drawn: leaf * drawn.answer_mask,
+            drawn,
+            reference * drawn.answer_mask,
+        )
+        loss.backward()
+        preference.append({**case, "value": loss.item(), "gradient": _rounded(leaf.grad)})
+    return {
+        "max_new_tokens": ANSWER,
+        "mask": mask.tolist(),
+        "rewards": samples.rewards_QG.tolist(),
+        "log_probs": base.tolist(),
+        "old": old.tolist(),
+        "reference": reference.tolist(),
+        "policy": policy,
+        "preference": preference,
+    }
+
+
+def _rounded(values: torch.Tensor | None) -> list[list[float]]:
+    assert values is not None
+    return [[float(f"{value:.9g}") for value in row] for row in values.tolist()]
+
+
+def main() -> int:
+    """Compare, and write golden data if asked."""
+    import transformers
+    import trl  # pyright: ignore[reportMissingImports]
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--golden", type=Path, metavar="FILE", help="where to write golden data")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
+    worst = compare_all(torch.Generator().manual_seed(1))
+    if arguments.golden is not None:
+        found = {"trl": trl.__version__, **golden(torch.Generator().manual_seed(2))}
+        # One row of a table a line.
+        text = json.dumps(found).replace("]], ", "]],\n").replace("], [", "],\n [")
+        arguments.golden.write_text(text + "\n", encoding="utf-8")
+    if worst > TOLERANCE:
+        print(f"error: a difference of {worst:.1e}; at most {TOLERANCE:g} is allowed", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
