@@ -96,7 +96,7 @@ def test_own_card_wins_over_the_catalogue(tmp_path: Path) -> None:
         (
             "{bandwidth: 300",
             "{bandwith: 300",
-            "unknown key 'bandwith'; did you mean 'bandwidth'? (has: bandwidth, latency)",
+            "unknown key 'bandwith'; did you mean 'bandwidth'? (has: bandwidth, latency, stream)",
         ),
         (
             "name: t4, device",
