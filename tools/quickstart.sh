@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash tools/quickstart.sh: from nothing to generated text in under five minutes on two CPU cores.
+# bash tools/quickstart.sh: from nothing to generated text in about five minutes on two CPU cores.
 #
 # Installs into .venv (or $YUAN_VENV); takes Python's own standard library as text; measures this machine;
 # partitions a small model unevenly over three different cards, simulated by processes of this machine; trains it;
