@@ -12,7 +12,8 @@ from yuan_train.planner.search.shapes import Options, Shape
 
 SHARES, SHARES_OF_MANY = (1 / 2, 1 / 4, 1 / 8, 1 / 16), (1 / 4,)
 """Of the hosts' step in the best plan without a limit; the second ones with many cards."""
-MANY_CARDS = 48
+MANY_CARDS, NUM_SHAPES_OF_MANY = 48, 6
+"""On more cards than these, only so many shapes, those of the fastest plans, are cut again."""
 
 
 def solve_with_hosts(
@@ -27,6 +28,9 @@ def solve_with_hosts(
     many = len(costs.problem.cluster.cards) > MANY_CARDS
     if many and best < math.inf and not _is_short_of_memory(costs, found.candidates, best):
         return replace(found, exact=False)
+    if many and best < math.inf:
+        ranked = sorted(found.candidates, key=lambda c: choice_seconds(costs, c.cost))
+        shapes = list(dict.fromkeys(c.shape for c in ranked))[:NUM_SHAPES_OF_MANY]
 
     def solve(host_seconds: float) -> Found:
         return solve_shapes(
@@ -49,7 +53,7 @@ def solve_with_hosts(
     return Found(
         candidates=(*found.candidates, *faster),
         lower_bound_seconds=min(found.lower_bound_seconds, unlimited.lower_bound_seconds),
-        exact=found.exact and unlimited.exact and not gains,
+        exact=found.exact and unlimited.exact and not gains and not (many and best < math.inf),
         num_simulated=found.num_simulated + unlimited.num_simulated,
     )
 
