@@ -256,12 +256,17 @@ def _slowest_ring_seconds(
     collective: _Collective, costs: Costs, owners: Sequence[Replica], num_bytes: float, *, sharers: int
 ) -> float:
     """Seconds of a collective of `num_bytes` that the owners' rings have in equal parts."""
-    rings = slice_rings(owners)
-    if not costs.topology.measured:
-        # Rings through the same nodes take the same time.
-        rings = list({tuple(card.node for card in ring): ring for ring in rings}.values())
     size = num_bytes / min(map(len, owners))
-    return max(collective(costs.topology, ring, size, sharers=sharers) for ring in rings)
+    measured = bool(costs.topology.measured)
+
+    def seconds(ring: Sequence[Card]) -> float:
+        # Rings through the same nodes take the same time, unless their links were measured.
+        key = (collective, tuple(card.name if measured else card.node for card in ring), size, sharers)
+        if key not in costs.rings:
+            costs.rings[key] = collective(costs.topology, ring, size, sharers=sharers)
+        return costs.rings[key]
+
+    return max(map(seconds, slice_rings(owners)))
 
 
 def unit_parameters(model: ModelConfig, units: Sequence[int] | None = None) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.devices import Precision
@@ -90,6 +90,8 @@ class Costs:
     groups: dict[tuple[object, ...], CardCosts]
     """What `of_replica` found for tensor-parallel groups, with their collectives, and `of_experts` for
     cards."""
+    rings: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float])
+    """Seconds of the collectives of owners' rings, by what they depend on."""
 
     def of(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1

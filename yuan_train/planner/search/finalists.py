@@ -21,7 +21,7 @@ NUM_POLISHED, NUM_PROMISING = 4, 12
 PROMISING_FACTOR = 1.05
 """A plan may be polished if its estimate is within this multiple of the best step: estimates are a few
 percent high, because they count the stages after the slowest one in full."""
-FEW_CARDS = 56
+MAX_RESTRUCTURED_CARDS = 56
 """Cards up to which the structure of plans is changed, and the larger budget below holds."""
 POLISH_WORK, POLISH_WORK_PER_CARD = 4_000_000, 4_000
 """Budget of all polishes on few cards, and for each card of more; see `descent.Budget`."""
@@ -77,7 +77,7 @@ def _with_polished(
     promising = sorted(plain, key=lambda i: (estimates[i], i))[:NUM_PROMISING]
     first = plain[:NUM_POLISHED]
     best = ranked[first[0]].step_seconds
-    few = len(costs.problem.cluster.cards) <= FEW_CARDS
+    few = len(costs.problem.cluster.cards) <= MAX_RESTRUCTURED_CARDS
     work = POLISH_WORK if few else POLISH_WORK_PER_CARD * len(costs.problem.cluster.cards)
     most = work / NUM_POLISHED
     polished: list[int] = []

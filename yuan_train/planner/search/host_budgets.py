@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.search.explore import Candidate, Found, choice_seconds, solve_shapes
+from yuan_train.planner.search.explore import MANY_CARDS, Candidate, Found, choice_seconds, solve_shapes
 from yuan_train.planner.search.shapes import Options, Shape
 
 SHARES, SHARES_OF_MANY = (1 / 2, 1 / 4, 1 / 8, 1 / 16), (1 / 4,)
 """Of the hosts' step in the best plan without a limit; the second ones with many cards."""
-MANY_CARDS, NUM_SHAPES_OF_MANY = 48, 6
-"""On more cards than these, only so many shapes, those of the fastest plans, are cut again."""
+NUM_SHAPES_OF_MANY = 6
+"""On many cards only so many shapes, those of the fastest plans, are cut again."""
 
 
 def solve_with_hosts(

@@ -24,7 +24,7 @@ from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.bounds import any_bound
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, solve_shapes
-from yuan_train.planner.search.finalists import FEW_CARDS, improve, rank
+from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
 from yuan_train.planner.search.shapes import Options, Shape, list_shapes, make_plan, read_options
@@ -129,17 +129,7 @@ def search_plan(
     if not ranked:
         raise NoPlanFits(NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, options))
     lowest = found.lower_bound_seconds
-    polishes_more = (options.polished_schedules, options.polished_sizes) != (
-        options.schedules,
-        options.micro_batch_sizes,
-    )
-    has_unproven = (
-        _may_mix(options, cards)
-        or polishes_more
-        or "interleaved_1f1b" in options.polished_schedules
-        or options.half_layers
-        or may_divide_experts(costs, cards, options)
-    )
+    has_unproven = _has_unproven(costs, cards, options)
     exact = found.exact and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
     if has_unproven or (not exact and not problem.has_external_profile):
         lowest = min(lowest, any_bound(costs, cards, options))
@@ -159,6 +149,18 @@ def search_plan(
         num_shapes=len(shapes),
         num_simulated=found.num_simulated,
         notes=_notes(best.cost),
+    )
+
+
+def _has_unproven(costs: Costs, cards: Sequence[Card], options: Options) -> bool:
+    """Whether plans that no proof covers are among the searched ones."""
+    proven = options.schedules, options.micro_batch_sizes
+    return (
+        _may_mix(options, cards)
+        or (options.polished_schedules, options.polished_sizes) != proven
+        or "interleaved_1f1b" in options.polished_schedules
+        or options.half_layers
+        or may_divide_experts(costs, cards, options)
     )
 
 
@@ -239,7 +241,7 @@ def _more_plans(
     """Plans that are no cut of a shape: mixed pipelines, and good plans with virtual stages."""
     made: list[tuple[Shape | None, Plan]] = []
     # Making a schedule of virtual stages takes seconds on many cards: there only if it is asked for.
-    few = len(cards) <= FEW_CARDS
+    few = len(cards) <= MAX_RESTRUCTURED_CARDS
     if "interleaved_1f1b" in (options.polished_schedules if few else options.schedules):
         plain = (candidate for candidate in ranked if candidate.plan.schedule == "1f1b")
         split = ((candidate.shape, list(split_stages(candidate.plan))) for candidate in plain)

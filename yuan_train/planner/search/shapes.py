@@ -77,7 +77,7 @@ class Options:
     offload: bool
     """Whether a stage's optimizer state may lie on the host."""
     host_seconds: float = 0.0
-    """The longest optimizer step on a host that a cut may count on; `search_offloads` sets it."""
+    """The longest optimizer step on a host that a cut may count on; `solve_with_hosts` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
