@@ -437,12 +437,8 @@ def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dic
     found: dict[str, str | float] = {}
     for name in packages.PACKAGES:
         fault = dispatch.package_fault(name, device, dtype)
-        found[name] = fault or packages.relative_time(name, _our_norm, device, dtype, hidden=hidden)
+        found[name] = fault or packages.relative_time(name, norms.own_rms_norm, device, dtype, hidden=hidden)
     return found
-
-
-def _our_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return torch.ops.yuan.rms_norm(x, weight, epsilon)[0]
 
 
 def bf16_products() -> str:
