@@ -36,11 +36,19 @@ def add_grouped_products_(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence
 @registration.register("yuan::grouped_linear")
 def _grouped_linear(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     shape = math.gcd(weight.shape[1], weight.shape[2])
-    chosen = dispatch.choose(
-        "grouped_linear", x.device, x.dtype, dispatch.shape_class("grouped_linear", shape)
-    )
-    if chosen.implementation == "grouped" and x.shape[0]:
+    name = dispatch.choose(
+        "grouped_linear",
+        x.device,
+        x.dtype,
+        dispatch.shape_class("grouped_linear", shape),
+        dispatch.requested("grouped_linear"),
+    ).implementation
+    if name == "grouped" and x.shape[0]:
         return one_call(x, weight, counts)
+    if name == "triton":
+        from yuan_kernels import triton_grouped
+
+        return triton_grouped.grouped_linear(x, weight, counts)
     return loop(x, weight, counts)
 
 

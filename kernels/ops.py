@@ -429,7 +429,7 @@ def choices(device: torch.device, dtype: torch.dtype, *, hidden: int, head_dim: 
         return [Choice(op, str(device), dtype, "any", "reference", reason) for op in dispatch.OPS]
     rows = dict.fromkeys(dispatch.OPS, hidden) | {"document_attention": head_dim}
     shapes = {op: dispatch.shape_class(op, row) for op, row in rows.items()}
-    return [dispatch.choose(op, device, dtype, shapes[op], dispatch.requested_package(op)) for op in shapes]
+    return [dispatch.choose(op, device, dtype, shapes[op], dispatch.requested(op)) for op in shapes]
 
 
 def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dict[str, str | float]:

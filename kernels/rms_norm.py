@@ -51,7 +51,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
 
 def _requested_norm(x: Tensor) -> packages.Norm | None:
     """The norm of another package, if one is requested and can be used for x."""
-    package = dispatch.requested_package("rms_norm")
+    package = dispatch.requested("rms_norm")
     if not package or not x.numel() or dispatch.implementation("rms_norm", x) != package:
         return None
     return packages.find_norm(package)
