@@ -33,7 +33,17 @@ MAY_IMPORT = {
         "parallel",
         "checkpoint",
     },
+    "megatron": {
+        "config",
+        "yuan_kernels",
+        "models",
+        "data",
+        "parallel",
+        "checkpoint",
+        "train",
+    },
     "cli": {
+        "megatron",
         "config",
         "schedule",
         "yuan_kernels",

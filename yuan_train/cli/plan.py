@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan fits."""
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
+    from yuan_train.config.express import to_layout
     from yuan_train.config.plan_files import save_plan
 
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     profile = read_profiles(arguments.profile)
 
     from yuan_train.planner.costs.plan_problem import PlanProblem
-    from yuan_train.planner.report.notations import to_blocks, to_layout
+    from yuan_train.planner.report.notations import to_blocks
     from yuan_train.planner.report.page import plan_html
     from yuan_train.planner.report.terminal import plan_json, plan_table
     from yuan_train.planner.search.largest import find_largest

@@ -109,6 +109,38 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def enter_world_as(rank: int, *, timeout_seconds: float) -> None:
+    """Leave the group of all ranks, and enter it again as another rank; alone, if there is none.
+
+    Collective over all ranks, which must give different numbers. The store in which they met serves again.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if _order_is_same(rank):
+        return
+    world_size, backend = dist.get_world_size(), dist.get_backend_config()
+    store = dist.PrefixStore(
+        "entered-again",
+        dist.distributed_c10d._get_default_store(),  # pyright: ignore[reportPrivateUsage]
+    )
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _order_is_same(rank: int) -> bool:
+    """Whether every rank gives its own number; collective over all ranks."""
+    differs = torch.tensor(float(rank != dist.get_rank()))
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    return not bool(differs)
+
+
+def make_world_groups(*, timeout_seconds: float) -> Groups:
+    """The groups for sums over all ranks, without any others; collective over all ranks."""
+    return Groups({}, {}, tree=_make_tree(timeout_seconds=timeout_seconds))
+
+
 def make_groups(
     grid: Grid, *, device: torch.device, timeout_seconds: float, startup_timeout_seconds: float | None = None
 ) -> Groups:

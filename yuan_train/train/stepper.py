@@ -9,29 +9,13 @@ from typing import Protocol
 
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.data.loader import Samples
-from yuan_train.parallel.grid import Grid, RankCoord
-from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.build import build, checkpoint_tensors
 from yuan_train.train.job import Job
 from yuan_train.train.reference import prepare_reference
 from yuan_train.train.state import Progress
 from yuan_train.train.step import StepResult, Trainer, train_step, validation_loss
-
-
-class World(Protocol):
-    """Where a rank stands among all."""
-
-    @property
-    def grid(self) -> Grid: ...
-
-    @property
-    def coord(self) -> RankCoord: ...
-
-    @property
-    def groups(self) -> Groups:
-        """For the sums and gathers over all ranks."""
-        ...
+from yuan_train.train.world import World
 
 
 class Stepper(Protocol):
