@@ -26,7 +26,7 @@ setup(
     ],
     extras_require={
         "report": ["rich", "tensorboard"],
-        "megatron": ["megatron-core", "psutil", "einops"],
+        "megatron": ["megatron-core>=0.16,<0.17"],
         "tokenizers": ["tokenizers", "jinja2>=3.1"],
         "parquet": ["pyarrow"],
         "test": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,22 @@ class Case:
 def run_cases(cases: list[Case]) -> None:
     """Run the cases one after another in one set of processes, because starting processes is slow."""
     spawn(_run_cases, max(case.num_ranks for case in cases), cases)
+
+
+def run_forked_cases(cases: list[Case]) -> None:
+    """As `run_cases`, in processes forked from one that has imported megatron-core: that takes seconds."""
+    spawn(_fork_cases, 1, cases)
+
+
+def _fork_cases(_: int, cases: list[Case]) -> None:
+    fork_cases(cases)
+
+
+def fork_cases(cases: list[Case]) -> None:
+    """As `run_cases`, in processes forked from this one, which keep what it has patched."""
+    importlib.import_module("yuan_train.megatron.engine")
+    num_ranks = max(case.num_ranks for case in cases)
+    torch.multiprocessing.start_processes(_run_cases, (cases,), num_ranks, start_method="fork")
 
 
 def run_alone(case: Case) -> list[dict]:

@@ -23,6 +23,9 @@ def _version() -> str:
     return importlib.metadata.version("megatron-core")
 
 
+# It warns of its own defaults, and of what only matters on cards.
+warnings.filterwarnings("ignore", module=r"megatron\.core")
+warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     importlib.import_module("megatron.core")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -55,7 +54,7 @@ def build(job: Job) -> tuple[Job, MegatronStepper, Progress]:
     shim.install()
     position = replace(job.position, rank=expression.rank_of[job.position.rank])
     job = replace(job, plan=renumber(job.plan, expression.rank_of), position=position)
-    enter_world_as(position.rank, timeout_seconds=run.train.timeout)
+    enter_world_as(position.rank, device=job.device, timeout_seconds=run.train.timeout)
     if core.parallel_state.model_parallel_is_initialized():
         core.parallel_state.destroy_model_parallel()
     core.parallel_state.initialize_model_parallel(
@@ -70,10 +69,7 @@ def build(job: Job) -> tuple[Job, MegatronStepper, Progress]:
     world = MegatronWorld(
         grid, grid.coords[position.rank], make_world_groups(timeout_seconds=run.train.timeout)
     )
-    with warnings.catch_warnings():
-        # It warns of its own defaults.
-        warnings.simplefilter("ignore")
-        stepper = _make_stepper(job, world, expression)
+    stepper = _make_stepper(job, world, expression)
     return job, stepper, fill(job, stepper.optimizer, stepper.held)
 
 
@@ -304,7 +300,7 @@ class MegatronStepper:
         number, model = next(micro_batches), unwrap(module)
         found = self._take(number, model)
         if number not in self.batches.inputs:
-            self.batches.inputs[number] = self._layer_inputs(number, found.resets)
+            self.batches.inputs[number] = self.layer_inputs(number, found.resets)
         tokens = self._on_device(found.tokens_BS) if model.pre_process else None
         labels = self._on_device(found.targets_BS) if model.post_process else None
         clamped = None if labels is None else labels.clamp(min=0)
@@ -323,7 +319,8 @@ class MegatronStepper:
         assert tensor is not None, "the stage reads it"
         return tensor.to(self.device, non_blocking=True)
 
-    def _layer_inputs(self, number: int, found: DocumentResets) -> LayerInputs:
+    def layer_inputs(self, number: int, found: DocumentResets) -> LayerInputs:
+        """What the layers need of a micro-batch of this pass, besides the hidden state."""
         plan, micro = self.world.grid.plan, self.world.grid.pipeline(self.world.coord).micro_batch_size
         resets = found.on(self.device)
         positions = resets["positions"]
