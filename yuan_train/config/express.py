@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
+from typing import TypeVar
 
-from yuan_train.config.errors import PlanError
+from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
-from yuan_train.config.run import RunConfig
+from yuan_train.config.run import RunConfig, SearchConfig
+
+T = TypeVar("T")
 
 EXTRA = "yuan-train[megatron]"
 """What installs megatron-core."""
@@ -189,6 +192,32 @@ def _card_reasons(plan: Plan) -> Iterator[str]:
     backends = sorted({card.backend if card is not None else "nccl" for card in cards})
     if len(backends) > 1:
         yield f"cards of the backends {' and '.join(backends)}; megatron-core's groups need one for all"
+
+
+def narrowed(search: SearchConfig) -> SearchConfig:
+    """The search keys without what megatron-core has no words for. Raises ConfigError if a key then has no
+    value left."""
+    return replace(
+        search,
+        replicas=_kept("replicas", search.replicas, (1,)),
+        recompute=_kept("recompute", search.recompute, ("none", "full")),
+        schedule=_kept("schedule", search.schedule, ("1f1b", "interleaved_1f1b")),
+        offload=(),
+        half_layers=False,
+        divide_experts=False,
+    )
+
+
+def _kept(key: str, given: tuple[T, ...] | None, known: tuple[T, ...]) -> tuple[T, ...]:
+    """The known values that are given; all of them if the key is not given."""
+    kept = tuple(value for value in known if given is None or value in given)
+    if not kept:
+        words = ", ".join(map(str, given or ()))
+        raise ConfigError(
+            f"search.{key}: [{words}], but megatron-core (search.engine) has only "
+            f"{' and '.join(map(str, known))}; add one, or search.engine: [yuan]"
+        )
+    return kept
 
 
 def run_reasons(run: RunConfig) -> Iterator[str]:
