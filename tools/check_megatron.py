@@ -34,6 +34,7 @@ class Row:
     plan: str
     options: tuple[tuple[str, Any], ...] = ()
     overrides: tuple[str, ...] = ()
+    bar: float = BAR
 
 
 LLAMA = ("model.architecture=llama", "model.attention=plain", "model.num_key_value_heads=2")
@@ -60,7 +61,8 @@ ROWS = (
     Row("hidden dropout", "1x8: 4@0,1 full:2 | 2@2,3", (), ("model.hidden_dropout=0.1",)),
     Row("Llama, tensor 2", "1x8: 6@0,1", (), LLAMA),
     Row("Qwen 3, tensor 2", "1x8: 4@0,1 | 2@2,3", (), QWEN3),
-    Row("M32's experts", "1x8: 4@0 | 2@1", (), M32),
+    # A rounding changes a token's choice of experts, and after it the losses are of two runs.
+    Row("M32's experts", "1x8: 4@0 | 2@1", (), M32, bar=1e-2),
 )
 COMMON = ("model.init_std=0.3", "validation.every=0", "data.split=null", "log.every=1000")
 
@@ -78,7 +80,7 @@ def main() -> int:
     for row, processes, layout, loss, norm in found:
         cut = layout.replace("|", "\\|")
         print(f"| {row.name} | {processes} | `{cut}` | {loss:.1e} | {norm:.1e} |")
-    return int(any(loss > BAR for *_, loss, _ in found))
+    return int(any(loss > row.bar for row, *_, loss, _ in found))
 
 
 def compare(rows: Sequence[Row], folder: Path, steps: int) -> Any:

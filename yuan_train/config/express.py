@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 EXTRA = "yuan-train[megatron]"
 """What installs megatron-core."""
+TESTED = ("0.16.1",)
+"""Versions of megatron-core that the tests run with."""
 
 _SAID = {
     "replicas",

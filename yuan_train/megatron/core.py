@@ -11,9 +11,6 @@ import logging
 import warnings
 from typing import Any
 
-TESTED = ("0.16.1",)
-"""Versions that the tests run with."""
-
 
 def _find(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"megatron.core{module}"), name)

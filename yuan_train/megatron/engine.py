@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import TrainingError
-from yuan_train.config.express import Expression, express, renumber
+from yuan_train.config.express import TESTED, Expression, express, renumber
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Samples
 from yuan_train.megatron import core, shim
@@ -181,7 +181,7 @@ class MegatronStepper:
 
     def prepare(self, job: Job, progress: Progress) -> str | None:
         return f"engine: megatron-core {core.VERSION}" + (
-            "" if core.VERSION in core.TESTED else f" (tested with {', '.join(core.TESTED)})"
+            "" if core.VERSION in TESTED else f" (tested with {', '.join(TESTED)})"
         )
 
     def step(
