@@ -22,6 +22,7 @@ def _version() -> str:
 
 # It warns of its own defaults, and of what only matters on cards.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
