@@ -55,6 +55,7 @@ from yuan_train.train.feed import Feed
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import _measure
 from yuan_train.train.step import Trainer, train_step
+from yuan_train.train.stepper import YuanStepper
 
 STEPS, WARM_UP = 30, 5
 OPERATIONS = ("allreduce", "reduce", "broadcast", "reduce_scatter_single", "all_gather_single")
@@ -241,7 +242,7 @@ def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", ste
         def take_step(step: int) -> None:
             first = step * plan.global_batch_size
             train_step(trainer, job.train, first_sample=first, lr=0.0, clip=1.0, stop=False)
-            _measure(job, trainer, step + 1, clock)
+            _measure(job, YuanStepper(trainer), step + 1, clock)
 
         model = [_Timer(NullStage, "forward"), _Timer(torch.autograd, "backward")]
         timers = [_Timer(Executor, "run"), *(_Timer(OwnedState, name) for name in REDUCTION), *model]

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from yuan_train.config.environment import count_cores, rank_defaults
 from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.express import check_engine
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.plan_files import load_plan
@@ -44,6 +45,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run file")
     parser.add_argument("--plan", required=True, metavar="FILE", help="the plan")
+    parser.add_argument(
+        "--engine", choices=("yuan", "megatron"), help="who trains, whatever `engine` the run file names"
+    )
     parser.add_argument("--print", action="store_true", help="print one torchrun command per node and exit")
     parser.add_argument("--this-node", metavar="NAME", help="this machine's node in the plan; or `all`")
     parser.add_argument(
@@ -77,9 +81,12 @@ class Node:
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     plan = load_plan(arguments.plan)
-    check_plan_of_run(plan, load_run(arguments.config, tuple(arguments.overrides)))
+    overrides = [*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else [])]
+    config = load_run(arguments.config, tuple(overrides))
+    check_plan_of_run(plan, config)
+    check_engine(plan, config)
     nodes = nodes_of(plan)
-    command = ["train", "--config", arguments.config, "--plan", arguments.plan, *arguments.overrides]
+    command = ["train", "--config", arguments.config, "--plan", arguments.plan, *overrides]
     if arguments.print:
         for line in torchrun_lines(nodes, command, rendezvous=arguments.rendezvous):
             print(line)

@@ -13,6 +13,7 @@ import torch
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
+from yuan_train.config.express import check_engine
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision
@@ -77,6 +78,7 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     check_plan_of_run(plan, run)
     check_precision(plan, run)
     check_compile(plan, run)
+    check_engine(plan, run)
     if plan.world_size != position.world_size:
         raise PlanError(
             f"the plan has {plan.world_size} ranks, but {position.world_size} "
