@@ -19,6 +19,7 @@ from yuan_train.models import compiled
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import apply, collectives, experts, transport
 from yuan_train.parallel.reducer import GradReducer
+from yuan_train.parallel.tiers.host_state import HostChunk
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
 from yuan_train.train.job import Position, prepare
@@ -87,7 +88,7 @@ def _disabled(key: str) -> Iterator[None]:
         "grad_all_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
         "sharded_grad_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
         "sharded_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
-        "host_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
+        "host_weight_sync": (HostChunk, "start_weights", lambda self, weights: None),
         "operation_per_owner": (transport, "_is_coalesced", _is_coalesced_where_equal),
         "host_copy": (transport, "_host_copy", torch.zeros_like),
         "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),

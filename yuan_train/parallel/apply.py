@@ -21,7 +21,7 @@ from yuan_train.parallel.groups import Groups, make_groups
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_head_norms, shard_parameters
-from yuan_train.parallel.zero import OwnedState
+from yuan_train.parallel.zero import HostPlace, OwnedState, host_bytes, make_host_place
 from yuan_train.schedule.check import check_schedule, peak_in_flight
 from yuan_train.schedule.messages import arrivals_proven, post_early
 from yuan_train.schedule.schedules import forward_only, make_schedule
@@ -121,15 +121,15 @@ def parallelize(
     for number, bucket in enumerate(buckets):
         for name in bucket.parameters:
             buckets_of.setdefault(name, []).append(number)
-    states = tuple(
-        _state(
-            plan,
-            bucket,
-            groups,
-            [pipeline.stages[s] for s, held in parameters.items() if bucket.parameters.keys() & held.keys()],
-            reduce_dtype,
-        )
-        for bucket in buckets
+    states = _make_states(
+        plan,
+        buckets,
+        groups,
+        [
+            [pipeline.stages[s] for s, held in parameters.items() if bucket.parameters.keys() & held.keys()]
+            for bucket in buckets
+        ],
+        reduce_dtype,
     )
     for module in modules.values():
         _await_weights(module, states, buckets_of)
@@ -191,6 +191,9 @@ def _start_reduction(
             reduce_head_norms(bucket, spec, groups.tensor)
         if adds_zeros and not any(shard.rows for shard in bucket.shards.values()):
             bucket.gradient.zero_()
+        # What was reduced meanwhile begins to go down to the host, where the host steps it.
+        for state in states[number + 1 :]:
+            state.take_if_reduced()
         states[number].start_grad_reduce()
 
     return start
@@ -325,20 +328,23 @@ def _finish_weight_sync(state: OwnedState) -> Callable[..., None]:
     return lambda module, inputs: state.finish_weight_sync()
 
 
-def _state(
+def _make_states(
     plan: Plan,
-    bucket: FlatBucket,
+    buckets: Sequence[FlatBucket],
     groups: Groups,
-    stages: Iterable[StagePlan],
+    stages: Sequence[Sequence[StagePlan]],
     reduce_dtype: torch.dtype | None,
-) -> OwnedState:
-    """The optimizer state of a bucket that `stages` of this rank hold."""
-    return OwnedState(
-        bucket,
-        groups,
-        plan.optimizer_shares if plan.optimizer_sharding else None,
-        offload=max(stage.optimizer_offload for stage in stages),
-        reduce_dtype=reduce_dtype,
+) -> tuple[OwnedState, ...]:
+    """The optimizer state of each bucket, which `stages` of this rank hold; one slab for all of them."""
+    shares = plan.optimizer_shares if plan.optimizer_sharding else None
+    offloads = [max(stage.optimizer_offload for stage in holding) for holding in stages]
+    host: HostPlace | None = None
+    if any(offloads):
+        needed = sum(host_bytes(bucket, shares, x) for bucket, x in zip(buckets, offloads, strict=True))
+        host = make_host_place(needed, device=buckets[0].weights.device)
+    return tuple(
+        OwnedState(bucket, groups, shares, offload=x, host=host, reduce_dtype=reduce_dtype)
+        for bucket, x in zip(buckets, offloads, strict=True)
     )
 
 

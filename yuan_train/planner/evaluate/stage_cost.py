@@ -262,14 +262,14 @@ def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stag
 
 
 def _update_seconds(costs: Costs, part: StageUnits, cards: Sequence[Card], offload: float) -> float:
-    """Seconds of the optimizer step per parameter: on the card, then on the slowest host for the fraction
-    `offload`."""
+    """Seconds of the optimizer step per parameter: on the card, and at the same time on the slowest host for
+    the fraction `offload`."""
     precision = costs.problem.precision
     on_card = STATE_BYTES[precision].update_traffic / part.update_bytes_per_second
     if not offload:
         return on_card
     on_host = max(host_step_seconds(costs.host_of(card), precision) for card in cards)
-    return (1.0 - offload) * on_card + offload * on_host
+    return max((1.0 - offload) * on_card, offload * on_host)
 
 
 def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
