@@ -19,6 +19,7 @@ from yuan_train.models import compiled
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import apply, collectives, experts, transport
 from yuan_train.parallel.reducer import GradReducer
+from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostChunk
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
@@ -90,6 +91,7 @@ def _disabled(key: str) -> Iterator[None]:
         "sharded_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
         "host_weight_sync": (HostChunk, "start_weights", lambda self, weights: None),
         "operation_per_owner": (transport, "_is_coalesced", _is_coalesced_where_equal),
+        "activation_fetch": (ActivationTiers, "_fetch", _fetch_nothing),
         "host_copy": (transport, "_host_copy", torch.zeros_like),
         "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
         "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
@@ -111,6 +113,13 @@ def _disabled(key: str) -> Iterator[None]:
 
 def _is_coalesced_where_equal(ranges: transport.Ranges, group: object) -> bool:
     return ranges.are_equal
+
+
+def _fetch_nothing(self: Any, part: Any, fetch: Any = ActivationTiers._fetch) -> None:  # pyright: ignore
+    """Bring zeros back."""
+    fetch(self, part)
+    for kept in part.kept.values():
+        kept.flat.zero_()
 
 
 def _keep_own_gradient(self: OwnedState) -> None:

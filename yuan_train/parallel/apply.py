@@ -22,7 +22,8 @@ from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_head_norms, shard_parameters
 from yuan_train.parallel.zero import HostPlace, OwnedState, host_bytes, make_host_place
-from yuan_train.schedule.check import check_schedule, peak_in_flight
+from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
+from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
 from yuan_train.schedule.messages import arrivals_proven, post_early
 from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import RankProgram, Schedule
@@ -75,6 +76,10 @@ class RankRuntime:
     groups: Groups
     bridge: Bridge | None
     """None in a pipeline of one stage."""
+    offloads: Offloads
+    """What this rank's stages offload of their activations."""
+    copies: RankProgram | None
+    """`program` in parts, with the copies of activations; None if nothing is offloaded."""
 
 
 def parallelize(
@@ -134,6 +139,7 @@ def parallelize(
     for module in modules.values():
         _await_weights(module, states, buckets_of)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
+    offloads = offloads_of({s: pipeline.stages[s] for s in coord.stages})
     program, evaluation_program, bridge = _make_programs(grid, coord, groups, Boundary(shape, dtype, device))
     return RankRuntime(
         grid=grid,
@@ -154,6 +160,8 @@ def parallelize(
         ),
         groups=groups,
         bridge=bridge,
+        offloads=offloads,
+        copies=_copies_of(program, offloads, coord.pipeline) if offloads else None,
     )
 
 
@@ -245,6 +253,16 @@ def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
         fault = f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}"
         raise PlanError(f"{fault}; plan again, or with another schedule") from error
     return schedule
+
+
+def _copies_of(program: RankProgram, offloads: Offloads, pipeline: int) -> RankProgram:
+    """A rank program in parts, with copies. Raises PlanError if too few parts may be resident."""
+    try:
+        copies = with_copies(program, offloads)
+    except ValueError as error:
+        raise PlanError(f"pipelines[{pipeline}]: {error}") from error
+    check_copies(copies, offloads)
+    return copies
 
 
 def _build_parts(
