@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.parallel.test_plans import weights_in
+from tests.planner.search.test_search import card, cluster, problem
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_cases
+from tests.support.ranks import Case, run_alone, run_cases
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
+from yuan_train.config.plan_constraints import check_compile, validate_plan
+from yuan_train.parallel.tiers.activations import ActivationTiers
+from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.evaluate.activation_tiers import leaving_activations
+from yuan_train.train import build
 
 OVERRIDES = ("train.steps=2", "data.sequence_length=48", "validation.every=2", "optimizer.bucket_size=1")
 STAYS = {"activation_offload": 0, "resident_parts": None, "fetch_ahead": None}
@@ -59,7 +67,9 @@ def test_activations_that_leave_change_no_bit(run_file: Path, tmp_path: Path) ->
         for kind, own in (("away", plan), ("here", resident(plan))):
             folder = tmp_path / name / kind
             cases.append(Case(run_file, folder, own, (*overrides, f"checkpoint.directory={folder / 'ck'}")))
-    control = replace(cases[0], folder=tmp_path / "control", without="activation_fetch")
+    control = replace(
+        cases[0], folder=tmp_path / "control", overrides=cases[0].overrides[:-1], without="activation_fetch"
+    )
     run_cases([*cases, control])
     for away, here in zip(cases[::2], cases[1::2], strict=True):
         ours, theirs = read_metrics(away.folder), read_metrics(here.folder)
@@ -67,3 +77,58 @@ def test_activations_that_leave_change_no_bit(run_file: Path, tmp_path: Path) ->
         before, after = weights_in(here.folder / "ck"), weights_in(away.folder / "ck")
         assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before), away
     assert read_metrics(control.folder)[-1]["loss"] != read_metrics(cases[0].folder)[-1]["loss"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_card_keeps_what_was_forecast(
+    run_file: Path, tmp_path: Path, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ActivationTiers] = []
+
+    class Recorded(ActivationTiers):
+        def __init__(self, *arguments: Any, **keys: Any) -> None:
+            super().__init__(*arguments, **keys)
+            made.append(self)
+
+    monkeypatch.setattr(build, "ActivationTiers", Recorded)
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128}
+    overrides = ("train.steps=1", "validation.every=0", "data.sequence_length=64")
+    overrides += tuple(f"model.{key}={size}" for key, size in sizes.items())
+    run = run_config(run_file, *overrides)
+    keys = {"activation_offload": [3], "resident_parts": [4], "fetch_ahead": [1]}
+    plan = parse_plan(run, "1x8: 6@0", schedule="gpipe", recompute=recompute, **keys)
+    cards = cluster(Card=(1, card()))
+    given = problem(cards, model=run.model, sequence_length=64, global_batch_size=8, precision="fp32")
+    forecast = leaving_activations(make_costs(given), plan, 0, 0, cards.cards)
+    run_alone(Case(run_file, tmp_path, plan, overrides))
+    # What is too small to leave is forecast too.
+    assert 0.98 * forecast.card_bytes < made[0].most_bytes_here <= forecast.card_bytes
+
+
+FAULTS = {
+    "missing: how many halves": {"activation_offload": 1},
+    "no activations leave": {"resident_parts": 3},
+    "4 layers, but the stage holds 3": {"activation_offload": 4, "resident_parts": 3},
+    "with recompute: full nothing is kept": {
+        "activation_offload": 1,
+        "resident_parts": 3,
+        "recompute": "full",
+    },
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_plan_that_cannot_offload_is_refused(run_file: Path, fault: str) -> None:
+    plan = parse_plan(run_config(run_file), "1x8: 3@0 | 3@1")
+    (pipeline,) = plan.pipelines
+    first = replace(pipeline.stages[0], **FAULTS[fault])
+    faulty = replace(plan, pipelines=(replace(pipeline, stages=(first, pipeline.stages[1])),))
+    (violation,) = validate_plan(faulty)
+    assert fault in violation.message and violation.path[:4] == ("pipelines", 0, "stages", 0)
+
+
+def test_compiled_layers_have_no_halves(run_file: Path) -> None:
+    run = run_config(run_file, "train.compile=true")
+    plan = parse_plan(run, "1x8: 6@0", activation_offload=[1], resident_parts=[3])
+    with pytest.raises(PlanError, match="activation_offload works on halves of layers"):
+        check_compile(plan, run)

@@ -98,8 +98,9 @@ class ActivationTiers:
         self._split = any(step.kind == "backward_weight" for step in program)
         self._parts: dict[Key, _Part] = {}
         self._backward: _Walk | None = None
-        self.bytes_here = 0
-        """Of what leaves: on the card, on its way down, or on its way up."""
+        self._parts_here = dict.fromkeys(offloads, 0)
+        self._bytes_here = 0
+        """Of what leaves: on the card, on its way down, or on its way up; so the parts above."""
         self.most_bytes_here = 0
 
     @contextmanager
@@ -151,10 +152,13 @@ class ActivationTiers:
         address = storage.data_ptr()
         if storage.nbytes() < SMALLEST or address in self._stays or address in shared:
             return tensor
-        part = self._parts.setdefault(key, _Part())
+        if key not in self._parts:
+            self._parts[key] = _Part()
+            self._count(key[0], 1, 0)
+        part = self._parts[key]
         if address not in part.kept:
             part.kept[address] = _Kept(storage)
-            self._count(storage.nbytes())
+            self._count(key[0], 0, storage.nbytes())
         return _View(part.kept[address], tensor)
 
     def copy(self, step: Step) -> None:
@@ -168,8 +172,9 @@ class ActivationTiers:
             part.going = None
             for kept in part.kept.values():
                 kept.flat = None
-            self.bytes_here -= part.num_bytes
+            self._count(step.stage, -1, -part.num_bytes)
         else:
+            self._count(step.stage, 1, part.num_bytes)
             self._fetch(part)
 
     def _walk(self, kind: Kind, stage: int, micro_batch: int) -> _Walk:
@@ -189,7 +194,7 @@ class ActivationTiers:
 
     def _drop(self, key: Key) -> None:
         part = self._parts.pop(key)
-        self.bytes_here -= part.num_bytes
+        self._count(key[0], -1, -part.num_bytes)
         for kept in part.kept.values():
             if kept.host is not None:
                 self._pool.give(kept.host)
@@ -213,7 +218,6 @@ class ActivationTiers:
             # Taken here, on the stream of the compute, which frees it again.
             kept.flat = torch.empty(kept.num_bytes, dtype=torch.uint8, device=self._pool.device)
             moved.append((kept.flat, kept.host.flat))
-        self._count(part.num_bytes)
 
         def copy() -> None:
             for flat, host in moved:
@@ -225,9 +229,11 @@ class ActivationTiers:
         with during(Activity("wait_copy", step)), self._pause():
             transfer.wait()
 
-    def _count(self, num_bytes: int) -> None:
-        self.bytes_here += num_bytes
-        self.most_bytes_here = max(self.most_bytes_here, self.bytes_here)
+    def _count(self, stage: int, num_parts: int, num_bytes: int) -> None:
+        self._parts_here[stage] += num_parts
+        assert 0 <= self._parts_here[stage] <= self._offloads[stage].resident, "more than the plan allows"
+        self._bytes_here += num_bytes
+        self.most_bytes_here = max(self.most_bytes_here, self._bytes_here)
 
 
 class _Walk:
