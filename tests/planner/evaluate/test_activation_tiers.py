@@ -38,7 +38,7 @@ def one_worker(copy_seconds, *, micro_batches=6, resident=3, ahead=1):
 def test_a_step_takes_its_compute_and_the_copies_that_it_waits_for(copy_seconds, stall):
     # Three stay. Copies of 3 s, one after another from 1 s on, are down when forwards of 2 s need their room
     # (4, 7 and 10 s); at 12 s the first fetch waits 1 s for the fourth. Fetched one part of 2 s ahead, each
-    # of the four that left is waited for 1 s. Of 5 s: two forwards, the first fetch and four fetches wait 3 s.
+    # of the four that left is waited for 1 s. Of 5 s: two forwards, a fetch and four backwards wait 3 s.
     found = one_worker(copy_seconds)
     assert found.step_seconds == pytest.approx(sum(found.busy_seconds) + found.stall_seconds[0])
     assert found.busy_seconds == (6 * 6.0,)

@@ -76,6 +76,8 @@ class Options:
     """Cards of a group that divides experts; empty: any number."""
     offload: bool
     """Whether a stage's optimizer state may lie on the host."""
+    offload_activations: bool = False
+    """Whether activations may lie on the host, where a plan would else recompute."""
     host_seconds: float = 0.0
     """The longest optimizer step on a host that a cut may count on; `solve_with_hosts` sets it."""
 
@@ -157,6 +159,7 @@ def read_options(
         divide_experts=search.divide_experts,
         expert_widths=tuple(sorted(set(search.tensor or ()))),
         offload="optimizer" in (("optimizer",) if search.offload is None else search.offload),
+        offload_activations="activations" in (search.offload or ()),
     )
 
 
