@@ -22,6 +22,7 @@ from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.activations import with_activations_away
+from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.bounds import any_bound
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, solve_shapes
@@ -255,8 +256,11 @@ def _more_plans(
         limit = ranked[0].step_seconds if ranked else math.inf
         mixed = mix_pipelines(costs, cards, options, limit_seconds=limit)
         made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
+    made += [(None, plan) for plan in alternating_plans(costs, cards, options)]
     result: list[Candidate] = []
     for shape, plan in made:
+        if stopped() and (ranked or result):
+            break
         if list(validate_plan(plan)):
             continue
         cost = cost_plan(costs, plan)
