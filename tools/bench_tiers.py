@@ -82,19 +82,26 @@ def measure(
     program: RankProgram, copies: RankProgram, offloads: Offloads, seconds: float, rate: float
 ) -> tuple[float, float, int]:
     """(seconds of a step, of that waits for copies, most bytes on the card) of the engine's own copies."""
-    stalled = 0.0
+    stalled, due = 0.0, 0.0
+
+    def compute(seconds: float) -> None:
+        # To a time, not for a time: what a loaded machine oversleeps must not add up.
+        nonlocal due
+        due += seconds
+        time.sleep(max(0.0, due - time.perf_counter()))
 
     @contextmanager
     def pause() -> Iterator[None]:
-        nonlocal stalled
-        began = time.perf_counter()
+        nonlocal stalled, due
         yield
-        stalled += time.perf_counter() - began
+        # A copy that ended while the part before was still due is no stall.
+        late = max(0.0, time.perf_counter() - due)
+        stalled, due = stalled + late, due + late
 
     links = HostLinks(down=make_link(CPU, bytes_per_second=rate), up=make_link(CPU, bytes_per_second=rate))
     tiers = ActivationTiers(copies, offloads, [], links, device=CPU, pause=pause)
     hidden = torch.zeros(1, requires_grad=True)
-    began = time.perf_counter()
+    began = due = time.perf_counter()
     for step in program:
         if step.kind == "forward":
             with tiers.forward(0, step.micro_batch) as parts:
@@ -102,11 +109,11 @@ def measure(
                 for _ in range(PARTS):
                     parts.enter(hidden)
                     parts.pack(torch.ones(PART_BYTES, dtype=torch.uint8))
-                    time.sleep(seconds)
+                    compute(seconds)
         else:
             with tiers.backward(0, step.micro_batch, split=False):
                 for part in reversed(range(PARTS)):
-                    time.sleep(2 * seconds)
+                    compute(2 * seconds)
                     if part:
                         tiers.part_has_ended(0, step.micro_batch, part)
     return time.perf_counter() - began, stalled, tiers.most_bytes_here

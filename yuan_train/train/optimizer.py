@@ -77,8 +77,8 @@ class Optimizer:
                 # Enqueued first: a card steps its part while the host steps the other.
                 self._adamw.step()
         for state in self.states:
-            with during(Activity("optimizer")):
-                for chunk in state.host_chunks:
+            for chunk in state.host_chunks:
+                with during(Activity("optimizer")):
                     chunk.finish_gradient()
                     if factor != 1.0:
                         chunk.gradient.mul_(factor)

@@ -30,16 +30,18 @@ def run_beside(device: torch.device) -> None:
         os.sched_setaffinity(0, near)
 
 
-def pci_address(device: torch.device) -> str:
-    """The address of a card on the PCI bus, as sysfs writes it. Numbers of NVML would not do: they know
-    nothing of CUDA_VISIBLE_DEVICES."""
+def pci_address(device: torch.device) -> str | None:
+    """The address of a card on the PCI bus, as sysfs writes it; None if torch does not tell. Numbers of NVML
+    would not do: they know nothing of CUDA_VISIBLE_DEVICES."""
     card = torch.cuda.get_device_properties(device)
+    if not hasattr(card, "pci_domain_id"):
+        return None
     return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
-def numa_node(address: str, pci: Path = PCI) -> int | None:
+def numa_node(address: str | None, pci: Path = PCI) -> int | None:
     """The NUMA node of the card at a PCI address; None if the system does not say."""
-    path = pci / address / "numa_node"
+    path = pci / (address or "unknown") / "numa_node"
     number = int(path.read_text(encoding="ascii")) if path.exists() else -1
     return number if number >= 0 else None
 
