@@ -40,6 +40,8 @@ class HostChunk:
     exp_avg_sq: torch.Tensor
     decays: bool
     links: HostLinks
+    _source: torch.Tensor | None = field(default=None, repr=False)
+    """On the card, what comes down: its memory must not be used again before the copy has ended."""
     _coming: Transfer | None = field(default=None, repr=False)
     _going: Transfer | None = field(default=None, repr=False)
 
@@ -48,6 +50,7 @@ class HostChunk:
         source = self._of(reduced)
         # A step that was skipped has not waited.
         self._finish_coming()
+        self._source = source
         self._coming = self.links.down.begin(
             lambda: _copy(source, self.gradient), source.numel() * source.itemsize
         )
@@ -80,7 +83,7 @@ class HostChunk:
     def _finish_coming(self) -> None:
         if self._coming is not None:
             self._coming.finish()
-            self._coming = None
+            self._coming = self._source = None
 
     def _of(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.start : self.start + self.master.numel()]

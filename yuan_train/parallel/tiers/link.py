@@ -122,5 +122,7 @@ class _SlowLink:
                 copy()
             except BaseException as error:
                 transfer.fault = error
+            # Until the next job comes, nothing here may hold what was copied.
+            del copy
             time.sleep(max(0.0, free - time.perf_counter()))
             transfer.ended.set()
