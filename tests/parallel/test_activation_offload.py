@@ -62,7 +62,7 @@ def test_activations_that_leave_change_no_bit(run_file: Path, tmp_path: Path) ->
     cases: list[Case] = []
     for name, (keys, offloads, more) in PLANS.items():
         overrides = (*OVERRIDES, *more)
-        columns = dict(zip(STAYS, map(list, zip(*offloads, strict=True)), strict=True))
+        columns: dict[str, Any] = dict(zip(STAYS, map(list, zip(*offloads, strict=True)), strict=True))
         plan = parse_plan(run_config(run_file, *overrides), **keys, **columns)
         for kind, own in (("away", plan), ("here", resident(plan))):
             folder = tmp_path / name / kind
@@ -95,7 +95,7 @@ def test_a_card_keeps_what_was_forecast(
     overrides = ("train.steps=1", "validation.every=0", "data.sequence_length=64")
     overrides += tuple(f"model.{key}={size}" for key, size in sizes.items())
     run = run_config(run_file, *overrides)
-    keys = {"activation_offload": [3], "resident_parts": [4], "fetch_ahead": [1]}
+    keys: dict[str, Any] = {"activation_offload": [3], "resident_parts": [4], "fetch_ahead": [1]}
     plan = parse_plan(run, "1x8: 6@0", schedule="gpipe", recompute=recompute, **keys)
     cards = cluster(Card=(1, card()))
     given = problem(cards, model=run.model, sequence_length=64, global_batch_size=8, precision="fp32")

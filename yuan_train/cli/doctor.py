@@ -351,9 +351,7 @@ def _host_line(host: Facts) -> str:
     room = "not known" if available is None else f"at most {show_bytes(available)} now"
     limit = "no limit of locked memory"
     if locked is not None:
-        limit = (
-            f"locked memory is limited to {show_bytes(locked)} (`ulimit -l`): CUDA may not pin it"
-        )
+        limit = f"locked memory is limited to {show_bytes(locked)} (`ulimit -l`): CUDA may not pin it"
     return f"host memory for optimizer_offload and activation_offload: {room}; {limit}"
 
 

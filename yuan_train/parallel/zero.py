@@ -431,13 +431,30 @@ def _host_shard(
 ) -> OptimizerShard:
     """The shard of weights [k], in the master's precision, in host memory."""
     n = weights.numel()
-    buffers = [host.slab.take(n, weights.dtype) for _ in range(NUM_BUFFERS)]
-    buffers[0].copy_(weights)
-    chunks = (
-        HostChunk(layout, start + first, *(buffer[first:last] for buffer in buffers), decays, host.links)
-        for first, last, decays in chunk_ranges(n, num_matrix_elements)
+    master, gradient, exp_avg, exp_avg_sq = (host.slab.take(n, weights.dtype) for _ in range(NUM_BUFFERS))
+    master.copy_(weights)
+    return OptimizerShard(
+        start=start,
+        end=start + n,
+        master=master,
+        gradient=gradient,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        num_matrix_elements=num_matrix_elements,
+        chunks=tuple(
+            HostChunk(
+                layout=layout,
+                start=start + first,
+                master=master[first:last],
+                gradient=gradient[first:last],
+                exp_avg=exp_avg[first:last],
+                exp_avg_sq=exp_avg_sq[first:last],
+                decays=decays,
+                links=host.links,
+            )
+            for first, last, decays in chunk_ranges(n, num_matrix_elements)
+        ),
     )
-    return OptimizerShard(start, start + n, *buffers, num_matrix_elements, tuple(chunks))
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -112,14 +112,18 @@ def with_copies(program: RankProgram, offloads: Offloads) -> RankProgram:
     if isinstance(found, tuple):
         return found
     stage, offload = found, offloads[found]
-    for resident in range(offload.resident + 1, offload.num_leaving * len(program)):
-        more = _Placement(program, {stage: replace(offload, resident=resident)})
-        if isinstance(more.run(), tuple):
-            break
     raise ValueError(
         f"stage {stage}: resident_parts: {offload.resident} is too small for this schedule, which holds more "
-        f"at once; set resident_parts: {resident} or more"
+        f"at once; set resident_parts: {_least_resident(program, stage, offload)} or more"
     )
+
+
+def _least_resident(program: RankProgram, stage: int, offload: Offload) -> int:
+    """With how many resident parts a stage's copies can be placed. With all of them they can."""
+    resident = offload.resident + 1
+    while not isinstance(_Placement(program, {stage: replace(offload, resident=resident)}).run(), tuple):
+        resident += 1
+    return resident
 
 
 @dataclass

@@ -42,6 +42,9 @@ class Optimizer:
         self._config = config
         self._adamw: torch.optim.AdamW | None = None
         self._on_card = [s for state in states for s in state.shards if not s.on_host]
+        on_host = any(True for state in states for _ in state.host_chunks)
+        # Weights that were stepped on the host are sent while the host steps those of the next state.
+        self._rounds = [[state] for state in states] if on_host else [states]
         self._host_steps = torch.zeros((), dtype=torch.float32)
         groups = [group for shard in self._on_card for group in _param_groups(shard)]
         if not groups:
@@ -76,8 +79,8 @@ class Optimizer:
                     group["lr"] = lr
                 # Enqueued first: a card steps its part while the host steps the other.
                 self._adamw.step()
-        for state in self.states:
-            for chunk in state.host_chunks:
+        for states in self._rounds:
+            for state, chunk in ((state, chunk) for state in states for chunk in state.host_chunks):
                 with during(Activity("optimizer")):
                     chunk.finish_gradient()
                     if factor != 1.0:
@@ -85,7 +88,8 @@ class Optimizer:
                     self._step_on_host(chunk, lr)
                     state.start_host_weights(chunk)
             with during(Activity("weight_sync")):
-                state.start_weight_sync()
+                for state in states:
+                    state.start_weight_sync()
         self._host_steps += 1
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,7 +75,8 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/
 
 def _register(flat: torch.Tensor, what: str) -> None:
     """Pin the pages, so that copies run beside the compute. They stay pinned until the process ends."""
-    status = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0)
+    runtime: Any = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)
     if int(status) != 0:
         raise HostMemoryError(
             f"{what}: CUDA cannot pin {show_bytes(flat.numel())} of host memory (error {int(status)}); raise "

@@ -65,7 +65,7 @@ def _recomputing(candidate: Candidate) -> list[StageCost]:
 def _changes(costs: Costs, candidate: Candidate, options: Options) -> Iterator[dict[Place, StagePlan]]:
     """Stages to replace: all that recompute, then each of them."""
     stages = _recomputing(candidate)
-    kinds = [kind for kind in options.recompute if kind != "full"]
+    kinds: list[Recompute] = [kind for kind in options.recompute if kind != "full"]
     settings = list(itertools.product(kinds, RESIDENT, AHEAD))
     alone: list[dict[Place, StagePlan]] = []
     for kind, resident, ahead in settings:
