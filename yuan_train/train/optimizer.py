@@ -80,7 +80,7 @@ class Optimizer:
                 # Enqueued first: a card steps its part while the host steps the other.
                 self._adamw.step()
         for states in self._rounds:
-            for state, chunk in ((state, chunk) for state in states for chunk in state.host_chunks):
+            for state, chunk in ((s, c) for s in states for c in s.host_chunks):
                 with during(Activity("optimizer")):
                     chunk.finish_gradient()
                     if factor != 1.0:
