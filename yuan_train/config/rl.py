@@ -201,7 +201,7 @@ class ScheduleConfig:
     mode: Literal["auto", "sync", "async"] = "auto"
     """auto: the plan's; sync without one."""
     staleness: Annotated[int, Ge(0)] | None = None
-    """Batches that may be trained between an answer's first token and its own; None: 1, and 0 in sync mode."""
+    """Batches that may be trained between an answer's first token and its own; None: 1; 0 in sync mode."""
 
     def __post_init__(self) -> None:
         if self.staleness is None:
