@@ -33,6 +33,16 @@ MAY_IMPORT = {
         "parallel",
         "checkpoint",
     },
+    "rl": {
+        "config",
+        "schedule",
+        "models",
+        "data",
+        "objectives",
+        "parallel",
+        "checkpoint",
+        "train",
+    },
     "cli": {
         "config",
         "schedule",
@@ -44,6 +54,7 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
         "planner",
+        "rl",
     },
 }
 """Folders of ours that each folder may import, besides itself; lower floors stand first."""
