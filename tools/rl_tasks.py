@@ -3,9 +3,9 @@
     python tools/rl_tasks.py make --task sum --out data/rl/sum.jsonl
     python tools/rl_tasks.py learn --task sum --seeds 3 --out runs/rl-learn
 
-`make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; or `copy`, `a =` with the
-answer a. `learn` trains configs/run/rl-tiny.yaml on it, once for each seed, and prints the mean reward of the
-first step and of the last 20, of at most 1.20. The two functions below are the run's rewards.
+`make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; `copy`, `a =` with the answer
+a; or `code`, heads of Python functions. `learn` trains configs/run/rl-tiny.yaml on it, once for each seed, and prints the mean reward of the
+first step and of the last 20, of at most 1.20. `right` and `ends` are the run's rewards; `returns` is that of configs/run/rl-code.yaml.
 """
 
 from __future__ import annotations
@@ -31,8 +31,16 @@ def ends(completion_ids: list[int], ended: str) -> float:
     return float(ended == "stop" and len(completion_ids) == 2)
 
 
+def returns(completion: str) -> float:
+    """1 if a function returns within the answer."""
+    return float("return" in completion)
+
+
 def prompts_of(task: str) -> list[dict[str, object]]:
     """Every prompt of a task once."""
+    if task == "code":
+        heads = ("size", "name", "is_open", "first", "keys", "value", "get_line", "count")
+        return [{"prompt": f"    def {name}(self):\n"} for name in heads]
     if task == "copy":
         return [{"prompt_ids": [a, EQUALS], "answer": str(a)} for a in range(10)]
     return [{"prompt_ids": [a, b, EQUALS], "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
@@ -80,14 +88,16 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["make", "learn"])
-    parser.add_argument("--task", choices=sorted(STEPS), default="sum")
+    parser.add_argument("--task", choices=["sum", "copy", "code"], default="sum")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="learn: seeds 0 to N - 1")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="file, or folder for learn")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="learn: changes to the run")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     if given.what == "make":
         make(given.task, given.out)
         return 0
+    if given.task not in STEPS:
+        parser.error(f"{given.task} is not learned from random weights; wanted one of {', '.join(STEPS)}")
     least = 1.2
     for seed in range(given.seeds):
         start = time.process_time()

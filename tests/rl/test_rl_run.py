@@ -162,7 +162,7 @@ def test_killed_and_resumed_it_is_the_same_run(project: Path, tmp_path: Path) ->
     """SIGKILL at some moment, then on; with a reference, two updates a batch, and failing groups."""
     function = f"[{{python: '{project.parent / 'rewards.py'}:evenness'}}]"
     overrides = (
-        "train.steps=6",
+        "train.steps=4",
         "algorithm.updates=2",
         "algorithm.kl={coefficient: 0.05}",
         f"reward.functions={function}",
@@ -179,15 +179,15 @@ def test_killed_and_resumed_it_is_the_same_run(project: Path, tmp_path: Path) ->
     words = ["rl", "--config", project, *killed.overrides, f"log.directory={killed.folder}"]
     command = start_command(words, tmp_path / "stderr", environment={"OMP_NUM_THREADS": "1"})
     log = killed.folder / "metrics.jsonl"
-    while command.process.is_alive() and (not log.exists() or len(log.read_text().splitlines()) < 2):
+    while command.process.is_alive() and (not log.exists() or len(log.read_text().splitlines()) < 1):
         time.sleep(0.002)
     command.kill()
     assert log.exists(), command.stderr.read_text()
-    assert len(log.read_text().splitlines()) < 6, "it was killed on the way"
+    assert len(log.read_text().splitlines()) < 4, "it was killed on the way"
     run_rl(killed)
     assert facts(killed.folder) == facts(whole.folder)
     assert (killed.folder / "samples.jsonl").read_text() == (whole.folder / "samples.jsonl").read_text()
-    last = "checkpoints/step-00000006"
+    last = "checkpoints/step-00000004"
     tensors = sorted(path.name for path in (whole.folder / last).glob("*.distcp"))
     assert tensors
     for name in tensors:

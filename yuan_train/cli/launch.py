@@ -22,6 +22,8 @@ from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.plan_files import load_plan
+from yuan_train.config.rl import policy_run
+from yuan_train.config.rl_files import is_rl_run, load_rl
 from yuan_train.config.run import load_run
 
 logger = logging.getLogger(__name__)
@@ -77,9 +79,22 @@ class Node:
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     plan = load_plan(arguments.plan)
-    check_plan_of_run(plan, load_run(arguments.config, tuple(arguments.overrides)))
+    overrides, learns_by_reward = tuple(arguments.overrides), is_rl_run(arguments.config)
+    if learns_by_reward:
+        rl = load_rl(arguments.config, overrides)
+        run = policy_run(rl, sequence_length=max(plan.sequence_length, rl.sequence_length))
+    else:
+        run = load_run(arguments.config, overrides)
+    check_plan_of_run(plan, run)
     nodes = nodes_of(plan)
-    command = ["train", "--config", arguments.config, "--plan", arguments.plan, *arguments.overrides]
+    command = [
+        "rl" if learns_by_reward else "train",
+        "--config",
+        arguments.config,
+        "--plan",
+        arguments.plan,
+        *arguments.overrides,
+    ]
     if arguments.print:
         for line in torchrun_lines(nodes, command, rendezvous=arguments.rendezvous):
             print(line)
