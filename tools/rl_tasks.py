@@ -3,9 +3,10 @@
     python tools/rl_tasks.py make --task sum --out data/rl/sum.jsonl
     python tools/rl_tasks.py learn --task sum --seeds 3 --out runs/rl-learn
 
-`make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; `copy`, `a =` with the answer
-a; or `code`, heads of Python functions. `learn` trains configs/run/rl-tiny.yaml on it, once for each seed, and prints the mean reward of the
-first step and of the last 20, of at most 1.20. `right` and `ends` are the run's rewards; `returns` is that of configs/run/rl-code.yaml.
+`make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; `copy`, `a =` with the
+answer a; or `code`, heads of Python functions. `learn` trains configs/run/rl-tiny.yaml on one of the first
+two, once for each seed, and prints the mean reward of the first step and of the last 20, of at most 1.20. `right`
+and `ends` are the rewards of that run; `returns` is that of configs/run/rl-code.yaml.
 """
 
 from __future__ import annotations

@@ -109,6 +109,7 @@ def test_every_fault_at_once() -> None:
         ("reward.functions=[{name: number, pattern: a}]", "number takes no pattern"),
         ("reward.functions=[]", "nothing gives a reward"),
         ("algorithm.clip=[1.0, 0.2]", "wanted less than 1"),
+        ("data.template='Q: '", "has no {prompt}"),
     ],
 )
 def test_one_fault(override: str, message: str) -> None:

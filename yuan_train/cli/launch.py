@@ -82,10 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     overrides, learns_by_reward = tuple(arguments.overrides), is_rl_run(arguments.config)
     if learns_by_reward:
         rl = load_rl(arguments.config, overrides)
-        run = policy_run(rl, sequence_length=max(plan.sequence_length, rl.sequence_length))
+        trained = policy_run(rl, sequence_length=max(plan.sequence_length, rl.sequence_length))
     else:
-        run = load_run(arguments.config, overrides)
-    check_plan_of_run(plan, run)
+        trained = load_run(arguments.config, overrides)
+    check_plan_of_run(plan, trained)
     nodes = nodes_of(plan)
     command = [
         "rl" if learns_by_reward else "train",

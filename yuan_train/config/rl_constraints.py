@@ -43,6 +43,8 @@ _SAID_BELOW = (("global_batch_size",), ("compile",), ("trace",), ("output",))
 
 def _sizes(run: RLConfig) -> Iterator[Violation]:
     model, train, generation = run.model, run.train, run.generation
+    if "{prompt}" not in run.data.template:
+        yield Violation(("data", "template"), f"{run.data.template!r} has no {{prompt}}; say where it goes")
     if run.sequence_length > model.max_sequence_length:
         yield Violation(
             ("generation", "max_new_tokens"),

@@ -99,8 +99,13 @@ def read_prompts(
 
 
 def text_of(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """The text of tokens, without special ones; without a tokenizer their numbers, with spaces between."""
-    return tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
+    """The text of tokens, without special ones; without a tokenizer their numbers, with spaces between.
+
+    A model may draw words that only fill up its vocabulary; they have no text.
+    """
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint
 from yuan_train.config.dump import dump
-from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.errors import ConfigError, DataError, PlanError
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.rl import RLConfig, policy_run
@@ -119,13 +119,21 @@ def check_supported(run: RLConfig, plan: Plan | None) -> None:
 
 
 def _read(file: str, run: RLConfig, tokenizer: Tokenizer | None) -> list[Prompt]:
-    return read_prompts(
+    found = read_prompts(
         file,
         tokenizer,
         template=run.data.template,
         max_tokens=run.data.max_prompt_tokens,
         vocab_size=run.model.vocab_size,
     )
+    compared = [f.label for f in run.reward.functions if f.name in ("exact", "number", "regex")]
+    without = sum(prompt.answer is None for prompt in found)
+    if compared and without:
+        raise DataError(
+            f"{file}: {without} of {len(found)} prompts have no `answer`, with which reward function "
+            f"{compared[0]} compares; give one to each"
+        )
+    return found
 
 
 def _digest(run: RLConfig) -> str:

@@ -65,11 +65,12 @@ def load_function(function: dict[str, Any]) -> Score:
     if name in ("exact", "number"):
         return exact if name == "exact" else number
     if name is not None:
-        compiled = re.compile(str(pattern), re.DOTALL)
         if name == "format":
+            compiled = re.compile(str(pattern), re.DOTALL)
             return lambda fields: float(compiled.fullmatch(fields["completion"].strip()) is not None)
+        searched = re.compile(str(pattern))
         return lambda fields: float(
-            _last_group(compiled, fields["completion"]) == str(fields["answer"]).strip()
+            _last_group(searched, fields["completion"]) == str(fields["answer"]).strip()
         )
     file, _, attribute = str(function["python"]).rpartition(":")
     return _of_python(file, attribute)
