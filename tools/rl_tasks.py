@@ -5,8 +5,8 @@
 
 `make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; `copy`, `a =` with the
 answer a; or `code`, heads of Python functions. `learn` trains configs/run/rl-tiny.yaml on one of the first
-two, once for each seed, and prints the mean reward of the first step and of the last 20, of at most 1.20. `right`
-and `ends` are the rewards of that run; `returns` is that of configs/run/rl-code.yaml.
+two, once for each seed, and prints the mean reward of the first step and of the last 20, of at most 1.20.
+`right` and `ends` are the rewards of that run; `returns` is that of configs/run/rl-code.yaml.
 """
 
 from __future__ import annotations
