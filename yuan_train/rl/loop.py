@@ -42,7 +42,7 @@ from yuan_train.train.clock import StepClock, device_clock
 from yuan_train.train.footprint import keep_freed_memory
 from yuan_train.train.metrics import Log, peak_flops
 from yuan_train.train.optimizer import learning_rate
-from yuan_train.train.run import Measured, last_good, measure, open_log
+from yuan_train.train.run import Measured, last_good, measure_step, open_log
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
@@ -259,7 +259,7 @@ def _step(
         raise TrainingError(f"step {number}: {error}; {last_good(parts.saver.saved)}") from error
     stops = torch.tensor([float(stop)], dtype=torch.float64)
     sum_over_world(trainer.runtime.groups, trainer.runtime.coord, stops, "the agreement on a stop")
-    measured = measure(policy, trainer, number, clock)
+    measured = measure_step(policy, trainer, number, clock)
     training_seconds = time.perf_counter() - start
     progress = replace(
         progress.advance(policy.run, skipped=result.overflowed), tokens=progress.tokens + result.tokens

@@ -165,7 +165,7 @@ def _run_steps(
         stop = stop_requested[0] or saver.failed()
         with tracer.step(progress.step + 1, job.device, clock):
             result = _step(job, trainer, progress, lr, stop=stop, saved=saver.saved)
-            measured = measure(job, trainer, progress.step + 1, clock)
+            measured = measure_step(job, trainer, progress.step + 1, clock)
         scale = progress.scaler.scale if progress.scaler else None
         progress = progress.advance(run, skipped=result.skipped)
         with clock.paused():
@@ -227,7 +227,7 @@ class Measured:
     """Tokens of each layer's experts since they were counted last, if they were counted now."""
 
 
-def measure(job: Job, trainer: Trainer, step: int, clock: StepClock) -> Measured:
+def measure_step(job: Job, trainer: Trainer, step: int, clock: StepClock) -> Measured:
     """Wait until all ranks have finished a step, which ends it, and gather their measurements on rank 0.
 
     Collective over all ranks. Many ranks' measurements are gathered only where a progress line is due.
