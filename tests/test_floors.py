@@ -42,6 +42,16 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
     },
+    "rl": {
+        "config",
+        "schedule",
+        "models",
+        "data",
+        "objectives",
+        "parallel",
+        "checkpoint",
+        "train",
+    },
     "cli": {
         "megatron",
         "config",
@@ -54,6 +64,7 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
         "planner",
+        "rl",
     },
 }
 """Folders of ours that each folder may import, besides itself; lower floors stand first."""

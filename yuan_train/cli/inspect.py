@@ -19,6 +19,7 @@ from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.profile import load_profile
+from yuan_train.config.rl_files import is_rl_run, load_rl
 from yuan_train.config.run import Source, load_run
 from yuan_train.config.units import show_bytes, show_seconds
 
@@ -101,6 +102,8 @@ def inspect_model(path: Path) -> Facts:
 
 def inspect_run(path: Path) -> Facts:
     """Lengths of a run, and whether its data exists."""
+    if is_rl_run(path):
+        return _rl_facts(path)
     config = load_run(path)
     tokens = config.train.global_batch_size * config.data.sequence_length
     flops = config.model.training_flops(config.data.sequence_length)
@@ -256,6 +259,31 @@ def _model_facts(model: ModelConfig) -> Facts:
         "max_sequence_length": length,
         "forward_flops_per_token": model.training_flops(length) // 3,
         "training_flops_per_token": model.training_flops(length),
+    }
+
+
+def _rl_facts(path: Path) -> Facts:
+    run = load_rl(path)
+    files = [source.file for source in run.data.prompts]
+    return {
+        "model": run.model.name,
+        "parameters": run.model.parameters,
+        "algorithm": run.algorithm.name,
+        "advantage": run.algorithm.advantage,
+        "scale": run.algorithm.scale,
+        "normalise": run.algorithm.normalise,
+        "steps": run.train.steps,
+        "prompts_per_step": run.train.prompts_per_step,
+        "group": run.algorithm.group,
+        "samples_per_step": run.samples_per_step,
+        "max_prompt_tokens": run.data.max_prompt_tokens,
+        "max_new_tokens": run.generation.max_new_tokens,
+        "precision": run.train.precision,
+        "rewards": [function.label for function in run.reward.functions],
+        "reference": run.needs_reference,
+        "prompts": [{"file": file, "there": Path(file).exists()} for file in files],
+        "checkpoints": run.checkpoint.directory,
+        "log": run.log.directory,
     }
 
 

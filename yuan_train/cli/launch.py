@@ -23,6 +23,8 @@ from yuan_train.config.express import check_engine
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.plan_files import load_plan
+from yuan_train.config.rl import policy_run
+from yuan_train.config.rl_files import is_rl_run, load_rl
 from yuan_train.config.run import load_run
 
 logger = logging.getLogger(__name__)
@@ -81,12 +83,18 @@ class Node:
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     plan = load_plan(arguments.plan)
-    overrides = [*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else [])]
-    config = load_run(arguments.config, tuple(overrides))
-    check_plan_of_run(plan, config)
-    check_engine(plan, config)
+    overrides = (*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else []))
+    learns_by_reward = is_rl_run(arguments.config)
+    if learns_by_reward:
+        rl = load_rl(arguments.config, overrides)
+        trained = policy_run(rl, sequence_length=max(plan.sequence_length, rl.sequence_length))
+    else:
+        trained = load_run(arguments.config, overrides)
+        check_engine(plan, trained)
+    check_plan_of_run(plan, trained)
     nodes = nodes_of(plan)
-    command = ["train", "--config", arguments.config, "--plan", arguments.plan, *overrides]
+    name = "rl" if learns_by_reward else "train"
+    command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
     if arguments.print:
         for line in torchrun_lines(nodes, command, rendezvous=arguments.rendezvous):
             print(line)

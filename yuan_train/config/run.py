@@ -11,13 +11,14 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from yuan_train.config.devices import GIB, Precision
-from yuan_train.config.document import Document, graft, is_mapping, override, read_document
+from yuan_train.config.document import override, read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
 from yuan_train.config.renamed import Renamed
 from yuan_train.config.run_constraints import compile_constraints, trace_constraints
+from yuan_train.config.run_files import is_rl_document, with_model
 from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
 
@@ -391,23 +392,8 @@ def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:
 def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Read a run file and the model file that it names. Raises ConfigError with every violation."""
     document = read_document(path)
+    if is_rl_document(document):
+        raise ConfigError(f"{path}: a run of reinforcement learning (it has `algorithm`): `yuan-train rl`")
     for assignment in overrides:
-        document = override(_with_model(document), assignment)
-    return build(_with_model(document), RunConfig, validate=validate_run)
-
-
-def _with_model(document: Document) -> Document:
-    """Replace the path of the model by the model.
-
-    The path is relative to the run file, or on the command line to the working directory.
-    """
-    name = document.value.get("model") if is_mapping(document.value) else None
-    if not isinstance(name, str):
-        return document
-    where = document.source(("model",))
-    folder = Path() if where.startswith("command line") else Path(document.name).parent
-    try:
-        model = read_document(folder / name)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: model: {error}") from None
-    return graft(document, ("model",), model)
+        document = override(with_model(document), assignment)
+    return build(with_model(document), RunConfig, validate=validate_run)
