@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from yuan_kernels import dispatch, products
+from yuan_kernels import dispatch, products, registration
 
 DocumentRanges = tuple[tuple[int, int], ...]
 """Half-open token ranges of the documents, over a micro-batch's B * S flattened tokens, without gaps."""
@@ -91,7 +91,7 @@ def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if _needs_own_backward(query, key, value):
-        return torch.ops.yuan.causal_attention(query, key, value)[0]
+        return _causal_attention(query, key, value)[0]
     heads = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -177,12 +177,12 @@ def _backward_blocks(
     return gradients
 
 
-@torch.library.custom_op("yuan::causal_attention", mutates_args=())
+@registration.register("yuan::causal_attention")
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return _forward(query, key, value)
 
 
-@torch.library.custom_op("yuan::causal_attention_backward", mutates_args=())
+@registration.register("yuan::causal_attention_backward")
 def _causal_attention_backward(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, normalizer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,7 +208,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 
 
 def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.yuan.causal_attention_backward(dy, *ctx.saved_tensors)
+    return _causal_attention_backward(dy, *ctx.saved_tensors)
 
 
 _causal_attention.register_autograd(_backward, setup_context=_save)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from yuan_kernels import dispatch, reference
+from yuan_kernels import dispatch, reference, registration
 from yuan_kernels.cross_entropy_blocks import (
     WEIGHT_ROWS,
     Exchange,
@@ -70,12 +70,11 @@ def _registered(
         return reference.linear_cross_entropy(
             hidden, weight, targets, ignore_index=ignore_index, reduction=reduction
         )
-    ops = torch.ops.yuan
     if reduction == "none":
-        return ops.token_losses(hidden, weight, targets, ignore_index, chunk_size)[0]
+        return _token_op(hidden, weight, targets, ignore_index, chunk_size)[0]
     enabled = torch.is_grad_enabled()
     needs = enabled and hidden.requires_grad, enabled and weight.requires_grad
-    return ops.linear_cross_entropy(hidden, weight, targets, ignore_index, chunk_size, *needs)[0]
+    return _sum_op(hidden, weight, targets, ignore_index, chunk_size, *needs)[0]
 
 
 def _default_chunk(hidden: Tensor) -> int:
@@ -162,7 +161,7 @@ def _check_loss_gradient(scale: Tensor, expected: float) -> None:
 # --- registration: without a main gradient and a sharded vocabulary ----------------------------------------
 
 
-@torch.library.custom_op("yuan::linear_cross_entropy", mutates_args=())
+@registration.register("yuan::linear_cross_entropy")
 def _sum_op(
     hidden: Tensor,
     weight: Tensor,
@@ -179,7 +178,7 @@ def _sum_op(
     return loss, dhidden, dweight
 
 
-@torch.library.custom_op("yuan::token_losses", mutates_args=())
+@registration.register("yuan::token_losses")
 def _token_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -187,7 +186,7 @@ def _token_op(
     return token_losses(hidden, weight, targets, options)
 
 
-@torch.library.custom_op("yuan::token_losses_backward", mutates_args=())
+@registration.register("yuan::token_losses_backward")
 def _token_backward_op(
     scale: Tensor,
     hidden: Tensor,
@@ -258,7 +257,7 @@ def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _tokens_backward(ctx: Any, scale: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.yuan.token_losses_backward(scale, *ctx.saved_tensors, *ctx.sizes)
+    gradients = _token_backward_op(scale, *ctx.saved_tensors, *ctx.sizes)
     needed = zip(gradients, ctx.needs_input_grad[:2], strict=True)
     return *(g if need else None for g, need in needed), None, None, None
 

@@ -12,7 +12,8 @@ A choice is the name of an implementation of the op's own file:
     grouped     matrix products of groups in one call of torch: CUDA from compute capability 9.0
 
 `YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=rms_norm=liger` (or `apex`) another package's
-norm. The variable is read at each call. Unset or empty, this module chooses; any other value is a ValueError.
+norm, `YUAN_KERNELS=grouped_linear=triton` our kernel for products of groups. The variable is read at each
+call. Unset or empty, this module chooses; any other value is a ValueError.
 An implementation that depends on Triton or on another package must first pass a test on a small case.
 
 Triton's block sizes and warps are fixed for each kernel. Nothing is tuned at run time: a restart tunes
@@ -50,7 +51,7 @@ _ELEMENTWISE = ("rotary", "swiglu")
 MINIMUM_CAPABILITY = (7, 0)
 """Oldest compute capability that the tests compile our Triton kernels for (V100)."""
 
-_NORMS = {f"rms_norm={name}": name for name in packages.PACKAGES}
+_REQUESTS = {f"rms_norm={name}": name for name in packages.PACKAGES} | {"grouped_linear=triton": "triton"}
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAXIMUM_ROW = 16384
@@ -74,8 +75,8 @@ class Choice:
 def reference_selected() -> bool:
     """Whether `YUAN_KERNELS` selects the definitions. Raises ValueError for an unknown value."""
     value = os.environ.get("YUAN_KERNELS", "")
-    if value not in ("", "reference", *_NORMS):
-        known = ", ".join(repr(word) for word in ("reference", *_NORMS))
+    if value not in ("", "reference", *_REQUESTS):
+        known = ", ".join(repr(word) for word in ("reference", *_REQUESTS))
         raise ValueError(f"YUAN_KERNELS={value!r} is unknown; unset it, or set it to one of {known}")
     return value == "reference"
 
@@ -88,17 +89,17 @@ def uses_definition() -> bool:
     return reference_selected() or torch.compiler.is_compiling()
 
 
-def requested_package(op: str) -> str:
-    """Return the package that `YUAN_KERNELS` requests for `op`; empty if none."""
+def requested(op: str) -> str:
+    """Return the package or implementation that `YUAN_KERNELS` requests for `op`; empty if none."""
     value = os.environ.get("YUAN_KERNELS", "")
-    return _NORMS.get(value, "") if op == "rms_norm" else ""
+    return _REQUESTS.get(value, "") if value.partition("=")[0] == op else ""
 
 
 def implementation(op: str, x: Tensor) -> str:
     """Return the name of the implementation of `op` for x [..., H]."""
     if reference_selected():
         return "reference"
-    return choose(op, x.device, x.dtype, shape_class(op, x.shape[-1]), requested_package(op)).implementation
+    return choose(op, x.device, x.dtype, shape_class(op, x.shape[-1]), requested(op)).implementation
 
 
 def shape_class(op: str, hidden: int) -> str:
@@ -116,14 +117,15 @@ def shape_class(op: str, hidden: int) -> str:
 def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, package: str = "") -> Choice:
     """Choose an implementation and log it; later calls return the cached choice.
 
-    `package`: use this package's implementation if it passes its test; empty for ours.
+    `package`: use this package's implementation, or this one of ours, if it passes its test; empty for what
+    is chosen without a request.
     """
     if op == "document_attention":
         fault = varlen_fault(device, dtype, shape)
         name, reason = ("loop", fault) if fault else ("varlen", "tested")
     elif op == "grouped_linear":
-        fault = grouped_fault(device, dtype, shape)
-        name, reason = ("loop", fault) if fault else ("grouped", "tested")
+        name, reason = _grouped(device, dtype, shape, requested=package)
+        package = ""
     elif device.type == "cuda":
         name, reason = _on_cuda(op, device, dtype, shape)
     else:
@@ -204,6 +206,17 @@ def grouped_fault(device: torch.device, dtype: torch.dtype, shape: str) -> str |
         return f"torch {torch.__version__} has no grouped product"
     fault = _fault(lambda: self_test.grouped_is_correct(device, dtype))
     return fault and f"it failed its test: {fault}"
+
+
+def _grouped(device: torch.device, dtype: torch.dtype, shape: str, *, requested: str) -> tuple[str, str]:
+    reason = ""
+    if requested == "triton":
+        name, reason = _on_cuda("grouped_linear", device, dtype, "any") if device.type == "cuda" else ("", "")
+        if name == "triton":
+            return name, f"requested, and {reason}"
+    fault = grouped_fault(device, dtype, shape)
+    name, found = ("loop", fault) if fault else ("grouped", "tested")
+    return name, f"{found}; not triton: {reason or 'it is for CUDA devices'}" if requested else found
 
 
 def _triton_is_correct(op: str, device: torch.device, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from yuan_kernels import dispatch, reference
+from yuan_kernels import dispatch, reference, registration
 from yuan_kernels.reference import accumulation_dtype
 
 
@@ -24,32 +24,32 @@ def expert_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
     """Return the copies [R, H]; arguments and result as in `ops.expert_rows`."""
     if dispatch.reference_selected():
         return reference.expert_rows(x, order, slots)
-    return torch.ops.yuan.expert_rows(x, order, slots)
+    return _expert_rows(x, order, slots)
 
 
 def combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """Return the sums [T, H]; arguments and result as in `ops.combine_rows`."""
     if dispatch.reference_selected():
         return reference.combine_rows(rows, weights, order)
-    return torch.ops.yuan.combine_rows(rows, weights, order)
+    return _combine_rows(rows, weights, order)
 
 
-@torch.library.custom_op("yuan::expert_rows", mutates_args=())
+@registration.register("yuan::expert_rows")
 def _expert_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
     return x.index_select(0, order // slots)
 
 
-@torch.library.custom_op("yuan::sum_slots", mutates_args=())
+@registration.register("yuan::sum_slots")
 def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
     return reference.sum_slots(rows, order, tokens, slots)
 
 
-@torch.library.custom_op("yuan::combine_rows", mutates_args=())
+@registration.register("yuan::combine_rows")
 def _combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     return reference.combine_rows(rows, weights, order)
 
 
-@torch.library.custom_op("yuan::combine_rows_backward", mutates_args=())
+@registration.register("yuan::combine_rows_backward")
 def _combine_backward(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     dy_rows = dy.index_select(0, order // weights.shape[1])
     dweights = torch.zeros(weights.shape, dtype=weights.dtype, device=weights.device)
@@ -86,7 +86,7 @@ def _save_copies(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _copies_backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.yuan.sum_slots(drows, *ctx.saved_tensors, ctx.tokens, ctx.slots), None, None
+    return _sum_slots(drows, *ctx.saved_tensors, ctx.tokens, ctx.slots), None, None
 
 
 def _save_sums(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -94,7 +94,7 @@ def _save_sums(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _sums_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return *torch.ops.yuan.combine_rows_backward(dy, *ctx.saved_tensors), None
+    return *_combine_backward(dy, *ctx.saved_tensors), None
 
 
 _expert_rows.register_autograd(_copies_backward, setup_context=_save_copies)

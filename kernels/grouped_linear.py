@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from yuan_kernels import dispatch, products, reference
+from yuan_kernels import dispatch, products, reference, registration
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Return each group's rows times its matrix; arguments and result as in `ops.grouped_linear`."""
     if dispatch.reference_selected():
         return reference.grouped_linear(x, weight, counts)
-    return torch.ops.yuan.grouped_linear(x, weight, list(counts))
+    return _grouped_linear(x, weight, list(counts))
 
 
 def add_grouped_products_(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) -> None:
@@ -33,18 +33,26 @@ def add_grouped_products_(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence
         products.add_product_(total[group], dy[rows].T, x[rows])
 
 
-@torch.library.custom_op("yuan::grouped_linear", mutates_args=())
+@registration.register("yuan::grouped_linear")
 def _grouped_linear(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     shape = math.gcd(weight.shape[1], weight.shape[2])
-    chosen = dispatch.choose(
-        "grouped_linear", x.device, x.dtype, dispatch.shape_class("grouped_linear", shape)
-    )
-    if chosen.implementation == "grouped" and x.shape[0]:
+    name = dispatch.choose(
+        "grouped_linear",
+        x.device,
+        x.dtype,
+        dispatch.shape_class("grouped_linear", shape),
+        dispatch.requested("grouped_linear"),
+    ).implementation
+    if name == "grouped" and x.shape[0]:
         return one_call(x, weight, counts)
+    if name == "triton":
+        from yuan_kernels import triton_grouped
+
+        return triton_grouped.grouped_linear(x, weight, counts)
     return loop(x, weight, counts)
 
 
-@torch.library.custom_op("yuan::grouped_weight_gradient", mutates_args=())
+@registration.register("yuan::grouped_weight_gradient")
 def _weight_gradient(dy: Tensor, x: Tensor, counts: list[int]) -> Tensor:
     gradient = torch.zeros(len(counts), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
     for rows, group in _groups(counts):
@@ -102,8 +110,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, _ = ctx.needs_input_grad
     return (
-        torch.ops.yuan.grouped_linear(dy, weight.transpose(1, 2), ctx.counts) if needs_x else None,
-        torch.ops.yuan.grouped_weight_gradient(dy, x, ctx.counts) if needs_weight else None,
+        _grouped_linear(dy, weight.transpose(1, 2), ctx.counts) if needs_x else None,
+        _weight_gradient(dy, x, ctx.counts) if needs_weight else None,
         None,
     )
 

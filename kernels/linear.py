@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from yuan_kernels import dispatch, products, reference
+from yuan_kernels import dispatch, products, reference, registration
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b; arguments and result as in `ops.linear`."""
     if dispatch.reference_selected() or not _may_replace_torch(x, weight.shape[0]):
         return F.linear(x, weight, bias)
-    return torch.ops.yuan.linear(x, weight, bias)
+    return _linear(x, weight, bias)
 
 
 def _may_replace_torch(x: Tensor, columns: int) -> bool:
@@ -35,10 +35,10 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight)
     if dispatch.reference_selected():
         return F.linear(x.to(wide), weight.to(wide))
-    return torch.ops.yuan.wide_linear(x, weight)
+    return _wide_linear(x, weight)
 
 
-@torch.library.custom_op("yuan::wide_linear", mutates_args=())
+@registration.register("yuan::wide_linear")
 def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return products.linear(_rows(x).float(), weight.float()).view(*x.shape[:-1], weight.shape[0])
 
@@ -55,7 +55,7 @@ def _save_wide(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 def _wide_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     x, weight = ctx.saved_tensors
     rows = _rows(dy)
-    op = torch.ops.yuan.linear
+    op = _linear
     dweight = op(rows.T, _rows(x).T.float(), None)
     return op(dy, weight.T.float(), None).to(x.dtype), dweight.to(weight.dtype)
 
@@ -63,7 +63,7 @@ def _wide_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
 _wide_linear.register_autograd(_wide_backward, setup_context=_save_wide)
 
 
-@torch.library.custom_op("yuan::linear", mutates_args=())
+@registration.register("yuan::linear")
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return products.linear(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
@@ -86,7 +86,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-    op, rows = torch.ops.yuan.linear, _rows(dy)
+    op, rows = _linear, _rows(dy)
     return (
         op(dy, weight.T, None) if needs_x else None,
         op(rows.T, _rows(x).T, None) if needs_weight else None,

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from yuan_kernels import dispatch, products, reference
+from yuan_kernels import dispatch, products, reference, registration
 from yuan_kernels.linear import linear
 from yuan_kernels.reference import FilterState
 
@@ -57,7 +57,7 @@ def localized_filter(
     if dispatch.reference_selected():
         state = reference.empty_filter_state(x, conv1_weight) if before is None else before
         return reference.localized_filter_step(x, state, *weights, document_start=document_start)[0]
-    return torch.ops.yuan.localized_filter(x, *weights, document_start, *(before or (None, None)))[0]
+    return _filter(x, *weights, document_start, *(before or (None, None)))[0]
 
 
 def localized_filter_step(
@@ -346,7 +346,7 @@ def _interleave(older: Tensor, newer: Tensor) -> Tensor:
 # --- registration ------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("yuan::localized_filter", mutates_args=())
+@registration.register("yuan::localized_filter")
 def _filter(
     x: Tensor,
     conv1_weight: Tensor,
@@ -362,14 +362,14 @@ def _filter(
     return sandwich_forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
 
 
-@torch.library.custom_op("yuan::localized_filter_data_gradient", mutates_args=())
+@registration.register("yuan::localized_filter_data_gradient")
 def _filter_data_gradient(
     dy: Tensor, conv1_weight: Tensor, conv2_weight: Tensor, document_start: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     return data_gradient(dy, conv1_weight, conv2_weight, document_start)
 
 
-@torch.library.custom_op("yuan::localized_filter_weight_gradient", mutates_args=())
+@registration.register("yuan::localized_filter_weight_gradient")
 def _filter_weight_gradient(
     x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -415,11 +415,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, taps, conv1_weight, conv2_weight, document_start, u_before = ctx.saved_tensors
     needs_x, *needs_weights, _, _, _ = ctx.needs_input_grad
-    ops = torch.ops.yuan
-    dx, dz, dc_before = ops.localized_filter_data_gradient(dy, conv1_weight, conv2_weight, document_start)
+    dx, dz, dc_before = _filter_data_gradient(dy, conv1_weight, conv2_weight, document_start)
     weights: tuple[Tensor | None, ...] = (None,) * 4
     if any(needs_weights):
-        weights = ops.localized_filter_weight_gradient(x, taps, dz, dy)
+        weights = _filter_weight_gradient(x, taps, dz, dy)
     du_before = None
     if u_before is None:
         dc_before = None

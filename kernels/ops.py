@@ -429,7 +429,7 @@ def choices(device: torch.device, dtype: torch.dtype, *, hidden: int, head_dim: 
         return [Choice(op, str(device), dtype, "any", "reference", reason) for op in dispatch.OPS]
     rows = dict.fromkeys(dispatch.OPS, hidden) | {"document_attention": head_dim}
     shapes = {op: dispatch.shape_class(op, row) for op, row in rows.items()}
-    return [dispatch.choose(op, device, dtype, shapes[op], dispatch.requested_package(op)) for op in shapes]
+    return [dispatch.choose(op, device, dtype, shapes[op], dispatch.requested(op)) for op in shapes]
 
 
 def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dict[str, str | float]:
@@ -437,12 +437,8 @@ def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dic
     found: dict[str, str | float] = {}
     for name in packages.PACKAGES:
         fault = dispatch.package_fault(name, device, dtype)
-        found[name] = fault or packages.relative_time(name, _our_norm, device, dtype, hidden=hidden)
+        found[name] = fault or packages.relative_time(name, norms.own_rms_norm, device, dtype, hidden=hidden)
     return found
-
-
-def _our_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return torch.ops.yuan.rms_norm(x, weight, epsilon)[0]
 
 
 def bf16_products() -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from yuan_kernels import dispatch, packages, reference
+from yuan_kernels import dispatch, packages, reference, registration
 from yuan_kernels.reference import accumulation_dtype
 
 _BLOCK = 1 << 16
@@ -30,7 +30,12 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
     norm = _requested_norm(x)
     if norm is not None:
         return norm(x, weight, epsilon)
-    return torch.ops.yuan.rms_norm(x, weight, epsilon)[0]
+    return own_rms_norm(x, weight, epsilon)
+
+
+def own_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the norm by our implementation, whichever package is requested."""
+    return _rms_norm(x, weight, epsilon)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -41,25 +46,25 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
     if norm is not None:
         total = x + residual
         return norm(total, weight, epsilon), total
-    return torch.ops.yuan.add_rms_norm(x, residual, weight, epsilon)[:2]
+    return _add_rms_norm(x, residual, weight, epsilon)[:2]
 
 
 def _requested_norm(x: Tensor) -> packages.Norm | None:
     """The norm of another package, if one is requested and can be used for x."""
-    package = dispatch.requested_package("rms_norm")
+    package = dispatch.requested("rms_norm")
     if not package or not x.numel() or dispatch.implementation("rms_norm", x) != package:
         return None
     return packages.find_norm(package)
 
 
-@torch.library.custom_op("yuan::rms_norm", mutates_args=())
+@registration.register("yuan::rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return (y like x, r [T])."""
     y, _, scale = _forward(x, None, weight, epsilon)
     return y, scale
 
 
-@torch.library.custom_op("yuan::add_rms_norm", mutates_args=())
+@registration.register("yuan::add_rms_norm")
 def _add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +72,7 @@ def _add_rms_norm(
     return _forward(x, residual, weight, epsilon)
 
 
-@torch.library.custom_op("yuan::rms_norm_backward", mutates_args=())
+@registration.register("yuan::rms_norm_backward")
 def _rms_norm_backward(
     dy: Tensor, bypass: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -191,7 +196,7 @@ def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _norm_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    ds, dw = torch.ops.yuan.rms_norm_backward(dy, None, *ctx.saved_tensors)
+    ds, dw = _rms_norm_backward(dy, None, *ctx.saved_tensors)
     return ds, dw, None
 
 
@@ -200,7 +205,7 @@ def _add_norm_backward(
 ) -> tuple[Tensor | None, ...]:
     if dy is None:
         return bypass, bypass, None, None
-    ds, dw = torch.ops.yuan.rms_norm_backward(dy, bypass, *ctx.saved_tensors)
+    ds, dw = _rms_norm_backward(dy, bypass, *ctx.saved_tensors)
     return ds, ds, dw, None
 
 

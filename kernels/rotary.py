@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from yuan_kernels import dispatch, reference
+from yuan_kernels import dispatch, reference, registration
 from yuan_kernels.rms_norm import row_blocks
 
 
@@ -20,10 +20,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the rotary embedding of x; arguments and result as in `ops.rotary`."""
     if dispatch.uses_definition():
         return reference.rotary(x, cos, sin)
-    return torch.ops.yuan.rotary(x, cos, sin, False)
+    return _rotary(x, cos, sin, False)
 
 
-@torch.library.custom_op("yuan::rotary", mutates_args=())
+@registration.register("yuan::rotary")
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Return x rotated by the tables' angles, or by their opposites if `inverse`."""
     if dispatch.implementation("rotary", x) == "triton":
@@ -57,7 +57,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.yuan.rotary(dy, *ctx.saved_tensors, not ctx.inverse), None, None, None
+    return _rotary(dy, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
 _rotary.register_autograd(_backward, setup_context=_save)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from yuan_kernels import dispatch, reference
+from yuan_kernels import dispatch, reference, registration
 
 _TOKENS = 4096
 """Tokens whose softmax over pairs of experts exists at once."""
@@ -33,16 +33,16 @@ def attention_router_weights(products: Tensor, chosen: Tensor) -> Tensor:
     """Return the weights [T, K] of the chosen experts; arguments and result as in `ops`."""
     if dispatch.reference_selected():
         return reference.attention_scores(products).gather(1, chosen).softmax(dim=-1)
-    return torch.ops.yuan.attention_router_weights(products, chosen)
+    return _weights(products, chosen)
 
 
-@torch.library.custom_op("yuan::attention_router_weights", mutates_args=())
+@registration.register("yuan::attention_router_weights")
 def _weights(products: Tensor, chosen: Tensor) -> Tensor:
     found = [_attend(products[rows], chosen[rows])[0] for rows in _blocks(products)]
     return torch.cat(found).softmax(dim=-1)
 
 
-@torch.library.custom_op("yuan::attention_router_backward", mutates_args=())
+@registration.register("yuan::attention_router_backward")
 def _weights_backward(dw: Tensor, w: Tensor, products: Tensor, chosen: Tensor) -> Tensor:
     gradient = torch.empty(products.shape, dtype=products.dtype, device=products.device)
     dp = w * (dw - (dw * w).sum(dim=-1, keepdim=True))
@@ -86,7 +86,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.yuan.attention_router_backward(dw, *ctx.saved_tensors), None
+    return _weights_backward(dw, *ctx.saved_tensors), None
 
 
 _weights.register_autograd(_backward, setup_context=_save)

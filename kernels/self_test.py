@@ -5,6 +5,8 @@ Each compares results on one small case.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from yuan_kernels import packages
@@ -60,18 +62,12 @@ def varlen_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def grouped_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped product agrees with a loop over the groups, of which some are empty.
-
-    With both memory orders of the matrices: as in the forward, and as for the gradient of the input.
-    """
+    """Whether torch's grouped product agrees with a loop over the groups, of which some are empty."""
     from yuan_kernels import grouped_linear
 
-    counts = (0, _TOKENS, 1, 0, 37)
-    weight = _random(len(counts), 64, _HIDDEN, device=device, dtype=dtype)
-    pairs = (_HIDDEN, weight), (64, weight.transpose(1, 2))
     return all(
         _close(grouped_linear.one_call(x, matrix, counts), grouped_linear.loop(x, matrix, counts), dtype)
-        for x, matrix in ((_random(sum(counts), n, device=device, dtype=dtype), m) for n, m in pairs)
+        for x, matrix, counts in _grouped_cases(device, dtype)
     )
 
 
@@ -149,12 +145,35 @@ def _swiglu(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def _grouped_linear(device: torch.device, dtype: torch.dtype) -> bool:
+    from yuan_kernels import grouped_linear, triton_grouped
+
+    return all(
+        _close(
+            triton_grouped.grouped_linear(x, matrix, counts), grouped_linear.loop(x, matrix, counts), dtype
+        )
+        for x, matrix, counts in _grouped_cases(device, dtype)
+    )
+
+
+def _grouped_cases(
+    device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, tuple[int, ...]]]:
+    """Rows, matrices and counts, some 0, with both memory orders of the matrices: as in the forward, and as
+    for the gradient of the input."""
+    counts = (0, _TOKENS, 1, 0, 37)
+    weight = _random(len(counts), 64, _HIDDEN, device=device, dtype=dtype)
+    for n, matrix in ((_HIDDEN, weight), (64, weight.transpose(1, 2))):
+        yield _random(sum(counts), n, device=device, dtype=dtype), matrix, counts
+
+
 _TESTS = {
     "localized_filter": _localized_filter,
     "rms_norm": _rms_norm,
     "linear_cross_entropy": _linear_cross_entropy,
     "rotary": _rotary,
     "swiglu": _swiglu,
+    "grouped_linear": _grouped_linear,
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from yuan_kernels import dispatch, reference
+from yuan_kernels import dispatch, reference, registration
 from yuan_kernels.reference import accumulation_dtype
 from yuan_kernels.rms_norm import row_blocks
 
@@ -23,10 +23,10 @@ def swiglu(x: Tensor) -> Tensor:
     """Return silu(z0) * z1; argument and result as in `ops.swiglu`."""
     if dispatch.uses_definition():
         return reference.swiglu(x)
-    return torch.ops.yuan.swiglu(x)
+    return _swiglu(x)
 
 
-@torch.library.custom_op("yuan::swiglu", mutates_args=())
+@registration.register("yuan::swiglu")
 def _swiglu(x: Tensor) -> Tensor:
     y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     flat_x, flat_y = _rows(x), _rows(y)
@@ -39,7 +39,7 @@ def _swiglu(x: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("yuan::swiglu_backward", mutates_args=())
+@registration.register("yuan::swiglu_backward")
 def _swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat_dy, flat_x, flat_dx = _rows(dy), _rows(x), _rows(dx)
@@ -89,7 +89,7 @@ def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> Tensor:
-    return torch.ops.yuan.swiglu_backward(dy, *ctx.saved_tensors)
+    return _swiglu_backward(dy, *ctx.saved_tensors)
 
 
 _swiglu.register_autograd(_backward, setup_context=_save)

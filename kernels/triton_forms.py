@@ -2,9 +2,10 @@
 
 (`triton_elementwise.py` has those of SwiGLU and the rotary embedding.)
 
-This module is imported only when a kernel is used, because Triton may not be installed. No kernel multiplies
-matrices: on the oldest GPUs that we support (sm_70, sm_75) Triton does that without tensor cores, and nowhere
-better than torch. All arithmetic is fp32; results are rounded once, where the torch implementations round.
+This module is imported only when a kernel is used, because Triton may not be installed. No kernel of it
+multiplies matrices: on the oldest GPUs that we support (sm_70, sm_75) Triton does that without tensor cores,
+and nowhere better than torch. All arithmetic is fp32; results are rounded once, where the torch
+implementations round.
 
 Row offsets are 64-bit: T x V logits have more than 2^31 elements.
 """

@@ -34,6 +34,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
         "communication",
         "cuda",
         "devices",
+        "host",
         "ops",
         "other_norms",
         "fp32_products",
@@ -51,6 +52,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     on_cpu = [norm for norm in facts["other_norms"] if norm["device"] == "cpu"]
     assert [norm["package"] for norm in on_cpu] == ["liger", "apex"]
     assert {norm["fault"] for norm in on_cpu} == {"it is for CUDA devices"}
+    assert facts["host"].keys() == {"available_bytes", "memlock_bytes"}
     assert facts["fp32_products"] in ("oneDNN", "torch")
     assert facts["bf16_products"] in ("oneDNN", "fp32 blocks")
 

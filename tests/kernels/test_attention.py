@@ -100,7 +100,7 @@ def test_the_fp32_backward_rounds_no_worse(no_bf16):
     inputs = operands(torch.bfloat16)
     dy = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     ours = ops.causal_attention(*inputs)
-    assert type(ours.grad_fn).__name__.startswith("GeneratedBackwardFor_yuan_causal_attention")
+    assert type(ours.grad_fn).__name__ == "causal_attentionBackward"
     query, key, value = (t.transpose(1, 2) for t in inputs)
     plain = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     wide = tuple(t.detach().double().requires_grad_() for t in inputs)

@@ -11,7 +11,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-OPS = ["localized_filter", "rms_norm", "linear_cross_entropy", "rotary", "swiglu"]
+OPS = ["localized_filter", "rms_norm", "linear_cross_entropy", "rotary", "swiglu", "grouped_linear"]
 TARGETS = [70, 80, 90]
 
 
@@ -44,6 +44,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from yuan_kernels import triton_elementwise as elementwise
 from yuan_kernels import triton_forms as forms
+from yuan_kernels import triton_grouped as grouped
 
 dtype, capability = sys.argv[1], int(sys.argv[2])
 x, f, i = f"*{dtype}", "*fp32", "i32"
@@ -67,6 +68,9 @@ CASES = [
     (elementwise.swiglu_forward_kernel, elementwise.SWIGLU_BLOCK, {}, {"x": x, "y": x, "width": i}),
     (elementwise.swiglu_backward_kernel, elementwise.SWIGLU_BLOCK, {},
      {"dy": x, "x": x, "dx": x, "width": i}),
+    (grouped.grouped_linear_kernel, grouped.GROUPED_BLOCK, {},
+     {"x": x, "weight": x, "y": x, "tiles": "*i32", "columns": i, "inner": i,
+      "group_stride": i, "row_stride": i, "column_stride": i}),
 ]
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 for kernel, block, switches, signature in CASES:
@@ -95,11 +99,11 @@ def test_kernels_compile_without_spilling(dtype, capability, tmp_path):
     """No register spills, which would show as stack usage; row offsets are 64-bit."""
     code = f"import sys; sys.argv = ['', {dtype!r}, '{capability}', {str(tmp_path)!r}]\n{COMPILE}"
     lines = run(code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
         assert re.search(r"STACK:0\b", line), f"sm_{capability}, {dtype}: {line}"
     files = list(tmp_path.glob("*.ttir"))
-    assert len(files) == 8
+    assert len(files) == 9
     assert {path.stem: narrow_offsets(path.read_text()) for path in files} == {
         path.stem: [] for path in files
     }

@@ -114,7 +114,8 @@ FP32_TOO = (
     "interleaved, uneven",
     "sharded state of different widths",
 )
-STEPS = 3
+STEPS = 2
+"""The second one has the loss after an update; what it leaves is compared too."""
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 
 
@@ -269,7 +270,9 @@ OFFLOADED = {
 def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precision: str) -> None:
     run = run_config(run_file, *overrides(precision))
     cases: dict[tuple[str, float], Case] = {}
-    for name, (text, keys) in OFFLOADED.items():
+    # Under fp32 no weights beside the masters: the shares of the host alone.
+    plans = OFFLOADED if precision == "bf16" else {"sharded": OFFLOADED["sharded"]}
+    for name, (text, keys) in plans.items():
         for x in (0.0, 0.3, 1.0):
             plan = parse_plan(run, text, optimizer_offload=[x] * text.count("@"), **keys)
             folder = tmp_path / f"{name} {x}"
@@ -286,12 +289,8 @@ def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precis
             name,
             x,
         )
-    assert (
-        difference(
-            read_metrics(control.folder), read_metrics(cases["replicated, one rank", 0.0].folder), "loss"
-        )
-        > 1e-3
-    )
+    resident = read_metrics(cases[next(iter(plans)), 0.0].folder)
+    assert difference(read_metrics(control.folder), resident, "loss") > 1e-4
 
 
 def test_messages_via_host_change_no_bit(run_file: Path, tmp_path: Path) -> None:
@@ -326,9 +325,9 @@ def test_a_checkpoint_of_one_plan_loads_under_others(run_file: Path, tmp_path: P
         optimizer_share=[1, 2, 3, 1, 1, 4],
         optimizer_offload=[0, 0, 0.7, 0, 1, 0.2],
     )
-    saved = (*steps, "train.steps=3", f"checkpoint.directory={tmp_path / 'ck'}")
+    saved = (*steps, "train.steps=2", f"checkpoint.directory={tmp_path / 'ck'}")
     run_cases([Case(run_file, tmp_path / "first", first, saved)])
-    curve = run_alone(Case(run_file, tmp_path / "alone", None, (*steps, "train.steps=6")))
+    curve = run_alone(Case(run_file, tmp_path / "alone", None, (*steps, "train.steps=4")))
     others = {
         "two stages": parse_plan(run, "1x8: 2@0 | 4@1"),
         "another width": parse_plan(run, "1x8: 2@0 | 4@1,2", optimizer_sharding=True),
@@ -348,19 +347,19 @@ def test_a_checkpoint_of_one_plan_loads_under_others(run_file: Path, tmp_path: P
             run_file,
             tmp_path / f"{name} still",
             plan,
-            (*resumed, "train.steps=3", f"checkpoint.directory={tmp_path / f'{name} still ck'}"),
+            (*resumed, "train.steps=2", f"checkpoint.directory={tmp_path / f'{name} still ck'}"),
         )
         for name, plan in others.items()
     ]
     continued = [
-        Case(run_file, tmp_path / name, plan, (*resumed, "train.steps=6")) for name, plan in others.items()
+        Case(run_file, tmp_path / name, plan, (*resumed, "train.steps=4")) for name, plan in others.items()
     ]
     run_cases([*unstepped, *continued])
     before = weights_in(tmp_path / "ck")
     for name, case in zip(others, continued, strict=True):
         lines = read_metrics(case.folder)
-        assert [line["step"] for line in lines] == [4, 5, 6], name
-        for ours, theirs in zip(lines, curve[3:], strict=True):
+        assert [line["step"] for line in lines] == [3, 4], name
+        for ours, theirs in zip(lines, curve[2:], strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12), name
         after = weights_in(tmp_path / f"{name} still ck")
         assert after.keys() == before.keys() and all(torch.equal(after[k], before[k]) for k in before), name

@@ -20,6 +20,8 @@ from yuan_train.models import compiled
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import apply, collectives, experts, transport
 from yuan_train.parallel.reducer import GradReducer
+from yuan_train.parallel.tiers.activations import ActivationTiers
+from yuan_train.parallel.tiers.host_state import HostChunk
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
 from yuan_train.train.job import Job, Position, prepare
@@ -114,8 +116,9 @@ def _disabled(key: str) -> Iterator[None]:
         "grad_all_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
         "sharded_grad_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
         "sharded_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
-        "host_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
+        "host_weight_sync": (HostChunk, "start_weights", lambda self, weights: None),
         "operation_per_owner": (transport, "_is_coalesced", _is_coalesced_where_equal),
+        "activation_fetch": (ActivationTiers, "_fetch", _fetch_nothing),
         "host_copy": (transport, "_host_copy", torch.zeros_like),
         "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
         "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
@@ -137,6 +140,13 @@ def _disabled(key: str) -> Iterator[None]:
 
 def _is_coalesced_where_equal(ranges: transport.Ranges, group: object) -> bool:
     return ranges.are_equal
+
+
+def _fetch_nothing(self: Any, part: Any, fetch: Any = ActivationTiers._fetch) -> None:  # pyright: ignore
+    """Bring zeros back."""
+    fetch(self, part)
+    for kept in part.kept.values():
+        kept.flat.zero_()
 
 
 def _keep_own_gradient(self: OwnedState) -> None:

@@ -14,7 +14,8 @@ from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.zero import OwnedState
+from yuan_train.parallel.tiers import host_state
+from yuan_train.parallel.zero import OwnedState, host_bytes
 from yuan_train.train.optimizer import Optimizer, learning_rate
 
 
@@ -152,3 +153,38 @@ def test_a_bucket_of_vectors_only_and_no_bucket_at_all() -> None:
     optimizer.step(0.1)
     assert float(norm.weight[0].detach()) == pytest.approx(0.9)
     Optimizer([], config()).step(0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shares", [None, (1.0,)])
+def test_chunks_on_the_host_change_no_bit_and_take_what_they_need(
+    dtype: torch.dtype, shares: tuple[float, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_state, "CHUNK", 128)
+
+    def trained(offload: float) -> tuple[OwnedState, FlatBucket]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.LayerNorm(33)).to(dtype)
+        bucket = flat_bucket(model)
+        state = OwnedState(bucket, Groups({}, {}), shares, offload=offload)
+        optimizer = Optimizer([state], config(weight_decay=0.1))
+        for step in range(5):
+            bucket.gradient.normal_()
+            state.start_grad_reduce()
+            if step % 2:
+                state.take_if_reduced()
+            state.finish_grad_reduce()
+            optimizer.step(0.1, factor=0.5)
+            state.finish_weight_sync()
+        return state, bucket
+
+    _, resident = trained(0.0)
+    for offload in (0.3, 1.0):
+        state, bucket = trained(offload)
+        assert torch.equal(bucket.weights, resident.weights)
+        chunks = list(state.host_chunks)
+        assert len(chunks) > 2 and {chunk.decays for chunk in chunks} == {True, False}
+        elements = sum(chunk.master.numel() for chunk in chunks)
+        assert elements == pytest.approx(offload * bucket.weights.numel(), abs=64)
+        # Master, gradient and two moments in fp32, each rounded up to a cache line, and nothing beside them.
+        assert 16 * elements <= host_bytes(bucket, shares, offload) <= 16 * elements + 4 * 64

@@ -142,6 +142,7 @@ def examine(*, hidden: int) -> Facts:
         },
         "cuda": torch.version.cuda,
         "devices": devices,
+        "host": _host_facts(),
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
         "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
         **_cpu_products(),
@@ -226,8 +227,24 @@ def _devices() -> list[Facts]:
     return [cpu, *(_card(i) for i in range(torch.cuda.device_count()))]
 
 
+def _host_facts() -> Facts:
+    """What stages may put on this host: bytes, None without a limit."""
+    import math
+    import resource
+
+    from yuan_train.parallel.tiers.slab import MAX_SHARE, available_bytes
+
+    available, (locked, _) = available_bytes(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "available_bytes": None if math.isinf(available) else MAX_SHARE * available,
+        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
+    }
+
+
 def _card(number: int) -> Facts:
     import torch
+
+    from yuan_train.train.placement import numa_node, pci_address
 
     properties = torch.cuda.get_device_properties(number)
     bf16 = (properties.major, properties.minor) >= (8, 0)
@@ -235,6 +252,7 @@ def _card(number: int) -> Facts:
         "device": f"cuda:{number}",
         "name": properties.name,
         "memory_bytes": properties.total_memory,
+        "numa_node": numa_node(pci_address(torch.device("cuda", number))),
         "capability": f"{properties.major}.{properties.minor}",
         "bf16": bf16,
         "note": "" if bf16 else "no bf16: train with precision fp16",
@@ -317,7 +335,10 @@ def _lines(facts: Facts) -> Iterator[str]:
         ]
     )
     yield "\ndevices"
-    yield from _columns([[d["device"], d["name"], d["note"] or "bf16"] for d in facts["devices"]])
+    yield from _columns(
+        [[d["device"], d["name"], d["note"] or "bf16", _node_words(d)] for d in facts["devices"]]
+    )
+    yield f"  {_host_line(facts['host'])}"
     if len(facts["devices"]) == 1:
         built = f"torch is built for CUDA {facts['cuda']}" if facts["cuda"] else "torch is built without CUDA"
         yield f"  no CUDA card was found; {built}"
@@ -350,6 +371,25 @@ def _megatron_lines(found: Facts) -> Iterator[str]:
     yield f"  optimizer step: {step}; TransformerEngine's FusedAdam, else NVIDIA apex's, replaces torch's"
     yield "  filter, norms, rotary embedding, attention: ours, as above; no other package replaces them"
     yield "  linears, feed-forward, embedding, cross-entropy: megatron-core's"
+
+
+def _node_words(device: Facts) -> str:
+    if "numa_node" not in device:
+        return ""
+    node = device["numa_node"]
+    return "NUMA node not known" if node is None else f"NUMA node {node}"
+
+
+def _host_line(host: Facts) -> str:
+    """How much stages may put on this host, and whether it may be pinned."""
+    from yuan_train.config.units import show_bytes
+
+    available, locked = host["available_bytes"], host["memlock_bytes"]
+    room = "not known" if available is None else f"at most {show_bytes(available)} now"
+    limit = "no limit of locked memory"
+    if locked is not None:
+        limit = f"locked memory is limited to {show_bytes(locked)} (`ulimit -l`): CUDA may not pin it"
+    return f"host memory for optimizer_offload and activation_offload: {room}; {limit}"
 
 
 def _shared_lines(saving: Facts | None) -> Iterator[str]:

@@ -264,10 +264,9 @@ def _all_gather(value: T, position: Position) -> list[T]:
 
 def _measure_card(bench: Bench) -> Profile:
     """A profile of the entries that this rank takes part in."""
-    import torch.distributed as dist
-
     from yuan_train.train.build import DTYPES
-    from yuan_train.train.measure import ProfileCase, machine_name, measure_entry, measure_reserved, name_of
+    from yuan_train.train.footprint import long_lived_objects
+    from yuan_train.train.measure import ProfileCase, machine_name, measure_reserved, name_of
 
     config, model = bench.config, bench.model
     precision = config.train.precision if config else "bf16"
@@ -284,7 +283,23 @@ def _measure_card(bench: Bench) -> Profile:
         compile=config is not None and config.train.compile,
     )
     reserved = measure_reserved(base)
-    entries: list[ProfileEntry] = []
+    with long_lived_objects():
+        entries = [replace(entry, reserved_bytes=reserved) for entry in _measure_entries(bench, base)]
+    return Profile(
+        sequence_length=base.sequence_length,
+        model=model.name,
+        machine=name_of(bench.device) if bench.device.type == "cuda" else machine_name(),
+        precision=precision,
+        compile=base.compile,
+        entries=tuple(entries),
+    )
+
+
+def _measure_entries(bench: Bench, base: ProfileCase) -> Iterator[ProfileEntry]:
+    import torch.distributed as dist
+
+    from yuan_train.train.measure import measure_entry
+
     for case in _cases(bench, base):
         if dist.is_initialized():
             dist.barrier()
@@ -296,16 +311,7 @@ def _measure_card(bench: Bench) -> Profile:
                 f"tensor-parallel width {case.width}",
                 file=sys.stderr,
             )
-        entry = measure_entry(case, device_type=bench.device_type)
-        entries.append(replace(entry, reserved_bytes=reserved))
-    return Profile(
-        sequence_length=base.sequence_length,
-        model=model.name,
-        machine=name_of(bench.device) if bench.device.type == "cuda" else machine_name(),
-        precision=precision,
-        compile=base.compile,
-        entries=tuple(entries),
-    )
+        yield measure_entry(case, device_type=bench.device_type)
 
 
 def _cases(bench: Bench, base: ProfileCase) -> Iterator[ProfileCase | None]:

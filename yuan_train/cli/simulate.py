@@ -267,6 +267,8 @@ def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) 
         "grad_reduce_seconds": cost.grad_reduce_seconds + cost.tied_embedding_seconds if cost else None,
         "update_seconds": cost.update_seconds if cost else None,
         "weight_sync_seconds": cost.weight_sync_seconds if cost else None,
+        # Of waits for copies of activations; it is part of the compute above.
+        "stall_seconds": cost.stall_seconds if cost else None,
         "tokens_per_second": plan.global_batch_size * plan.sequence_length / step if step else None,
         "bubble_fraction": 1.0 - busy / (step * num_workers) if step else 0.0,
         "messages": "cluster" if cost else "free",
@@ -312,7 +314,9 @@ def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object
     step, bubble = document["step_seconds"], document["bubble_fraction"]
     assert isinstance(step, float) and isinstance(bubble, float)
     forecast = f" | forecast {show_seconds(plan.forecast.step_seconds)}" if plan.forecast else ""
-    print(f" step {show_seconds(step)} | bubble {bubble:.0%}{forecast}")
+    stall = document["stall_seconds"]
+    copies = f" | waits for copies {show_seconds(stall)}" if isinstance(stall, float) and stall else ""
+    print(f" step {show_seconds(step)} | bubble {bubble:.0%}{copies}{forecast}")
 
 
 def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:

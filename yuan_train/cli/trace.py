@@ -216,5 +216,7 @@ def _summary(plan: Plan, traces: Sequence[RankTrace]) -> Iterator[str]:
             "waits for reductions": trace.seconds_in("finish_grad_reduce"),
             "optimizer and weight sync": trace.seconds_in("optimizer", "weight_sync"),
         }
+        if stalls := trace.seconds_in("wait_copy"):
+            parts["waits for copies"] = stalls
         shares = ", ".join(f"{name} {seconds / step:.0%}" for name, seconds in parts.items())
         yield f" {coord}: step {show_seconds(step)}: {shares}"

@@ -42,6 +42,10 @@ class CheckpointError(YuanError):
     """A checkpoint is missing, incomplete, of another model shape, or could not be written."""
 
 
+class HostMemoryError(YuanError):
+    """A host has not the memory that a plan puts there, or may not pin it."""
+
+
 class TrainingError(YuanError):
     """Training failed: a loss that is not finite, or a rank that stopped responding."""
 

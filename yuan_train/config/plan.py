@@ -60,6 +60,14 @@ class StagePlan:
     on all of them. None: as even as possible, where a model with experts has replicas of several ranks."""
     optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
     """Fraction of its optimizer state that each rank of the stage keeps in host memory and steps there."""
+    activation_offload: Index = 0
+    """How many layers, counted from the first, send their activations to the host between a forward and its
+    backward. Half a layer counts as one."""
+    resident_parts: Count | None = None
+    """Of these layers' halves, over all micro-batches: how many keep their activations on the card at a time;
+    wanted with activation_offload."""
+    fetch_ahead: Count | None = None
+    """How many halves of layers before they are needed activations begin to come back; None: 2."""
 
     def __post_init__(self) -> None:
         whole = tuple(int(border) if float(border).is_integer() else border for border in self.layers)
@@ -81,6 +89,18 @@ class StagePlan:
         if self.recompute == "none":
             return 0
         return self.num_blocks if self.recompute_layers is None else self.recompute_layers
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The halves of layers that the stage holds: (number of the layer in the stage, 0 or 1)."""
+        first, end = self.layers
+        halves = [(int(2 * first + i) // 2, int(2 * first + i) % 2) for i in range(int(2 * (end - first)))]
+        return tuple((layer - math.floor(first), half) for layer, half in halves)
+
+    @property
+    def num_leaving_parts(self) -> int:
+        """How many of `parts`, the first ones, send their activations to the host."""
+        return sum(layer < self.activation_offload for layer, _ in self.parts)
 
     @property
     def ranks(self) -> tuple[int, ...]:

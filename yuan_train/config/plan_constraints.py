@@ -10,6 +10,7 @@ from dataclasses import replace
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
 from yuan_train.config.plan import PipelinePlan, Plan
+from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.run import RunConfig, ScheduleName
 
 
@@ -25,6 +26,7 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
         checks = (
             _layer_constraints(pipeline, plan.model),
             _recompute_constraints(pipeline),
+            _activation_constraints(pipeline, plan),
             _depth_constraints(pipeline, plan.schedule),
             _replica_constraints(pipeline, plan),
             _share_constraints(pipeline, plan),
@@ -151,6 +153,31 @@ def _recompute_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
                 path,
                 f"{count} layers, but the stage holds {stage.num_blocks}; leave the key out to recompute all",
             )
+
+
+def _activation_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violation]:
+    for s, stage in enumerate(pipeline.stages):
+        path, count = ("stages", s, "activation_offload"), stage.activation_offload
+        for key in ("resident_parts", "fetch_ahead") if not count else ():
+            if getattr(stage, key) is not None:
+                yield Violation(
+                    ("stages", s, key), "given, but no activations leave; set activation_offload too"
+                )
+        if not count:
+            continue
+        if count > stage.num_blocks:
+            yield Violation(path, f"{count} layers, but the stage holds {stage.num_blocks}")
+        if stage.resident_parts is None:
+            yield Violation(
+                ("stages", s, "resident_parts"),
+                "missing: how many halves of these layers may be on the card at a time; 4 is a start",
+            )
+        if stage.recompute == "full":
+            yield Violation(
+                path, "with recompute: full nothing is kept that could leave; use none or selective"
+            )
+        if divides_experts(plan):
+            yield Violation(path, "not where cards share experts: how much they keep varies; leave it out")
 
 
 def _depth_constraints(pipeline: PipelinePlan, schedule: ScheduleName) -> Iterator[Violation]:
@@ -282,6 +309,11 @@ def check_compile(plan: Plan, run: RunConfig) -> None:
         )
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
+            if stage.activation_offload:
+                faults.append(
+                    f"pipelines[{p}].stages[{s}]: activation_offload works on halves of layers, and a "
+                    "compiled layer is one piece"
+                )
             if len(stage.replicas[0]) > 1:
                 faults.append(
                     f"pipelines[{p}].stages[{s}]: replicas of {len(stage.replicas[0])} ranks share each "

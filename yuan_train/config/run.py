@@ -26,7 +26,7 @@ Counts = Annotated[tuple[Count, ...], MinLen(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 Recompute = Literal["none", "selective", "full"]
-Tier = Literal["optimizer"]
+Tier = Literal["optimizer", "activations"]
 """What a plan can put in host memory."""
 ReduceDtype = Literal["fp32", "bf16"]
 Engine = Literal["yuan", "megatron"]
@@ -241,7 +241,8 @@ class SearchConfig:
     use_all_devices: bool = False
     """Only plans that use every card."""
     offload: tuple[Tier, ...] | None = None
-    """What stages may put on their hosts where that makes a plan possible or faster; None: optimizer."""
+    """What stages may put on their hosts where that makes a plan possible or faster; None: optimizer.
+    `activations` are tried instead of recompute, on the fastest plans that recompute, once these are cut."""
     half_layers: bool = False
     """Stages may also end in the middle of a layer, between attention and feed-forward."""
     divide_experts: bool = True

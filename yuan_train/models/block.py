@@ -89,6 +89,7 @@ class Block(nn.Module):
                 attended_BSH = drop(attended_BSH, "attention")
             if self.half == "attention":
                 return x_BSH + attended_BSH
+            policy.enter_half(attended_BSH)
             u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
         policy.mark_recomputable(u_BSH, self.feed_forward_norm, x_BSH)
         ffn_BSH = self._transform(u_BSH, policy)

@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from yuan_train.models.parts import Parts
 
 T = TypeVar("T")
 
@@ -32,8 +35,25 @@ class RecomputePolicy:
         """Return `decision()`, or what it returned when the layer was run before. Once per layer."""
         return decision()
 
+    def enter_half(self, hidden: Tensor) -> None:
+        """The layer's second half begins, with `hidden` of the first."""
+
 
 SAVE_ALL = RecomputePolicy()
+
+
+class SaveInParts(RecomputePolicy):
+    """Saves all, through `parts`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def saving(self) -> saved_tensors_hooks:
+        """Context of the layer's forward: inside it, tensors are saved through `parts`."""
+        return saved_tensors_hooks(self._parts.pack, self._parts.unpack)
+
+    def enter_half(self, hidden: Tensor) -> None:
+        self._parts.enter(hidden)
 
 
 class KeptDecision(RecomputePolicy):
@@ -54,46 +74,58 @@ class SelectiveRecompute(RecomputePolicy):
     Autograd's hooks see every tensor that an op saves. A marked tensor, or a view of it, is not saved: when
     the backward needs it, the same function recomputes it from the same inputs, bit for bit. So it does not
     matter which op reads the tensor: a linear map, sharded or with a split backward, or the filter.
+
+    What is saved after all is saved through `parts`, if given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Parts | None = None) -> None:
+        self._parts = parts
         self._marked: dict[int, tuple[Tensor, _RecomputeFn]] = {}
         """By address of the storage. Holding the tensor here keeps that address from being reused."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Context of the layer's forward: inside it, marked tensors are not saved."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._marked.clear()
+
+    def enter_half(self, hidden: Tensor) -> None:
+        if self._parts is not None:
+            self._parts.enter(hidden)
 
     def mark_recomputable(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         if output.numel() == 0:
             # All empty storages have the same address.
             return output
         # An input that is marked itself is recomputed first.
-        recompute = _RecomputeFn(function, tuple(self._pack(x.detach()) for x in inputs))
+        inputs_packed = tuple(self._pack(x.detach()) for x in inputs)
+        recompute = _RecomputeFn(function, inputs_packed, self._unpack)
         self._marked[output.untyped_storage().data_ptr()] = (output, recompute)
         return output
 
-    def _pack(self, tensor: Tensor) -> Tensor | _View:
+    def _pack(self, tensor: Tensor) -> Any:
         marked = self._marked.get(tensor.untyped_storage().data_ptr())
         if marked is None:
-            return tensor
+            return tensor if self._parts is None else self._parts.pack(tensor)
         recompute = marked[1]
         recompute.uses += 1
         return _View(recompute, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-
-def _unpack(packed: Tensor | _View) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.materialize()
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _View):
+            return packed.materialize()
+        return packed if self._parts is None else self._parts.unpack(packed)
 
 
 class _RecomputeFn:
     """Recomputes a tensor at the first of its uses in the backward, and holds it until the last."""
 
-    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor | _View, ...]) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], inputs: tuple[Any, ...], unpack: Callable[[Any], Tensor]
+    ) -> None:
         self._function = function
+        self._unpack = unpack
         self._inputs = inputs
         self._output: Tensor | None = None
         self.uses = 0
@@ -102,7 +134,7 @@ class _RecomputeFn:
         output = self._output
         if output is None:
             with torch.no_grad():
-                output = self._function(*map(_unpack, self._inputs))
+                output = self._function(*map(self._unpack, self._inputs))
         self.uses -= 1
         self._output = output if self.uses > 0 else None
         return output

@@ -26,7 +26,8 @@ from yuan_train.models.documents import DocumentRanges
 from yuan_train.models.dropout import DropoutSeed, LayerDropout
 from yuan_train.models.initial import initial_weight
 from yuan_train.models.layers import Embedding, Linear, RMSNorm, Score
-from yuan_train.models.recompute import KeptDecision, SelectiveRecompute
+from yuan_train.models.parts import Parts
+from yuan_train.models.recompute import KeptDecision, SaveInParts, SelectiveRecompute
 from yuan_train.models.rotary import RotaryTables, rotary_tables
 
 IGNORE_INDEX = -100
@@ -141,6 +142,7 @@ class Transformer(nn.Module):
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
         dropout_seed: DropoutSeed | None = None,
+        parts: Parts | None = None,
     ) -> Tensor:
         """Return the hidden state [B, S, H] after this part; after the final norm if it has the head.
 
@@ -151,12 +153,23 @@ class Transformer(nn.Module):
             document_ranges: token ranges that attention does not leave; None: whole sequences. All three
                 come from `documents.find_resets`, once per micro-batch.
             dropout_seed: seed of the masks of `config.hidden_dropout`; None disables dropout.
+            parts: is told of the parts of the forward, and keeps what the layers save for the backward; not
+                with compiled layers, nor with recompute `full`.
         """
         x_BSH = self.embedding(x) if self.has_embedding else x
         rotary = self._rotary(x_BSH, positions, x_BSH.shape[1])
+        if parts is not None:
+            parts.share(x, positions, document_start, rotary.cos, rotary.sin)
         for i, (layer, block) in enumerate(self.blocks.items()):
-            drop = self._dropout(dropout_seed, layer)
-            x_BSH = _run(block, self.recompute_of(i), x_BSH, rotary, document_start, document_ranges, drop)
+            drop, recompute = self._dropout(dropout_seed, layer), self.recompute_of(i)
+            inputs = (rotary, document_start, document_ranges)
+            if parts is None:
+                x_BSH = _run(block, recompute, x_BSH, *inputs, drop)
+                continue
+            parts.enter(x_BSH)
+            policy = SelectiveRecompute(parts) if recompute == "selective" else SaveInParts(parts)
+            with policy.saving():
+                x_BSH = block(x_BSH, *inputs, policy, drop)
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
     def recompute_of(self, index: int) -> str:

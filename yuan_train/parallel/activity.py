@@ -21,6 +21,7 @@ ActivityKind = Literal[
     "post",
     "send",
     "wait",
+    "wait_copy",
     "drain",
     "start_grad_reduce",
     "finish_grad_reduce",
@@ -35,7 +36,7 @@ class Activity(NamedTuple):
 
     kind: ActivityKind
     step: Step | None = None
-    """The step of the rank program: that is computed or loaded for, or the receive or the send."""
+    """The step of the rank program: that is computed or loaded for, the receive or the send, or the copy."""
     number: int = 0
     """Of the training step, or of the bucket whose gradient is reduced."""
     what: str = ""

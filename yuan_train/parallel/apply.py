@@ -21,8 +21,9 @@ from yuan_train.parallel.groups import Groups, make_groups
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_head_norms, shard_parameters
-from yuan_train.parallel.zero import OwnedState
-from yuan_train.schedule.check import check_schedule, peak_in_flight
+from yuan_train.parallel.zero import HostPlace, OwnedState, host_bytes, make_host_place
+from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
+from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
 from yuan_train.schedule.messages import arrivals_proven, post_early
 from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import RankProgram, Schedule
@@ -75,6 +76,10 @@ class RankRuntime:
     groups: Groups
     bridge: Bridge | None
     """None in a pipeline of one stage."""
+    offloads: Offloads
+    """What this rank's stages offload of their activations."""
+    copies: RankProgram | None
+    """`program` in parts, with the copies of activations; None if nothing is offloaded."""
 
 
 def parallelize(
@@ -121,19 +126,20 @@ def parallelize(
     for number, bucket in enumerate(buckets):
         for name in bucket.parameters:
             buckets_of.setdefault(name, []).append(number)
-    states = tuple(
-        _state(
-            plan,
-            bucket,
-            groups,
-            [pipeline.stages[s] for s, held in parameters.items() if bucket.parameters.keys() & held.keys()],
-            reduce_dtype,
-        )
-        for bucket in buckets
+    states = _make_states(
+        plan,
+        buckets,
+        groups,
+        [
+            [pipeline.stages[s] for s, held in parameters.items() if bucket.parameters.keys() & held.keys()]
+            for bucket in buckets
+        ],
+        reduce_dtype,
     )
     for module in modules.values():
         _await_weights(module, states, buckets_of)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
+    offloads = offloads_of({s: pipeline.stages[s] for s in coord.stages})
     program, evaluation_program, bridge = _make_programs(grid, coord, groups, Boundary(shape, dtype, device))
     return RankRuntime(
         grid=grid,
@@ -154,6 +160,8 @@ def parallelize(
         ),
         groups=groups,
         bridge=bridge,
+        offloads=offloads,
+        copies=_copies_of(program, offloads, coord.pipeline) if offloads else None,
     )
 
 
@@ -191,6 +199,9 @@ def _start_reduction(
             reduce_head_norms(bucket, spec, groups.tensor)
         if adds_zeros and not any(shard.rows for shard in bucket.shards.values()):
             bucket.gradient.zero_()
+        # What was reduced meanwhile begins to go down to the host, where the host steps it.
+        for state in states[number + 1 :]:
+            state.take_if_reduced()
         states[number].start_grad_reduce()
 
     return start
@@ -242,6 +253,16 @@ def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
         fault = f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}"
         raise PlanError(f"{fault}; plan again, or with another schedule") from error
     return schedule
+
+
+def _copies_of(program: RankProgram, offloads: Offloads, pipeline: int) -> RankProgram:
+    """A rank program in parts, with copies. Raises PlanError if too few parts may be resident."""
+    try:
+        copies = with_copies(program, offloads)
+    except ValueError as error:
+        raise PlanError(f"pipelines[{pipeline}]: {error}") from error
+    check_copies(copies, offloads)
+    return copies
 
 
 def _build_parts(
@@ -325,20 +346,23 @@ def _finish_weight_sync(state: OwnedState) -> Callable[..., None]:
     return lambda module, inputs: state.finish_weight_sync()
 
 
-def _state(
+def _make_states(
     plan: Plan,
-    bucket: FlatBucket,
+    buckets: Sequence[FlatBucket],
     groups: Groups,
-    stages: Iterable[StagePlan],
+    stages: Sequence[Sequence[StagePlan]],
     reduce_dtype: torch.dtype | None,
-) -> OwnedState:
-    """The optimizer state of a bucket that `stages` of this rank hold."""
-    return OwnedState(
-        bucket,
-        groups,
-        plan.optimizer_shares if plan.optimizer_sharding else None,
-        offload=max(stage.optimizer_offload for stage in stages),
-        reduce_dtype=reduce_dtype,
+) -> tuple[OwnedState, ...]:
+    """The optimizer state of each bucket, which `stages` of this rank hold; one slab for all of them."""
+    shares = plan.optimizer_shares if plan.optimizer_sharding else None
+    offloads = [max(stage.optimizer_offload for stage in holding) for holding in stages]
+    host: HostPlace | None = None
+    if any(offloads):
+        needed = sum(host_bytes(bucket, shares, x) for bucket, x in zip(buckets, offloads, strict=True))
+        host = make_host_place(needed, device=buckets[0].weights.device)
+    return tuple(
+        OwnedState(bucket, groups, shares, offload=x, host=host, reduce_dtype=reduce_dtype)
+        for bucket, x in zip(buckets, offloads, strict=True)
     )
 
 

@@ -49,6 +49,8 @@ class Stopwatch:
         self._cuda = device.type == "cuda"
         self._slowdown = slowdown
         self._seconds = 0.0
+        self._since: tuple[float, float] | None = None
+        """Wall and processor seconds at the start of the piece of work that is running, or resumed."""
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -61,8 +63,24 @@ class Stopwatch:
             end.record()
             self._events.append((start, end))
             return
-        start_wall, start_processor = time.perf_counter(), time.thread_time()
+        self._since = time.perf_counter(), time.thread_time()
         yield
+        self._count()
+        self._since = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a wait inside a piece of work: on a CPU its seconds are not counted."""
+        if self._since is None:
+            yield
+            return
+        self._count()
+        yield
+        self._since = time.perf_counter(), time.thread_time()
+
+    def _count(self) -> None:
+        assert self._since is not None
+        start_wall, start_processor = self._since
         if self._slowdown > 1:
             due = start_wall + self._slowdown * (time.thread_time() - start_processor)
             time.sleep(max(0.0, due - time.perf_counter()))
@@ -165,7 +183,7 @@ class Executor:
                 self._need_bridge().send(step, self._results.pop(step))
 
     def _forward(self, task: _Task, *, training: bool) -> None:
-        _, stage, micro_batch = task.step
+        _, stage, micro_batch, _ = task.step
         assert task.loading is not None and task.departure is not None
         # Before the wait for the message, which a copy to the card would else stand behind.
         with during(task.loading):
@@ -181,7 +199,7 @@ class Executor:
             self._put_result(task.departure, output)
 
     def _backward(self, task: _Task) -> None:
-        kind, stage, micro_batch = task.step
+        kind, stage, micro_batch, _ = task.step
         assert task.departure is not None
         gradient_BSH = self._take_input(task)
         hidden_BSH, output = self._kept.pop((stage, micro_batch))
@@ -210,7 +228,7 @@ class Executor:
 
 def _task(step: Step, program: frozenset[Step]) -> _Task:
     """The task of one step of a rank program."""
-    kind, stage, micro_batch = step
+    kind, stage, micro_batch, _ = step
     if kind in RECEIVE_OF:
         return _Task(step, Activity("send", step))
     if kind in SEND_OF:

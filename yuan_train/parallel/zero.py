@@ -5,7 +5,7 @@ each of its slices. Gradients are reduced to the rank that holds the range, and 
 from it while the next forward begins. Equal ranges take one reduce-scatter and one all-gather on NCCL;
 unequal ones an operation per owner, because gloo has no uneven all-gather. Not sharded, gradients are
 all-reduced, and every owner steps everything. A part of what a rank holds may be offloaded to the host, and
-is stepped there.
+is stepped there, chunk by chunk: a bucket's gradients begin to go down as soon as they are reduced.
 
 Checkpoints store and fill what a rank holds as boxes of the global tensors, in place: nothing is gathered.
 """
@@ -29,6 +29,9 @@ from yuan_train.parallel.gradients import (
 )
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import TensorBox
+from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks, chunk_ranges
+from yuan_train.parallel.tiers.link import make_link
+from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
 from yuan_train.parallel.transport import Pending, Ranges
 
 State = Literal["master", "exp_avg", "exp_avg_sq"]
@@ -40,8 +43,8 @@ STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
 class OptimizerShard:
     """Consecutive elements that this rank steps: flat buffers [k], k = end - start, matrices first.
 
-    They are [start, end) of a slice of a bucket; of the bucket, if the state is not sharded. On the host, the
-    gradient is a copy, and the weights on the card are copied from the master.
+    They are [start, end) of a slice of a bucket; of the bucket, if the state is not sharded. On the host,
+    `chunks` are copied and stepped one after another.
     """
 
     start: int
@@ -51,7 +54,31 @@ class OptimizerShard:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     num_matrix_elements: int
-    on_host: bool = False
+    chunks: tuple[HostChunk, ...] = ()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the buffers are in host memory."""
+        return bool(self.chunks)
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """Where offloaded state goes: memory of the host, and the links to it."""
+
+    slab: HostSlab
+    links: HostLinks
+
+
+def make_host_place(num_bytes: int, *, device: torch.device) -> HostPlace | None:
+    """The host memory for so much offloaded state of a rank; None if there is none.
+
+    Raises HostMemoryError if the host has not so much.
+    """
+    if not num_bytes:
+        return None
+    slab = HostSlab(num_bytes, device=device, what="optimizer_offload")
+    return HostPlace(slab, HostLinks(down=make_link(device), up=make_link(device)))
 
 
 class OwnedState:
@@ -69,41 +96,51 @@ class OwnedState:
         shares: Sequence[float] | None,
         *,
         offload: float = 0.0,
+        host: HostPlace | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        """`host`: None: this state makes a place of its own, if it offloads anything."""
         self._bucket = bucket
         self._groups = groups
         self._reduce_dtype = reduce_dtype or bucket.gradient.dtype
         self._packed: list[torch.Tensor] = []
         self._pending: list[Pending] = []
+        self._norm: torch.Tensor | None = None
+        """Of the reduced gradient, once it was taken."""
         self._synced: list[torch.Tensor] = []
         """By slice, the buffers in which weights are on their way to this rank."""
         self._syncing: list[Pending] = []
         self._ranges = None if shares is None else [_ranges(part, shares) for part in bucket.slices]
         """By slice: the range of each owner."""
+        self._own = _own_ranges(bucket, shares)
+        if host is None:
+            host = make_host_place(host_bytes(bucket, shares, offload), device=bucket.weights.device)
         if self._ranges is None:
-            self._own = []
-            self._held = [self._whole_shards(offload)]
+            self._held = [self._whole_shards(offload, host)]
         else:
-            self._own = [
-                ranges.of(part.group.index(bucket.rank))
-                for part, ranges in zip(bucket.slices, self._ranges, strict=True)
-            ]
-            self._held = [self._range_shards(i, own, offload) for i, own in enumerate(self._own)]
+            self._held = [self._range_shards(i, own, offload, host) for i, own in enumerate(self._own)]
         """By slice; one entry for the whole bucket where the state is not sharded."""
         self.shards = [shard for held in self._held for shard in held]
 
-    def _whole_shards(self, offload: float) -> list[OptimizerShard]:
+    @property
+    def host_chunks(self) -> Iterator[HostChunk]:
+        """The chunks of all shards on the host, in the layouts' order."""
+        return (chunk for shard in self.shards for chunk in shard.chunks)
+
+    def _whole_shards(self, offload: float, host: HostPlace | None) -> list[OptimizerShard]:
         return _make_shards(
             self._bucket.weights,
             self._bucket.gradient,
             num_matrix_elements=self._bucket.num_matrix_elements,
             offload=offload,
+            host=host,
             # Weights in full precision are their own master.
             own_master=self._bucket.is_low_precision,
         )
 
-    def _range_shards(self, index: int, own: tuple[int, int], offload: float) -> list[OptimizerShard]:
+    def _range_shards(
+        self, index: int, own: tuple[int, int], offload: float, host: HostPlace | None
+    ) -> list[OptimizerShard]:
         bucket, part = self._bucket, self._bucket.slices[index]
         start, end = own
         alone = len(bucket.slices) == 1
@@ -111,9 +148,11 @@ class OwnedState:
             bucket.pack(bucket.weights, part)[start:end],
             # A range of a slice that is not packed lies in the bucket itself.
             bucket.gradient[start:end] if alone else None,
+            layout=index,
             start=start,
-            num_matrix_elements=min(max(part.num_matrix_elements - start, 0), end - start),
+            num_matrix_elements=_matrix_elements(part, own),
             offload=offload,
+            host=host,
             own_master=bucket.is_low_precision or not alone,
         )
 
@@ -132,21 +171,31 @@ class OwnedState:
                     self._pending.append(group.reduce_ranges(packed, self._ranges[i], GRAD_REDUCE))
             self._packed.append(packed)
 
+    def take_if_reduced(self) -> None:
+        """If the reduction is known to have ended, take its result: what the host steps goes down at once."""
+        if self._packed and self._norm is None and all(pending.is_done() for pending in self._pending):
+            self._take()
+
     def finish_grad_reduce(self) -> torch.Tensor:
-        """Wait until this rank's shards have the reduced gradient; return their share of its squared global
-        norm, fp64."""
-        for pending in self._pending:
-            pending.wait()
-        norm = self._take_all() if self._ranges is None else self._take_ranges()
-        self._pending.clear()
+        """Wait until this rank's shards have the reduced gradient, or it is on its way to the host; return
+        their share of its squared global norm, fp64."""
+        norm = self._take() if self._norm is None else self._norm
+        self._norm = None
         self._packed.clear()
         return norm
+
+    def _take(self) -> torch.Tensor:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        self._norm = self._take_all() if self._ranges is None else self._take_ranges()
+        return self._norm
 
     def _take_all(self) -> torch.Tensor:
         for part, packed in zip(self._bucket.slices, self._packed, strict=True):
             self._bucket.unpack(packed, part, self._bucket.gradient)
-        for shard in self.shards:
-            _copy(self._bucket.gradient[shard.start : shard.end], shard.gradient)
+        for chunk in self.host_chunks:
+            chunk.start_gradient(self._bucket.gradient)
         return squared_norm([self._bucket], device=self._bucket.gradient.device)
 
     def _take_ranges(self) -> torch.Tensor:
@@ -155,30 +204,49 @@ class OwnedState:
             self._bucket.slices, self._held, self._packed, self._own, strict=True
         ):
             for shard in held:
-                _copy(packed[shard.start : shard.end], shard.gradient)
+                for chunk in shard.chunks:
+                    chunk.start_gradient(packed)
+                if not shard.on_host:
+                    _copy(packed[shard.start : shard.end], shard.gradient)
             total += sum_of_squares(packed[start : max(min(end, part.num_counted_elements), start)])
         return total
+
+    def start_host_weights(self, chunk: HostChunk) -> None:
+        """Begin to bring the weights of a stepped chunk up, to where `start_weight_sync` wants them."""
+        chunk.start_weights(self._sync_buffers()[chunk.layout])
 
     def start_weight_sync(self) -> None:
         """Set the model's weights from the masters; sharded, start to send them from their owners to all.
 
         Until `finish_weight_sync` the weights must not be used.
         """
-        if self._ranges is None:
-            for shard in self.shards:
-                _copy(shard.master, self._bucket.weights[shard.start : shard.end])
-            return
-        for i, (part, held) in enumerate(zip(self._bucket.slices, self._held, strict=True)):
-            buffer = self._bucket.pack(self._bucket.weights, part)
+        for held, buffer in zip(self._held, self._sync_buffers(), strict=True):
             for shard in held:
-                _copy(shard.master, buffer[shard.start : shard.end])
+                for chunk in shard.chunks:
+                    chunk.start_weights(buffer)
+                if not shard.on_host:
+                    _copy(shard.master, buffer[shard.start : shard.end])
+        if self._ranges is None:
+            return
+        for i, (part, buffer) in enumerate(zip(self._bucket.slices, self._synced, strict=True)):
+            for chunk in (chunk for shard in self._held[i] for chunk in shard.chunks):
+                chunk.finish_weights()
             if len(part.group) > 1:
                 group = self._groups.owners[part.group]
                 self._syncing.append(group.gather_ranges(buffer, self._ranges[i], WEIGHT_SYNC))
-            self._synced.append(buffer)
+
+    def _sync_buffers(self) -> list[torch.Tensor]:
+        """By `_held`, the weights that are set: the model's own, or sharded those of a slice."""
+        if self._ranges is None:
+            return [self._bucket.weights]
+        if not self._synced:
+            self._synced = [self._bucket.pack(self._bucket.weights, part) for part in self._bucket.slices]
+        return self._synced
 
     def finish_weight_sync(self) -> None:
         """Wait until the model's weights are those of the last step; nothing to do if they are."""
+        for chunk in self.host_chunks:
+            chunk.finish_weights()
         for pending in self._syncing:
             pending.wait()
         for part, buffer in zip(self._bucket.slices, self._synced, strict=False):
@@ -278,9 +346,44 @@ def _ranges(part: Slice, shares: Sequence[float]) -> Ranges:
     return Ranges(tuple(sizes))
 
 
+def _own_ranges(bucket: FlatBucket, shares: Sequence[float] | None) -> list[tuple[int, int]]:
+    """By slice: the range that this rank owns; none if the state is not sharded."""
+    if shares is None:
+        return []
+    return [_ranges(part, shares).of(part.group.index(bucket.rank)) for part in bucket.slices]
+
+
+def _matrix_elements(part: Slice, own: tuple[int, int]) -> int:
+    """How many elements of a range of a slice are of matrices: the first ones."""
+    start, end = own
+    return min(max(part.num_matrix_elements - start, 0), end - start)
+
+
+def host_bytes(bucket: FlatBucket, shares: Sequence[float] | None, offload: float) -> int:
+    """What this rank's state of a bucket takes of a slab, of which it offloads a fraction."""
+    if shares is None:
+        layouts = [(bucket.weights.numel(), bucket.num_matrix_elements)]
+    else:
+        owned = zip(bucket.slices, _own_ranges(bucket, shares), strict=True)
+        layouts = [(own[1] - own[0], _matrix_elements(part, own)) for part, own in owned]
+    elements = [n - _split(n, num_matrix, offload) for n, num_matrix in layouts]
+    return sum(NUM_BUFFERS * piece_bytes(n, bucket.gradient.dtype) for n in elements)
+
+
+NUM_BUFFERS = 4
+"""Master, gradient and AdamW's two moments."""
+
 _VECTOR = 64
 """Elements; a multiple of what any processor steps at a time. AdamW rounds the remainder after the last full
 vector differently, so splitting at another element would change bits."""
+
+
+def _split(n: int, num_matrix_elements: int, offload: float) -> int:
+    """How many of `n` elements stay on the card: the first ones."""
+    split = n - round(n * offload)
+    if split < n:
+        split -= (split if split < num_matrix_elements else split - num_matrix_elements) % _VECTOR
+    return split
 
 
 def _make_shards(
@@ -289,6 +392,8 @@ def _make_shards(
     *,
     num_matrix_elements: int,
     offload: float,
+    host: HostPlace | None,
+    layout: int = 0,
     start: int = 0,
     own_master: bool = True,
 ) -> list[OptimizerShard]:
@@ -297,53 +402,62 @@ def _make_shards(
     Without `gradient` [n] each shard gets a gradient buffer of its own; without `own_master` the weights on
     the card are their own master.
     """
-    n = weights.numel()
-    split = n - round(n * offload)
-    if split < n:
-        split -= (split if split < num_matrix_elements else split - num_matrix_elements) % _VECTOR
+    n, dtype = weights.numel(), master_dtype(weights.dtype)
+    split = _split(n, num_matrix_elements, offload)
     shards: list[OptimizerShard] = []
-    for first, last, on_host in ((0, split, False), (split, n, True)):
-        if last == first and not (n == 0 and not on_host):
-            continue
-        part, dtype = weights[first:last], master_dtype(weights.dtype)
-        if on_host:
-            master = _host_copy(part.to(dtype))
-        else:
-            master = part.to(dtype, copy=True) if own_master else part
+    if split or not n:
+        own = weights[:split]
+        master = own.to(dtype, copy=True) if own_master else own
         shards.append(
             OptimizerShard(
-                start=start + first,
-                end=start + last,
+                start=start,
+                end=start + split,
                 master=master,
-                gradient=_zeros_like(master) if gradient is None or on_host else gradient[first:last],
-                exp_avg=_zeros_like(master),
-                exp_avg_sq=_zeros_like(master),
-                num_matrix_elements=min(max(num_matrix_elements - first, 0), last - first),
-                on_host=on_host,
+                gradient=torch.zeros_like(master) if gradient is None else gradient[:split],
+                exp_avg=torch.zeros_like(master),
+                exp_avg_sq=torch.zeros_like(master),
+                num_matrix_elements=min(num_matrix_elements, split),
             )
         )
+    if split < n:
+        assert host is not None
+        num_matrix = max(num_matrix_elements - split, 0)
+        shards.append(_host_shard(weights[split:].to(dtype), host, layout, start + split, num_matrix))
     return shards
 
 
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, pinned if a card copies to and from it."""
-    pinned = tensor.device.type == "cuda"
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
-
-
-def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """As `torch.zeros_like`, but pinned if the tensor is."""
-    return torch.zeros(
-        tensor.shape,
-        dtype=tensor.dtype,
-        device=tensor.device,
-        pin_memory=tensor.device.type == "cpu" and tensor.is_pinned(),
+def _host_shard(
+    weights: torch.Tensor, host: HostPlace, layout: int, start: int, num_matrix_elements: int
+) -> OptimizerShard:
+    """The shard of weights [k], in the master's precision, in host memory."""
+    n = weights.numel()
+    master, gradient, exp_avg, exp_avg_sq = (host.slab.take(n, weights.dtype) for _ in range(NUM_BUFFERS))
+    master.copy_(weights)
+    return OptimizerShard(
+        start=start,
+        end=start + n,
+        master=master,
+        gradient=gradient,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        num_matrix_elements=num_matrix_elements,
+        chunks=tuple(
+            HostChunk(
+                layout=layout,
+                start=start + first,
+                master=master[first:last],
+                gradient=gradient[first:last],
+                exp_avg=exp_avg[first:last],
+                exp_avg_sq=exp_avg_sq[first:last],
+                decays=decays,
+                links=host.links,
+            )
+            for first, last, decays in chunk_ranges(n, num_matrix_elements)
+        ),
     )
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy into another precision or memory; nothing to do if both are the same tensor."""
-    if source.device != target.device:
-        source = source.to(target.dtype)
+    """Copy into another precision; nothing to do if both are the same tensor."""
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from yuan_train.schedule.copies import IN_PARTS, Key, Offload, Offloads, kept_by
 from yuan_train.schedule.messages import receive_for
 from yuan_train.schedule.step import (
+    COMPUTE,
+    COPIES,
     RECEIVE_OF,
     SEND_OF,
     Kind,
@@ -45,6 +48,20 @@ def check_schedule(schedule: Schedule, workers: Workers | None = None) -> None:
     faults = [*_step_faults(schedule, workers), *_message_faults(schedule, workers)]
     if not faults:
         faults = list(_deadlock(schedule, workers))
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def check_copies(program: RankProgram, offloads: Offloads) -> None:
+    """Raise ValueError, listing every fault, unless a worker's program in parts keeps its activations.
+
+    The parts of a step follow each other, a backward's from the last. What the forward of a part that leaves
+    kept is in one place at every step: on the card, on its way down (from its offload to its evict), on the
+    host (to its fetch), or on its way up (to its backward). On the card, either way included, are never more
+    than `resident` parts of a stage.
+    """
+    faults = [*_part_faults(program, offloads), *_place_faults(program, offloads)]
+    faults += _resident_faults(program, offloads)
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -225,3 +242,75 @@ class _BlockingRun:
             return worker, None
         needed = Step(step.kind, source, step.micro_batch)
         return worker, None if needed in self._done else needed
+
+
+def _part_faults(program: RankProgram, offloads: Offloads) -> Iterator[str]:
+    expected: list[Step] = []
+    for step in program:
+        if step.kind not in COMPUTE:
+            continue
+        offload = offloads.get(step.stage)
+        if expected:
+            if step != expected[0]:
+                yield f"the {step} comes where the {expected[0]} should"
+            expected = expected[1:]
+        elif offload is not None and step.kind in IN_PARTS:
+            parts = range(offload.num_parts)
+            order = parts if step.kind == "forward" else parts[::-1]
+            if step.part != order[0]:
+                yield f"the {step} comes before the parts that it follows"
+            expected = [step._replace(part=part) for part in order[1:]]
+
+
+_LEAVES_FROM: dict[Kind, str] = {
+    "offload": "on the card",
+    "evict": "on its way down",
+    "fetch": "on the host",
+}
+_BRINGS_TO: dict[Kind, str] = {
+    "offload": "on its way down",
+    "evict": "on the host",
+    "fetch": "on its way up",
+}
+
+
+def _place_faults(program: RankProgram, offloads: Offloads) -> Iterator[str]:
+    places: dict[Key, str] = {}
+    for step in program:
+        key = kept_by(step)
+        if step.kind in COPIES:
+            place = places.get(key, "not there")
+            if step.stage not in offloads or step.part >= offloads[step.stage].num_leaving:
+                yield f"the {step}: this part's activations do not leave"
+            elif place != _LEAVES_FROM[step.kind]:
+                yield f"the {step}: they are {place}, not {_LEAVES_FROM[step.kind]}"
+            places[key] = _BRINGS_TO[step.kind]
+        elif _is_leaving(step, offloads.get(step.stage)):
+            if step.kind == "forward":
+                places[key] = "on the card"
+            elif (place := places.pop(key, "not there")) in ("on the host", "not there"):
+                yield f"the {step}: the activations that it needs are {place}"
+    for key, place in places.items():
+        yield f"the activations of the {Step('forward', *key)} are still {place} at the end"
+
+
+def _resident_faults(program: RankProgram, offloads: Offloads) -> Iterator[str]:
+    here = dict.fromkeys(offloads, 0)
+    split = any(step.kind == "backward_weight" for step in program)
+    for step in program:
+        offload = offloads.get(step.stage)
+        if offload is None:
+            continue
+        if step.kind == "backward_weight":
+            # Split, a backward's second part still needs the activations of all parts.
+            here[step.stage] -= offload.num_leaving
+        elif step.kind == "evict" or (step.kind == "backward" and not split and _is_leaving(step, offload)):
+            here[step.stage] -= 1
+        elif step.kind == "fetch" or (step.kind == "forward" and _is_leaving(step, offload)):
+            here[step.stage] += 1
+        if here[step.stage] > offload.resident:
+            yield f"at the {step}: {here[step.stage]} parts are on the card, and {offload.resident} may be"
+
+
+def _is_leaving(step: Step, offload: Offload | None) -> bool:
+    return offload is not None and step.kind in IN_PARTS and step.part < offload.num_leaving

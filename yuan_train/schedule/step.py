@@ -13,10 +13,15 @@ Kind = Literal[
     "receive_activation",
     "send_gradient",
     "receive_gradient",
+    "offload",
+    "evict",
+    "fetch",
 ]
 COMPUTE: frozenset[Kind] = frozenset({"forward", "backward", "backward_input", "backward_weight"})
 """A `backward` computes all gradients. Split, it becomes `backward_input`, whose result the previous stage
 waits for, and `backward_weight`, which no other step waits for."""
+COPIES: frozenset[Kind] = frozenset({"offload", "evict", "fetch"})
+"""Of what the forward of a part keeps, between the card and its host; see `copies.py`."""
 
 
 class Step(NamedTuple):
@@ -29,6 +34,8 @@ class Step(NamedTuple):
     kind: Kind
     stage: int
     micro_batch: int
+    part: int = -1
+    """Of the stage, where a program is in parts: a forward or backward of it, or a copy; -1: the whole."""
 
     @property
     def is_compute(self) -> bool:
@@ -36,7 +43,8 @@ class Step(NamedTuple):
         return self.kind in COMPUTE
 
     def __str__(self) -> str:
-        return f"{self.kind.replace('_', ' ')} of micro-batch {self.micro_batch} on stage {self.stage}"
+        part = f"part {self.part} of " if self.part >= 0 else ""
+        return f"{self.kind.replace('_', ' ')} of {part}micro-batch {self.micro_batch} on stage {self.stage}"
 
 
 RECEIVE_OF: dict[Kind, tuple[Kind, int]] = {

@@ -22,6 +22,9 @@ from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.shard import TensorBox
+from yuan_train.parallel.tiers.activations import ActivationTiers
+from yuan_train.parallel.tiers.host_state import HostLinks
+from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.zero import STATES, OwnedState, State
 from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Feed, Share
@@ -65,6 +68,8 @@ def build(job: Job) -> tuple[Trainer, Progress]:
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
     feed = Feed(_share(job, runtime))
     pair_loss = PairLoss(run.objective, device=job.device) if run.objective.reads_pairs else None
+    stopwatch = Stopwatch(job.device, slowdown=slowdown)
+    tiers = _tiers(job, runtime, stopwatch)
     runners = {
         stage: StageRunner(
             cast(Transformer, part),
@@ -75,10 +80,11 @@ def build(job: Job) -> tuple[Trainer, Progress]:
             device=job.device,
             deferred=runtime.deferred[stage],
             objective=pair_loss,
+            stage=stage,
+            tiers=tiers,
         )
         for stage, part in runtime.parts.items()
     }
-    stopwatch = Stopwatch(job.device, slowdown=slowdown)
     trainer = Trainer(
         runtime=runtime,
         runners=runners,
@@ -95,6 +101,24 @@ def build(job: Job) -> tuple[Trainer, Progress]:
             _load_start(job.start, trainer)
         return trainer, Progress.initial(run)
     return trainer, _restore(job.checkpoint, trainer, run)
+
+
+def _tiers(job: Job, runtime: RankRuntime, stopwatch: Stopwatch) -> ActivationTiers | None:
+    """The copies of this rank's activations; None if they all stay. A simulated card has a simulated link."""
+    if runtime.copies is None:
+        return None
+    card = job.plan.device_type(job.position.rank)
+    rate = card.host_link if card is not None and card.slowdown is not None else None
+    return ActivationTiers(
+        runtime.copies,
+        runtime.offloads,
+        [parameter for part in runtime.parts.values() for parameter in part.parameters()],
+        HostLinks(
+            down=make_link(job.device, bytes_per_second=rate), up=make_link(job.device, bytes_per_second=rate)
+        ),
+        device=job.device,
+        pause=stopwatch.paused,
+    )
 
 
 def _resets(job: Job) -> bool:

@@ -23,6 +23,7 @@ from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.train.compiler import check_compiler
+from yuan_train.train.placement import run_beside
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
             "(yuan-train launch), or make a plan for the available cards"
         )
     device = choose_device(run.train.device, position)
+    run_beside(device)
     if device.type == "cuda" and run.train.precision == "bf16":
         _check_bf16(device)
     if run.train.compile:

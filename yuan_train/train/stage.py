@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.deferred import DeferredWeightGrads
+from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.train.feed import Source
 from yuan_train.train.objective import Objective, Targets, TokenLoss
 
@@ -44,8 +46,13 @@ class StageRunner:
         device: torch.device,
         deferred: DeferredWeightGrads,
         objective: Objective | None = None,
+        stage: int = 0,
+        tiers: ActivationTiers | None = None,
     ) -> None:
-        """`resets`: the run resets something at document ends. `objective`: None is `TokenLoss`."""
+        """`resets`: the run resets something at document ends. `objective`: None is `TokenLoss`. `tiers`:
+        None if no stage of this rank offloads activations; else `stage` is the number of this one."""
+        self._stage = stage
+        self._tiers = tiers
         self._model = model
         self._source = source
         self._deferred = deferred
@@ -101,28 +108,45 @@ class StageRunner:
         if hidden_BSH is None:
             assert batch.tokens_BS is not None
             hidden_BSH = batch.tokens_BS
-        output = self._model(
-            hidden_BSH,
-            # Validation runs without gradients and without dropout.
-            dropout_seed=DropoutSeed(self._seed, first) if torch.is_grad_enabled() else None,
-            **batch.resets,
-        )
-        if self._model.has_head:
-            assert batch.targets is not None
-            gradient_scale = self._scale / self._num_terms
-            output = self.objective.total(self._model, output, batch.targets, gradient_scale=gradient_scale)
-            output = output / self._num_terms
-            self.loss += output.detach()
+        # Validation runs without gradients and without dropout, and keeps nothing.
+        training = torch.is_grad_enabled()
+        following = nullcontext()
+        if training and self._tiers is not None:
+            following = self._tiers.forward(self._stage, micro_batch)
+        with following as parts:
+            output = self._model(
+                hidden_BSH,
+                dropout_seed=DropoutSeed(self._seed, first) if training else None,
+                parts=parts,
+                **batch.resets,
+            )
+            if self._model.has_head:
+                assert batch.targets is not None
+                gradient_scale = self._scale / self._num_terms
+                output = self.objective.total(
+                    self._model, output, batch.targets, gradient_scale=gradient_scale
+                )
+                output = output / self._num_terms
+                self.loss += output.detach()
         self.finite &= torch.isfinite(output.detach()).all()
         return output * self._scale if self._model.has_head else output
 
-    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def splitting(self, micro_batch: int, split: bool) -> Iterator[None]:
         """Around a backward: if `split`, weight gradients are deferred until `backward_weight`."""
-        return self._deferred.splitting(micro_batch, split)
+        following = nullcontext()
+        if self._tiers is not None:
+            following = self._tiers.backward(self._stage, micro_batch, split=split)
+        with self._deferred.splitting(micro_batch, split), following:
+            yield
 
     def backward_weight(self, micro_batch: int) -> None:
         """Compute the deferred weight gradients of a micro-batch whose backward was split."""
-        self._deferred.flush(micro_batch)
+        following = nullcontext()
+        if self._tiers is not None:
+            following = self._tiers.backward_weight(self._stage, micro_batch)
+        with following:
+            self._deferred.flush(micro_batch)
 
 
 def stage_needs(model: Transformer, *, resets: bool) -> tuple[bool, bool]:

@@ -142,11 +142,8 @@ def train_step(
         found = f"loss {loss}, gradient norm {grad_norm}"
         raise TrainingError(f"{found}: {blame(runtime, finite_output, finite_gradient)}")
     factor = (clip / (grad_norm + 1e-6) if clip and grad_norm > clip else 1.0) / scale
-    if factor != 1.0:
-        for shard in (shard for state in runtime.states for shard in state.shards):
-            shard.gradient.mul_(factor)
     with as_training_error(runtime.coord):
-        trainer.optimizer.step(lr)
+        trainer.optimizer.step(lr, factor=factor)
     if trainer.expert_load is not None:
         trainer.expert_load.balance()
     return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, preference=preference)

@@ -132,11 +132,12 @@ def test_optimizer_state_on_the_host_leaves_the_card_and_takes_time():
     here, away = cost(plan), cost(replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),)))
     assert away.stages[0].memory.optimizer == pytest.approx(0.75 * here.stages[0].memory.optimizer)
     assert away.stages[0].memory.parameters == here.stages[0].memory.parameters
-    # A parameter's fp32 gradient is copied to the host at 16 GB/s and its bf16 weight back; the host, at
-    # 25 GB/s, reads the gradient, reads and writes 12 bytes of state, and writes the weight.
+    # A parameter's fp32 gradient is copied to the host at 16 GB/s and its bf16 weight back. Meanwhile the
+    # host, at 25 GB/s, reads the gradient, reads and writes 12 bytes of state, and writes the weight. The
+    # slowest counts, or the card, which steps its own part beside it.
     n = 4 * MODEL.layer_parameters + MODEL.embedding_parameters
-    host = (4 + 2) / 16e9 + (4 + 2 * 12 + 2) / 25e9
-    assert away.update_seconds == pytest.approx(0.75 * here.update_seconds + 0.25 * n * host, rel=0.01)
+    host = max(4 / 16e9, (4 + 2 * 12 + 2) / 25e9, 2 / 16e9)
+    assert away.update_seconds == pytest.approx(max(0.75 * here.update_seconds, 0.25 * n * host), rel=0.01)
 
 
 def test_mixed_pipelines_wait_for_each_other():

@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.plan_units import layer_units, num_units, plan_unit_parameters, stage_unit_range
 from yuan_train.config.run import SearchConfig
+from yuan_train.planner.costs.expert_costs import divides_alike
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.search.half_layers import shift_by_halves
 from yuan_train.planner.search.search import search_plan
 
 MODEL = ModelConfig(
@@ -78,3 +83,82 @@ def test_a_half_keeps_its_own_input_under_full_recompute() -> None:
     assert first.in_flight >= 2
     assert first.memory.activations == first.in_flight * (2 * hidden + 8 * 2048)
     assert [unit.activation_bytes for unit in second.units[:2]] == [hidden, hidden]
+
+
+def unlike(devices: int = 1) -> PlanProblem:
+    """Fast cards that hold few experts beside slow ones that hold all of them."""
+    fast, roomy = (
+        DeviceType(memory=memory * 2**30, bf16=rate, fp16=rate, fp32=rate / 4, memory_bandwidth=1e12)
+        for memory, rate in ((24, 312e12), (48, 60e12))
+    )
+    network = Link(bandwidth=50e9, latency=5e-6)
+    nodes = tuple(
+        NodeGroup(name=name, device=name, devices=devices, link=network, network=network)
+        for name in ("Fast", "Roomy")
+    )
+    model = ModelConfig(
+        name="experts",
+        num_layers=6,
+        hidden_size=2048,
+        num_attention_heads=16,
+        ffn_hidden_size=2048,
+        vocab_size=8192,
+        tie_embeddings=False,
+        max_sequence_length=8192,
+        num_experts=24,
+        experts_per_token=2,
+        expert_ffn_hidden_size=2048,
+        router="softmax",
+    )
+    cluster = Cluster(name="unlike", nodes=nodes, device_types={"Fast": fast, "Roomy": roomy})
+    return replace(PROBLEM, cluster=cluster, model=model, sequence_length=8192, global_batch_size=8)
+
+
+def test_attention_goes_to_the_fast_card_and_experts_to_the_roomy_one() -> None:
+    """As virtual stages of half a layer; whole layers balance the two cards."""
+    keys = {"micro_batch_size": (1,), "pipelines": (1,), "divide_experts": False}
+    whole, halved = (
+        search_plan(unlike(), SearchConfig(half_layers=halves, **keys), micro_batch_size=1).best  # pyright: ignore
+        for halves in (False, True)
+    )
+    assert halved.step_seconds < 0.95 * whole.step_seconds
+    plan = halved.plan
+    assert plan.schedule == "interleaved_1f1b" and not list(validate_plan(plan))
+    types = {rank.rank: rank.type for rank in plan.ranks}
+    halves = [stage for stage in plan.pipelines[0].stages if stage.num_layers == 0.5]
+    assert len(halves) >= 4
+    for stage in halves:
+        is_attention = float(stage.layers[0]).is_integer()
+        assert types[stage.replicas[0][0]] == ("Fast" if is_attention else "Roomy")
+
+
+def test_pipelines_that_divide_experts_are_shifted_alike_or_not_at_all() -> None:
+    """Two equal pipelines, each a group of two cards and a single card: one border shifted alone would divide
+    half a layer's experts in one pipeline and not in the other."""
+    problem = unlike(3)
+    pipelines = tuple(
+        PipelinePlan(
+            micro_batch_size=1,
+            num_micro_batches=4,
+            stages=(
+                StagePlan(replicas=(group,), layers=(0, 1), embedding=True, experts=(12, 12)),
+                StagePlan(replicas=((single,),), layers=(1, 6), head=True),
+            ),
+        )
+        for group, single in (((0, 1), 3), ((4, 5), 2))
+    )
+    plan = Plan(
+        cluster=problem.cluster.name,
+        model=problem.model,
+        sequence_length=problem.sequence_length,
+        global_batch_size=problem.global_batch_size,
+        ranks=tuple(
+            RankPlan(rank=r, device=c.name, type=c.type) for r, c in enumerate(problem.cluster.cards)
+        ),
+        pipelines=pipelines,
+        device_types=problem.cluster.device_types,
+    )
+    assert not list(validate_plan(plan))
+    costs = make_costs(problem)
+    shifted, cost = shift_by_halves(costs, plan, cost_plan(costs, plan), lambda: False)
+    assert divides_alike(shifted) and cost.step_seconds <= cost_plan(costs, plan).step_seconds

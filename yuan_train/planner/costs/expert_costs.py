@@ -26,18 +26,24 @@ from yuan_train.planner.costs.unit_costs import (
 from yuan_train.planner.costs.workload import UnitWork, model_work
 
 
-def check_alike(plan: Plan) -> None:
-    """Raise PlanError if pipelines divide the experts of a layer differently, which is not priced."""
+def divides_alike(plan: Plan) -> bool:
+    """Whether all pipelines divide the experts of each layer alike."""
     counts: dict[int, tuple[int, ...]] = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
-            for unit in stage_unit_range(plan, stage):
-                own = stage_experts(plan, stage)
-                if counts.setdefault(unit, own) != own:
-                    raise PlanError(
-                        "the pipelines divide the experts of a layer differently: such plans run, but are "
-                        "not simulated yet; train with the plan as it is, or divide them alike"
-                    )
+            own = stage_experts(plan, stage)
+            if any(counts.setdefault(unit, own) != own for unit in stage_unit_range(plan, stage)):
+                return False
+    return True
+
+
+def check_alike(plan: Plan) -> None:
+    """Raise PlanError if pipelines divide the experts of a layer differently, which is not priced."""
+    if not divides_alike(plan):
+        raise PlanError(
+            "the pipelines divide the experts of a layer differently: such plans run, but are not simulated "
+            "yet; train with the plan as it is, or divide them alike"
+        )
 
 
 def bare_profile(profile: Profile | None) -> Profile | None:

@@ -1,7 +1,8 @@
 """What a card has of its node's host: memory, bandwidth, and the seconds of an optimizer step there.
 
 The cards of a node share its host equally. An offloaded part of the optimizer step copies gradients down,
-steps on the host and copies weights up, one after the other.
+steps on the host and copies weights up, chunk by chunk and so side by side; the card steps its own part
+meanwhile.
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ def host_share(device: DeviceType, group: NodeGroup, *, reserved_bytes: float) -
 
 
 def host_step_seconds(share: HostShare, precision: Precision) -> float:
-    """Seconds by parameter of an optimizer step on the host, with its gradients and weights on their way."""
+    """Seconds by parameter of an optimizer step on the host: of the slowest of gradients on their way down,
+    the step itself, and weights on their way up. A link takes both directions at once."""
     state = STATE_BYTES[precision]
-    copies = (state.gradients + state.parameters) / share.link_bytes_per_second
-    return copies + state.update_traffic / share.memory_bytes_per_second
+    return max(
+        state.gradients / share.link_bytes_per_second,
+        state.update_traffic / share.memory_bytes_per_second,
+        state.parameters / share.link_bytes_per_second,
+    )
 
 
 def host_bytes(precision: Precision) -> float:

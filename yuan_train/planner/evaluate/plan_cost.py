@@ -24,6 +24,8 @@ from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_se
 from yuan_train.planner.costs.owners import PlanCards, state_shares
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import Source
+from yuan_train.planner.evaluate.activation_tiers import pipeline_copies
+from yuan_train.planner.evaluate.copies import PartTimes
 from yuan_train.planner.evaluate.flows import MessageFlow
 from yuan_train.planner.evaluate.messages import edge_seconds, message_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
@@ -64,6 +66,11 @@ class PlanCost:
         )
 
     @property
+    def stall_seconds(self) -> float:
+        """The longest that a worker waits for copies of activations; it is part of `compute_seconds`."""
+        return max(max(simulation.stall_seconds) for simulation in self.simulations)
+
+    @property
     def fits(self) -> bool:
         """Whether every stage fits the memory of its cards."""
         return all(stage.fits for stage in self.stages)
@@ -89,22 +96,19 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """
     if divides_experts(plan):
         check_alike(plan)
-    cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
-    shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
+    cards = _cards(costs, plan)
+    rows = _stage_rows(costs, plan, cards)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
     simulations: list[Simulation] = []
     workers = [pipeline.workers for pipeline in plan.pipelines]
     simulated: dict[tuple[object, ...], Simulation] = {}
-    for p, pipeline in enumerate(plan.pipelines):
-        pipeline_stages = [
-            stage_cost(costs, plan, cards[p][s], p, s, shares=shares[p, s])
-            for s in range(len(pipeline.stages))
-        ]
-        pipeline_stages = sum_over_cards(plan, pipeline, workers[p], pipeline_stages)
+    for p, (pipeline, pipeline_stages) in enumerate(zip(plan.pipelines, rows, strict=True)):
         times.append(_stage_times(costs, plan, cards, p, pipeline_stages))
         depths = pipeline.depths(plan.schedule)
-        key = (times[-1], workers[p], pipeline.num_micro_batches, depths)
+        leaves = any(stage.activation_offload for stage in pipeline.stages)
+        copies = pipeline_copies(plan, p) if leaves else None
+        key = (times[-1], workers[p], pipeline.num_micro_batches, depths, p if leaves else -1)
         if key not in simulated:
             simulated[key] = simulate_schedule(
                 plan.schedule,
@@ -113,6 +117,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
                 workers=workers[p],
                 in_flight=depths,
                 sends=costs.problem.send_mode,
+                copies=copies,
             )
         simulations.append(simulated[key])
         stages += pipeline_stages
@@ -144,6 +149,28 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     )
 
 
+def cost_stages(costs: Costs, plan: Plan) -> list[StageCost]:
+    """The costs of a plan's stages, memory included, without a simulation of its step."""
+    return [stage for row in _stage_rows(costs, plan, _cards(costs, plan)) for stage in row]
+
+
+def _cards(costs: Costs, plan: Plan) -> PlanCards:
+    return [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
+
+
+def _stage_rows(costs: Costs, plan: Plan, cards: PlanCards) -> list[list[StageCost]]:
+    """The stages of each pipeline."""
+    shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
+    rows: list[list[StageCost]] = []
+    for p, pipeline in enumerate(plan.pipelines):
+        row = [
+            stage_cost(costs, plan, cards[p][s], p, s, shares=shares[p, s])
+            for s in range(len(pipeline.stages))
+        ]
+        rows.append(sum_over_cards(plan, pipeline, pipeline.workers, row))
+    return rows
+
+
 def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Replica]:
     """The replicas of stage s of all pipelines; each card by itself if each has it `whole`."""
     replicas = [replica for row in cards for replica in row[s]]
@@ -165,9 +192,16 @@ def _stage_times(
         forward_seconds=tuple(stage.forward_seconds for stage in pipeline_stages),
         backward_seconds=tuple(stage.backward_seconds for stage in pipeline_stages),
         weight_seconds=tuple(stage.weight_seconds for stage in pipeline_stages),
+        parts=_part_times(pipeline_stages),
         send_activation_seconds=activation_seconds,
         send_gradient_seconds=gradient_seconds,
     )
+
+
+def _part_times(stages: Sequence[StageCost]) -> tuple[PartTimes | None, ...]:
+    if all(stage.leaving is None for stage in stages):
+        return ()
+    return tuple(None if stage.leaving is None else stage.leaving.times for stage in stages)
 
 
 def make_forecast(costs: Costs, plan: Plan, cost: PlanCost, *, lower_bound_seconds: float) -> Forecast:

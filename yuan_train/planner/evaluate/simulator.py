@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from yuan_train.config.sends import Sends
+from yuan_train.planner.evaluate.copies import CopyClock, Groups, PartTimes
 from yuan_train.planner.evaluate.operations import Operation, order_operations, order_rendezvous
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import COMPUTE, Kind, Schedule, Step, Workers, num_workers, one_worker_each
@@ -49,6 +50,8 @@ class StageTimes:
     """Edge s leads from stage s + 1 to s."""
     weight_seconds: tuple[float, ...] = ()
     """The weight-gradient part of the backward, for schedules that split it; half of it if empty."""
+    parts: tuple[PartTimes | None, ...] = ()
+    """Of stages whose activations leave the card; None for the others. Empty if there are none."""
 
     @property
     def num_stages(self) -> int:
@@ -80,6 +83,8 @@ class Simulation:
     operations: tuple[Operation, ...]
     spans: tuple[tuple[float, float], ...]
     """Start and end of each of `operations`."""
+    stall_seconds: tuple[float, ...]
+    """Of each worker: how long it waits for copies of activations, inside its compute steps."""
 
     @property
     def stage_start_seconds(self) -> tuple[float, ...]:
@@ -124,11 +129,13 @@ def simulate_schedule(
     workers: Workers | None = None,
     in_flight: tuple[int, ...] | None = None,
     sends: Sends = "overlapped",
+    copies: Mapping[int, Groups] | None = None,
 ) -> Simulation:
-    """The same for a named schedule; `in_flight`, if given, is the depth of each stage under 1f1b."""
+    """The same for a named schedule; `in_flight`, if given, is the depth of each stage under 1f1b. `copies`,
+    by worker, of those with stages that offload activations, whose `times` then have parts."""
     workers = workers or one_worker_each(times.num_stages)
     operations = _operations(schedule, workers, num_micro_batches, in_flight, sends == "rendezvous")
-    return _run(operations, workers, times, sends=sends)
+    return _run(operations, workers, times, sends=sends, copies=copies)
 
 
 def simulate_many(
@@ -210,7 +217,16 @@ def _operations(
     return (order_rendezvous if rendezvous else order_operations)(programs, workers)
 
 
-def _run(operations: Sequence[Operation], workers: Workers, times: StageTimes, *, sends: Sends) -> Simulation:
+def _run(
+    operations: Sequence[Operation],
+    workers: Workers,
+    times: StageTimes,
+    *,
+    sends: Sends,
+    copies: Mapping[int, Groups] | None = None,
+) -> Simulation:
+    parts = {stage: part for stage, part in enumerate(times.parts) if part is not None}
+    clocks = {worker: CopyClock(groups, parts) for worker, groups in (copies or {}).items()}
     count, stages = num_workers(workers), range(len(workers))
     free, busy, last = [0.0] * count, [0.0] * count, [0.0] * count
     ends = [0.0] * len(workers)
@@ -226,7 +242,10 @@ def _run(operations: Sequence[Operation], workers: Workers, times: StageTimes, *
                 arrived = arrivals[kind == "forward", stage, micro_batch]
                 start = arrived if arrived > start else start
             seconds = compute[kind][stage]
-            free[worker] = last[worker] = end = start + seconds
+            end = start + seconds
+            if worker in clocks:
+                end = clocks[worker].run(kind, stage, micro_batch, start, seconds)
+            free[worker] = last[worker] = end
             ends[stage] = end if end > ends[stage] else ends[stage]
             busy[worker] += seconds
         else:
@@ -250,4 +269,7 @@ def _run(operations: Sequence[Operation], workers: Workers, times: StageTimes, *
         worker_end_seconds=tuple(last),
         operations=tuple(operations),
         spans=tuple(spans),
+        stall_seconds=tuple(
+            clocks[worker].stall_seconds if worker in clocks else 0.0 for worker in range(count)
+        ),
     )

@@ -19,6 +19,7 @@ from yuan_train.planner.costs.owners import StateShares
 from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
 from yuan_train.planner.costs.unit_costs import Source, UnitCost
 from yuan_train.planner.costs.workload import STATE_BYTES
+from yuan_train.planner.evaluate.activation_tiers import LeavingActivations, leaving_activations
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.in_flight import in_flight
 from yuan_train.schedule.schedules import make_schedule
@@ -64,6 +65,8 @@ class StageCost:
     """What each card holds on its host."""
     host_capacity_bytes: float
     """The smallest share of a host's memory that one of its cards has; inf if not known, or not needed."""
+    leaving: LeavingActivations | None
+    """Its activations that leave the card; None if all stay."""
     one_more_layer_bytes: float
     """What another layer would add."""
     source: Source
@@ -160,9 +163,14 @@ def stage_cost(
     cards = tuple(card for replica in replicas for card in replica)
     count = _stage_in_flight(plan, pipeline, s)
     divides = divides_experts(plan)
+    leaving = leaving_activations(costs, plan, p, s, slowest.cards) if stage.activation_offload else None
     by_position: dict[int, tuple[MemoryForecast, float]] = {}
     for part in parts if divides else [replace(slowest, cards=cards)]:
         memory = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
+        if leaving is not None:
+            # Not where cards share experts: what they keep varies.
+            away = count * leaving.bytes_per_micro_batch - leaving.card_bytes
+            memory = (replace(memory[0], activations=max(0.0, memory[0].activations - away)), memory[1])
         by_position[part.position] = min(memory, by_position.get(part.position, memory), key=_slack)
     tightest = min(by_position.values(), key=_slack)
     layer = slowest.units.layer
@@ -192,10 +200,12 @@ def stage_cost(
         positions=tuple(by_position.values()),
         host_bytes=max(_owned_parameters(part, shares, twice=twice) for part in parts)
         * stage.optimizer_offload
-        * host_bytes(costs.problem.precision),
+        * host_bytes(costs.problem.precision)
+        + (0.0 if leaving is None else leaving.host_bytes),
         host_capacity_bytes=min(costs.host_of(card).memory_bytes for card in cards)
-        if stage.optimizer_offload
+        if stage.optimizer_offload or leaving is not None
         else math.inf,
+        leaving=leaving,
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
         source=slowest.units.source,
         note=slowest.units.note,
@@ -262,14 +272,14 @@ def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stag
 
 
 def _update_seconds(costs: Costs, part: StageUnits, cards: Sequence[Card], offload: float) -> float:
-    """Seconds of the optimizer step per parameter: on the card, then on the slowest host for the fraction
-    `offload`."""
+    """Seconds of the optimizer step per parameter: on the card, and at the same time on the slowest host for
+    the fraction `offload`."""
     precision = costs.problem.precision
     on_card = STATE_BYTES[precision].update_traffic / part.update_bytes_per_second
     if not offload:
         return on_card
     on_host = max(host_step_seconds(costs.host_of(card), precision) for card in cards)
-    return (1.0 - offload) * on_card + offload * on_host
+    return max((1.0 - offload) * on_card, offload * on_host)
 
 
 def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
@@ -329,14 +339,18 @@ def sum_over_cards(
 def _combined_memory(
     stages: Sequence[StageCost], parts: Sequence[MemoryForecast], program: RankProgram
 ) -> MemoryForecast:
-    """Several stages on a card: their states add up; activations as the rank program has them in flight.
-    `parts` are the bytes of each stage on this card."""
+    """Several stages on a card: their states add up; activations as the rank program has them in flight, or
+    all that may stay of those that leave. `parts` are the bytes of each stage on this card."""
     last = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
     counts = {stage.stage: max(peak_in_flight(program, stage.stage), 1) for stage in stages}
     per_micro_batch = {
         stage.stage: part.activations / counts[stage.stage] for stage, part in zip(stages, parts, strict=True)
     }
     alive = peak = 0.0
+    for stage, part in zip(stages, parts, strict=True):
+        if stage.leaving is not None:
+            per_micro_batch[stage.stage] = 0.0
+            alive += part.activations
     for step in program:
         if step.kind == "forward":
             alive += per_micro_batch[step.stage]

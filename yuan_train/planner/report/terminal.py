@@ -288,7 +288,7 @@ def _parts(cost: PlanCost) -> dict[str, float]:
 
 
 def host_lines(cost: PlanCost) -> list[str]:
-    """What the hosts hold of the optimizer state, by type of card; none if they hold nothing."""
+    """What the hosts hold, by type of card; none if they hold nothing."""
     most: dict[str, StageCost] = {}
     for stage in cost.stages:
         if stage.host_bytes > most.get(stage.card.type, stage).host_bytes or stage.card.type not in most:
@@ -298,9 +298,8 @@ def host_lines(cost: PlanCost) -> list[str]:
         if stage.host_bytes:
             limit = stage.host_capacity_bytes
             of = "host memory not checked" if math.isinf(limit) else f"of {show_bytes(limit)}"
-            lines.append(
-                f"optimizer state on the host: at most {show_bytes(stage.host_bytes)} per {name} ({of})"
-            )
+            what = "optimizer state" if stage.leaving is None else "optimizer state and activations"
+            lines.append(f"{what} on the host: at most {show_bytes(stage.host_bytes)} per {name} ({of})")
     return lines
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.planner.costs.expert_costs import divides_alike
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 
@@ -33,7 +34,7 @@ def shift_by_halves(
         for shifted in _shifted(best[0]):
             if stopped():
                 return best
-            if list(validate_plan(shifted)):
+            if list(validate_plan(shifted)) or not divides_alike(shifted):
                 continue
             other = cost_plan(costs, shifted)
             if other.fits and other.step_seconds < found[1].step_seconds:

@@ -21,6 +21,8 @@ from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.search.activations import with_activations_away
+from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.bounds import any_bound
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, solve_shapes
@@ -127,6 +129,8 @@ def search_plan(
     limit = ranked[0].step_seconds if ranked else math.inf
     grouped = plans_with_experts(costs, cards, options, limit_seconds=LEAST_HOPE * limit, stopped=stopped)
     ranked = rank(costs, [*ranked, *improve(costs, rank(costs, grouped), cards, options, stopped)])
+    if options.offload_activations:
+        ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
     if not ranked:
         raise NoPlanFits(NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, options))
     lowest = found.lower_bound_seconds
@@ -161,6 +165,7 @@ def _has_unproven(costs: Costs, cards: Sequence[Card], options: Options) -> bool
         or (options.polished_schedules, options.polished_sizes) != proven
         or "interleaved_1f1b" in options.polished_schedules
         or options.half_layers
+        or options.offload_activations
         or may_divide_experts(costs, cards, options)
     )
 
@@ -252,8 +257,11 @@ def _more_plans(
         limit = ranked[0].step_seconds if ranked else math.inf
         mixed = mix_pipelines(costs, cards, options, limit_seconds=limit)
         made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
+    made += [(None, plan) for plan in alternating_plans(costs, cards, options)]
     result: list[Candidate] = []
     for shape, plan in made:
+        if stopped() and (ranked or result):
+            break
         if not is_wanted(plan, options):
             continue
         cost = cost_plan(costs, plan)

@@ -79,6 +79,8 @@ class Options:
     """Whether a stage's optimizer state may lie on the host."""
     expressible: bool = False
     """Only plans that megatron-core has words for."""
+    offload_activations: bool = False
+    """Whether activations may lie on the host, where a plan would else recompute."""
     host_seconds: float = 0.0
     """The longest optimizer step on a host that a cut may count on; `solve_with_hosts` sets it."""
 
@@ -164,6 +166,7 @@ def read_options(
         expert_widths=tuple(sorted(set(search.tensor or ()))),
         offload="optimizer" in (("optimizer",) if search.offload is None else search.offload),
         expressible=expressible,
+        offload_activations="activations" in (search.offload or ()),
     )
 
 

@@ -1,0 +1,61 @@
+"""Memory of the host, and the links to it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from yuan_train.config.errors import HostMemoryError
+from yuan_train.parallel.tiers import slab as slab_module
+from yuan_train.parallel.tiers.link import make_link
+from yuan_train.parallel.tiers.slab import HostSlab, available_bytes, piece_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_pieces_of_a_slab_are_apart_and_begin_at_a_cache_line() -> None:
+    slab = HostSlab(3 * 64, device=CPU, what="a test")
+    first, second = slab.take(5, torch.float32), slab.take(16, torch.float64)
+    assert piece_bytes(5, torch.float32) == 64 and second.data_ptr() - first.data_ptr() == 64
+    assert not first.any() and not second.any()
+    first.fill_(1.0)
+    assert not second.any()
+    with pytest.raises(AssertionError, match="too small"):
+        slab.take(1, torch.float32)
+
+
+def test_a_host_keeps_a_fifth_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "available_bytes", lambda: 1000.0)
+    assert HostSlab(800, device=CPU, what="a test").num_bytes == 800
+    with pytest.raises(HostMemoryError, match=r"optimizer_offload: needs 801 B .* at most 80% are taken"):
+        HostSlab(801, device=CPU, what="optimizer_offload")
+    assert HostMemoryError.exit_code == 2
+
+
+def test_what_is_available_is_the_least_of_kernel_and_control_group(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    assert available_bytes(meminfo, tmp_path) == math.inf
+    meminfo.write_text("MemTotal:  9 kB\nMemAvailable:    4 kB\nHugePages_Total:   0\n")
+    assert available_bytes(meminfo, tmp_path) == 4096
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert available_bytes(meminfo, tmp_path) == 4096
+    (tmp_path / "memory.max").write_text("3000\n")
+    assert available_bytes(meminfo, tmp_path) == 2000
+
+
+def test_a_simulated_link_copies_in_order_and_tells_faults() -> None:
+    link = make_link(CPU, bytes_per_second=1e9)
+    seen: list[int] = []
+    transfers = [link.begin(lambda i=i: seen.append(i), 1000) for i in range(5)]
+
+    def fail() -> None:
+        raise RuntimeError("torn")
+
+    with pytest.raises(RuntimeError, match="torn"):
+        link.begin(fail, 0).wait()
+    transfers[-1].finish()
+    assert seen == [0, 1, 2, 3, 4]

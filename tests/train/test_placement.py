@@ -1,0 +1,56 @@
+"""The cores next to a card, as Linux tells them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from yuan_train.train import placement
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A host whose second NUMA node has four cores and a card; where another card is it does not say."""
+    for address, node in (("0000:3b:00.0", "1\n"), ("0000:af:00.0", "-1\n")):
+        (tmp_path / "pci" / address).mkdir(parents=True)
+        (tmp_path / "pci" / address / "numa_node").write_text(node)
+    (tmp_path / "nodes" / "node1").mkdir(parents=True)
+    (tmp_path / "nodes" / "node1" / "cpulist").write_text("2-3,6,7\n")
+    return tmp_path
+
+
+def test_the_node_and_the_cores_of_a_card(host: Path) -> None:
+    assert placement.numa_node("0000:3b:00.0", host / "pci") == 1
+    assert placement.numa_node("0000:af:00.0", host / "pci") is None
+    assert placement.numa_node("0000:00:00.0", host / "pci") is None
+    assert placement.cores_of(1, host / "nodes") == {2, 3, 6, 7}
+    assert placement.cores_of(0, host / "nodes") == placement.cores_of(None, host / "nodes") == set()
+
+
+@pytest.mark.parametrize(
+    ("own", "near", "chosen"),
+    [
+        (range(8), {2, 3, 6, 7}, {2, 3, 6, 7}),
+        (range(4), {2, 3, 6, 7}, None),  # something has chosen four of eight cores
+        (range(8), set(), None),  # the node is not known
+    ],
+)
+def test_a_rank_runs_beside_its_card_unless_its_cores_were_chosen(
+    monkeypatch: pytest.MonkeyPatch, own: range, near: set[int], chosen: set[int] | None
+) -> None:
+    found: list[set[int]] = []
+    card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(placement, "numa_node", {"0000:3b:00.0": 1}.__getitem__)
+    monkeypatch.setattr(placement, "cores_of", lambda node: near)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(own))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.append(cores))
+    placement.run_beside(torch.device("cpu"))
+    assert not found
+    placement.run_beside(torch.device("cuda", 0))
+    assert found == ([] if chosen is None else [chosen])

@@ -1,0 +1,295 @@
+"""Activations that leave the card between a forward and its backward, as the rank program says.
+
+The copies of a program stand between the parts of its steps. The model says when a part begins (`Parts`), and
+autograd when the backward of one has ended: then the gradient of what the part was given is complete. Graphs
+are not cut, so gradients are added in the order in which they would be.
+
+Weights are recognised by their storage and never leave; neither does what several parts share, nor what is
+small. A storage that several ops save leaves once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yuan_train.parallel.activity import Activity, during
+from yuan_train.parallel.tiers.host_pool import HostPool, HostRange
+from yuan_train.parallel.tiers.host_state import HostLinks
+from yuan_train.parallel.tiers.link import Transfer
+from yuan_train.schedule.copies import Key, Offloads, PartSteps, group_copies
+from yuan_train.schedule.step import Kind, RankProgram, Step
+
+SMALLEST = 4096
+"""Bytes of a storage that is worth a copy."""
+
+
+class _Kept:
+    """One storage that a backward needs: on the card, in host memory, or in both while it moves."""
+
+    __slots__ = ("flat", "host", "num_bytes")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.flat: Tensor | None = _as_bytes(storage)
+        self.host: HostRange | None = None
+        self.num_bytes = storage.nbytes()
+
+
+class _View:
+    """One saved use of a storage."""
+
+    __slots__ = ("_dtype", "_kept", "_offset", "_size", "_stride")
+
+    def __init__(self, kept: _Kept, tensor: Tensor) -> None:
+        self._kept = kept
+        self._dtype = tensor.dtype
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def tensor(self) -> Tensor:
+        flat = self._kept.flat
+        assert flat is not None, "the rank program fetches nothing before this backward"
+        empty = torch.empty(0, dtype=self._dtype, device=flat.device)
+        return empty.set_(flat.untyped_storage(), self._offset, self._size, self._stride)
+
+
+class _Part:
+    """What the forward of one part of a micro-batch kept."""
+
+    __slots__ = ("coming", "going", "kept")
+
+    def __init__(self) -> None:
+        self.kept: dict[int, _Kept] = {}
+        """By address of the storage, which is not used again before the part is evicted."""
+        self.going: Transfer | None = None
+        self.coming: Transfer | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(kept.num_bytes for kept in self.kept.values())
+
+
+class ActivationTiers:
+    """Copies the activations of one worker's stages to the host and back, step by step of its program.
+
+    `program` is in parts, with copies; `weights` are tensors that stay; `pause` is entered while the host
+    waits for a copy, whose time is none of the compute.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        offloads: Offloads,
+        weights: Iterable[Tensor],
+        links: HostLinks,
+        *,
+        device: torch.device,
+        pause: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._groups = group_copies(program)
+        self._offloads = offloads
+        self._stays = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        self._links = links
+        self._pool = HostPool(device)
+        self._pause = pause
+        self._split = any(step.kind == "backward_weight" for step in program)
+        self._parts: dict[Key, _Part] = {}
+        self._backward: _Walk | None = None
+        self._parts_here = dict.fromkeys(offloads, 0)
+        self._bytes_here = 0
+        """Of what leaves: on the card, on its way down, or on its way up; so the parts above."""
+        self.most_bytes_here = 0
+
+    @contextmanager
+    def forward(self, stage: int, micro_batch: int) -> Iterator[_Forward | None]:
+        """Around the forward of a micro-batch: what follows its parts; None if the stage offloads nothing."""
+        walk = self._walk("forward", stage, micro_batch)
+        if stage not in self._offloads:
+            walk.enter()
+            yield None
+        else:
+            yield _Forward(self, walk)
+        walk.leave()
+
+    @contextmanager
+    def backward(self, stage: int, micro_batch: int, *, split: bool) -> Iterator[None]:
+        """Around a backward; if `split`, around the part of it that computes the gradients of inputs."""
+        walk = self._walk("backward_input" if split else "backward", stage, micro_batch)
+        self._backward = walk
+        self._need(walk, walk.enter())
+        yield
+        self._end(walk)
+        walk.leave()
+        self._backward = None
+
+    @contextmanager
+    def backward_weight(self, stage: int, micro_batch: int) -> Iterator[None]:
+        """Around the weights' part of a split backward, after which nothing of the micro-batch is needed."""
+        walk = self._walk("backward_weight", stage, micro_batch)
+        walk.enter()
+        yield
+        for key in [key for key in self._parts if key[:2] == (stage, micro_batch)]:
+            self._drop(key)
+        walk.leave()
+
+    def num_leaving(self, stage: int) -> int:
+        """How many parts of a stage, the first ones, leave."""
+        return self._offloads[stage].num_leaving
+
+    def part_has_ended(self, stage: int, micro_batch: int, part: int) -> None:
+        """The backward of a part has ended, inside `backward`; the one of the part before it begins."""
+        walk = self._backward
+        assert walk is not None and walk.key == (stage, micro_batch, part), "parts run in another order"
+        self._end(walk)
+        self._need(walk, walk.enter())
+
+    def keep(self, key: Key, tensor: Tensor, shared: set[int]) -> Any:
+        """What autograd keeps of a tensor that a part saves: the tensor, or a view that can leave."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if storage.nbytes() < SMALLEST or address in self._stays or address in shared:
+            return tensor
+        if key not in self._parts:
+            self._parts[key] = _Part()
+            self._count(key[0], 1, 0)
+        part = self._parts[key]
+        if address not in part.kept:
+            part.kept[address] = _Kept(storage)
+            self._count(key[0], 0, storage.nbytes())
+        return _View(part.kept[address], tensor)
+
+    def copy(self, step: Step) -> None:
+        """Take an offload, an evict or a fetch of the program."""
+        part = self._parts[step.stage, step.micro_batch, step.part]
+        if step.kind == "offload":
+            self._offload(part)
+        elif step.kind == "evict":
+            assert part.going is not None
+            self._wait(step, part.going)
+            part.going = None
+            for kept in part.kept.values():
+                kept.flat = None
+            self._count(step.stage, -1, -part.num_bytes)
+        else:
+            self._count(step.stage, 1, part.num_bytes)
+            self._fetch(part)
+
+    def _walk(self, kind: Kind, stage: int, micro_batch: int) -> _Walk:
+        step = Step(kind, stage, micro_batch)
+        return _Walk(step, self._groups[step], self.copy)
+
+    def _need(self, walk: _Walk, part: int) -> None:
+        """Wait until what the backward of a part needs is there."""
+        kept = self._parts.get((walk.step.stage, walk.step.micro_batch, part))
+        if kept is not None and kept.coming is not None:
+            self._wait(walk.step._replace(kind="fetch", part=part), kept.coming)
+            kept.coming = None
+
+    def _end(self, walk: _Walk) -> None:
+        if walk.key in self._parts and not self._split:
+            self._drop(walk.key)
+
+    def _drop(self, key: Key) -> None:
+        part = self._parts.pop(key)
+        self._count(key[0], -1, -part.num_bytes)
+        for kept in part.kept.values():
+            if kept.host is not None:
+                self._pool.give(kept.host)
+
+    def _offload(self, part: _Part) -> None:
+        for kept in part.kept.values():
+            kept.host = self._pool.take(kept.num_bytes)
+        moved = [(kept.flat, kept.host.flat) for kept in part.kept.values() if kept.host is not None]
+
+        def copy() -> None:
+            for flat, host in moved:
+                assert flat is not None
+                host.copy_(flat, non_blocking=True)
+
+        part.going = self._links.down.begin(copy, part.num_bytes)
+
+    def _fetch(self, part: _Part) -> None:
+        moved: list[tuple[Tensor, Tensor]] = []
+        for kept in part.kept.values():
+            assert kept.host is not None
+            # Taken here, on the stream of the compute, which frees it again.
+            kept.flat = torch.empty(kept.num_bytes, dtype=torch.uint8, device=self._pool.device)
+            moved.append((kept.flat, kept.host.flat))
+
+        def copy() -> None:
+            for flat, host in moved:
+                flat.copy_(host, non_blocking=True)
+
+        part.coming = self._links.up.begin(copy, part.num_bytes)
+
+    def _wait(self, step: Step, transfer: Transfer) -> None:
+        with during(Activity("wait_copy", step)), self._pause():
+            transfer.wait()
+
+    def _count(self, stage: int, num_parts: int, num_bytes: int) -> None:
+        self._parts_here[stage] += num_parts
+        assert 0 <= self._parts_here[stage] <= self._offloads[stage].resident, "more than the plan allows"
+        self._bytes_here += num_bytes
+        self.most_bytes_here = max(self.most_bytes_here, self._bytes_here)
+
+
+class _Walk:
+    """One step of the program, part by part."""
+
+    def __init__(self, step: Step, group: PartSteps, copy: Callable[[Step], None]) -> None:
+        self.step = step
+        self._group = group
+        self._copy = copy
+        self._position = -1
+
+    @property
+    def key(self) -> Key:
+        """Stage, micro-batch and part that is running."""
+        return self.step.stage, self.step.micro_batch, self._group.parts[self._position]
+
+    def enter(self) -> int:
+        """Take the copies before the next part; its number."""
+        self._position += 1
+        for copy in self._group.before[self._position]:
+            self._copy(copy)
+        return self._group.parts[self._position]
+
+    def leave(self) -> None:
+        """Take the copies after the last part."""
+        assert self._position + 1 == len(self._group.parts), f"{self.step}: not all parts have run"
+        for copy in self._group.after:
+            self._copy(copy)
+
+
+class _Forward:
+    """Follows one forward (`models.parts.Parts`)."""
+
+    def __init__(self, tiers: ActivationTiers, walk: _Walk) -> None:
+        self._tiers = tiers
+        self._walk = walk
+        self._num_leaving = tiers.num_leaving(walk.step.stage)
+        self._shared: set[int] = set()
+
+    def share(self, *tensors: Tensor | None) -> None:
+        self._shared |= {t.untyped_storage().data_ptr() for t in tensors if t is not None}
+
+    def enter(self, hidden: Tensor) -> None:
+        part, step = self._walk.enter(), self._walk.step
+        if part > 0:
+            ended = self._tiers.part_has_ended
+            # A hook of a tensor runs when its gradient is complete: all that follows it has run backward.
+            hidden.register_hook(lambda _: ended(step.stage, step.micro_batch, part))
+
+    def pack(self, tensor: Tensor) -> Any:
+        key = self._walk.key
+        return self._tiers.keep(key, tensor, self._shared) if key[2] < self._num_leaving else tensor
+
+    def unpack(self, packed: Any) -> Tensor:
+        return packed.tensor() if isinstance(packed, _View) else packed
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

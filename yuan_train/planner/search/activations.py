@@ -1,0 +1,119 @@
+"""Activations on the hosts instead of recompute, tried on finished plans (`search.offload`).
+
+A plan that recomputes does so for want of memory. On each of its recomputing stages activations leave
+instead: of as few layers as let the stage fit, for several numbers of parts that stay and of parts that a
+fetch is ahead. First on all of these stages at once, because the slowest of them decides, then stage by
+stage. The cut stays as it is, so this is no proof of anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from yuan_train.config.errors import PlanError
+from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.plan_units import divides_experts
+from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
+from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.shapes import Options
+
+NUM_PLANS = 2
+"""How many of the fastest plans that recompute are changed."""
+RESIDENT = (4, 8, 16)
+AHEAD = (2, 6)
+SHARES = (1 / 4, 1 / 2, 3 / 4, 1)
+"""Of a stage's layers, those that leave."""
+
+Place = tuple[int, int]
+"""Pipeline and stage."""
+
+
+def with_activations_away(
+    costs: Costs, ranked: Sequence[Candidate], options: Options, stopped: Callable[[], bool]
+) -> list[Candidate]:
+    """Plans that are faster than the one of `ranked` that they are made of."""
+    found: list[Candidate] = []
+    for candidate in [c for c in ranked if _recomputing(c)][:NUM_PLANS]:
+        plan, cost = candidate.plan, candidate.cost
+        for change in _changes(costs, candidate, options):
+            if stopped():
+                break
+            changed = _changed(costs, plan, change)
+            if changed is not None and changed[1].step_seconds < cost.step_seconds:
+                plan, cost = changed
+        if plan is not candidate.plan:
+            found.append(replace(candidate, plan=plan, cost=cost))
+    return found
+
+
+def _recomputing(candidate: Candidate) -> list[StageCost]:
+    """The stages of a plan that recompute, and whose cards have no other stage."""
+    if divides_experts(candidate.plan):
+        return []
+    pipelines = [pipeline.workers for pipeline in candidate.plan.pipelines]
+    if any(len(set(w := [*itertools.chain(*workers)])) < len(w) for workers in pipelines):
+        return []
+    return [stage for stage in candidate.cost.stages if stage.num_recomputed]
+
+
+def _changes(costs: Costs, candidate: Candidate, options: Options) -> Iterator[dict[Place, StagePlan]]:
+    """Stages to replace: all that recompute, then each of them."""
+    stages = _recomputing(candidate)
+    kinds: list[Recompute] = [kind for kind in options.recompute if kind != "full"]
+    settings = list(itertools.product(kinds, RESIDENT, AHEAD))
+    alone: list[dict[Place, StagePlan]] = []
+    for kind, resident, ahead in settings:
+        change: dict[Place, StagePlan] = {}
+        for old in stages:
+            stage = _away(costs, candidate.plan, old, kind, resident, ahead)
+            if stage is not None:
+                change[old.pipeline, old.stage] = stage
+        if change:
+            yield change
+            alone += [{place: stage} for place, stage in change.items()] if len(stages) > 1 else []
+    yield from alone
+
+
+def _away(
+    costs: Costs, plan: Plan, old: StageCost, kind: Recompute, resident: int, ahead: int
+) -> StagePlan | None:
+    """The stage with activations of as few layers away as let it fit; None if it does not, so or so."""
+    stage = plan.pipelines[old.pipeline].stages[old.stage]
+    for count in sorted({max(1, round(share * stage.num_blocks)) for share in SHARES}):
+        changed = replace(
+            stage,
+            recompute=kind,
+            recompute_layers=None,
+            activation_offload=count,
+            resident_parts=resident,
+            fetch_ahead=ahead,
+        )
+        try:
+            if change_stage(costs, plan, old, changed).fits:
+                return changed
+        except PlanError:
+            # Too few parts may stay for this schedule.
+            continue
+    return None
+
+
+def _changed(costs: Costs, plan: Plan, change: dict[Place, StagePlan]) -> tuple[Plan, PlanCost] | None:
+    """The plan with stages replaced, and its cost; None if it does not fit."""
+    pipelines = tuple(
+        replace(
+            pipeline,
+            stages=tuple(change.get((p, s), stage) for s, stage in enumerate(pipeline.stages)),
+        )
+        for p, pipeline in enumerate(plan.pipelines)
+    )
+    plan = replace(plan, pipelines=pipelines)
+    if any(True for _ in validate_plan(plan)):
+        return None
+    cost = cost_plan(costs, plan)
+    return (plan, cost) if cost.fits else None

@@ -1,0 +1,164 @@
+"""Plans with attention on one type of card and feed-forwards on another, as virtual stages.
+
+Old cards may have the memory for experts and lack the speed for attention, new ones the reverse. Cards of the
+two types are paired; each pair has consecutive layers, and a micro-batch goes to and fro between its cards,
+half a layer at a time (HeterMoE, arXiv 2504.03871). A layer may also lie on one of the two as a whole: as
+many do as balance the pair.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan
+
+NUM_COSTED = 6
+"""Plans with the least work on their busiest card, which are costed in full, for each kind of recompute: the
+fastest kind may not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pairing:
+    """The cards of each pair, by pipeline: pairs[d][i] = (cards for attention, cards for feed-forwards)."""
+
+    pairs: tuple[tuple[tuple[tuple[Card, ...], tuple[Card, ...]], ...], ...]
+    micro_batch_size: int
+    num_micro_batches: int
+    split: int
+    """Layers of a pair that are divided between its cards."""
+    whole_first: bool
+    """Whether the pair's other layers lie on its first card, before these; else on its second, after them."""
+    recompute: Recompute
+
+
+def alternating_plans(costs: Costs, cards: Sequence[Card], options: Options) -> list[Plan]:
+    """The most promising ones; none unless half layers and virtual stages are searched. Some may not fit."""
+    if not options.half_layers or "interleaved_1f1b" not in options.polished_schedules:
+        return []
+    if costs.problem.has_external_profile:
+        return []
+    pairings = sorted(_pairings(costs, cards, options), key=lambda pairing: _busiest(costs, pairing))
+    kinds = ([p for p in pairings if p.recompute == kind][:NUM_COSTED] for kind in options.recompute)
+    return [_plan_of(costs, pairing, options) for kind in kinds for pairing in kind]
+
+
+def _pairings(costs: Costs, cards: Sequence[Card], options: Options) -> Iterator[_Pairing]:
+    by_type: dict[str, list[Card]] = {}
+    for card in cards:
+        by_type.setdefault(card.type, []).append(card)
+    for first, second in itertools.permutations(by_type, 2):
+        if options.use_all_devices and len(by_type) > 2:
+            return
+        for num_pairs in _divisors(math.gcd(len(by_type[first]), len(by_type[second]))):
+            pairs = list(
+                zip(_grouped(by_type[first], num_pairs), _grouped(by_type[second], num_pairs), strict=True)
+            )
+            for num_pipelines in options.pipelines or _divisors(num_pairs):
+                yield from _of_pairs(costs, pairs, num_pipelines, options)
+
+
+def _of_pairs(
+    costs: Costs,
+    pairs: Sequence[tuple[tuple[Card, ...], tuple[Card, ...]]],
+    num_pipelines: int,
+    options: Options,
+) -> Iterator[_Pairing]:
+    depth, rest = divmod(len(pairs), num_pipelines)
+    num_layers = costs.problem.model.num_layers
+    if rest or depth > num_layers:
+        return
+    dealt = tuple(tuple(pairs[d * depth : (d + 1) * depth]) for d in range(num_pipelines))
+    replicas = {len(group) for pair in pairs for group in pair}
+    if not options.any_replicas and not replicas <= set(options.replicas):
+        return
+    for size, recompute in itertools.product(options.micro_batch_sizes, options.recompute):
+        count, odd = divmod(costs.problem.global_batch_size, num_pipelines * size)
+        allowed = options.num_micro_batches
+        if odd or not count or max(replicas) > count or (allowed is not None and count not in allowed):
+            continue
+        for split in range(1, -(-num_layers // depth) + 1):
+            for whole_first in (True, False):
+                yield _Pairing(
+                    pairs=dealt,
+                    micro_batch_size=size,
+                    num_micro_batches=count,
+                    split=split,
+                    whole_first=whole_first,
+                    recompute=recompute,
+                )
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def _grouped(cards: Sequence[Card], count: int) -> list[tuple[Card, ...]]:
+    """Neighbouring cards, in so many equal groups."""
+    size = len(cards) // count
+    return [tuple(cards[i * size : (i + 1) * size]) for i in range(count)]
+
+
+def _layers_of(num_layers: int, depth: int) -> list[tuple[int, int]]:
+    """Layers [first, end) of each pair, as even as possible."""
+    borders = [num_layers * i // depth for i in range(depth + 1)]
+    return list(itertools.pairwise(borders))
+
+
+def _busiest(costs: Costs, pairing: _Pairing) -> float:
+    """Seconds of the busiest card's work in a step, embedding and head left out."""
+    halves: list[list[float]] = []
+    counts = [end - first for first, end in _layers_of(costs.problem.model.num_layers, len(pairing.pairs[0]))]
+    for place in (0, 1):
+        group = pairing.pairs[0][0][place]
+        card = costs.of(group[0].type, pairing.micro_batch_size, pairing.recompute)
+        seconds = card.layer.forward_seconds + card.layer.backward_seconds
+        share = pairing.num_micro_batches / len(group)
+        halves.append([share * seconds * half.seconds for half in card.halves])
+    most = max(counts)
+    split = min(pairing.split, most)
+    whole = [most - split, 0] if pairing.whole_first else [0, most - split]
+    return max(split * halves[place][place] + whole[place] * sum(halves[place]) for place in (0, 1))
+
+
+def _plan_of(costs: Costs, pairing: _Pairing, options: Options) -> Plan:
+    """The plan of a pairing: stages [a, a + 0.5), [a + 0.5, a + 1) ... on the two cards of a pair in turn."""
+    cuts: list[PipelineCut] = []
+    num_layers = costs.problem.model.num_layers
+    layers = _layers_of(num_layers, len(pairing.pairs[0]))
+    borders: list[float] = [0.0]
+    for first, end in layers:
+        split = min(pairing.split, end - first)
+        start = end - split if pairing.whole_first else first
+        halves = [start + half / 2 for half in range(1, 2 * split + 1)]
+        borders += halves[:-1] + [float(end)]
+    for pairs in pairing.pairs:
+        groups: list[tuple[tuple[Card, ...], ...]] = []
+        for (first, end), pair in zip(layers, pairs, strict=True):
+            split = min(pairing.split, end - first)
+            groups += [tuple((card,) for card in pair[place]) for _ in range(split) for place in (0, 1)]
+        cuts.append(
+            PipelineCut(
+                micro_batch_size=pairing.micro_batch_size,
+                num_micro_batches=pairing.num_micro_batches,
+                stage_groups=tuple(groups),
+                bounds=(0, *(0 for _ in groups)),
+                recompute=(pairing.recompute,) * len(groups),
+            )
+        )
+    plan = assemble_plan(costs, cuts, schedule="interleaved_1f1b", sharded=options.sharded[0])
+    pipelines = tuple(
+        replace(pipeline, stages=tuple(_with_layers(pipeline.stages, borders))) for pipeline in plan.pipelines
+    )
+    return replace(plan, pipelines=pipelines)
+
+
+def _with_layers(stages: Sequence[StagePlan], borders: Sequence[float]) -> Iterator[StagePlan]:
+    for stage, layers in zip(stages, itertools.pairwise(borders), strict=True):
+        yield replace(stage, layers=layers)

@@ -1,0 +1,274 @@
+"""Activations that leave the card between a forward and its backward: copies as steps of a rank program.
+
+A stage is a chain of parts (halves of layers), and the activations of its first parts leave:
+
+- offload: begins to copy what a part's forward kept to the host; waits for nothing, as a send.
+- evict: waits for that copy; the card's memory is free from here on.
+- fetch: begins to bring it back, as a receive that is posted; the part's backward waits for it.
+
+A worker has two links, down and up, each first in, first out. Copies wait for the worker's own steps alone,
+so a schedule that cannot deadlock stays so. The program says when each activation is next needed: nothing is
+recorded at run time. In halves of layers, for whole micro-batches would stall where parts do not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from yuan_train.schedule.step import COMPUTE, COPIES, RankProgram, Step
+
+IN_PARTS = ("forward", "backward", "backward_input")
+"""Kinds of steps that run part by part; the weights' part of a split backward does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What a stage offloads of its activations."""
+
+    num_parts: int
+    """Of the stage."""
+    num_leaving: int
+    """The first ones, whose activations leave."""
+    resident: int
+    """How many of these, over all micro-batches, may be on the card at a time."""
+    ahead: int
+    """How many parts before its backward a fetch may begin."""
+
+
+Offloads = Mapping[int, Offload]
+"""By stage; the stages of a worker that offload anything."""
+
+DEFAULT_AHEAD = 2
+
+
+class OffloadingStage(Protocol):
+    """What a plan says of a stage: see `config.plan.StagePlan`."""
+
+    @property
+    def parts(self) -> Sequence[object]: ...
+    @property
+    def num_leaving_parts(self) -> int: ...
+    @property
+    def resident_parts(self) -> int | None: ...
+    @property
+    def fetch_ahead(self) -> int | None: ...
+
+
+def offloads_of(stages: Mapping[int, OffloadingStage]) -> Offloads:
+    """What stages of a plan that passed its constraints offload; those that do not are left out."""
+    return {
+        s: Offload(
+            num_parts=len(stage.parts),
+            num_leaving=stage.num_leaving_parts,
+            resident=stage.resident_parts or 1,
+            ahead=stage.fetch_ahead or DEFAULT_AHEAD,
+        )
+        for s, stage in stages.items()
+        if stage.num_leaving_parts
+    }
+
+
+@dataclass(frozen=True)
+class PartSteps:
+    """A compute step in parts, in the order in which they run, and the copies around them."""
+
+    parts: tuple[int, ...]
+    """(-1,) if its stage has no parts."""
+    before: tuple[tuple[Step, ...], ...]
+    """By part, the copies before it."""
+    after: tuple[Step, ...]
+    """Those after the last one."""
+
+
+Key = tuple[int, int, int]
+"""Stage, micro-batch, part: what the part's forward kept."""
+
+
+def in_parts(program: RankProgram, offloads: Offloads) -> RankProgram:
+    """The program with forwards and backwards in parts, on the stages that offload; a backward begins with
+    the last part. The weights' part of a backward is one step."""
+    steps: list[Step] = []
+    for step in program:
+        offload = offloads.get(step.stage)
+        if offload is None or step.kind not in IN_PARTS:
+            steps.append(step)
+            continue
+        order = range(offload.num_parts)
+        parts = order if step.kind == "forward" else reversed(order)
+        steps += [step._replace(part=part) for part in parts]
+    return tuple(steps)
+
+
+def with_copies(program: RankProgram, offloads: Offloads) -> RankProgram:
+    """A worker's program in parts, with the copies that keep its activations within `resident` parts.
+
+    A part whose backward follows soon after its forward stays. Raises ValueError if `resident` is too small,
+    and says what would do.
+    """
+    found = _Placement(program, offloads).run()
+    if isinstance(found, tuple):
+        return found
+    stage, offload = found, offloads[found]
+    raise ValueError(
+        f"stage {stage}: resident_parts: {offload.resident} is too small for this schedule, which holds more "
+        f"at once; set resident_parts: {_least_resident(program, stage, offload)} or more"
+    )
+
+
+def _least_resident(program: RankProgram, stage: int, offload: Offload) -> int:
+    """With how many resident parts a stage's copies can be placed. With all of them they can."""
+    resident = offload.resident + 1
+    while not isinstance(_Placement(program, {stage: replace(offload, resident=resident)}).run(), tuple):
+        resident += 1
+    return resident
+
+
+@dataclass
+class _Pool:
+    """The leaving parts of a stage that are on the card."""
+
+    here: int = 0
+    pending: deque[Key] = field(default_factory=deque[Key])
+    """Those whose copy to the host has begun, the oldest first."""
+
+
+class _Placement:
+    """Places the copies of one worker, in one pass over its program."""
+
+    def __init__(self, program: RankProgram, offloads: Offloads) -> None:
+        self._offloads = offloads
+        self._steps = in_parts(program, offloads)
+        compute = [step for step in self._steps if step.kind in COMPUTE]
+        self._position = {step: i for i, step in enumerate(compute)}
+        self._backward = {kept_by(s): i for i, s in enumerate(compute) if s.kind in IN_PARTS[1:]}
+        self._split = any(step.kind == "backward_weight" for step in compute)
+        self._pools = {stage: _Pool() for stage in offloads}
+        self._due = self._fetches()
+        self._out: list[Step] = []
+
+    def run(self) -> RankProgram | int:
+        """The program with copies; or the stage whose parts do not fit."""
+        for step in self._steps:
+            if step.kind in COMPUTE:
+                for key in self._due.get(self._position[step], ()):
+                    if not self._fetch(key):
+                        return key[0]
+            leaves = step.kind == "forward" and self._leaves(step)
+            if leaves and not self._make_room(step.stage):
+                return step.stage
+            self._out.append(step)
+            if leaves and self._is_long(kept_by(step)):
+                self._out.append(step._replace(kind="offload"))
+                self._pools[step.stage].pending.append(kept_by(step))
+            self._drop(step)
+        evicted = {kept_by(step) for step in self._out if step.kind == "evict"}
+        # A copy of what stays after all would be for nothing.
+        return tuple(s for s in self._out if s.kind != "offload" or kept_by(s) in evicted)
+
+    def _fetches(self) -> dict[int, list[Key]]:
+        """By compute position: what is fetched before it, in the order of need."""
+        due: dict[int, list[Key]] = {}
+        keys = sorted(
+            (self._backward[kept_by(step)], step)
+            for step in self._position
+            if step.kind == "forward" and self._leaves(step) and self._is_long(kept_by(step))
+        )
+        for needed, step in keys:
+            earliest = max(self._position[step] + 1, needed - self._offloads[step.stage].ahead)
+            due.setdefault(earliest, []).append(kept_by(step))
+        return due
+
+    def _leaves(self, step: Step) -> bool:
+        offload = self._offloads.get(step.stage)
+        return offload is not None and step.part < offload.num_leaving
+
+    def _is_long(self, key: Key) -> bool:
+        """Whether a part's backward is so far from its forward that a copy each way has time."""
+        forward = self._position[Step("forward", *key)]
+        return self._backward[key] - forward > 2 * self._offloads[key[0]].ahead + 2
+
+    def _fetch(self, key: Key) -> bool:
+        pool = self._pools[key[0]]
+        if key in pool.pending:
+            # Still on the card: it stays.
+            pool.pending.remove(key)
+            return True
+        if not self._make_room(key[0]):
+            return False
+        self._out.append(Step("fetch", *key))
+        return True
+
+    def _make_room(self, stage: int) -> bool:
+        pool = self._pools[stage]
+        while pool.here >= self._offloads[stage].resident:
+            if not pool.pending:
+                return False
+            key = pool.pending.popleft()
+            self._out.append(Step("evict", *key))
+            pool.here -= 1
+        pool.here += 1
+        return True
+
+    def _drop(self, step: Step) -> None:
+        """What a backward has used is gone; split, its weights' part still needs all parts."""
+        offload = self._offloads.get(step.stage)
+        if offload is None:
+            return
+        if step.kind == "backward_weight":
+            self._pools[step.stage].here -= offload.num_leaving
+        elif step.kind == "backward" and self._leaves(step):
+            self._pools[step.stage].here -= 1
+
+
+def kept_by(step: Step) -> Key:
+    """What a step in parts, or a copy, is about."""
+    return step.stage, step.micro_batch, step.part
+
+
+def group_copies(program: RankProgram) -> dict[Step, PartSteps]:
+    """By compute step of the program without parts and copies: its parts, and the copies around them.
+
+    A copy belongs to the next part, or to the step before it if no compute follows at once.
+    """
+    groups: dict[Step, PartSteps] = {}
+    copies: list[Step] = []
+    for step in program:
+        if step.kind in COPIES:
+            copies.append(step)
+        elif step.kind in COMPUTE:
+            whole = step._replace(part=-1)
+            known = groups.get(whole, PartSteps((), (), ()))
+            groups[whole] = PartSteps((*known.parts, step.part), (*known.before, tuple(copies)), known.after)
+            copies.clear()
+    if copies:
+        last = next(step for step in reversed(program) if step.kind in COMPUTE)._replace(part=-1)
+        known = groups[last]
+        groups[last] = PartSteps(known.parts, known.before, tuple(copies))
+    return groups
+
+
+def kept_bytes(program: RankProgram, held: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+    """(most bytes on the card at once, most on the host) of what leaves, if part p's forward on stage s keeps
+    held[s][p] bytes. `program` is in parts, with copies."""
+    here = away = most_here = most_away = 0.0
+    split = any(step.kind == "backward_weight" for step in program)
+    on_host: dict[Key, float] = {}
+    for step in program:
+        parts = held.get(step.stage, ())
+        size = parts[step.part] if 0 <= step.part < len(parts) else 0.0
+        if step.kind in ("forward", "fetch"):
+            here += size
+        elif step.kind == "evict" or (step.kind == "backward" and not split):
+            here -= size
+        elif step.kind == "backward_weight":
+            here -= sum(parts)
+        if step.kind == "offload":
+            on_host[kept_by(step)] = size
+            away += size
+        elif step.kind in IN_PARTS[1:]:
+            away -= on_host.pop(kept_by(step), 0.0)
+        most_here, most_away = max(most_here, here), max(most_away, away)
+    return most_here, most_away
