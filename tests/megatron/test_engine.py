@@ -120,7 +120,7 @@ def _logits(_: int, case: Case) -> None:
     from yuan_train.megatron.engine import build
 
     job = prepare(run_config(case.run_file, *case.overrides), None, Position())
-    _, stepper, _ = build(job)
+    stepper = build(job)[1]
     model = stepper.chunks[0].model
     ours = Transformer(job.run.model)
     init_weights(ours, seed=job.run.train.seed)

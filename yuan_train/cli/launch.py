@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from yuan_train.config.environment import count_cores, rank_defaults
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.express import check_engine
+from yuan_train.config.express import check_engine, express
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.plan_files import load_plan
@@ -101,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     node = _this_node(nodes, arguments.this_node)
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
-    return start_ranks(node, command, world_size=plan.world_size, host=host, port=port)
+    # megatron-core numbers the ranks in its own order, and its rank 0 logs.
+    speaker = express(plan).rank_of.index(0) if config.engine == "megatron" else 0
+    return start_ranks(node, command, world_size=plan.world_size, host=host, port=port, speaker=speaker)
 
 
 def nodes_of(plan: Plan) -> list[Node]:
@@ -188,10 +190,13 @@ class _Child:
     """Its captured output; None if it writes to this process's streams."""
 
 
-def start_ranks(node: Node, command: Sequence[str], *, world_size: int, host: str, port: int) -> int:
+def start_ranks(
+    node: Node, command: Sequence[str], *, world_size: int, host: str, port: int, speaker: int = 0
+) -> int:
     """Run the ranks of a node until they exit; returns 0, or the exit code of the rank at fault.
 
-    Each rank runs `yuan-train COMMAND`; `host` and `port` are the rendezvous. Forwards SIGTERM to the ranks.
+    The rank `speaker`, or on another node the first, writes to this process's streams. Each rank runs
+    `yuan-train COMMAND`; `host` and `port` are the rendezvous. Forwards SIGTERM to the ranks.
     """
     children: list[_Child] = []
 
@@ -204,7 +209,8 @@ def start_ranks(node: Node, command: Sequence[str], *, world_size: int, host: st
     try:
         for local_rank, rank in enumerate(node.ranks):
             environment = _environment(node, rank, local_rank, world_size, host, port)
-            children.append(_start_rank(command, rank, environment, inherits_output=local_rank == 0))
+            speaks = rank == (speaker if speaker in node.ranks else node.ranks[0])
+            children.append(_start_rank(command, rank, environment, inherits_output=speaks))
         return _wait(children)
     finally:
         _kill(children)

@@ -306,7 +306,7 @@ class MegatronStepper:
         clamped = None if labels is None else labels.clamp(min=0)
         output = module(tokens, None, self.batches.mask(number), labels=clamped)
         self._pass.finite &= torch.isfinite(output.detach()).all()
-        return output, partial(self._loss, labels)
+        return output, None if labels is None else partial(self._loss, labels)
 
     def _take(self, number: int, model: Any) -> MicroBatch:
         """A micro-batch; waiting for it is not compute. A stage in the middle may need nothing of it."""
