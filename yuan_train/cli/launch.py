@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     node = _this_node(nodes, arguments.this_node)
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
     # megatron-core numbers the ranks in its own order, and its rank 0 logs.
-    speaker = express(plan).rank_of.index(0) if config.engine == "megatron" else 0
+    speaker = express(plan).rank_of.index(0) if trained.engine == "megatron" else 0
     return start_ranks(node, command, world_size=plan.world_size, host=host, port=port, speaker=speaker)
 
 
