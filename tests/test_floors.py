@@ -91,6 +91,7 @@ UNKNOWN_TO_THE_SOLVER = {"config.plan", "config.cluster", "config.run", "config.
 
 PYDANTIC = {"config/load.py", "config/units.py"}
 PLANNER = {"cli/estimate.py", "cli/plan.py", "cli/simulate.py", "cli/trace.py"}
+PLANNER |= {"cli/plan_rl.py", "cli/simulate_rl.py"}
 CHECKPOINT_OF_PARALLEL = {"yuan_train.parallel.shard"}
 
 

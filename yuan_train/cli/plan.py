@@ -22,6 +22,9 @@ _DESCRIPTION = """\
 Cuts the model unevenly over the cards of a cluster: simulates the step of many plans, keeps the fastest one
 that fits the memory of every card, prints it as a table and writes it. Needs neither a card nor torch.
 
+With a run of reinforcement learning (`algorithm:`), it splits the cards over policy, generation and reward
+model, and writes an RL plan.
+
 key=value changes the run file, or the defaults without one: search.pipelines=[2], search.recompute=[none],
 search.device_order=fixed, search.use_all_devices=true, "search.time_limit=10 s", train.global_batch_size=128
 """
@@ -67,7 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.config.dump import write_text
     from yuan_train.config.express import to_layout
     from yuan_train.config.plan_files import save_plan
+    from yuan_train.config.rl_files import is_rl_run
 
+    if arguments.config and is_rl_run(arguments.config):
+        from yuan_train.cli.plan_rl import plan_roles
+
+        return plan_roles(arguments, read_profiles(arguments.profile))
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile)

@@ -39,8 +39,8 @@ class Collected:
 class Collector:
     """Draws and scores; every rank calls the same, at the same time."""
 
-    def __init__(self, job: RLJob, trainer: Trainer, engine: Engine, scorers: Scorers | None) -> None:
-        """`scorers`: on rank 0."""
+    def __init__(self, job: RLJob, trainer: Trainer, engine: Engine | None, scorers: Scorers | None) -> None:
+        """`engine`: None where other cards generate; `scorers`: on rank 0."""
         self._job = job
         self._trainer = trainer
         self._engine = engine
@@ -161,6 +161,7 @@ class Collector:
     def _generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[list[Sample]]:
         """The answers to each ticket, on all ranks; each pipeline writes its share."""
         shares, coord = self._job.shares, self._trainer.runtime.coord
+        assert self._engine is not None
         mine = self._engine.generate(share_out(tickets, shares)[coord.pipeline], drawing)
         if len(shares) > 1:
             grid = self._trainer.runtime.grid

@@ -10,7 +10,8 @@ from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError, DataError, PlanError
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_plan_of_run
-from yuan_train.config.rl import RLConfig, policy_run
+from yuan_train.config.rl import Mode, RLConfig, policy_run
+from yuan_train.config.rl_plan import RlPlan
 from yuan_train.data.prompts import Prompt, Prompts, read_prompts
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Answers
@@ -29,6 +30,13 @@ class RLJob:
     prompts: Prompts
     evaluation: tuple[Prompt, ...]
     """To be measured; empty if none are."""
+    roles: RlPlan | None = None
+    """Where engines on other cards generate; None: the policy's cards do."""
+
+    @property
+    def mode(self) -> Mode:
+        """Whether batches are drawn while others are trained."""
+        return "sync" if self.roles is None else self.roles.mode
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -61,12 +69,14 @@ class RLJob:
         return found
 
 
-def prepare_rl(run: RLConfig, plan: Plan | None, position: Position) -> RLJob:
+def prepare_rl(run: RLConfig, plan: Plan | None, position: Position, *, roles: RlPlan | None = None) -> RLJob:
     """Check all files of a run and return its job; without a plan, one process does everything.
+
+    With `roles`, engines on other cards generate: `plan` and `position` are the policy's.
 
     Succeeds or fails on every rank alike. Raises YuanError.
     """
-    check_supported(run, plan)
+    check_supported(run, plan, roles)
     length = run.sequence_length
     if plan is not None and plan.sequence_length < length:
         raise PlanError(
@@ -86,14 +96,19 @@ def prepare_rl(run: RLConfig, plan: Plan | None, position: Position) -> RLJob:
     checkpoint, start = find_checkpoints(policy) if position.world_size == 1 else (None, None)
     answers = Answers([*prompts.fingerprints, _digest(run)])
     job = Job(policy, plan, position, device, answers, None, tokenizer, checkpoint, start)
-    return RLJob(run, job, prompts, tuple(evaluation))
+    return RLJob(run, job, prompts, tuple(evaluation), roles)
 
 
-def check_supported(run: RLConfig, plan: Plan | None) -> None:
+def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = None) -> None:
     """Raise YuanError for what a run or a plan may ask for, and this release cannot do."""
     faults: list[str] = []
-    if run.schedule.mode == "async":
-        faults.append("schedule.mode: async is not there yet; set sync, or leave it out")
+    if run.schedule.mode == "async" and (roles is None or roles.mode != "async"):
+        faults.append(
+            "schedule.mode: async is not there yet without an RL plan of roles apart; make one "
+            "(yuan-train plan), set sync, or leave it out"
+        )
+    if run.schedule.mode == "sync" and roles is not None and roles.mode != "sync":
+        faults.append("schedule.mode: sync, but the plan is async; plan again, or leave it out")
     if run.algorithm.advantage == "gae":
         faults.append(
             f"algorithm.name: {run.algorithm.name} needs a critic, which is not there yet; use grpo"

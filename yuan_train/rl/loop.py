@@ -21,7 +21,9 @@ import torch.distributed as dist
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.parallel.groups import init_distributed, make_tensor_groups, shutdown
+from yuan_train.parallel.links import RolePosition, join_role
 from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.rl.apart import RemoteCollector, Told, job_ranks
 from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.experience import RowFeed
 from yuan_train.rl.generator import Engine
@@ -77,7 +79,15 @@ class _Parts:
 def train_rl(job: RLJob) -> None:
     """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError."""
     policy = job.policy
-    if policy.position.world_size > 1:
+    apart: RolePosition | None = None
+    if job.roles is not None:
+        apart = join_role(
+            job_ranks(job.roles),
+            device=policy.device,
+            timeout_seconds=policy.run.train.timeout,
+            startup_seconds=policy.run.train.startup_timeout,
+        )
+    elif policy.position.world_size > 1:
         init_distributed(
             device=policy.device,
             timeout_seconds=policy.run.train.timeout,
@@ -94,7 +104,7 @@ def train_rl(job: RLJob) -> None:
         with ExitStack() as stack:
             # Before anything is built: a function that cannot be loaded ends the run at once.
             scorers = stack.enter_context(_scorers(job))
-            _run(job, scorers, stack)
+            _run(job, scorers, apart, stack)
     finally:
         shutdown()
 
@@ -119,11 +129,11 @@ def _scorers(job: RLJob) -> Iterator[Scorers | None]:
         scorers.__exit__(None, None, None)
 
 
-def _run(job: RLJob, scorers: Scorers | None, stack: ExitStack) -> None:
+def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack: ExitStack) -> None:
     run, policy = job.run, job.policy
     loss = PolicyLoss(
         run.algorithm,
-        correction=run.correction("sync"),
+        correction=run.correction(job.mode),
         temperature=run.generation.temperature,
         device=policy.device,
     )
@@ -133,7 +143,7 @@ def _run(job: RLJob, scorers: Scorers | None, stack: ExitStack) -> None:
     )
     feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, pin=policy.device.type == "cuda")
     trainer, progress, reference = _build(job, feed, loss)
-    engine = _make_engine(job, trainer)
+    engine = _make_engine(job, trainer) if apart is None else None
     updater = Updater(
         run,
         trainer,
@@ -141,7 +151,7 @@ def _run(job: RLJob, scorers: Scorers | None, stack: ExitStack) -> None:
         loss,
         sequence_length=plan.sequence_length,
         reference=reference,
-        decoupled=run.correction("sync") == "decoupled",
+        decoupled=run.correction(job.mode) == "decoupled",
     )
     stop_requested = stack.enter_context(stop_on_sigterm())
     log = stack.enter_context(open_log(policy, progress))
@@ -161,13 +171,18 @@ def _run(job: RLJob, scorers: Scorers | None, stack: ExitStack) -> None:
             last_good=lambda: last_good(saver.saved),
         )
     )
-    collector = Collector(job, trainer, engine, scorers)
+    if apart is None:
+        collector = Collector(job, trainer, engine, scorers)
+    else:
+        collector = RemoteCollector(job, trainer, scorers, apart)
     parts = _Parts(job, trainer, collector, updater, log, samples, saver)
     state = RLProgress()
     if policy.checkpoint is not None and "rl" in policy.checkpoint.state:
         state = RLProgress(**policy.checkpoint.state["rl"]["progress"])
         trainer.optimizer.set_step(state.optimizer_steps)
     _run_steps(parts, progress, state, stop_requested)
+    if isinstance(collector, RemoteCollector):
+        collector.stop()
 
 
 def _build(job: RLJob, feed: RowFeed, loss: PolicyLoss) -> tuple[Trainer, Progress, Reference | None]:
@@ -248,6 +263,9 @@ def _step(
     try:
         # Generation does not go through the modules whose forwards wait for weights.
         finish_weight_sync(trainer.runtime)
+        if isinstance(parts.collector, RemoteCollector):
+            replaced = state.filtered + state.failed
+            parts.collector.begin(progress.step, first_ticket=state.next_ticket, replaced=replaced)
         batch = parts.collector.collect(state.next_ticket)
         start = time.perf_counter()
         result = parts.updater.train(
@@ -258,6 +276,9 @@ def _step(
         )
     except TrainingError as error:
         raise TrainingError(f"step {number}: {error}; {last_good(parts.saver.saved)}") from error
+    told: Told | None = None
+    if isinstance(parts.collector, RemoteCollector):
+        told = parts.collector.told([group.ticket for group in batch.groups])
     stops = torch.tensor([float(stop)], dtype=torch.float64)
     sum_over_world(trainer.runtime.groups, trainer.runtime.coord, stops, "the agreement on a stop")
     measured = measure_step(policy, YuanStepper(trainer), number, clock)
@@ -279,10 +300,27 @@ def _step(
             trainer.stopwatch.read()
     if parts.log is not None:
         metrics = _metrics(job, progress, state, batch, result, measured, lr, training_seconds, evaluation)
+        if told is not None:
+            metrics = _with_engines(metrics, told, progress.step - 1)
         parts.log.write(replace(metrics, loss_scale=scaler.scale if scaler else None))
         assert parts.samples is not None
         parts.samples.write(number, batch.groups, [function.label for function in run.reward.functions])
     return progress, state, bool(stops[0] > 0)
+
+
+def _with_engines(metrics: RLMetrics, told: Told, version: int) -> RLMetrics:
+    """The metrics of a step whose answers other cards drew; `batch.generation_seconds` was waiting."""
+    ages = [version - drawn for drawn in told.versions]
+    step = metrics.step_seconds
+    return replace(
+        metrics,
+        staleness_mean=statistics.fmean(ages),
+        staleness_max=max(ages),
+        generation_seconds=told.engine_seconds,
+        sync_seconds=told.sync_seconds,
+        sync_bytes=told.sync_bytes,
+        idle_generation=max(0.0, 1 - told.engine_seconds / step),
+    )
 
 
 def _metrics(

@@ -50,7 +50,7 @@ def build(
     dtype = DTYPES[run.train.precision]
     sharding, row_blocks = sharding_of(run.model)
     parts = ModelParts(
-        build=partial(_build_part, run.model, dtype),
+        build=partial(build_part, run.model, dtype),
         initial=_initial(job),
         sharding=sharding,
         row_blocks=row_blocks,
@@ -186,7 +186,7 @@ def _publish(trainer: Trainer) -> None:
         state.finish_weight_sync()
 
 
-def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:
+def build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:
     """One stage's part of the model, on the meta device."""
     return Transformer(
         model,
