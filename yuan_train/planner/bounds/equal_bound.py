@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.bounds.pipeline_bound import Best, Limits, Mode, PipelineBound
+from yuan_train.config.run import ScheduleName
+from yuan_train.planner.bounds.pipeline_bound import Limits, PipelineBound, Schedules
 from yuan_train.planner.bounds.stage_table import (
     MIDDLE,
     Floats,
@@ -34,8 +35,12 @@ from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.search.shapes import Options
 
+Memory = dict[object, Floats]
+"""Prices that excluded a shorter time, by what they were for: a start for the next."""
 MAX_STEPS = 40
 """Subgradient steps for a family of pipelines."""
+OVERSHOOT = 0.005
+"""Steps aim at so much less than the layers that a pipeline must hold."""
 HOST_STEPS = 6
 """Ranges of the hosts' seconds, each twice as long as the one before."""
 
@@ -55,18 +60,16 @@ class Work:
 class Scope:
     """The plans that a bound covers."""
 
-    modes: tuple[Mode, ...]
+    schedules: tuple[ScheduleName, ...]
     sizes: tuple[int, ...]
     any_replicas: bool
 
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Equal pipelines of one number, micro-batch size and schedule."""
-
-    num_pipelines: int
-    size: int
-    mode: Mode
+    @property
+    def together(self) -> Schedules:
+        """The least class of schedules that has all of them."""
+        if "interleaved_1f1b" in self.schedules:
+            return "any"
+        return "split" if "zero_bubble" in self.schedules else "plain"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,8 +87,8 @@ class Setting:
     """A step that is known to be possible."""
     update_seconds: float
     """Of the optimizer's step, at least."""
-    tables: dict[tuple[int, float, float], StageTable] = field(
-        default_factory=dict[tuple[int, float, float], StageTable]
+    tables: dict[tuple[float, float], StageTable] = field(
+        default_factory=dict[tuple[float, float], StageTable]
     )
 
     sums: dict[tuple[int, str], Floats] = field(default_factory=dict[tuple[int, str], Floats])
@@ -95,14 +98,20 @@ class Setting:
     def num_layers(self) -> int:
         return self.costs.problem.model.num_layers
 
-    def table(self, size: int, owner_share: float, host_seconds: float) -> StageTable:
-        key = (size, owner_share, host_seconds)
+    @property
+    def batch(self) -> int:
+        """Sequences of a step, in micro-batches of the smallest size."""
+        return self.costs.problem.global_batch_size // min(self.scope.sizes)
+
+    def table(self, owner_share: float, host_seconds: float) -> StageTable:
+        """Stages that hold such a share of their optimizer state; see `stage_table`."""
+        key = (owner_share, host_seconds)
         if key not in self.tables:
             self.tables[key] = stage_table(
                 self.costs,
                 self.kinds,
                 self.options,
-                size=size,
+                sizes=self.scope.sizes,
                 owner_share=owner_share,
                 host_seconds=host_seconds,
                 most_in_flight=min(self.num_layers + 2, len(self.cards), 160),
@@ -140,18 +149,15 @@ def _update_seconds(costs: Costs, cards: Sequence[Card], options: Options) -> fl
     return sum(costs.problem.model.unit_parameters[1:]) / rate
 
 
-def families(setting: Setting) -> Iterator[Family]:
-    """All families that the options allow."""
+def equal_counts(setting: Setting) -> Iterator[int]:
+    """Numbers of equal pipelines that the options and the batch allow."""
     options, batch = setting.options, setting.costs.problem.global_batch_size
-    for count, size, mode in itertools.product(
-        range(1, len(setting.cards) + 1), setting.scope.sizes, setting.scope.modes
-    ):
-        each, rest = divmod(batch, count * size)
-        allowed = options.num_micro_batches
-        if rest or not each or (options.pipelines is not None and count not in options.pipelines):
-            continue
-        if allowed is None or each in allowed:
-            yield Family(num_pipelines=count, size=size, mode=mode)
+    for count in range(1, min(len(setting.cards), batch) + 1):
+        batches = {batch // (count * size) for size in setting.scope.sizes if batch % (count * size) == 0}
+        if options.num_micro_batches is not None:
+            batches &= set(options.num_micro_batches)
+        if batches and (options.pipelines is None or count in options.pipelines):
+            yield count
 
 
 def host_ranges(setting: Setting) -> Iterator[tuple[float, float]]:
@@ -162,25 +168,22 @@ def host_ranges(setting: Setting) -> Iterator[tuple[float, float]]:
         yield from itertools.pairwise(ends)
 
 
-def excludes_equal(setting: Setting, family: Family, seconds: float, prices: dict[object, Floats], work: Work) -> bool:
-    """Whether no plan of a family takes `seconds` or less."""
-    m = setting.costs.problem.global_batch_size // (family.num_pipelines * family.size)
-    numbers = np.floor(setting.numbers / family.num_pipelines)
-    share = 1.0 / family.num_pipelines
-    owners = family.num_pipelines
+def excludes_equal(setting: Setting, count: int, seconds: float, memory: Memory, work: Work) -> bool:
+    """Whether no plan of so many equal pipelines takes `seconds` or less."""
+    numbers = np.floor(setting.numbers / count)
     for least, most in host_ranges(setting):
         compute = seconds - max(setting.update_seconds, least)
         if compute <= 0:
             continue
-        table = setting.table(family.size, share, most)
+        table = setting.table(1.0 / count, most)
         limits = Limits(
             compute_seconds=compute,
-            num_micro_batches=m,
-            mode=family.mode,
+            num_micro_batches=setting.batch // count,
+            schedules=setting.scope.together,
             most_cards=int(numbers.sum()),
-            reduce_seconds=reduce_seconds(setting, table, owners),
+            reduce_seconds=reduce_seconds(setting, table, count),
         )
-        if not excludes(setting, table, limits, numbers, prices, (family, most), work):
+        if not excludes(setting, table, limits, numbers, memory, (count, most), work):
             return False
     return True
 
@@ -215,7 +218,7 @@ def excludes(
     table: StageTable,
     limits: Limits,
     numbers: Floats,
-    prices: dict[object, Floats],
+    memory: Memory,
     key: object,
     work: Work,
 ) -> bool:
@@ -227,27 +230,29 @@ def excludes(
     bound = PipelineBound(table, setting.kinds, limits, len(numbers))
     work.left -= 4 * bound.work
     scale = np.maximum(density, 1e-12)
-    own = prices.get(key, scale)
+    buckets = np.arange(len(bound.low))
+    own = memory.get(key)
+    if own is None or len(own) != len(buckets):
+        own = np.tile(scale, (len(buckets), 1))
+    own = own.copy()
     for _ in range(MAX_STEPS):
         done = bound.work
-        best = bound.best(own)
+        best = bound.best(own[buckets], np.ones(len(buckets)), buckets)
         work.left -= bound.work - done
-        if best is None:
+        total = best.worth + own[buckets] @ numbers
+        left = total >= needed
+        if not left.any():
+            memory[key] = own
             return True
-        total = best.value + float(own @ numbers)
-        if total < needed:
-            prices[key] = own
-            return True
-        step = (numbers - best.cards) * scale
-        length = float(step @ step)
-        if length < 1e-9 or work.is_over or _is_possible(best, numbers, needed):
+        buckets, total, cards, layers = buckets[left], total[left], best.cards[left], best.layers[left]
+        possible = (layers >= needed) & (cards <= numbers).all(axis=1)
+        step = (numbers - cards) * scale
+        length = np.maximum((step * step).sum(axis=1), 1e-12)
+        if possible.any() or work.is_over:
             return False
-        own = np.maximum(own - (total - 0.995 * needed) / length * step * scale, 0.0)
+        change = ((total - (1 - OVERSHOOT) * needed) / length)[:, None] * step * scale
+        own[buckets] = np.maximum(own[buckets] - change, 0.0)
     return False
-
-
-def _is_possible(best: Best, numbers: Floats, needed: float) -> bool:
-    return bool(best.layers >= needed and (best.cards <= numbers).all())
 
 
 def densities(setting: Setting, table: StageTable, limits: Limits) -> Floats:

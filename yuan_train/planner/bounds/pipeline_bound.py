@@ -8,8 +8,10 @@ backward their backwards, so that with W_s = w_s + ... + w_last, W = W_0
     ceil(m / n) W_s <= K_s (H - (W - W_s))                                  (memory)
 
 where K_s is how many micro-batches one replica holds at most: each is in flight for W_s seconds or longer
-(Little's law). Under zero_bubble weight gradients may come later, and only forwards count before a stage;
-under interleaved_1f1b only the first of up to three virtual stages does, and half of the micro-batches count.
+(Little's law). Under zero_bubble weight gradients may come later, and only forwards count before a stage; a
+stage then holds as many micro-batches as there are stages, so that the second line still holds, with H on the
+right. Under interleaved_1f1b only the first of up to three virtual stages counts before a stage, and half of
+the micro-batches are in flight on one.
 
 Pipelines are built from the last stage on, by dynamic programming over W_s in cells of `cell` seconds, each
 stage's seconds rounded down to whole cells; W is guessed within buckets. Their layers are not counted but
@@ -17,7 +19,7 @@ priced (Lagrange's relaxation): `best` is the largest
 
     value * layers - sum over cards of their type's price
 
-of any pipeline, at least that of every lawful one.
+of any pipeline of a bucket, at least that of every lawful one.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from numpy.typing import NDArray
 from yuan_train.planner.bounds.stage_table import FIRST, LAST, MIDDLE, ONLY, Floats, Kind, StageTable
 
 Integers = NDArray[np.int64]
-Mode = Literal["1f1b", "zero_bubble", "interleaved_1f1b"]
-CELLS = 4
+Schedules = Literal["plain", "split", "any"]
+"""1f1b and gpipe; these and zero_bubble; these and interleaved_1f1b."""
+CELLS = 8
 """Cells of a full stage's seconds."""
-BUCKET = 1.2
+BUCKET = 1.1
 """Buckets of W grow by this factor, once they are wider than a full stage."""
 VIRTUAL_STAGES = 3
 """The most of one worker that the search makes."""
@@ -48,7 +51,7 @@ class Limits:
     compute_seconds: float
     """H."""
     num_micro_batches: int
-    mode: Mode
+    schedules: Schedules
     most_cards: int
     """Most cards of one pipeline."""
     reduce_seconds: Floats
@@ -57,12 +60,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Best:
-    """A pipeline that is worth most at some prices."""
+    """Pipelines that are worth most at some prices, one for each bucket of W."""
 
-    value: float
-    layers: float
-    cards: Integers
-    """[T]: by type."""
+    worth: Floats
+    """[B]; -inf if there is none."""
+    layers: Floats
+    """[B]"""
+    cards: Floats
+    """[B, T]: by type."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +92,8 @@ class PipelineBound:
         self.cell = seconds / (m * CELLS)
         self.batches = np.array([-(-m // kind.most) for kind in kinds], dtype=np.float64)
         depth = min(limits.most_cards, (len(table.layers) + 2) * max(kind.most for kind in kinds))
-        most = min(depth * CELLS, m * CELLS) + 1
+        # One micro-batch passes all stages within H, perhaps without its weight gradients: at least half of W.
+        most = min(depth, m if limits.schedules == "plain" else 2 * m) * CELLS + 1
         edges = [0]
         while edges[-1] < most:
             edges.append(edges[-1] + max(CELLS, int(edges[-1] * (BUCKET - 1))))
@@ -124,10 +130,11 @@ class PipelineBound:
 
     def _targets(self, seconds: Floats, kind: Integers, entry: Integers, before: Integers) -> Integers:
         """[B, C, M]: cells with the stage; `seconds` [M, K]."""
-        h, mode, rounding = self.limits.compute_seconds, self.limits.mode, 1 + 1e-9
+        h, schedules, rounding = self.limits.compute_seconds, self.limits.schedules, 1 + 1e-9
         batches = self.batches[kind]
         most_in_flight = seconds.shape[1]
-        fill = {"1f1b": 1.0, "zero_bubble": self.table.forward_share, "interleaved_1f1b": 1 / VIRTUAL_STAGES}[mode]
+        forward = self.table.forward_share
+        fill = {"plain": 1.0, "split": forward, "any": min(forward, 1 / VIRTUAL_STAGES)}[schedules]
         low = self.low[:, None, None]
         rows = np.arange(len(kind))
         least = seconds[:, 0]
@@ -139,13 +146,13 @@ class PipelineBound:
         for _ in range(2):
             filled = np.maximum(low - cells, 0) * (self.cell * fill)
             room = np.maximum(h - filled, 1e-300)
-            if mode == "1f1b":
+            if schedules == "plain":
                 held = np.ceil(batches * cells * self.cell / room - 1e-6)
-            elif mode == "zero_bubble":
-                held = np.ceil(np.broadcast_to(low, cells.shape) * self.cell * self.limits.num_micro_batches / h - 1e-6)
-                held = np.minimum(held, batches)
+            elif schedules == "split":
+                held = np.ceil(batches * cells * self.cell / h - 1e-6)
             else:
                 held = np.floor(0.5 * batches * cells * self.cell / h)
+            held = np.minimum(held, batches)
             index = np.clip(held, 1, most_in_flight).astype(np.int64) - 1
             own = seconds[rows, index]
             finite = np.where(np.isfinite(own), own, 0.0)
@@ -160,71 +167,80 @@ class PipelineBound:
         )
         return np.where(fits, cells, -1)
 
-    def best(self, prices: Floats, value: float = 1.0) -> Best | None:
-        """The pipeline that is worth most; None if there is none at all."""
-        rest = self._values(prices, value)
-        gains = {id(moves): self._gains(moves, prices, value) for moves in (self.only, self.last)}
-        found: list[tuple[float, int, int, _Moves]] = []
-        for moves in (self.only, self.last):
-            if not len(moves.kind):
-                continue
-            target = moves.target[:, 0, :]
-            after = np.zeros(target.shape) if moves is self.only else np.take_along_axis(rest, np.maximum(target, 0), 1)
-            worth = np.where(target >= 0, gains[id(moves)] + after, -np.inf)
-            i = int(worth.argmax())
-            found.append((float(worth.flat[i]), i // worth.shape[1], i % worth.shape[1], moves))
-        if not found or max(found)[0] == -np.inf:
-            return None
-        worth, bucket, move, moves = max(found, key=lambda item: item[0])
-        return self._trace(rest, prices, value, worth, bucket, move, moves)
+    def best(self, prices: Floats, values: Floats, buckets: Integers) -> Best:
+        """The pipelines of each of these buckets of W that are worth most, at its own prices [B, T] and value
+        [B] of a layer."""
+        gains = {id(moves): self._gains(moves, prices, values) for moves in self._all}
+        rest = self._rest(gains, buckets)
+        found = [self._start(gains, rest, buckets, i) for i in range(len(buckets))]
+        layers = np.zeros(len(buckets))
+        cards = np.zeros(prices.shape)
+        for i, (worth, move, moves) in enumerate(found):
+            if worth > -np.inf:
+                layers[i], cards[i] = self._trace(gains, rest, buckets, i, move, moves)
+        return Best(np.array([worth for worth, _, _ in found]), layers, cards)
 
-    def _gains(self, moves: _Moves, prices: Floats, value: float) -> Floats:
-        return value * moves.layers - moves.cards * prices[moves.types]
+    @property
+    def _all(self) -> tuple[_Moves, ...]:
+        return self.middle, self.first, self.last, self.only
 
-    def _values(self, prices: Floats, value: float) -> Floats:
+    def _gains(self, moves: _Moves, prices: Floats, values: Floats) -> Floats:
+        return values[:, None] * moves.layers - moves.cards * prices[:, moves.types]
+
+    def _rest(self, gains: dict[int, Floats], buckets: Integers) -> Floats:
         """[B, C]: the most that stages before those of so many cells are worth."""
-        first = self._worth(self.first, prices, value)
-        rest = np.where(self.first.target >= 0, first, -np.inf).max(axis=2, initial=-np.inf)
-        gains = self._gains(self.middle, prices, value)
-        self.work += self.middle.target.size
-        if not len(gains):
+        end = self.first.target[buckets]
+        rest = np.where(end >= 0, gains[id(self.first)][:, None, :], -np.inf).max(axis=2, initial=-np.inf)
+        middle, own = self.middle.target[buckets], gains[id(self.middle)]
+        self.work += middle.size
+        if not own.shape[1]:
             return rest
-        rows = np.arange(len(self.low))[:, None]
-        repeats = max(len(self.table.layers) + 2, 1)
-        for c in range(self.num_cells - 1, -1, -1):
-            target = self.middle.target[:, c, :]
-            after = rest[rows, np.maximum(target, 0)]
-            # A stage of less than a cell can follow itself; as often as there are layers.
-            same = target == c
-            worth = np.where((target > c), gains + after, -np.inf).max(axis=1)
+        rows = np.arange(len(buckets))[:, None]
+        # A stage of less than a cell can follow itself; as often as there are layers.
+        again = (len(self.table.layers) + 2) * np.maximum(own, 0.0)
+        for c in range(int(self.high[buckets].max()) - 1, -1, -1):
+            target = middle[:, c, :]
+            worth = np.where(target > c, own + rest[rows, target], -np.inf).max(axis=1)
             np.maximum(rest[:, c], worth, out=rest[:, c])
-            again = np.where(same, np.maximum(gains, 0.0), 0.0).max(axis=1)
-            rest[:, c] += repeats * again
+            rest[:, c] += np.where(target == c, again, 0.0).max(axis=1)
         return rest
 
-    def _worth(self, moves: _Moves, prices: Floats, value: float) -> Floats:
-        return self._gains(moves, prices, value)[None, None, :]
+    def _start(
+        self, gains: dict[int, Floats], rest: Floats, buckets: Integers, i: int
+    ) -> tuple[float, int, _Moves]:
+        """The last stage of the best pipeline, or its only one: (worth of the pipeline, move, its moves)."""
+        found: list[tuple[float, int, _Moves]] = [(-np.inf, 0, self.only)]
+        for moves in (self.only, self.last):
+            target = moves.target[buckets[i], 0]
+            if len(target):
+                after = 0.0 if moves is self.only else rest[i, target]
+                worth = np.where(target >= 0, gains[id(moves)][i] + after, -np.inf)
+                best = int(worth.argmax())
+                found.append((float(worth[best]), best, moves))
+        return max(found, key=lambda item: item[0])
 
     def _trace(
-        self, rest: Floats, prices: Floats, value: float, worth: float, bucket: int, move: int, moves: _Moves
-    ) -> Best:
-        """The pipeline of a value."""
-        cards = np.zeros(self.num_types, dtype=np.int64)
-        layers = 0.0
-        c = 0
-        row: Integers = moves.target[bucket, 0]
-        gains = self._gains(self.middle, prices, value)
-        ends = self._gains(self.first, prices, value)
+        self,
+        gains: dict[int, Floats],
+        rest: Floats,
+        buckets: Integers,
+        i: int,
+        move: int,
+        moves: _Moves,
+    ) -> tuple[float, Floats]:
+        """(layers, cards by type) of the pipeline that begins with this move."""
+        cards, layers, c = np.zeros(self.num_types), 0.0, 0
+        row = moves.target[buckets[i], 0]
         while True:
             cards[moves.types[move]] += moves.cards[move]
             layers += float(moves.layers[move])
-            if moves in (self.first, self.only):
-                return Best(worth, layers, cards)
+            if moves is self.first or moves is self.only:
+                return layers, cards
             c = int(row[move])
-            target, end = self.middle.target[bucket, c], self.first.target[bucket, c]
-            further = np.where(target > c, gains + rest[bucket, np.maximum(target, 0)], -np.inf)
-            finish = np.where(end >= 0, ends, -np.inf)
-            if len(further) == 0 or (len(finish) and finish.max() >= further.max()):
+            target, end = self.middle.target[buckets[i], c], self.first.target[buckets[i], c]
+            further = np.where(target > c, gains[id(self.middle)][i] + rest[i, target], -np.inf)
+            finish = np.where(end >= 0, gains[id(self.first)][i], -np.inf)
+            if finish.max(initial=-np.inf) >= further.max(initial=-np.inf):
                 moves, move, row = self.first, int(finish.argmax()), end
             else:
                 moves, move, row = self.middle, int(further.argmax()), target

@@ -119,40 +119,50 @@ def stage_table(
     kinds: Sequence[Kind],
     options: Options,
     *,
-    size: int,
+    sizes: Sequence[int],
     owner_share: float,
     host_seconds: float,
     most_in_flight: int,
     sums: dict[tuple[int, str], Floats],
 ) -> StageTable:
-    """The table of one micro-batch size, if a replica's share of its optimizer state is at least
-    `owner_share` divided by the stage's replicas, and hosts may step for so long."""
-    pieces = _pieces(costs, options, kinds[0], size)
-    parts = _Parts(costs, options, pieces, size, sums)
-    least = min(options.sharded and [owner_share] if any(options.sharded) else [1.0])
-    rows: list[Floats] = []
-    for kind in kinds:
-        share = least / kind.most if any(options.sharded) else 1.0
-        rooms = [_host_room(costs, kind, host_seconds)] if options.offload else [0.0]
-        rows.append(
-            np.stack(
-                [
-                    np.min(
-                        [
-                            parts.seconds(replica, role, share, rooms[0], most_in_flight)
-                            for replica in kind.examples
-                        ],
-                        axis=0,
-                    )
-                    for role in ROLES
-                ]
-            )
+    """The table of the smallest of some micro-batch sizes; a stage of any of them is no faster by sequence.
+
+    An owner of the optimizer's state holds at least `owner_share` of it, divided by the stage's replicas;
+    hosts may step for so long. `sums` keeps what tables have in common.
+    """
+    least = min(sizes)
+    merged: Floats | None = None
+    for size in sorted(sizes):
+        parts = _Parts(costs, options, _pieces(costs, options, kinds[0], size), size, sums)
+        found = np.stack(
+            [_kind_seconds(parts, kind, owner_share, host_seconds, most_in_flight) for kind in kinds], axis=1
         )
+        # So many micro-batches of this size hold as many sequences as those of the smallest.
+        in_flight = -(-np.arange(1, most_in_flight + 1) * least // size) - 1
+        found = found[..., in_flight] * (least / size)
+        merged = found if merged is None else np.minimum(merged, found)
+    assert merged is not None, "there is a size"
+    parts = _Parts(costs, options, _pieces(costs, options, kinds[0], least), least, sums)
     return StageTable(
-        layers=np.array([piece.layers for piece in pieces]),
-        seconds=np.stack(rows, axis=1),
+        layers=np.array([piece.layers for piece in parts.pieces]),
+        seconds=merged,
         parameters=np.array([parts.parameters(kind.examples[0]) for kind in kinds]),
         forward_share=min(parts.forward_share(kind.examples[0]) for kind in kinds),
+    )
+
+
+def _kind_seconds(
+    parts: _Parts, kind: Kind, owner_share: float, host_seconds: float, most: int
+) -> Floats:
+    """[4, X, K]: the least of all nodes."""
+    options = parts.options
+    share = owner_share / kind.most if any(options.sharded) else 1.0
+    room = _host_room(parts.costs, kind, host_seconds) if options.offload else 0.0
+    return np.stack(
+        [
+            np.min([parts.seconds(replica, role, share, room, most) for replica in kind.examples], axis=0)
+            for role in ROLES
+        ]
     )
 
 
