@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.bounds.equal_bound import (
+    COARSE,
+    FINE,
+    Grid,
     Memory,
     Scope,
     Work,
@@ -23,8 +26,8 @@ from yuan_train.planner.bounds.mixed_bound import excludes_mixed
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.shapes import Options
 
-PRECISION = 0.003
-"""Bisection ends at this ratio less one."""
+COARSE_PRECISION, PRECISION, MIXED_PRECISION = 0.02, 0.003, 0.01
+"""Bisection ends at these ratios less one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class Bounds:
     any_seconds: float
     """Among all plans; at most the above."""
     scope: Scope
+    knows_memory: bool = True
+    """False: it is a bound of the work alone."""
 
 
 def lower_bounds(
@@ -56,9 +61,9 @@ def lower_bounds(
     counts = list(equal_counts(setting))
     memory: Memory = {}
 
-    def equal(seconds: float, budget: Work) -> bool:
+    def equal(seconds: float, budget: Work, grid: Grid) -> bool:
         for count in list(counts):
-            if budget.is_over or not excludes_equal(setting, count, seconds, memory, budget):
+            if budget.is_over or not excludes_equal(setting, count, seconds, memory, budget, grid=grid):
                 # What is hardest to exclude comes first next time.
                 counts.remove(count)
                 counts.insert(0, count)
@@ -68,8 +73,13 @@ def lower_bounds(
     def mixed(seconds: float, budget: Work) -> bool:
         return excludes_mixed(setting, seconds, memory, budget) and not budget.is_over
 
-    equal_seconds = _bisect(least_seconds, best_seconds, equal, Work(work), stopped)
-    any_seconds = _bisect(least_seconds, equal_seconds, mixed, Work(work), stopped)
+    budget, high = Work(work), best_seconds
+    equal_seconds = least_seconds
+    for grid, precision in ((COARSE, COARSE_PRECISION), (FINE, PRECISION)):
+        equal_seconds = _bisect(
+            equal_seconds, high, lambda t, w, grid=grid: equal(t, w, grid), precision, budget, stopped
+        )
+    any_seconds = _bisect(least_seconds, equal_seconds, mixed, MIXED_PRECISION, Work(work), stopped)
     return Bounds(equal_seconds=equal_seconds, any_seconds=any_seconds, scope=scope)
 
 
@@ -77,11 +87,12 @@ def _bisect(
     low: float,
     high: float,
     excludes: Callable[[float, Work], bool],
+    precision: float,
     work: Work,
     stopped: Callable[[], bool],
 ) -> float:
     """The largest time that is found to be excluded; `low` is."""
-    while high > low * (1 + PRECISION) and not work.is_over and not stopped():
+    while high > low * (1 + precision) and not work.is_over and not stopped():
         middle = (low * high) ** 0.5
         if excludes(middle, work):
             low = middle

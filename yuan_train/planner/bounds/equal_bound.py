@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,10 +39,13 @@ Memory = dict[object, Floats]
 """Prices that excluded a shorter time, by what they were for: a start for the next."""
 MAX_STEPS = 40
 """Subgradient steps for a family of pipelines."""
+Grid = tuple[int, float]
+COARSE, FINE = (4, 1.25), (8, 1.1)
+"""Cells and growth of `pipeline_bound.Limits`."""
 OVERSHOOT = 0.005
 """Steps aim at so much less than the layers that a pipeline must hold."""
-HOST_STEPS = 6
-"""Ranges of the hosts' seconds, each twice as long as the one before."""
+HOST_SHARES = (1 / 16, 1 / 4, 1.0)
+"""Ends of ranges of the hosts' seconds, as shares of a step."""
 
 
 @dataclass
@@ -160,21 +163,27 @@ def equal_counts(setting: Setting) -> Iterator[int]:
             yield count
 
 
-def host_ranges(setting: Setting) -> Iterator[tuple[float, float]]:
-    """(least, most) seconds that the hosts step, all ranges together without a gap."""
-    yield 0.0, 0.0
-    if setting.options.offload:
-        ends = [0.0, *(setting.longest_seconds / 2**i for i in range(HOST_STEPS, -1, -1))]
-        yield from itertools.pairwise(ends)
+def excludes_hosts(setting: Setting, excludes: Callable[[float, float], bool]) -> bool:
+    """Whether `excludes` (least, most seconds that the hosts step) holds for all that hosts may step: all at
+    once, else range by range."""
+    if not setting.options.offload:
+        return excludes(0.0, 0.0)
+    longest = setting.longest_seconds
+    ends = [0.0, *(longest * share for share in HOST_SHARES)]
+    ranges = [(0.0, 0.0), *itertools.pairwise(ends)]
+    return excludes(0.0, longest) or all(excludes(*one) for one in ranges)
 
 
-def excludes_equal(setting: Setting, count: int, seconds: float, memory: Memory, work: Work) -> bool:
+def excludes_equal(
+    setting: Setting, count: int, seconds: float, memory: Memory, work: Work, *, grid: Grid = FINE
+) -> bool:
     """Whether no plan of so many equal pipelines takes `seconds` or less."""
     numbers = np.floor(setting.numbers / count)
-    for least, most in host_ranges(setting):
+
+    def excluded(least: float, most: float) -> bool:
         compute = seconds - max(setting.update_seconds, least)
         if compute <= 0:
-            continue
+            return True
         table = setting.table(1.0 / count, most)
         limits = Limits(
             compute_seconds=compute,
@@ -182,10 +191,12 @@ def excludes_equal(setting: Setting, count: int, seconds: float, memory: Memory,
             schedules=setting.scope.together,
             most_cards=int(numbers.sum()),
             reduce_seconds=reduce_seconds(setting, table, count),
+            cells=grid[0],
+            growth=grid[1],
         )
-        if not excludes(setting, table, limits, numbers, memory, (count, most), work):
-            return False
-    return True
+        return excludes(setting, table, limits, numbers, memory, (count, most, grid), work)
+
+    return excludes_hosts(setting, excluded)
 
 
 def reduce_seconds(setting: Setting, table: StageTable, owners: int) -> Floats:
@@ -194,7 +205,6 @@ def reduce_seconds(setting: Setting, table: StageTable, owners: int) -> Floats:
     result = np.zeros(table.parameters.shape)
     if costs.topology.measured:
         return result
-    rounds = (owners - 1) / owners if any(options.sharded) else 2 * (owners - 1) / owners
     sizes = Counter((card.node, card.type) for card in cards)
     groups = costs.topology.groups
     for i, kind in enumerate(setting.kinds):
@@ -209,6 +219,7 @@ def reduce_seconds(setting: Setting, table: StageTable, owners: int) -> Floats:
             rates.append(max(inside, across) if count * kind.width <= size else across)
         if count > 1 and max(rates) > 0:
             num_bytes = table.parameters[i] * kind.width * costs.problem.reduce_bytes
+            rounds = (count - 1) / count * (1 if any(options.sharded) else 2)
             result[i] = rounds * num_bytes / max(rates)
     return result
 

@@ -12,62 +12,90 @@ that are not excluded are halved. What remains at last raises the prices of its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from yuan_train.planner.bounds.equal_bound import (
+    COARSE,
     Memory,
     Setting,
     Work,
     densities,
     excludes,
-    host_ranges,
+    excludes_hosts,
     reduce_seconds,
 )
 from yuan_train.planner.bounds.pipeline_bound import Limits, PipelineBound
 from yuan_train.planner.bounds.stage_table import Floats, StageTable
+from yuan_train.planner.costs.workload import STATE_BYTES
 
 MAX_PRICES = 12
 """Changes of prices for a number of pipelines."""
 MAX_VALUES = 10
 """Values of a layer that are tried for a range of sequences."""
-WIDEST, NARROWEST = 1.25, 1.02
+PIPELINES = (1, 2, 6, 1_000_000)
+"""Numbers of pipelines are taken together up to each of these."""
+WIDEST, NARROWEST = 1.3, 1.03
 """Ratio of the sequences of a range."""
 
 
 def excludes_mixed(setting: Setting, seconds: float, memory: Memory, work: Work) -> bool:
     """Whether no plan takes `seconds` or less, however its pipelines differ."""
-    most_pipelines = min(len(setting.cards), setting.costs.problem.global_batch_size)
-    counts = setting.options.pipelines or (most_pipelines,)
-    first, least = 1, 1
-    while first <= min(max(counts), most_pipelines):
-        last = min(max(2 * least - 1, 1), most_pipelines)
-        for low, high in host_ranges(setting):
-            compute = seconds - max(setting.update_seconds, low)
-            if compute > 0 and not _excludes_counts(setting, compute, first, last, high, memory, work):
-                return False
-        least *= 2
-        first = last + 1
-    return True
+    allowed, most = setting.options.pipelines, _most_pipelines(setting)
+
+    def excluded(first: int, last: int) -> bool:
+        last = min(last, most)
+        if first > last or (allowed is not None and not any(first <= n <= last for n in allowed)):
+            return True
+        return excludes_hosts(
+            setting,
+            lambda low, high: _excludes_counts(setting, seconds, (first, last), (low, high), memory, work),
+        )
+
+    if not excluded(1, 1):
+        return False
+    return excluded(2, most) or all(excluded(a + 1, b) for a, b in itertools.pairwise(PIPELINES))
+
+
+def _most_pipelines(setting: Setting) -> int:
+    """Each pipeline holds all weights and gradients."""
+    problem, table = setting.costs.problem, setting.table(0.0, setting.longest_seconds)
+    state = STATE_BYTES[problem.precision]
+    num_bytes = sum(problem.model.unit_parameters[1:-1]) * (state.parameters + state.gradients)
+    if problem.profile is not None:
+        return min(len(setting.cards), problem.global_batch_size)
+    memory = sum(problem.cluster.device_type(card.type).memory for card in setting.cards)
+    return max(1, min(len(setting.cards), problem.global_batch_size, int(memory / num_bytes)))
 
 
 def _excludes_counts(
-    setting: Setting, compute: float, first: int, last: int, host: float, memory: Memory, work: Work
+    setting: Setting,
+    seconds: float,
+    counts: tuple[int, int],
+    host: tuple[float, float],
+    memory: Memory,
+    work: Work,
 ) -> bool:
-    """The same for `first` to `last` pipelines, and a range of what the hosts step."""
-    table = setting.table(1.0 / last, host)
+    """The same for these numbers of pipelines, and a range of what the hosts step."""
+    compute = seconds - max(setting.update_seconds, host[0])
+    if compute <= 0:
+        return True
+    table = setting.table(1.0 / counts[1], host[1])
     limits = Limits(
         compute_seconds=compute,
         num_micro_batches=setting.batch,
         schedules=setting.scope.together,
         most_cards=len(setting.cards),
-        reduce_seconds=reduce_seconds(setting, table, min(first, 2)),
+        reduce_seconds=reduce_seconds(setting, table, min(counts[0], 2)),
+        cells=COARSE[0],
+        growth=COARSE[1],
     )
-    if first == last == 1:
-        return excludes(setting, table, limits, setting.numbers, memory, ("one", host), work)
+    key = (counts, host)
+    if counts == (1, 1):
+        return excludes(setting, table, limits, setting.numbers, memory, key, work)
     columns = _Columns(setting, table, limits, work)
-    key = (first, last, host)
     scale = 1.0 / np.maximum(setting.numbers, 1.0)
     prices = memory.get(key)
     if prices is None:
@@ -113,6 +141,8 @@ class _Columns:
             ranges.append((begin, end))
             end = begin - 1
         while ranges:
+            if self.work.is_over:
+                return float(self.setting.batch), None
             begin, end = ranges.pop()
             found = self._cheaper(begin, end / self.setting.batch, prices)
             if found is None:
@@ -127,13 +157,7 @@ class _Columns:
     def _cheaper(self, begin: int, price: float, prices: Floats) -> Floats | None:
         """The cards of a pipeline of so many micro-batches that may cost `price` or less; None if none does."""
         if begin not in self.known:
-            limits = Limits(
-                compute_seconds=self.limits.compute_seconds,
-                num_micro_batches=begin,
-                schedules=self.limits.schedules,
-                most_cards=self.limits.most_cards,
-                reduce_seconds=self.limits.reduce_seconds,
-            )
+            limits = replace(self.limits, num_micro_batches=begin)
             self.known[begin] = PipelineBound(
                 self.table, self.setting.kinds, limits, len(self.setting.numbers)
             )

@@ -36,10 +36,6 @@ from yuan_train.planner.bounds.stage_table import FIRST, LAST, MIDDLE, ONLY, Flo
 Integers = NDArray[np.int64]
 Schedules = Literal["plain", "split", "any"]
 """1f1b and gpipe; these and zero_bubble; these and interleaved_1f1b."""
-CELLS = 8
-"""Cells of a full stage's seconds."""
-BUCKET = 1.1
-"""Buckets of W grow by this factor, once they are wider than a full stage."""
 VIRTUAL_STAGES = 3
 """The most of one worker that the search makes."""
 
@@ -56,6 +52,10 @@ class Limits:
     """Most cards of one pipeline."""
     reduce_seconds: Floats
     """[N, X]: of the gradients of a stage's layers, which begin with its last backward."""
+    cells: int
+    """Of a full stage's seconds."""
+    growth: float
+    """Of buckets of W, once they are wider than a full stage."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class PipelineBound:
     def __init__(self, table: StageTable, kinds: Sequence[Kind], limits: Limits, num_types: int) -> None:
         self.table, self.kinds, self.limits, self.num_types = table, kinds, limits, num_types
         m, seconds = limits.num_micro_batches, limits.compute_seconds
-        self.cell = seconds / (m * CELLS)
+        self.cell = seconds / (m * limits.cells)
         self.batches = np.array([-(-m // kind.most) for kind in kinds], dtype=np.float64)
         depth = min(limits.most_cards, (len(table.layers) + 2) * max(kind.most for kind in kinds))
         # One micro-batch passes all stages within H, perhaps without its weight gradients: at least half of W.
-        most = min(depth, m if limits.schedules == "plain" else 2 * m) * CELLS + 1
+        most = min(depth, m if limits.schedules == "plain" else 2 * m) * limits.cells + 1
         edges = [0]
         while edges[-1] < most:
-            edges.append(edges[-1] + max(CELLS, int(edges[-1] * (BUCKET - 1))))
+            edges.append(edges[-1] + max(limits.cells, int(edges[-1] * (limits.growth - 1))))
         self.low = np.array(edges[:-1], dtype=np.int64)
         self.high = np.array(edges[1:], dtype=np.int64)
         self.num_cells = edges[-1]
