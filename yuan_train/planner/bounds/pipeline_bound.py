@@ -36,6 +36,8 @@ from yuan_train.planner.bounds.stage_table import FIRST, LAST, MIDDLE, ONLY, Flo
 Integers = NDArray[np.int64]
 Schedules = Literal["plain", "split", "any"]
 """1f1b and gpipe; these and zero_bubble; these and interleaved_1f1b."""
+FEWEST = 48
+"""Cells are those of so many micro-batches where there are fewer."""
 VIRTUAL_STAGES = 3
 """The most of one worker that the search makes."""
 
@@ -89,11 +91,14 @@ class PipelineBound:
     def __init__(self, table: StageTable, kinds: Sequence[Kind], limits: Limits, num_types: int) -> None:
         self.table, self.kinds, self.limits, self.num_types = table, kinds, limits, num_types
         m, seconds = limits.num_micro_batches, limits.compute_seconds
-        self.cell = seconds / (m * limits.cells)
+        # With few micro-batches stages are longer than need be, and cells of them too coarse.
+        scale = max(m, FEWEST)
+        self.cell = seconds / (scale * limits.cells)
         self.batches = np.array([-(-m // kind.most) for kind in kinds], dtype=np.float64)
         depth = min(limits.most_cards, (len(table.layers) + 2) * max(kind.most for kind in kinds))
         # One micro-batch passes all stages within H, perhaps without its weight gradients: at least half of W.
-        most = min(depth, m if limits.schedules == "plain" else 2 * m) * limits.cells + 1
+        whole = scale if limits.schedules == "plain" else 2 * scale
+        most = min(-(-depth * scale // m), whole) * limits.cells + 1
         edges = [0]
         while edges[-1] < most:
             edges.append(edges[-1] + max(limits.cells, int(edges[-1] * (limits.growth - 1))))
