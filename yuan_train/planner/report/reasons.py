@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from yuan_train.config.units import show_seconds
-from yuan_train.planner.bounds.bound import Bounds
+from yuan_train.planner.search.lower_bounds import Bounds
 from yuan_train.planner.search.explain import LIMITS, Change
 from yuan_train.planner.search.rent import Rent, Rented
 
@@ -55,7 +55,9 @@ def rent_lines(rent: Rent) -> list[str]:
         cheaper = part.price_per_step / fastest.price_per_step - 1.0
         what = f"without {_names(part.left_out)}" if part.left_out else "all nodes"
         chosen = " (chosen)" if part is rent.chosen else ""
-        lines.append(f"{what}: step {slower:+.1%}, price of a step {cheaper:+.1%}; {_rent_words(part)}{chosen}")
+        lines.append(
+            f"{what}: step {slower:+.1%}, price of a step {cheaper:+.1%}; {_rent_words(part)}{chosen}"
+        )
     if rent.stopped:
         lines.append("search.time_limit ended the search for other nodes to leave out")
     return lines

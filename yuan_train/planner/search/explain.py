@@ -121,7 +121,9 @@ def _one_more(cluster: Cluster, name: str) -> Cluster:
         link = group.link or Link(bandwidth=cluster.device_type(name).host_link)
         return replace(cluster, nodes=(replace(group, devices=group.devices + 1, link=link),))
     names = set(cluster.groups)
-    added = next(f"{group.name}-more{i}" for i in range(len(names) + 1) if f"{group.name}-more{i}" not in names)
+    added = next(
+        f"{group.name}-more{i}" for i in range(len(names) + 1) if f"{group.name}-more{i}" not in names
+    )
     return replace(cluster, nodes=(*cluster.nodes, replace(group, name=added, count=1, devices=1)))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.bounds.bound import Bounds, lower_bounds
-from yuan_train.planner.bounds.equal_bound import Scope
+from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
+from yuan_train.planner.search.equal_bound import Scope
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.bounds import any_bound
 from yuan_train.planner.search.expert_groups import may_divide_experts
@@ -14,7 +14,7 @@ from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
 from yuan_train.planner.search.shapes import Options
 
 WORK, WORK_PER_CARD = 20_000_000, 1_000_000
-"""Budget of each bound; see `planner.bounds.bound`."""
+"""Budget of each bound; see `search.lower_bounds`."""
 
 
 def bound_plans(
@@ -34,7 +34,7 @@ def bound_plans(
     )
     least = min(any_bound(costs, cards, options), best_seconds)
     if may_divide_experts(costs, cards, options):
-        # Groups of cards that divide experts are not among the stages that `planner.bounds` knows.
+        # Groups of cards that divide experts are not among the stages that `search.lower_bounds` knows.
         return Bounds(equal_seconds=least, any_seconds=least, scope=scope, knows_memory=False)
     return lower_bounds(
         costs,

@@ -79,9 +79,7 @@ def list_kinds(costs: Costs, cards: Sequence[Card], options: Options, *, any_rep
             count = sum(size // width for size in sizes.values())
             examples = tuple(_examples(costs, cards, name, width))
             for fewest, most in _replica_steps(count, options, any_replicas=any_replicas):
-                kinds.append(
-                    Kind(type_index=index, width=width, fewest=fewest, most=most, examples=examples)
-                )
+                kinds.append(Kind(type_index=index, width=width, fewest=fewest, most=most, examples=examples))
     return kinds
 
 
@@ -151,9 +149,7 @@ def stage_table(
     )
 
 
-def _kind_seconds(
-    parts: _Parts, kind: Kind, owner_share: float, host_seconds: float, most: int
-) -> Floats:
+def _kind_seconds(parts: _Parts, kind: Kind, owner_share: float, host_seconds: float, most: int) -> Floats:
     """[4, X, K]: the least of all nodes."""
     options = parts.options
     share = owner_share / kind.most if any(options.sharded) else 1.0

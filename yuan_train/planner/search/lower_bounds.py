@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.bounds.equal_bound import (
+from yuan_train.planner.search.equal_bound import (
     COARSE,
     FINE,
     Grid,
@@ -22,7 +22,7 @@ from yuan_train.planner.bounds.equal_bound import (
     excludes_equal,
     make_setting,
 )
-from yuan_train.planner.bounds.mixed_bound import excludes_mixed
+from yuan_train.planner.search.mixed_bound import excludes_mixed
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.shapes import Options
 

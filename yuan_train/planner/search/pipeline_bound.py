@@ -31,7 +31,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from yuan_train.planner.bounds.stage_table import FIRST, LAST, MIDDLE, ONLY, Floats, Kind, StageTable
+from yuan_train.planner.search.stage_table import FIRST, LAST, MIDDLE, ONLY, Floats, Kind, StageTable
 
 Integers = NDArray[np.int64]
 Schedules = Literal["plain", "split", "any"]

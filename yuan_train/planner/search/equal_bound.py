@@ -20,8 +20,8 @@ import numpy as np
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.run import ScheduleName
-from yuan_train.planner.bounds.pipeline_bound import Limits, PipelineBound, Schedules
-from yuan_train.planner.bounds.stage_table import (
+from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound, Schedules
+from yuan_train.planner.search.stage_table import (
     MIDDLE,
     Floats,
     Kind,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from yuan_train.planner.bounds.equal_bound import (
+from yuan_train.planner.search.equal_bound import (
     COARSE,
     Memory,
     Setting,
@@ -27,8 +27,8 @@ from yuan_train.planner.bounds.equal_bound import (
     excludes_hosts,
     reduce_seconds,
 )
-from yuan_train.planner.bounds.pipeline_bound import Limits, PipelineBound
-from yuan_train.planner.bounds.stage_table import Floats, StageTable
+from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound
+from yuan_train.planner.search.stage_table import Floats, StageTable
 from yuan_train.planner.costs.workload import STATE_BYTES
 
 MAX_PRICES = 12
