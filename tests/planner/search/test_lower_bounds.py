@@ -10,10 +10,10 @@ from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
-from yuan_train.planner.search.equal_bound import Scope
 from yuan_train.planner.costs.plan_problem import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.search.equal_bound import Scope
+from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.shapes import read_options
 
 SIZES = (1, 2)
@@ -153,7 +153,7 @@ def bounds_of(costs: Costs, schedules: tuple, best: float) -> Bounds:
         micro_batch_size=1,
         model=given.model,
     )
-    scope = Scope(schedules=schedules, sizes=SIZES, any_replicas=True)
+    scope = Scope(schedules=schedules, sizes=SIZES, any_replicas=True, uneven_shares=True)
     return lower_bounds(
         costs,
         given.cluster.cards,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from yuan_train.config.units import show_seconds
-from yuan_train.planner.search.lower_bounds import Bounds
 from yuan_train.planner.search.explain import LIMITS, Change
+from yuan_train.planner.search.lower_bounds import Bounds
 from yuan_train.planner.search.rent import Rent, Rented
 
 LEAST_GAIN = 0.001
@@ -26,8 +26,8 @@ def bound_words(bounds: Bounds, step_seconds: float) -> list[str]:
     equal = f"none of equal pipelines less than {show_seconds(bounds.equal_seconds)} (gap {equal_gap:.1%})"
     return [
         f"{any_words}, {equal}; {covered}",
-        "the bounds know memory in each stage's depth, whole layers, filling, reductions and the optimizer step, "
-        "not messages, nor which cards of a type share a node",
+        "the bounds know memory in each stage's depth, whole layers, filling, reductions and the optimizer "
+        "step, not messages, nor which cards of a type share a node",
     ]
 
 

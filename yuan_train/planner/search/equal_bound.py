@@ -12,6 +12,7 @@ for any p >= 0; Polyak's subgradient steps look for such prices.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,12 @@ import numpy as np
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.run import ScheduleName
+from yuan_train.planner.costs.host import host_step_seconds
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound, Schedules
+from yuan_train.planner.search.shapes import Options
 from yuan_train.planner.search.stage_table import (
-    MIDDLE,
     Floats,
     Kind,
     StageTable,
@@ -30,10 +34,6 @@ from yuan_train.planner.search.stage_table import (
     stage_table,
     type_names,
 )
-from yuan_train.planner.costs.host import host_step_seconds
-from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.planner.search.shapes import Options
 
 Memory = dict[object, Floats]
 """Prices that excluded a shorter time, by what they were for: a start for the next."""
@@ -66,6 +66,16 @@ class Scope:
     schedules: tuple[ScheduleName, ...]
     sizes: tuple[int, ...]
     any_replicas: bool
+    uneven_shares: bool
+    """Whether unlike pipelines may hold unlike shares of the optimizer's state."""
+
+    @property
+    def largest_batch(self) -> float:
+        """The largest micro-batch, in smallest ones; not whole if some size is no multiple of the smallest."""
+        least = min(self.sizes)
+        if any(size % least for size in self.sizes):
+            return math.ceil(max(self.sizes) / least) + 0.5
+        return max(self.sizes) / least
 
     @property
     def together(self) -> Schedules:
@@ -189,6 +199,7 @@ def excludes_equal(
             compute_seconds=compute,
             num_micro_batches=setting.batch // count,
             schedules=setting.scope.together,
+            largest_batch=setting.scope.largest_batch,
             most_cards=int(numbers.sum()),
             reduce_seconds=reduce_seconds(setting, table, count),
             cells=grid[0],
@@ -203,7 +214,8 @@ def reduce_seconds(setting: Setting, table: StageTable, owners: int) -> Floats:
     """[N, X]: at least, of the gradients of a stage's layers over so many owners."""
     costs, cards, options = setting.costs, setting.cards, setting.options
     result = np.zeros(table.parameters.shape)
-    if costs.topology.measured:
+    if costs.topology.measured or setting.scope.together == "any":
+        # Virtual stages of a card end apart, and may reduce their gradients meanwhile.
         return result
     sizes = Counter((card.node, card.type) for card in cards)
     groups = costs.topology.groups
@@ -270,7 +282,7 @@ def densities(setting: Setting, table: StageTable, limits: Limits) -> Floats:
     """[T]: the most layers that a card of each type may hold."""
     result = np.zeros(len(setting.numbers))
     batches = np.array([-(-limits.num_micro_batches // kind.most) for kind in setting.kinds])
-    least = table.seconds[MIDDLE, :, :, 0]
+    least = table.seconds[:, :, :, 0].min(axis=0)
     fits = np.isfinite(least) & (
         batches[:, None] * np.where(np.isfinite(least), least, 0.0) <= limits.compute_seconds * (1 + 1e-9)
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
+from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.equal_bound import (
     COARSE,
     FINE,
@@ -23,7 +24,6 @@ from yuan_train.planner.search.equal_bound import (
     make_setting,
 )
 from yuan_train.planner.search.mixed_bound import excludes_mixed
-from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.shapes import Options
 
 COARSE_PRECISION, PRECISION, MIXED_PRECISION = 0.02, 0.003, 0.01

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.search.equal_bound import (
     COARSE,
     Memory,
@@ -29,7 +30,6 @@ from yuan_train.planner.search.equal_bound import (
 )
 from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound
 from yuan_train.planner.search.stage_table import Floats, StageTable
-from yuan_train.planner.costs.workload import STATE_BYTES
 
 MAX_PRICES = 12
 """Changes of prices for a number of pipelines."""
@@ -61,7 +61,7 @@ def excludes_mixed(setting: Setting, seconds: float, memory: Memory, work: Work)
 
 def _most_pipelines(setting: Setting) -> int:
     """Each pipeline holds all weights and gradients."""
-    problem, table = setting.costs.problem, setting.table(0.0, setting.longest_seconds)
+    problem = setting.costs.problem
     state = STATE_BYTES[problem.precision]
     num_bytes = sum(problem.model.unit_parameters[1:-1]) * (state.parameters + state.gradients)
     if problem.profile is not None:
@@ -82,11 +82,13 @@ def _excludes_counts(
     compute = seconds - max(setting.update_seconds, host[0])
     if compute <= 0:
         return True
-    table = setting.table(1.0 / counts[1], host[1])
+    uneven = setting.scope.uneven_shares and counts[1] > 1
+    table = setting.table(0.0 if uneven else 1.0 / counts[1], host[1])
     limits = Limits(
         compute_seconds=compute,
         num_micro_batches=setting.batch,
         schedules=setting.scope.together,
+        largest_batch=setting.scope.largest_batch,
         most_cards=len(setting.cards),
         reduce_seconds=reduce_seconds(setting, table, min(counts[0], 2)),
         cells=COARSE[0],
@@ -155,7 +157,7 @@ class _Columns:
         return None
 
     def _cheaper(self, begin: int, price: float, prices: Floats) -> Floats | None:
-        """The cards of a pipeline of so many micro-batches that may cost `price` or less; None if none does."""
+        """The cards of a pipeline of so many micro-batches that may cost `price` or less; None without one."""
         if begin not in self.known:
             limits = replace(self.limits, num_micro_batches=begin)
             self.known[begin] = PipelineBound(

@@ -52,6 +52,8 @@ class Limits:
     schedules: Schedules
     most_cards: int
     """Most cards of one pipeline."""
+    largest_batch: float
+    """The largest micro-batch, in those of `num_micro_batches`; 1 if all are alike."""
     reduce_seconds: Floats
     """[N, X]: of the gradients of a stage's layers, which begin with its last backward."""
     cells: int
@@ -94,9 +96,11 @@ class PipelineBound:
         # With few micro-batches stages are longer than need be, and cells of them too coarse.
         scale = max(m, FEWEST)
         self.cell = seconds / (scale * limits.cells)
-        self.batches = np.array([-(-m // kind.most) for kind in kinds], dtype=np.float64)
+        each = np.array([m / kind.most for kind in kinds])
+        # Micro-batches that are no multiples of the smallest one need not be whole ones of it.
+        self.batches = np.ceil(each - 1e-9) if limits.largest_batch == int(limits.largest_batch) else each
         depth = min(limits.most_cards, (len(table.layers) + 2) * max(kind.most for kind in kinds))
-        # One micro-batch passes all stages within H, perhaps without its weight gradients: at least half of W.
+        # One micro-batch passes all stages within H, perhaps without weight gradients: at least half of W.
         whole = scale if limits.schedules == "plain" else 2 * scale
         most = min(-(-depth * scale // m), whole) * limits.cells + 1
         edges = [0]
@@ -167,7 +171,7 @@ class PipelineBound:
         fits = (
             np.isfinite(own)
             & (batches * own + filled <= h * rounding)
-            & ((batches - 1) * own + reduce <= h * rounding)
+            & (np.maximum(batches - self.limits.largest_batch, 0.0) * own + reduce <= h * rounding)
             & (cells < self.high[:, None, None])
         )
         return np.where(fits, cells, -1)

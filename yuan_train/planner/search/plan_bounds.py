@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
-from yuan_train.planner.search.equal_bound import Scope
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.bounds import any_bound
+from yuan_train.planner.search.equal_bound import Scope
 from yuan_train.planner.search.expert_groups import may_divide_experts
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
+from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.shapes import Options
 
 WORK, WORK_PER_CARD = 20_000_000, 1_000_000
@@ -31,6 +31,7 @@ def bound_plans(
         schedules=options.polished_schedules if few else options.schedules,
         sizes=options.polished_sizes if few else options.micro_batch_sizes,
         any_replicas=few and options.any_replicas,
+        uneven_shares=few,
     )
     least = min(any_bound(costs, cards, options), best_seconds)
     if may_divide_experts(costs, cards, options):

@@ -128,8 +128,8 @@ def _choose(found: list[Rented], search: SearchConfig, num_steps: int) -> Rented
     if not in_time:
         fastest = min(part.step_seconds for part in found) * num_steps
         raise NoPlanFits(
-            f"search.deadline: {search.deadline:.6g} s for {num_steps} steps (train.steps), but the fastest plan "
-            f"takes {fastest:.6g} s; give a later deadline, fewer steps or more cards"
+            f"search.deadline: {search.deadline:.6g} s for {num_steps} steps (train.steps), but the fastest "
+            f"plan takes {fastest:.6g} s; give a later deadline, fewer steps or more cards"
         )
     return min(in_time, key=lambda part: part.price_per_step)
 

@@ -21,13 +21,13 @@ from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
-from yuan_train.planner.search.lower_bounds import Bounds
-from yuan_train.planner.search.plan_bounds import bound_plans
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, solve_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
+from yuan_train.planner.search.lower_bounds import Bounds
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
+from yuan_train.planner.search.plan_bounds import bound_plans
 from yuan_train.planner.search.shapes import Options, Shape, list_shapes, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.host import host_bytes, host_step_seconds
 from yuan_train.planner.costs.plan_problem import Costs, Replica
-from yuan_train.planner.costs.unit_costs import CardCosts, HalfShare, UnitCost
+from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.search.shapes import Options
 from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE
