@@ -71,7 +71,7 @@ class Scope:
 
     @property
     def largest_batch(self) -> float:
-        """The largest micro-batch, in smallest ones; not whole if some size is no multiple of the smallest."""
+        """The largest micro-batch, in smallest ones; not whole if some size is no multiple of it."""
         least = min(self.sizes)
         if any(size % least for size in self.sizes):
             return math.ceil(max(self.sizes) / least) + 0.5

@@ -77,9 +77,9 @@ def lower_bounds(
     equal_seconds = least_seconds
     for grid, precision in ((COARSE, COARSE_PRECISION), (FINE, PRECISION)):
         equal_seconds = _bisect(
-            equal_seconds, high, lambda t, w, grid=grid: equal(t, w, grid), precision, budget, stopped
+            equal_seconds, high, lambda t, w, grid=grid: equal(t, w, grid), precision, 1 / 2, budget, stopped
         )
-    any_seconds = _bisect(least_seconds, equal_seconds, mixed, MIXED_PRECISION, Work(work), stopped)
+    any_seconds = _bisect(least_seconds, equal_seconds, mixed, MIXED_PRECISION, 1 / 3, Work(work), stopped)
     return Bounds(equal_seconds=equal_seconds, any_seconds=any_seconds, scope=scope)
 
 
@@ -88,12 +88,13 @@ def _bisect(
     high: float,
     excludes: Callable[[float, Work], bool],
     precision: float,
+    share: float,
     work: Work,
     stopped: Callable[[], bool],
 ) -> float:
-    """The largest time that is found to be excluded; `low` is."""
+    """The largest time that is found to be excluded; `low` is. Each is tried at a `share` of what is left."""
     while high > low * (1 + precision) and not work.is_over and not stopped():
-        middle = (low * high) ** 0.5
+        middle = low ** (1 - share) * high**share
         if excludes(middle, work):
             low = middle
         else:

@@ -37,7 +37,7 @@ MAX_VALUES = 10
 """Values of a layer that are tried for a range of sequences."""
 PIPELINES = (1, 2, 6, 1_000_000)
 """Numbers of pipelines are taken together up to each of these."""
-WIDEST, NARROWEST = 1.3, 1.03
+WIDEST, NARROWEST = 1.6, 1.03
 """Ratio of the sequences of a range."""
 
 
@@ -157,7 +157,7 @@ class _Columns:
         return None
 
     def _cheaper(self, begin: int, price: float, prices: Floats) -> Floats | None:
-        """The cards of a pipeline of so many micro-batches that may cost `price` or less; None without one."""
+        """The cards of a pipeline of so many micro-batches that may cost `price` or less, if any does."""
         if begin not in self.known:
             limits = replace(self.limits, num_micro_batches=begin)
             self.known[begin] = PipelineBound(

@@ -205,13 +205,16 @@ class PipelineBound:
         if not own.shape[1]:
             return rest
         rows = np.arange(len(buckets))[:, None]
+        # Of each bucket, only the cells below its end; ends ascend.
+        begins = np.searchsorted(self.high[buckets], np.arange(self.num_cells), side="right")
         # A stage of less than a cell can follow itself; as often as there are layers.
         again = (len(self.table.layers) + 2) * np.maximum(own, 0.0)
         for c in range(int(self.high[buckets].max()) - 1, -1, -1):
-            target = middle[:, c, :]
-            worth = np.where(target > c, own + rest[rows, target], -np.inf).max(axis=1)
-            np.maximum(rest[:, c], worth, out=rest[:, c])
-            rest[:, c] += np.where(target == c, again, 0.0).max(axis=1)
+            begin = int(begins[c])
+            target = middle[begin:, c]
+            worth = np.where(target > c, own[begin:] + rest[rows[begin:], target], -np.inf).max(axis=1)
+            column = np.maximum(rest[begin:, c], worth)
+            rest[begin:, c] = column + np.where(target == c, again[begin:], 0.0).max(axis=1)
         return rest
 
     def _start(

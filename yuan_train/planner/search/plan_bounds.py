@@ -13,7 +13,7 @@ from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.shapes import Options
 
-WORK, WORK_PER_CARD = 20_000_000, 1_000_000
+WORK, WORK_PER_CARD = 30_000_000, 2_000_000
 """Budget of each bound; see `search.lower_bounds`."""
 
 
