@@ -56,7 +56,7 @@ def lower_bounds(
     stopped: Callable[[], bool],
 ) -> Bounds:
     """The bounds, between one that is known and a plan's seconds; `work` cells of dynamic programming for
-    each of them, fewer once `stopped()`."""
+    the first, twice as many for the second, fewer once `stopped()`."""
     setting = make_setting(costs, cards, options, scope, best_seconds)
     counts = list(equal_counts(setting))
     memory: Memory = {}
@@ -79,7 +79,9 @@ def lower_bounds(
         equal_seconds = _bisect(
             equal_seconds, high, lambda t, w, grid=grid: equal(t, w, grid), precision, 1 / 2, budget, stopped
         )
-    any_seconds = _bisect(least_seconds, equal_seconds, mixed, MIXED_PRECISION, 1 / 3, Work(work), stopped)
+    any_seconds = _bisect(
+        least_seconds, equal_seconds, mixed, MIXED_PRECISION, 1 / 3, Work(2 * work), stopped
+    )
     return Bounds(equal_seconds=equal_seconds, any_seconds=any_seconds, scope=scope)
 
 

@@ -151,7 +151,7 @@ class PipelineBound:
             before[None, :, None] + np.floor(least / self.cell + 1e-9).astype(np.int64),
             (len(self.low), len(before), len(kind)),
         )
-        own = np.broadcast_to(least, cells.shape)
+        own = finite = np.broadcast_to(least, cells.shape)
         for _ in range(2):
             filled = np.maximum(low - cells, 0) * (self.cell * fill)
             room = np.maximum(h - filled, 1e-300)
@@ -170,8 +170,8 @@ class PipelineBound:
         reduce = self.limits.reduce_seconds[kind, entry]
         fits = (
             np.isfinite(own)
-            & (batches * own + filled <= h * rounding)
-            & (np.maximum(batches - self.limits.largest_batch, 0.0) * own + reduce <= h * rounding)
+            & (batches * finite + filled <= h * rounding)
+            & (np.maximum(batches - self.limits.largest_batch, 0.0) * finite + reduce <= h * rounding)
             & (cells < self.high[:, None, None])
         )
         return np.where(fits, cells, -1)
