@@ -46,6 +46,8 @@ class DeviceType:
     slowdown: Annotated[float, Ge(1)] | None = None
     """Only for cards simulated by a CPU process: after each computation the process waits, so that it takes
     this many times as long."""
+    price: Annotated[float, Gt(0)] | None = None
+    """Rent of a card for an hour, in any currency; a node's own `price` takes precedence."""
 
     RENAMED: ClassVar[Mapping[str, Renamed]] = {"library": Renamed("backend", {"none": "gloo"})}
 

@@ -6,6 +6,7 @@ colours, and the plan's own text, so that plan.yaml can be recovered from the pa
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from yuan_train.config.dump import dump
@@ -45,8 +46,10 @@ SENDS: dict[Sends, str] = {
 MAX_DRAWN_PIPELINES = 8
 
 
-def plan_html(result: SearchResult, problem: PlanProblem) -> str:
-    """The report page."""
+def plan_html(
+    result: SearchResult, problem: PlanProblem, *, reasons: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """The report page; `reasons` are further sections, each a list of lines."""
     best = result.best
     title = f"Plan for {problem.model.name} on {problem.cluster.name}"
     sections = [
@@ -55,6 +58,7 @@ def plan_html(result: SearchResult, problem: PlanProblem) -> str:
         ("Stages", _stages_html(best)),
         ("Memory on each card", _memory_svg(best.cost)),
         ("Timeline of one step", _timeline_svg(best.cost)),
+        *((name, _list_html(lines)) for name, lines in (reasons or {}).items()),
         ("Runners-up and what was left out", _runners_up_html(result)),
         ("Assumptions", _assumptions_html(result, problem)),
         ("plan.yaml", f'<pre id="plan">{escape(dump(best.plan))}</pre>'),
@@ -251,6 +255,10 @@ def _runners_up_html(result: SearchResult) -> str:
             f"even split over the cluster's order, layers {layer_list(even)}: "
             f"{show_seconds(even.step_seconds)}" + ("" if even.cost.fits else ", does not fit the memory")
         )
+    return _list_html(items)
+
+
+def _list_html(items: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
@@ -263,4 +271,4 @@ def _assumptions_html(result: SearchResult, problem: PlanProblem) -> str:
         "messages: latency + bytes / bandwidth, first in first out on each link; equal pipelines share a "
         "node's NIC, and so do all rings of the gradient reductions that are under way at the same time",
     ]
-    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+    return _list_html(items)
