@@ -63,7 +63,8 @@ def lower_bounds(
 
     def equal(seconds: float, budget: Work, grid: Grid) -> bool:
         for count in list(counts):
-            if budget.is_over or not excludes_equal(setting, count, seconds, memory, budget, grid=grid):
+            over = budget.is_over or stopped()
+            if over or not excludes_equal(setting, count, seconds, memory, budget, grid=grid):
                 # What is hardest to exclude comes first next time.
                 counts.remove(count)
                 counts.insert(0, count)

@@ -168,6 +168,7 @@ class _Columns:
         buckets = np.arange(len(bound.low))
         value = np.full(len(buckets), 1.02 * price / needed)
         low, high = np.zeros(len(buckets)), np.full(len(buckets), np.inf)
+        last = None
         for _ in range(MAX_VALUES):
             done = bound.work
             best = bound.best(np.tile(prices, (len(buckets), 1)), value, buckets)

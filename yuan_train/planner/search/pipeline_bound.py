@@ -132,8 +132,8 @@ class PipelineBound:
             kind=kind,
             entry=entry,
             layers=self.table.layers[entry],
-            cards=np.array([self.kinds[k].cards for k in kind], dtype=np.int64),
-            types=np.array([self.kinds[k].type_index for k in kind], dtype=np.int64),
+            cards=np.array([self.kinds[k].cards for k in kind.tolist()], dtype=np.int64),
+            types=np.array([self.kinds[k].type_index for k in kind.tolist()], dtype=np.int64),
             target=target,
         )
 
