@@ -26,7 +26,7 @@ setup(
     ],
     extras_require={
         "report": ["rich", "tensorboard"],
-        "megatron": ["megatron-core", "psutil", "einops"],
+        "megatron": ["megatron-core>=0.16,<0.17"],
         "tokenizers": ["tokenizers", "jinja2>=3.1"],
         "parquet": ["pyarrow"],
         "test": [
@@ -39,6 +39,8 @@ setup(
             "transformers",
             "tokenizers",
             "pyarrow",
+            # Has wheels for Linux alone; elsewhere the tests of the second engine are skipped.
+            "megatron-core>=0.16,<0.17; sys_platform == 'linux'",
             # Only Linux on x86-64 and arm64 has wheels; elsewhere the tests of these kernels are skipped.
             "triton; sys_platform == 'linux'",
         ],

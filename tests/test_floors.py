@@ -33,7 +33,27 @@ MAY_IMPORT = {
         "parallel",
         "checkpoint",
     },
+    "megatron": {
+        "config",
+        "yuan_kernels",
+        "models",
+        "data",
+        "parallel",
+        "checkpoint",
+        "train",
+    },
+    "rl": {
+        "config",
+        "schedule",
+        "models",
+        "data",
+        "objectives",
+        "parallel",
+        "checkpoint",
+        "train",
+    },
     "cli": {
+        "megatron",
         "config",
         "schedule",
         "yuan_kernels",
@@ -44,6 +64,7 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
         "planner",
+        "rl",
     },
 }
 """Folders of ours that each folder may import, besides itself; lower floors stand first."""
@@ -70,6 +91,7 @@ UNKNOWN_TO_THE_SOLVER = {"config.plan", "config.cluster", "config.run", "config.
 
 PYDANTIC = {"config/load.py", "config/units.py"}
 PLANNER = {"cli/estimate.py", "cli/plan.py", "cli/simulate.py", "cli/trace.py"}
+PLANNER |= {"cli/plan_rl.py", "cli/simulate_rl.py"}
 CHECKPOINT_OF_PARALLEL = {"yuan_train.parallel.shard"}
 
 
@@ -226,6 +248,13 @@ def test_pydantic_is_imported_lazily() -> None:
 
 def test_only_four_commands_plan_or_simulate() -> None:
     refused([i for i in IMPORTS if i.target == "planner" and i.folder != "planner" and i.file not in PLANNER])
+
+
+def test_only_train_reaches_the_second_engine() -> None:
+    inside = [i for i in IMPORTS if i.folder == "megatron" and within(i.module, {"yuan_train.megatron"})]
+    entered = [i for i in IMPORTS if i.target == "megatron" and i.folder != "megatron"]
+    assert inside and {i.file for i in entered} == {"cli/train.py"}
+    refused([i for i in IMPORTS if within(i.module, {"megatron"})])
 
 
 def test_nobody_imports_the_command_line() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.support.project import make_plan, make_project, run_config
 from yuan_train.checkpoint.names import step_name
 from yuan_train.cli.main import main
 from yuan_train.config.dump import as_plain
+from yuan_train.config.plan_files import save_plan
 from yuan_train.data.indexed import IndexedWriter
 
 STEPS = "train.steps=2"
@@ -213,3 +215,24 @@ def test_a_full_disk_keeps_the_old_checkpoint(
     assert sorted(path.name for path in copy.iterdir()) == ["latest", step_name(1), step_name(2)]
     assert main(options) == 0
     assert "after step 2" in capsys.readouterr().err
+
+
+def test_a_second_engine_that_is_not_installed_or_cannot_run_the_plan(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "megatron", None)
+        assert main(["train", "--config", str(run_file), STEPS, "engine=megatron"]) == 2
+    assert "pip install 'yuan-train[megatron]', or use engine: yuan" in capsys.readouterr().err
+    plan = make_plan(run_config(run_file), [[2, 4], [3, 3]], recompute="selective")
+    save_plan(tmp_path / "plan.yaml", plan)
+    words = ["--config", str(run_file), "--plan", str(tmp_path / "plan.yaml")]
+    assert main(["launch", *words, "--engine", "megatron", "--print"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [("cut unlike" in line, "selective" in line, "use engine: yuan" in line) for line in lines] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
+    assert main(["launch", *words, "--engine", "yuan", "--print"]) == 0
+    assert "engine=yuan" in capsys.readouterr().out

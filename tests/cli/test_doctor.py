@@ -1,5 +1,6 @@
 """`doctor`: what it finds on this machine, and on simulated ones."""
 
+import importlib.machinery
 import json
 import sys
 import types
@@ -39,6 +40,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
         "fp32_products",
         "bf16_products",
         "compile",
+        "megatron",
     }
     assert facts["versions"]["torch"] and facts["versions"]["python"]
     assert [p["name"] for p in facts["packages"]] == [p.name for p in doctor.PACKAGES]
@@ -53,6 +55,40 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["host"].keys() == {"available_bytes", "memlock_bytes"}
     assert facts["fp32_products"] in ("oneDNN", "torch")
     assert facts["bf16_products"] in ("oneDNN", "fp32 blocks")
+
+
+def test_what_the_second_engine_would_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages are known by the very kernel: PyPI's apex is another project."""
+
+    def found() -> dict[str, Any]:
+        return examined(capsys)["megatron"]
+
+    assert found()["tested_versions"] and found()["optimizer_step"] == "torch's AdamW"
+    for name, expected in (
+        ("apex", "apex's FusedAdam"),
+        ("transformer_engine", "TransformerEngine's FusedAdam"),
+    ):
+        package = types.ModuleType(name)
+        package.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+        assert found()["optimizer_step"] != expected
+        inner = "optimizers" if name == "apex" else "pytorch.optimizers"
+        module = types.ModuleType(f"{name}.{inner}")
+        module.FusedAdam = object  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, f"{name}.pytorch", types.ModuleType(f"{name}.pytorch"))
+        monkeypatch.setitem(sys.modules, f"{name}.{inner}", module)
+        assert found()["optimizer_step"] == expected
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.16.1")
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out.partition("engine: megatron\n")[2]
+    assert "megatron-core 0.16.1; tested with 0.16.1" in text
+    assert "optimizer step: TransformerEngine's FusedAdam" in text
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert main(["doctor"]) == 0
+    assert "pip install 'yuan-train[megatron]'" in capsys.readouterr().out.partition("engine: megatron\n")[2]
 
 
 def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

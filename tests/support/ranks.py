@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostChunk
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
-from yuan_train.train.job import Position, prepare
+from yuan_train.train.job import Job, Position, prepare
 from yuan_train.train.run import train
 
 
@@ -36,7 +37,7 @@ class Case:
     plan: Plan | None = None
     overrides: tuple[str, ...] = ()
     without: str = ""
-    """Negative control: the key of what to disable; see `_disabled`."""
+    """Negative control: the key of what to disable; see `disabled`."""
     record: Path | None = None
     """File for the experts that the run chooses."""
     replay: Path | None = None
@@ -53,11 +54,27 @@ def run_cases(cases: list[Case]) -> None:
     spawn(_run_cases, max(case.num_ranks for case in cases), cases)
 
 
+def run_forked_cases(cases: list[Case]) -> None:
+    """As `run_cases`, in processes forked from one that has imported megatron-core: that takes seconds."""
+    spawn(_fork_cases, 1, cases)
+
+
+def _fork_cases(_: int, cases: list[Case]) -> None:
+    fork_cases(cases)
+
+
+def fork_cases(cases: list[Case]) -> None:
+    """As `run_cases`, in processes forked from this one, which keep what it has patched."""
+    importlib.import_module("yuan_train.megatron.engine")
+    num_ranks = max(case.num_ranks for case in cases)
+    torch.multiprocessing.start_processes(_run_cases, (cases,), num_ranks, start_method="fork")
+
+
 def run_alone(case: Case) -> list[dict]:
     """Run a case in this process, and return its metrics."""
     torch.set_num_threads(1)
     with decisions(record=case.record, replay=case.replay):
-        train(prepare(_config(case), case.plan, Position()))
+        _train(prepare(_config(case), case.plan, Position()))
     return read_metrics(case.folder)
 
 
@@ -71,12 +88,22 @@ def _run_cases(rank: int, cases: list[Case]) -> None:
 
 def _run_case(rank: int, case: Case) -> None:
     position = Position(rank, case.num_ranks, rank, case.num_ranks)
-    with _disabled(case.without), decisions(record=case.record, replay=case.replay):
-        train(prepare(_config(case), case.plan, position))
+    with disabled(case.without), decisions(record=case.record, replay=case.replay):
+        _train(prepare(_config(case), case.plan, position))
+
+
+def _train(job: Job) -> None:
+    """Train with the engine that the run names, which is imported only then."""
+    if job.run.engine == "megatron":
+        from yuan_train.megatron.engine import build
+
+        train(job, build)
+    else:
+        train(job)
 
 
 @contextmanager
-def _disabled(key: str) -> Iterator[None]:
+def disabled(key: str) -> Iterator[None]:
     """Disable a synchronisation, or another part that the result depends on, for a negative control.
 
     `grad_reduce_overlap` only delays all gradient reductions to the end of the rank program, and `inductor`

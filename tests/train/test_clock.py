@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from tests.support.project import make_project
 from tests.support.ranks import Case, run_alone
-from yuan_train.train import run
+from yuan_train.train import run, stepper
 from yuan_train.train.clock import StepClock
 from yuan_train.train.footprint import peak_footprint_bytes, peak_memory_bytes
 
@@ -81,16 +82,16 @@ def test_no_step_is_charged_with_validation_or_saving(
 
     clock = Clock()
 
-    def long(name: str, result: object) -> None:
+    def long(module: ModuleType, name: str, result: object) -> None:
         def function(*arguments: object, **options: object) -> object:
             clock.now += 1000.0
             return result
 
-        monkeypatch.setattr(run, name, function)
+        monkeypatch.setattr(module, name, function)
 
     monkeypatch.setattr(run, "device_clock", lambda device: StepClock(lambda: None, now=clock.perf_counter))
-    long("validation_loss", 1.0)
-    long("save_progress", None)
+    long(stepper, "validation_loss", 1.0)
+    long(run, "save_progress", None)
     changes = ("train.steps=6", "validation.every=2", f"checkpoint.directory={tmp_path / 'ck'}")
     lines = run_alone(Case(make_project(tmp_path), tmp_path / "log", None, (*changes, "checkpoint.every=3")))
     assert [line["validation_loss"] for line in lines] == [None, 1.0] * 3

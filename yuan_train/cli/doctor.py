@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from yuan_train import __version__
 from yuan_train.cli.launch import nodes_of
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.express import EXTRA, TESTED
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.run import load_run
 
@@ -55,7 +56,7 @@ PACKAGES = (
     Package(
         name="megatron-core",
         module="megatron.core",
-        without="nothing here; some external launch scripts and converters need it",
+        without=f"`engine: megatron` is not possible; pip install '{EXTRA}'",
     ),
     Package(name="tokenizers", module="tokenizers", without="no tokenizer files of Hugging Face"),
     Package(name="pyarrow", module="pyarrow", without="preprocess reads no Parquet files"),
@@ -82,6 +83,12 @@ PACKAGES = (
         without="nothing: our norms are already fused; it only adds one to compare with",
     ),
 )
+
+FUSED_ADAM = (
+    ("TransformerEngine", "transformer_engine.pytorch.optimizers"),
+    ("apex", "apex.optimizers"),
+)
+"""Where megatron-core looks for a fused AdamW, in its order; PyPI's apex has no such module."""
 
 LOCAL_FILE_SYSTEMS = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 """Types of /proc/mounts that other nodes see only if this machine exports them."""
@@ -140,6 +147,7 @@ def examine(*, hidden: int) -> Facts:
         "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
         **_cpu_products(),
         "compile": [_compile_fact(device["device"]) for device in devices],
+        "megatron": _megatron_facts(),
     }
 
 
@@ -298,6 +306,21 @@ def _compile_fact(device: str) -> Facts:
     return {"device": device, "fault": compiler_fault(device.partition(":")[0])}
 
 
+def _megatron_facts() -> Facts:
+    """What `engine: megatron` would run. It chooses its optimizer by itself, as here."""
+    found = (name for name, module in FUSED_ADAM if _is_there(module) and _has_attribute(module, "FusedAdam"))
+    fused = next(found, None)
+    return {
+        "version": _version("megatron-core"),
+        "tested_versions": list(TESTED),
+        "optimizer_step": "torch's AdamW" if fused is None else f"{fused}'s FusedAdam",
+    }
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
 # --- as text -----------------------------------------------------------------------------------------------
 
 
@@ -334,6 +357,20 @@ def _lines(facts: Facts) -> Iterator[str]:
     for fact in facts["compile"]:
         state = f"is not possible: {fact['fault']}" if fact["fault"] else "has the compilers that it needs"
         yield f"  train.compile on {fact['device']} {state}"
+    yield "\nengine: megatron"
+    yield from _megatron_lines(facts["megatron"])
+
+
+def _megatron_lines(found: Facts) -> Iterator[str]:
+    version, tested = found["version"], ", ".join(found["tested_versions"])
+    if version is None:
+        yield f"  not possible: megatron-core is not installed (pip install '{EXTRA}'; tested with {tested})"
+        return
+    yield f"  megatron-core {version}; tested with {tested}"
+    step = found["optimizer_step"]
+    yield f"  optimizer step: {step}; TransformerEngine's FusedAdam, else NVIDIA apex's, replaces torch's"
+    yield "  filter, norms, rotary embedding, attention: ours, as above; no other package replaces them"
+    yield "  linears, feed-forward, embedding, cross-entropy: megatron-core's"
 
 
 def _node_words(device: Facts) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ DEFAULT_GLOBAL_BATCH_SIZE = 64
 _DESCRIPTION = """\
 Cuts the model unevenly over the cards of a cluster: simulates the step of many plans, keeps the fastest one
 that fits the memory of every card, prints it as a table and writes it. Needs neither a card nor torch.
+
+With a run of reinforcement learning (`algorithm:`), it splits the cards over policy, generation and reward
+model, and writes an RL plan.
 
 key=value changes the run file, or the defaults without one: search.pipelines=[2], search.recompute=[none],
 search.device_order=fixed, search.use_all_devices=true, "search.time_limit=10 s", train.global_batch_size=128
@@ -65,14 +68,20 @@ def run(arguments: argparse.Namespace) -> int:
     plan fits."""
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
+    from yuan_train.config.express import to_layout
     from yuan_train.config.plan_files import save_plan
+    from yuan_train.config.rl_files import is_rl_run
 
+    if arguments.config and is_rl_run(arguments.config):
+        from yuan_train.cli.plan_rl import plan_roles
+
+        return plan_roles(arguments, read_profiles(arguments.profile))
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile)
 
     from yuan_train.planner.costs.plan_problem import PlanProblem
-    from yuan_train.planner.report.notations import to_blocks, to_layout
+    from yuan_train.planner.report.notations import to_blocks
     from yuan_train.planner.report.page import plan_html
     from yuan_train.planner.report.terminal import plan_json, plan_table
     from yuan_train.planner.search.largest import find_largest
@@ -98,22 +107,48 @@ def run(arguments: argparse.Namespace) -> int:
         print(_largest_words(largest), file=sys.stderr)
     else:
         result = search_plan(problem, search, micro_batch_size=size)
+    price = None
+    if search.engine is not None and "yuan" not in search.engine:
+        free = search_plan(problem, replace(search, engine=("yuan",)), micro_batch_size=size)
+        price = EnginePrice(result.best.step_seconds, min(free.best.step_seconds, result.best.step_seconds))
     if arguments.report:
         write_text(arguments.report, plan_html(result, problem))
     if arguments.out:
         save_plan(arguments.out, result.best.plan)
     if arguments.json:
-        print(json.dumps(plan_json(result, path=arguments.out)))
+        shown = plan_json(result, path=arguments.out)
+        print(json.dumps(shown | ({} if price is None else {"engine_price": price.as_json()})))
         return 0
     if arguments.emit:
         for pipeline in result.best.plan.pipelines:
             print(to_layout(pipeline) if arguments.emit == "megatron" else to_blocks(pipeline))
     else:
-        print(plan_table(result, problem))
+        print("\n".join([plan_table(result, problem), *([price.words()] if price is not None else [])]))
     for path in (arguments.out, arguments.report):
         if path:
             print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+@dataclass(frozen=True)
+class EnginePrice:
+    """What it costs to plan for megatron-core alone: the forecast steps of its best plan and of ours."""
+
+    step_seconds: float
+    free_step_seconds: float
+
+    def words(self) -> str:
+        """For the terminal."""
+        from yuan_train.config.units import show_seconds
+
+        more = self.step_seconds / self.free_step_seconds - 1
+        free = show_seconds(self.free_step_seconds)
+        cost = "nothing" if more < 5e-4 else f"{more:.1%} of the step ({free} without it)"
+        return f"search.engine=[megatron] costs {cost}; both forecasts are of our engine"
+
+    def as_json(self) -> dict[str, float]:
+        """As plain values."""
+        return {"step_seconds": self.step_seconds, "free_step_seconds": self.free_step_seconds}
 
 
 def _largest_words(largest: Largest) -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from yuan_train.config.environment import set_rank_defaults
-from yuan_train.config.errors import YuanError
+from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.express import EXTRA
 from yuan_train.config.plan_files import load_plan
-from yuan_train.config.run import load_run
+from yuan_train.config.run import Engine, load_run
+
+if TYPE_CHECKING:
+    from yuan_train.train.stepper import BuildStepper
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config = load_run(arguments.config, tuple(arguments.overrides))
         plan = load_plan(arguments.plan) if arguments.plan else None
+        if config.engine == "megatron":
+            _check_installed()
     except YuanError as error:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             # Said at once, without torch.
@@ -44,14 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.train.run import fail_together, train
 
     position = find_position()
-    _set_log_levels(position.rank)
+    set_log_levels(position.rank)
     if config is not None:
         try:
             job = prepare(config, plan, position)
         except YuanError as error:
             fault = error
         else:
-            train(job)
+            train(job, _engine(config.engine))
             return 0
     assert fault is not None
     try:
@@ -62,7 +70,31 @@ def run(arguments: argparse.Namespace) -> int:
         raise
 
 
-def _set_log_levels(rank: int) -> None:
+def _engine(name: Engine) -> BuildStepper:
+    """What builds the engine; megatron-core is imported only where it is asked for."""
+    if name == "megatron":
+        from yuan_train.megatron.engine import build
+
+        return build
+    from yuan_train.train.stepper import build_stepper
+
+    return build_stepper
+
+
+def _check_installed() -> None:
+    """Raise ConfigError unless megatron-core is there."""
+    try:
+        found = importlib.util.find_spec("megatron.core")
+    except ImportError:
+        found = None
+    if found is None:
+        raise ConfigError(
+            "engine: megatron, but megatron-core is not installed; "
+            f"pip install '{EXTRA}', or use engine: yuan"
+        )
+
+
+def set_log_levels(rank: int) -> None:
     """Rank 0 logs the data and the kernels in use, which the other ranks would only repeat."""
     logging.getLogger("yuan_train").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("yuan_kernels").setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -96,6 +96,10 @@ class Card:
     node: str
     type: str
 
+    def __hash__(self) -> int:
+        # The planner looks up cards a million times, and a name says which card it is.
+        return hash(self.name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:

@@ -103,6 +103,7 @@ CATALOGUE: dict[str, DeviceType] = {
     "H100-80G": _card(80, 3350, 67, 989, host=64),
     "H100-PCIe": _card(80, 2039, 51, 756, host=64),
     "H800-80G": _card(80, 3350, 67, 989, host=64),
+    "H20": _card(96, 4000, 44, 148, host=64, binary=False),
     "H200": _card(141, 4800, 67, 989, host=64, binary=False),
     "MI250X-GCD": _card(64, 1638, 23.9, 191.5, backend="rccl"),
     "MI300X": _card(192, 5300, 163.4, 1307, host=64, backend="rccl"),

@@ -11,12 +11,14 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from yuan_train.config.devices import GIB, Precision
-from yuan_train.config.document import Document, graft, is_mapping, override, read_document
+from yuan_train.config.document import override, read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
 from yuan_train.config.renamed import Renamed
+from yuan_train.config.run_constraints import compile_constraints, trace_constraints
+from yuan_train.config.run_files import is_rl_document, with_model
 from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
 
@@ -28,6 +30,8 @@ Recompute = Literal["none", "selective", "full"]
 Tier = Literal["optimizer", "activations"]
 """What a plan can put in host memory."""
 ReduceDtype = Literal["fp32", "bf16"]
+Engine = Literal["yuan", "megatron"]
+"""Who trains: our own engine, or megatron-core."""
 
 BUCKET_SIZE = 40_000_000
 """Megatron-LM's default (`DistributedDataParallelConfig.bucket_size`: at least 40M parameters)."""
@@ -250,6 +254,8 @@ class SearchConfig:
     sends: Sends | None = None
     """How messages between stages are sent, whatever `overlap` and the cluster's `library` say: `overlapped`,
     `blocking` or `rendezvous`; None: as they say."""
+    engine: Annotated[tuple[Engine, ...], MinLen(1)] | None = None
+    """Only plans that one of these engines runs; ours runs all. None: the run's `engine`."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0
     """Ends the search; the best plan so far is kept."""
     objective: Literal["step_time"] = "step_time"
@@ -277,6 +283,8 @@ class RunConfig:
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig
+    engine: Engine = "yuan"
+    """`megatron`: megatron-core trains, which not every plan suits; see docs/megatron.md."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     start: StartConfig = field(default_factory=StartConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -293,10 +301,11 @@ class RunConfig:
     def feasible_search(self) -> SearchConfig:
         """`search`, without what the run rules out: compiled layers are not sharded, and their backward is
         one piece, which excludes zero_bubble."""
+        search = replace(self.search, engine=self.search.engine or (self.engine,))
         if not self.train.compile:
-            return self.search
-        schedule = self.search.schedule or ("1f1b", "interleaved_1f1b")
-        return replace(self.search, tensor=(1,), schedule=schedule)
+            return search
+        schedule = search.schedule or ("1f1b", "interleaved_1f1b")
+        return replace(search, tensor=(1,), schedule=schedule)
 
     @property
     def decay_steps(self) -> int:
@@ -323,9 +332,9 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
         )
     yield from _loss_scale_constraints(train)
     yield from objective_constraints(run)
-    yield from _trace_constraints(run)
+    yield from trace_constraints(run)
     if train.compile:
-        yield from _compile_constraints(run)
+        yield from compile_constraints(run)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
         yield Violation(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
     if optimizer.decay_steps is not None and optimizer.warmup_steps >= optimizer.decay_steps:
@@ -364,48 +373,6 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
         yield Violation(("validation", "every"), f"there is no validation data; {what_to_do}")
 
 
-def _trace_constraints(run: RunConfig) -> Iterator[Violation]:
-    trace = run.train.trace
-    if trace is None:
-        return
-    if trace.last_step > run.train.steps:
-        yield Violation(
-            ("train", "trace"),
-            f"steps {trace.first_step} to {trace.last_step} are to be traced, but the run ends at step "
-            f"{run.train.steps} (train.steps); trace earlier steps, or fewer",
-        )
-    if run.log.directory is None:
-        yield Violation(("train", "trace"), "trace files are written to log.directory; give one")
-
-
-def _compile_constraints(run: RunConfig) -> Iterator[Violation]:
-    search = run.search
-    if run.model.num_experts:
-        yield Violation(
-            ("train", "compile"),
-            "true, but the numbers of tokens of a layer's experts are known to the host only while it runs; "
-            "set train.compile: false",
-        )
-    if run.data.reset_attention:
-        yield Violation(
-            ("train", "compile"),
-            "true, but data.reset_attention gives every micro-batch other ranges, for which the layers would "
-            "be compiled again; set one of the two to false",
-        )
-    if "zero_bubble" in (search.schedule or ()):
-        yield Violation(
-            ("search", "schedule"),
-            "zero_bubble splits backwards, and the backward of a compiled layer (train.compile) is one "
-            "piece; leave it out, or set train.compile: false",
-        )
-    if search.tensor is not None and set(search.tensor) != {1}:
-        yield Violation(
-            ("search", "tensor"),
-            f"{list(search.tensor)}, but compiled layers (train.compile) are not sharded; set [1], or set "
-            "train.compile: false",
-        )
-
-
 def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:
     scale = train.loss_scale
     if scale is None:
@@ -425,23 +392,8 @@ def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:
 def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Read a run file and the model file that it names. Raises ConfigError with every violation."""
     document = read_document(path)
+    if is_rl_document(document):
+        raise ConfigError(f"{path}: a run of reinforcement learning (it has `algorithm`): `yuan-train rl`")
     for assignment in overrides:
-        document = override(_with_model(document), assignment)
-    return build(_with_model(document), RunConfig, validate=validate_run)
-
-
-def _with_model(document: Document) -> Document:
-    """Replace the path of the model by the model.
-
-    The path is relative to the run file, or on the command line to the working directory.
-    """
-    name = document.value.get("model") if is_mapping(document.value) else None
-    if not isinstance(name, str):
-        return document
-    where = document.source(("model",))
-    folder = Path() if where.startswith("command line") else Path(document.name).parent
-    try:
-        model = read_document(folder / name)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: model: {error}") from None
-    return graft(document, ("model",), model)
+        document = override(with_model(document), assignment)
+    return build(with_model(document), RunConfig, validate=validate_run)

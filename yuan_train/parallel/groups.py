@@ -75,8 +75,7 @@ def init_distributed(
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=startup_seconds)))
         dist.init_process_group(
-            # The ranks exchange only numbers in the world group, and their cards may have different backends.
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            _world_backend(device),
             store=dist.PrefixStore(f"attempt-{attempt}", store),
             rank=rank,
             world_size=world_size,
@@ -84,6 +83,11 @@ def init_distributed(
         )
     except (RuntimeError, ValueError) as error:
         raise TrainingError(f"the ranks could not connect within {startup_seconds:g} s: {error}") from error
+
+
+def _world_backend(device: torch.device) -> str:
+    """Our ranks exchange only numbers in the world group, and their cards may have different backends."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 @contextmanager
@@ -107,6 +111,41 @@ def shutdown() -> None:
     """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def enter_world_as(rank: int, *, device: torch.device, timeout_seconds: float) -> None:
+    """Leave the group of all ranks, and enter it again as another rank; alone, if there is none.
+
+    Collective over all ranks, which must give different numbers. The store in which they met serves again.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if not dist.is_initialized():
+        store, backend = dist.HashStore(), _world_backend(device)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    if _order_is_same(rank):
+        return
+    world_size = dist.get_world_size()
+    store = dist.PrefixStore(
+        "entered-again",
+        dist.distributed_c10d._get_default_store(),  # pyright: ignore[reportPrivateUsage]
+    )
+    dist.destroy_process_group()
+    dist.init_process_group(
+        _world_backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
+
+
+def _order_is_same(rank: int) -> bool:
+    """Whether every rank gives its own number; collective over all ranks."""
+    differs = torch.tensor(float(rank != dist.get_rank()))
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    return not bool(differs)
+
+
+def make_world_groups(*, timeout_seconds: float) -> Groups:
+    """The groups for sums over all ranks, without any others; collective over all ranks."""
+    return Groups({}, {}, tree=_make_tree(timeout_seconds=timeout_seconds))
 
 
 def make_groups(

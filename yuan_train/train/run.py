@@ -25,17 +25,16 @@ from yuan_train.train.agreement import (
     find_resume_together,
     raise_together,
 )
-from yuan_train.train.build import build
 from yuan_train.train.clock import StepClock, device_clock
 from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.job import Job, Position
 from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops
 from yuan_train.train.optimizer import learning_rate
-from yuan_train.train.reference import prepare_reference
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
-from yuan_train.train.step import StepResult, Trainer, train_step, validation_loss
+from yuan_train.train.step import StepResult
+from yuan_train.train.stepper import BuildStepper, Stepper, build_stepper
 from yuan_train.train.trace import Tracer
 from yuan_train.train.watch import watching
 
@@ -43,8 +42,11 @@ FAILURE_TIMEOUT = 60.0
 """Seconds in which a rank that cannot start reaches the others, to tell them why."""
 
 
-def train(job: Job) -> None:
-    """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError."""
+def train(job: Job, build: BuildStepper = build_stepper) -> None:
+    """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError.
+
+    `build` builds the engine.
+    """
     if job.position.world_size > 1:
         init_distributed(
             device=job.device,
@@ -59,24 +61,24 @@ def train(job: Job) -> None:
         if job.run.checkpoint.directory is not None:
             check_same_directory(job.run.checkpoint.directory)
         job = find_resume_together(job)
-        trainer, progress = build(job)
+        job, stepper, progress = build(job)
         with (
-            trainer.feed,
+            stepper.reading(),
             stop_on_sigterm() as stop_requested,
-            _open_log(job, progress) as log,
-            make_saver(job, trainer, log) as saver,
+            open_log(job, progress) as log,
+            make_saver(job, stepper, log) as saver,
             watching(
-                trainer.runtime.grid,
-                trainer.runtime.coord,
+                stepper.world.grid,
+                stepper.world.coord,
                 job.device,
                 timeout_seconds=job.run.train.timeout,
-                last_good=lambda: _last_good(saver.saved),
+                last_good=lambda: last_good(saver.saved),
             ),
         ):
-            note = prepare_reference(job, trainer, progress)
+            note = stepper.prepare(job, progress)
             if log is not None and note is not None:
                 log.say(note)
-            _run_steps(job, trainer, progress, log, saver, stop_requested)
+            _run_steps(job, stepper, progress, log, saver, stop_requested)
     finally:
         shutdown()
 
@@ -102,7 +104,7 @@ def fail_together(error: YuanError, position: Position) -> NoReturn:
 
 
 @contextmanager
-def _open_log(job: Job, progress: Progress) -> Iterator[Log | None]:
+def open_log(job: Job, progress: Progress) -> Iterator[Log | None]:
     """The log of the run; None on every rank but 0."""
     if job.position.rank > 0:
         yield None
@@ -150,52 +152,48 @@ def _blend_differs(job: Job) -> bool:
 
 
 def _run_steps(
-    job: Job, trainer: Trainer, progress: Progress, log: Log | None, saver: Saver, stop_requested: list[bool]
+    job: Job, stepper: Stepper, progress: Progress, log: Log | None, saver: Saver, stop_requested: list[bool]
 ) -> None:
     """Train from `progress` to the last step, logging and saving on the way; save at the end."""
     run = job.run
     if log is not None and progress.step >= run.train.steps:
         log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
     clock = device_clock(job.device)
-    tracer = Tracer(
-        run.train.trace, run.log.directory, grid=trainer.runtime.grid, coord=trainer.runtime.coord
-    )
+    tracer = Tracer(run.train.trace, run.log.directory, grid=stepper.world.grid, coord=stepper.world.coord)
     while progress.step < run.train.steps:
         lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
         stop = stop_requested[0] or saver.failed()
         with tracer.step(progress.step + 1, job.device, clock):
-            result = _step(job, trainer, progress, lr, stop=stop, saved=saver.saved)
-            measured = _measure(job, trainer, progress.step + 1, clock)
+            result = _step(job, stepper, progress, lr, stop=stop, saved=saver.saved)
+            measured = measure_step(job, stepper, progress.step + 1, clock)
         scale = progress.scaler.scale if progress.scaler else None
         progress = progress.advance(run, skipped=result.skipped)
         with clock.paused():
-            validation = _validate(job, trainer, progress)
+            validation = _validate(job, stepper, progress)
         if log is not None:
             log.write(_metrics(job, progress, result, measured, lr, validation, loss_scale=scale))
         if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
             with clock.paused():
-                save_progress(job, trainer, progress, saver)
+                save_progress(job, stepper, progress, saver)
         if result.stop:
             saver.wait()  # Raises if the reason to stop is a failed save.
             if log is not None:
                 log.say(f"stopped by SIGTERM after step {progress.step}")
             break
-    with as_training_error(trainer.runtime.coord):
-        for state in trainer.runtime.states:
-            state.finish_weight_sync()
+    with as_training_error(stepper.world.coord):
+        stepper.finish()
     tracer.finish()
     if saver.started != progress.step:
-        save_progress(job, trainer, progress, saver)
+        save_progress(job, stepper, progress, saver)
 
 
 def _step(
-    job: Job, trainer: Trainer, progress: Progress, lr: float, *, stop: bool, saved: int | None
+    job: Job, stepper: Stepper, progress: Progress, lr: float, *, stop: bool, saved: int | None
 ) -> StepResult:
     """One training step. Raises TrainingError that names the step and the last good checkpoint (`saved`)."""
     scaling, scaler = job.run.train.scaling, progress.scaler
     try:
-        return train_step(
-            trainer,
+        return stepper.step(
             job.train,
             first_sample=progress.sequences,
             lr=lr,
@@ -205,10 +203,10 @@ def _step(
             may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
         )
     except TrainingError as error:
-        raise TrainingError(f"step {progress.step + 1}: {error}; {_last_good(saved)}") from error
+        raise TrainingError(f"step {progress.step + 1}: {error}; {last_good(saved)}") from error
 
 
-def _last_good(saved: int | None) -> str:
+def last_good(saved: int | None) -> str:
     return (
         f"the last good checkpoint is that of step {saved}"
         if saved is not None
@@ -217,7 +215,7 @@ def _last_good(saved: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class _Measured:
+class Measured:
     """What is measured of a step."""
 
     step_seconds: float
@@ -227,28 +225,27 @@ class _Measured:
     """Tokens of each layer's experts since they were counted last, if they were counted now."""
 
 
-def _measure(job: Job, trainer: Trainer, step: int, clock: StepClock) -> _Measured:
+def measure_step(job: Job, stepper: Stepper, step: int, clock: StepClock) -> Measured:
     """Wait until all ranks have finished a step, which ends it, and gather their measurements on rank 0.
 
     Collective over all ranks. Many ranks' measurements are gathered only where a progress line is due.
     """
     # This waits for the device, so that the gathering waits for all of them.
-    local = torch.tensor([trainer.stopwatch.read(), peak_footprint_bytes(job.device)], dtype=torch.float64)
-    runtime, of_ranks = trainer.runtime, None
-    if not runtime.groups.tree or is_logged(step, job.run):
-        of_ranks = gather_on_first(runtime.groups, runtime.coord, local, "the gather of measurements")
-    load = trainer.expert_load if is_logged(step, job.run) else None
-    expert_tokens = load.take() if load is not None else None
-    return _Measured(clock.lap(), of_ranks, expert_tokens)
+    local = torch.tensor([stepper.compute_seconds(), peak_footprint_bytes(job.device)], dtype=torch.float64)
+    world, of_ranks = stepper.world, None
+    if not world.groups.tree or is_logged(step, job.run):
+        of_ranks = gather_on_first(world.groups, world.coord, local, "the gather of measurements")
+    expert_tokens = stepper.take_expert_tokens() if is_logged(step, job.run) else None
+    return Measured(clock.lap(), of_ranks, expert_tokens)
 
 
-def _validate(job: Job, trainer: Trainer, progress: Progress) -> float | None:
+def _validate(job: Job, stepper: Stepper, progress: Progress) -> float | None:
     """The validation loss, if it is due (collective over all ranks)."""
     config = job.run.validation
     if job.validation is None or not config.every or progress.step % config.every:
         return None
-    loss = validation_loss(trainer, job.validation, num_batches=config.batches)
-    trainer.stopwatch.read()
+    loss = stepper.validation_loss(job.validation, num_batches=config.batches)
+    stepper.compute_seconds()
     return loss
 
 
@@ -256,7 +253,7 @@ def _metrics(
     job: Job,
     progress: Progress,
     result: StepResult,
-    measured: _Measured,
+    measured: Measured,
     lr: float,
     validation: float | None,
     *,

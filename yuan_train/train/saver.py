@@ -7,12 +7,12 @@ this rank's tensors and starts a save of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,10 @@ from yuan_train.checkpoint.local_shards import snapshot
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import guard_world_collective, make_save_group
-from yuan_train.parallel.zero import OwnedState
-from yuan_train.train.build import checkpoint_tensors
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import Log
 from yuan_train.train.state import Progress, to_state
-from yuan_train.train.step import Trainer
+from yuan_train.train.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +120,13 @@ def _set_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def make_saver(job: Job, trainer: Trainer, log: Log | None) -> Saver:
+def make_saver(job: Job, stepper: Stepper, log: Log | None) -> Saver:
     """The saver of a run; collective over all ranks if the run saves at all."""
     config = job.run.checkpoint
     saves = config.directory is not None
     background = config.asynchronous and saves
     return Saver(
-        trainer.runtime.coord,
+        stepper.world.coord,
         saved=_saved_step(job),
         say=log.say if log is not None else lambda text: None,
         device=job.device if background else None,
@@ -145,21 +143,29 @@ def _saved_step(job: Job) -> int | None:
     return job.checkpoint.step if job.checkpoint.path.parent.resolve() == Path(directory).resolve() else None
 
 
-def save_progress(job: Job, trainer: Trainer, progress: Progress, saver: Saver) -> None:
+def save_progress(
+    job: Job,
+    stepper: Stepper,
+    progress: Progress,
+    saver: Saver,
+    *,
+    more: Mapping[str, Any] | None = None,
+) -> None:
     """Save a checkpoint, or start to, if the run has a checkpoint directory; collective over all ranks.
 
+    `more` is added to its state.json, as plain JSON values.
     Raises CheckpointError if this save, or the one before it, fails.
     """
     if job.run.checkpoint.directory is None:
         return
     saver.wait()
-    tensors = checkpoint_tensors(trainer, OwnedState.written_boxes)
+    tensors = stepper.checkpoint_tensors()
     save = partial(
         save_checkpoint,
         job.run.checkpoint.directory,
         step=progress.step,
         tensors=snapshot(tensors) if saver.in_background else tensors,
-        state=to_state(progress, job.run),
+        state={**to_state(progress, job.run), **(more or {})},
         tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
         keep=job.run.checkpoint.keep,
         group=saver.group,

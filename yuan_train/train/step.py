@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.data.loader import Samples
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.groups import as_training_error, guard_world_collective
+from yuan_train.parallel.groups import as_training_error
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.train.expert_load import ExpertLoad
-from yuan_train.train.feed import Feed
+from yuan_train.train.feed import Passes
 from yuan_train.train.objective import PairLoss, RowScores
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
+from yuan_train.train.world import blame, count_trained, num_terms
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Trainer:
     optimizer: Optimizer
     stopwatch: Stopwatch
     executor: Executor
-    feed: Feed
+    feed: Passes
     expert_load: ExpertLoad | None
     """None for a model without experts."""
     device: torch.device
@@ -103,7 +103,7 @@ def train_step(
     for bucket in runtime.buckets:
         bucket.gradient.zero_()
     next_sample = first_sample + runtime.grid.plan.global_batch_size
-    _begin(trainer, blend, first_sample=first_sample, then=next_sample, scale=scale)
+    begin_pass(trainer, blend, first_sample=first_sample, then=next_sample, scale=scale)
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
     runtime.reducer.begin()
     with as_training_error(runtime.coord):
@@ -121,7 +121,7 @@ def train_step(
     if trainer.pair_loss is not None:
         totals = torch.cat([totals, trainer.measures.cpu()])
     if blend.masks:
-        totals = torch.cat([totals, _count(trainer, blend, next_sample)])
+        totals = torch.cat([totals, count_trained(trainer.feed, runtime, blend, next_sample)])
     sum_over_world(runtime.groups, runtime.coord, totals, "the all-reduce of loss and gradient norm")
     square, loss, stops, *rest = totals.tolist()
     preference = None
@@ -137,7 +137,10 @@ def train_step(
             return StepResult(
                 loss=loss, grad_norm=grad_norm, stop=stops > 0, skipped=True, preference=preference
             )
-        raise TrainingError(_blame(trainer, loss, grad_norm))
+        finite_gradient = all(bool(torch.isfinite(bucket.gradient).all()) for bucket in runtime.buckets)
+        finite_output = all(bool(runner.finite) for runner in trainer.runners.values())
+        found = f"loss {loss}, gradient norm {grad_norm}"
+        raise TrainingError(f"{found}: {blame(runtime, finite_output, finite_gradient)}")
     factor = (clip / (grad_norm + 1e-6) if clip and grad_norm > clip else 1.0) / scale
     with as_training_error(runtime.coord):
         trainer.optimizer.step(lr, factor=factor)
@@ -156,7 +159,7 @@ def validation_loss(trainer: Trainer, blend: Samples, *, num_batches: int) -> fl
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for batch in range(num_batches):
         then = (batch + 1) * batch_size if batch + 1 < num_batches else None
-        _begin(trainer, blend, first_sample=batch * batch_size, then=then)
+        begin_pass(trainer, blend, first_sample=batch * batch_size, then=then)
         with as_training_error(runtime.coord):
             trainer.executor.run(runtime.evaluation_program)
         total += trainer.loss
@@ -178,7 +181,7 @@ def score_all_rows(trainer: Trainer, pairs: Samples, *, num_pairs: int) -> torch
     firsts = range(0, 2 * num_pairs, batch_size)
     for first in firsts:
         then = first + batch_size if first + batch_size < firsts.stop else None
-        _begin(trainer, pairs, first_sample=first, then=then)
+        begin_pass(trainer, pairs, first_sample=first, then=then)
         with as_training_error(runtime.coord):
             trainer.executor.run(runtime.evaluation_program)
     for stage, runner in trainer.runners.items():
@@ -190,66 +193,19 @@ def score_all_rows(trainer: Trainer, pairs: Samples, *, num_pairs: int) -> torch
     return scores / counts
 
 
-def _begin(
+def begin_pass(
     trainer: Trainer, blend: Samples, *, first_sample: int, then: int | None, scale: float = 1.0
 ) -> None:
     """Point the stage runners at their pipeline's share of the batch; that of batch `then` is read ahead."""
     runtime = trainer.runtime
     trainer.feed.begin(blend, first_sample, then=then)
-    num_terms = _num_terms(trainer, blend, first_sample)
+    terms = num_terms(trainer.feed, runtime, blend, first_sample)
     if trainer.pair_loss is not None:
         trainer.pair_loss.measures.zero_()
     for runner in trainer.runners.values():
         runner.begin(
             first_sample=first_sample + runtime.grid.first_sequence(runtime.coord),
-            num_terms=max(num_terms, 1),
+            num_terms=max(terms, 1),
             num_sequences=runtime.grid.plan.global_batch_size,
             scale=scale,
         )
-
-
-def _num_terms(trainer: Trainer, blend: Samples, first_sample: int) -> int:
-    """Tokens with a loss in a whole global batch, or pairs: every rank divides by the same number.
-
-    With a mask only the last stages know, each of its own share. Their sum over the ranks is known since the
-    step before, in whose all-reduce it was; if there was none, collective over all ranks.
-    """
-    runtime = trainer.runtime
-    if not blend.masks:
-        return blend.known_terms(runtime.grid.plan.global_batch_size)
-    known = trainer.feed.batch_tokens
-    if (blend, first_sample) not in known:
-        total = _count(trainer, blend, first_sample)
-        sum_over_world(runtime.groups, runtime.coord, total, "the all-reduce of the tokens with a loss")
-        known[blend, first_sample] = round(total.item())
-    return known[blend, first_sample]
-
-
-def _count(trainer: Trainer, blend: Samples, first_sample: int) -> torch.Tensor:
-    """This rank's term of the tokens with a loss in a batch that is begun or announced: fp64 [1], exact."""
-    counts = trainer.runtime.coord.tensor_rank == 0
-    number = trainer.feed.count_trained(blend, first_sample) if counts else 0
-    return torch.tensor([number], dtype=torch.float64)
-
-
-def _blame(trainer: Trainer, loss: float, grad_norm: float) -> str:
-    """A message that names the first rank, in the model's order, whose output or gradient was not finite.
-
-    Collective over all ranks.
-    """
-    runtime = trainer.runtime
-    finite_gradient = all(bool(torch.isfinite(bucket.gradient).all()) for bucket in runtime.buckets)
-    finite_output = all(bool(runner.finite) for runner in trainer.runners.values())
-    local = torch.tensor([float(finite_output), float(finite_gradient)])
-    flags = [local]
-    if dist.is_initialized():
-        flags = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        with guard_world_collective(runtime.coord, "the search for the first value that is not finite"):
-            dist.all_gather(flags, local)
-    found = f"loss {loss}, gradient norm {grad_norm}"
-    order = sorted(runtime.grid.coords, key=lambda coord: (coord.stages, coord.pipeline))
-    for what, index in (("output", 0), ("gradient", 1)):
-        for coord in order:
-            if not flags[coord.rank][index]:
-                return f"{found}: the first {what} that is not finite came from {coord}"
-    return f"{found}: every rank's outputs and gradients were finite; their sum was not"

@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
@@ -90,6 +93,10 @@ class Costs:
     groups: dict[tuple[object, ...], CardCosts]
     """What `of_replica` found for tensor-parallel groups, with their collectives, and `of_experts` for
     cards."""
+    fastest: dict[tuple[int, ...], NDArray[np.float64]] = field(
+        default_factory=dict[tuple[int, ...], NDArray[np.float64]]
+    )
+    """What `fastest_of` found, by the costs that it is the least of."""
     rings: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float])
     """Seconds of the collectives of owners' rings, by what they depend on."""
 
@@ -133,6 +140,17 @@ class Costs:
         if key not in self.groups:
             self.groups[key] = self._of_group(replica, types, micro_batch_size, recompute)
         return self.groups[key]
+
+    def fastest_of(
+        self, replica: Replica, micro_batch_size: int, recompute: tuple[Recompute, ...]
+    ) -> NDArray[np.float64]:
+        """[U]: seconds of each unit on a group, forward and backward, with its fastest recompute."""
+        parts = [self.of_replica(replica, micro_batch_size, kind) for kind in recompute]
+        key = tuple(map(id, parts))
+        if key not in self.fastest:
+            times = [[u.forward_seconds + u.backward_seconds for u in part.units] for part in parts]
+            self.fastest[key] = np.array(times).min(axis=0)
+        return self.fastest[key]
 
     def _of_group(
         self, replica: Replica, types: tuple[str, ...], micro_batch_size: int, recompute: Recompute

@@ -96,19 +96,14 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """
     if divides_experts(plan):
         check_alike(plan)
-    cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
-    shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
+    cards = _cards(costs, plan)
+    rows = _stage_rows(costs, plan, cards)
     stages: list[StageCost] = []
     times: list[StageTimes] = []
     simulations: list[Simulation] = []
     workers = [pipeline.workers for pipeline in plan.pipelines]
     simulated: dict[tuple[object, ...], Simulation] = {}
-    for p, pipeline in enumerate(plan.pipelines):
-        pipeline_stages = [
-            stage_cost(costs, plan, cards[p][s], p, s, shares=shares[p, s])
-            for s in range(len(pipeline.stages))
-        ]
-        pipeline_stages = sum_over_cards(plan, pipeline, workers[p], pipeline_stages)
+    for p, (pipeline, pipeline_stages) in enumerate(zip(plan.pipelines, rows, strict=True)):
         times.append(_stage_times(costs, plan, cards, p, pipeline_stages))
         depths = pipeline.depths(plan.schedule)
         leaves = any(stage.activation_offload for stage in pipeline.stages)
@@ -152,6 +147,28 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         update_seconds=max(stage.update_seconds for stage in stages),
         weight_sync_seconds=exposed_weight_sync_seconds(plan, buckets, stages, simulations),
     )
+
+
+def cost_stages(costs: Costs, plan: Plan) -> list[StageCost]:
+    """The costs of a plan's stages, memory included, without a simulation of its step."""
+    return [stage for row in _stage_rows(costs, plan, _cards(costs, plan)) for stage in row]
+
+
+def _cards(costs: Costs, plan: Plan) -> PlanCards:
+    return [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
+
+
+def _stage_rows(costs: Costs, plan: Plan, cards: PlanCards) -> list[list[StageCost]]:
+    """The stages of each pipeline."""
+    shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
+    rows: list[list[StageCost]] = []
+    for p, pipeline in enumerate(plan.pipelines):
+        row = [
+            stage_cost(costs, plan, cards[p][s], p, s, shares=shares[p, s])
+            for s in range(len(pipeline.stages))
+        ]
+        rows.append(sum_over_cards(plan, pipeline, pipeline.workers, row))
+    return rows
 
 
 def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Replica]:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from yuan_train.config.dump import as_plain
+from yuan_train.config.express import to_layout
 from yuan_train.config.plan import MemoryForecast
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
-from yuan_train.planner.report.notations import to_blocks, to_layout
+from yuan_train.planner.report.notations import to_blocks
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.search import LeftOut, SearchResult
 

@@ -10,27 +10,21 @@ import numpy as np
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.costs.unit_costs import CardCosts
 from yuan_train.planner.search.shapes import Options, Shape
 from yuan_train.planner.solver.area_bound import area_bound
-from yuan_train.planner.solver.instance import SPLIT_SCHEDULES
+from yuan_train.planner.solver.instance import SPLIT_SCHEDULES, Floats
 
 
 def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
     """Seconds that no plan of the shape can beat: `area_bound`, without building the shape's instance."""
-    kinds: dict[tuple[tuple[int, ...], int], int] = {}
-    parts: dict[tuple[int, ...], list[CardCosts]] = {}
+    kinds: Counter[tuple[int, int]] = Counter()
+    rows: dict[int, Floats] = {}
     for slot in shape.slots:
-        own = [costs.of_replica(slot[0][0], shape.micro_batch_size, r) for r in options.recompute]
-        same = tuple(map(id, own))
-        parts[same] = own
-        kinds[same, len(slot[0])] = kinds.get((same, len(slot[0])), 0) + 1
-    rows: list[list[float]] = []
-    for same, _ in kinds:
-        times = [[u.forward_seconds + u.backward_seconds for u in part.units] for part in parts[same]]
-        rows.append([min(values) for values in zip(*times, strict=True)])
+        row = costs.fastest_of(slot[0][0], shape.micro_batch_size, options.recompute)
+        rows[id(row)] = row
+        kinds[id(row), len(slot[0])] += 1
     return area_bound(
-        np.array(rows),
+        np.array([rows[row] for row, _ in kinds]),
         np.array(list(kinds.values())),
         np.array([replicas for _, replicas in kinds]),
         shape.num_micro_batches,

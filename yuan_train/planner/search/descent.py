@@ -80,6 +80,8 @@ class PipelineScreen:
     p: int
     recompute: Sequence[Recompute]
     budget: Budget
+    may_deepen: bool = True
+    """Whether a plan may name warm-up depths."""
     keys: list[tuple[object, ...]] = field(init=False)
     """What the cost of each stage depends on, beside layers and depth."""
     replicas: tuple[int, ...] = field(init=False)
@@ -120,7 +122,7 @@ class PipelineScreen:
     @property
     def deepens(self) -> bool:
         """Whether warm-up depths may change."""
-        return self.plan.schedule == "1f1b"
+        return self.may_deepen and self.plan.schedule == "1f1b"
 
     def fitted(self, cut: Cut) -> list[_Fitted] | None:
         """Every stage with the fastest recompute that fits; None if one does not fit."""

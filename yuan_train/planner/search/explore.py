@@ -6,7 +6,8 @@ shapes are solved and proven; the large ones are sketched within a budget, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
@@ -42,8 +43,9 @@ PROOF_WORK, PROOF_WORK_OF_FEW = 100_000_000, 4_000_000_000
 """Budget of all proofs together; see `solve.Solution.work`."""
 SKETCH_WORK_PER_CARD = 250_000
 """Budget of all sketches together: cells of dynamic programming (stages * units^2), per card."""
-MANY_CARDS, KEPT_OF_MANY = 48, 3
-"""On more cards than these, so many cuts of a shape become candidates."""
+MANY_CARDS, KEPT_OF_MANY = 48, 2
+"""On more cards than these, shapes are sketched alone, and so many cuts of a shape become candidates: proofs
+of single shapes say nothing there of the mixed pipelines and polished plans that win."""
 PREVIEW_WORK = 100_000
 """Budget of a polish that only helps to choose among sketches; see `descent.Budget`."""
 MAX_REFINED_SHAPES, MAX_POLISHED_SHAPES = 3, 12
@@ -96,23 +98,11 @@ def solve_shapes(
     refine the best sketches. Once `stopped()` is true and there is a candidate, the other shapes are
     skipped. There is a plan of `best_seconds` already."""
     search = _Search(costs, options, stopped, best_seconds)
-    scored_shapes: list[ScoredShape] = []
-    for shape in shapes:
-        lower_bound_seconds = shape_bound(costs, shape, options)
-        relaxed = lower_bound_seconds if stopped() else relaxed_seconds(costs, shape, options)
-        scored_shapes.append(
-            ScoredShape(
-                shape=shape,
-                lower_bound_seconds=lower_bound_seconds,
-                estimated_seconds=relaxed + _exposed_estimate(costs, shape, options),
-            )
-        )
-    # Shapes that do not seem to fit come last (their estimate is infinite). Estimates of stages with several
-    # replicas are too low, because no deeper warm-up hides their transfers; so these shapes come second, and
-    # do not use up the budget of the others.
-    ranked = sorted(scored_shapes, key=lambda s: (s.estimated_seconds, s.lower_bound_seconds))
+    bounded = [(shape_bound(costs, shape, options), shape) for shape in shapes]
+    # Estimates of stages with several replicas are too low, because no deeper warm-up hides their transfers;
+    # so these shapes come second, and do not use up the budget of the others.
     for several in (False, True):
-        own = [s for s in ranked if any(len(slot[0]) > 1 for slot in s.shape.slots) == several]
+        own = [item for item in bounded if any(len(slot[0]) > 1 for slot in item[1].slots) == several]
         search.explore(own, solving=not several or len(costs.problem.cluster.cards) <= MAX_SMALL_SLOTS)
     return Found(
         candidates=tuple(search.candidates),
@@ -160,15 +150,37 @@ class _Search:
             or (self.stopped() and bool(self.candidates))
         )
 
-    def explore(self, ranked: Sequence[ScoredShape], *, solving: bool) -> None:
-        """Solve the small shapes, if `solving`, and sketch the others, in the order of `ranked`."""
-        large: list[ScoredShape] = []
-        for scored in ranked:
+    def explore(self, bounded: Sequence[tuple[float, Shape]], *, solving: bool) -> None:
+        """Solve the small shapes, if `solving`, and sketch the others, the most promising first."""
+        large = [item for item in bounded if not (solving and self.may_solve(item[1]))]
+        small = [item for item in bounded if solving and self.may_solve(item[1])]
+        for scored in self.ranked(small, lambda: self.solved_steps >= self.max_solved):
             if self.prunes(scored):
                 self.skip(scored.lower_bound_seconds)
-            elif not (solving and self.may_solve(scored.shape) and self.solve(scored.shape)):
-                large.append(scored)
+            elif not (self.may_solve(scored.shape) and self.solve(scored.shape)):
+                large.append((scored.lower_bound_seconds, scored.shape))
         self.sketch_shapes(large)
+
+    def ranked(
+        self, bounded: Sequence[tuple[float, Shape]], is_over: Callable[[], bool]
+    ) -> Iterator[ScoredShape]:
+        """Shapes with their lower bounds, in the order of their estimates; from when it `is_over`, or nothing
+        is left that might be promising, in the order of their bounds, which are taken for the estimates.
+
+        Shapes that do not seem to fit come last (their estimate is infinite).
+        """
+        waiting = [(bound, bound, i, False) for i, (bound, _) in enumerate(bounded)]
+        heapq.heapify(waiting)
+        while waiting:
+            estimate, bound, i, known = heapq.heappop(waiting)
+            shape = bounded[i][1]
+            hopeless = not self.few and estimate > PRUNE_FACTOR * self.best
+            if known or hopeless or is_over():
+                yield ScoredShape(shape=shape, lower_bound_seconds=bound, estimated_seconds=estimate)
+                continue
+            seconds = relaxed_seconds(self.costs, shape, self.options)
+            seconds += _exposed_estimate(self.costs, shape, self.options)
+            heapq.heappush(waiting, (max(seconds, bound), bound, i, True))
 
     def skip(self, lower_bound_seconds: float) -> None:
         """Record a skipped shape: nothing is proven any more unless its bound excludes it."""
@@ -178,7 +190,11 @@ class _Search:
     def may_solve(self, shape: Shape) -> bool:
         """Whether a shape looks small, and the budget of solved shapes is not used up."""
         depth = min(len(shape.slots), self.costs.problem.model.num_layers + 2)
-        small = len(shape.slots) <= MAX_SMALL_SLOTS and depth * shape.num_micro_batches <= self.max_steps
+        small = (
+            not self.many
+            and len(shape.slots) <= MAX_SMALL_SLOTS
+            and depth * shape.num_micro_batches <= self.max_steps
+        )
         return small and self.solved_steps < self.max_solved
 
     def solve(self, shape: Shape) -> bool:
@@ -197,14 +213,18 @@ class _Search:
             self.candidates += _as_candidates(self.costs, shape, self.options, deeper.cuts)
         return True
 
-    def sketch_shapes(self, large: Sequence[ScoredShape]) -> None:
-        """Sketch large shapes in order while the budget lasts; refine the best sketches."""
+    def sketch_shapes(self, large: Sequence[tuple[float, Shape]]) -> None:
+        """Sketch large shapes, the most promising first, while the budget lasts; refine the best sketches."""
         sketches: list[tuple[Shape, Sketch]] = []
         least = self.best
         budget = SKETCH_WORK_PER_CARD * len(self.costs.problem.cluster.cards)
-        for scored in large:
-            done = bool(sketches or self.candidates) and (budget <= 0 or self.stopped())
-            if done or min(scored.lower_bound_seconds, scored.estimated_seconds / PRUNE_FACTOR) >= least:
+
+        def is_over() -> bool:
+            return bool(sketches or self.candidates) and (budget <= 0 or self.stopped())
+
+        for scored in self.ranked(large, is_over):
+            least_of_shape = min(scored.lower_bound_seconds, scored.estimated_seconds / PRUNE_FACTOR)
+            if is_over() or self.prunes(scored) or least_of_shape >= least:
                 self.skip(scored.lower_bound_seconds)
                 continue
             instance = make_instance(self.costs, scored.shape, self.options)

@@ -12,7 +12,7 @@ from yuan_train.planner.search.shapes import Options, Shape
 
 SHARES, SHARES_OF_MANY = (1 / 2, 1 / 4, 1 / 8, 1 / 16), (1 / 4,)
 """Of the hosts' step in the best plan without a limit; the second ones with many cards."""
-NUM_SHAPES_OF_MANY = 6
+NUM_SHAPES_OF_MANY = 2
 """On many cards only so many shapes, those of the fastest plans, are cut again."""
 
 

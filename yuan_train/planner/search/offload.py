@@ -22,7 +22,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.host import host_bytes, host_step_seconds
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
 from yuan_train.planner.search.shapes import Options, Shape
 
 STEPS = 1000
@@ -53,9 +53,8 @@ def offload_bytes(costs: Costs, shape: Shape, options: Options) -> NDArray[np.fl
 def with_offload(costs: Costs, plan: Plan) -> tuple[Plan, PlanCost]:
     """The plan with the smallest fraction of each card's optimizer state on its host that lets it fit, as far
     as there is one, and its cost."""
-    cost = cost_plan(costs, plan)
     pipelines = [list(pipeline.stages) for pipeline in plan.pipelines]
-    for stage in cost.stages:
+    for stage in cost_stages(costs, plan):
         over = stage.memory.total - stage.capacity_bytes
         if over > 0 and stage.memory.optimizer > 0:
             # Of a card with several stages, the same fraction of each: memory is that of the whole card.
@@ -66,7 +65,5 @@ def with_offload(costs: Costs, plan: Plan) -> tuple[Plan, PlanCost]:
         replace(pipeline, stages=tuple(stages))
         for pipeline, stages in zip(plan.pipelines, pipelines, strict=True)
     )
-    if changed == plan.pipelines:
-        return plan, cost
     plan = replace(plan, pipelines=changed)
     return plan, cost_plan(costs, plan)

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
@@ -26,6 +25,7 @@ from yuan_train.planner.search.descent import (
     balanced_cut,
     descend,
 )
+from yuan_train.planner.search.expressible import is_wanted
 from yuan_train.planner.search.restructure import Draft, draft_of, neighbours, plan_of
 from yuan_train.planner.search.shapes import Options
 
@@ -112,14 +112,16 @@ def _realised(costs: Costs, draft: Draft, limit: float, options: Options, budget
     """The plan of a draft, with recompute where memory requires it, cut anew if that is better; None if it
     does not fit or does not come near `limit` seconds."""
     plan = plan_of(costs, draft)
-    if any(True for _ in validate_plan(plan)):
+    if not is_wanted(plan, options):
         return None
     cost = _priced(costs, plan, budget)
     done: set[int] = set()
     for p in range(len(plan.pipelines)):
         if p in done:
             continue
-        screen = PipelineScreen(costs, plan, cost, p, options.recompute, budget)
+        screen = PipelineScreen(
+            costs, plan, cost, p, options.recompute, budget, may_deepen=not options.expressible
+        )
         done.update(screen.alike)
         starts = [cut for cut in (screen.cut, balanced_cut(screen)) if cut is not None]
         timed = [(screen.seconds(cut), i) for i, cut in enumerate(starts)]
@@ -139,13 +141,15 @@ def _descended(costs: Costs, best: Priced, options: Options, budget: Budget, *, 
     plan, cost = best
     seconds = [simulation.step_seconds for simulation in cost.simulations]
     p = seconds.index(max(seconds))
-    screen = PipelineScreen(costs, plan, cost, p, options.recompute, budget)
+    screen = PipelineScreen(
+        costs, plan, cost, p, options.recompute, budget, may_deepen=not options.expressible
+    )
     path = descend(screen, screen.cut, pairs=pairs)
     # What the screen does not see (reductions, shares of the state) can cost more than the cut gains; then
     # part of the way may still gain.
     for i in sorted({len(path) - 1, len(path) // 2, 0}, reverse=True):
         other = _with_cut(plan, screen, path[i])
-        if other == plan or list(validate_plan(other)):
+        if other == plan or not is_wanted(other, options):
             continue
         other_cost = _priced(costs, other, budget)
         if other_cost.fits and other_cost.step_seconds < cost.step_seconds:

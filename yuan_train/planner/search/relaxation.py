@@ -30,8 +30,9 @@ Integers = NDArray[np.integer]
 PRUNE_FACTOR = 1.1
 """With many cards, a shape is pruned if its estimate exceeds this multiple of the best step found so far; so
 are mixed pipelines, with any number of cards."""
-MAX_BLOCKS = 4
-"""Blocks that are tried in every order; more blocks only in the cluster's order, by memory and by speed."""
+MAX_BLOCKS, MAX_ORDERED_SLOTS = 4, 32
+"""Blocks and slots of which every order of the blocks is tried; of more, only the cluster's order, by memory
+and by speed."""
 LEAST = 1e-300
 """Replaces 0 as a divisor."""
 
@@ -165,7 +166,7 @@ def _orders(blocks: _Blocks, *, fixed: bool) -> Integers:
     if fixed:
         return cluster[None]
     count = len(blocks.numbers)
-    if count <= MAX_BLOCKS:
+    if count <= MAX_BLOCKS and len(cluster) <= MAX_ORDERED_SLOTS:
         found = [np.array(order) for order in itertools.permutations(range(count))]
     else:
         memory, speed = blocks.capacity_bytes, blocks.layer_seconds.min(axis=0)

@@ -26,10 +26,11 @@ from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.bounds import any_bound
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, solve_shapes
+from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
-from yuan_train.planner.search.shapes import Options, Shape, list_shapes, make_plan, read_options
+from yuan_train.planner.search.shapes import Options, Shape, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 
 NUM_RUNNERS_UP = 4
@@ -109,9 +110,9 @@ def search_plan(
 
     costs = make_costs(problem)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
-    shapes = list(list_shapes(cards, options, global_batch_size=problem.global_batch_size))
+    shapes = list(wanted_shapes(cards, options, global_batch_size=problem.global_batch_size))
     mixed = (shape for pipelines in deal_mixed(costs, cards, options) for shape in pipelines)
-    any_shapes = shapes or list(mixed)
+    any_shapes = shapes or ([] if options.expressible else list(mixed))
     if not any_shapes:
         raise ConfigError(describe_no_shape(problem, options, cards))
     if options.use_all_devices and shapes:
@@ -119,7 +120,7 @@ def search_plan(
     found = solve_shapes(costs, shapes, options, stopped)
     if options.offload and not problem.has_external_profile:
         found = solve_with_hosts(costs, shapes, options, found, stopped)
-    ranked = rank(costs, _valid(found.candidates))
+    ranked = rank(costs, _valid(found.candidates, options))
     ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
     before = ranked
     ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.polished_schedules]
@@ -172,7 +173,7 @@ def _has_unproven(costs: Costs, cards: Sequence[Card], options: Options) -> bool
 def _may_mix(options: Options, cards: Sequence[Card]) -> bool:
     """Whether mixed pipelines, which no proof covers, are among the searched plans."""
     several = options.pipelines is None or max(options.pipelines) > 1
-    return several and options.num_micro_batches is None and len(cards) > 1
+    return several and options.num_micro_batches is None and len(cards) > 1 and not options.expressible
 
 
 def _widths(problem: PlanProblem) -> tuple[int, ...]:
@@ -232,8 +233,8 @@ def even_split(costs: Costs, shape: Shape, options: Options) -> Candidate | None
     return tried[0]
 
 
-def _valid(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [c for c in candidates if not list(validate_plan(c.plan))]
+def _valid(candidates: Sequence[Candidate], options: Options) -> list[Candidate]:
+    return [c for c in candidates if is_wanted(c.plan, options)]
 
 
 def _more_plans(
@@ -261,7 +262,7 @@ def _more_plans(
     for shape, plan in made:
         if stopped() and (ranked or result):
             break
-        if list(validate_plan(plan)):
+        if not is_wanted(plan, options):
             continue
         cost = cost_plan(costs, plan)
         if cost.fits and _fits_memory(cost):

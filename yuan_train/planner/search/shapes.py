@@ -15,6 +15,7 @@ from typing import TypeVar, get_args
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.express import narrowed
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import (
     PipelinePlan,
@@ -76,6 +77,8 @@ class Options:
     """Cards of a group that divides experts; empty: any number."""
     offload: bool
     """Whether a stage's optimizer state may lie on the host."""
+    expressible: bool = False
+    """Only plans that megatron-core has words for."""
     offload_activations: bool = False
     """Whether activations may lie on the host, where a plan would else recompute."""
     host_seconds: float = 0.0
@@ -126,6 +129,9 @@ def read_options(
     def joined(values: Sequence[str]) -> str:
         return ", ".join(values)
 
+    expressible = search.engine is not None and "yuan" not in search.engine
+    if expressible:
+        search = narrowed(search)
     widths = tuple(search.tensor or measured_widths or WIDTHS)
     tensor = _allowed(
         "tensor", search.tensor, tuple(w for w in sorted(set(widths)) if _can_shard(model, w)), "1"
@@ -159,6 +165,7 @@ def read_options(
         divide_experts=search.divide_experts,
         expert_widths=tuple(sorted(set(search.tensor or ()))),
         offload="optimizer" in (("optimizer",) if search.offload is None else search.offload),
+        expressible=expressible,
         offload_activations="activations" in (search.offload or ()),
     )
 

@@ -44,7 +44,8 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) 
     if not options.offload:
         _, on_hosts = _nearest(costs, shapes, on_host)
         if on_hosts.needed_bytes <= on_hosts.capacity_bytes:
-            advice += ", or allow search.offload: [optimizer], with which a plan fits"
+            free = "search.engine: [yuan] and " if options.expressible else ""
+            advice += f", or allow {free}search.offload: [optimizer], with which a plan fits"
     if options.recompute[miss.choice] == "full":
         return f"{text} with recompute: full{advice}"
     kinds: tuple[Recompute, ...] = ("selective", "full")

@@ -24,7 +24,10 @@ def threshold_bounds(tables: CostTables, order: Sequence[int], *, limit: int = 2
     stages, edges = tables.stage_seconds(order), _round_trips(tables, order)
     rates = [1.0 / int(tables.instance.replicas[slot]) for slot in order]
     values = tables.periods(order)
-    least = _smallest(values, lambda t: _minimal_sum(stages, edges, rates, t) is not None)
+    filled = _first_ends(tables, len(order))
+    least = _smallest(values, lambda t: _can_fill(stages, rates, t, filled))
+    if least is None or _minimal_sum(stages, edges, rates, float(values[least])) is None:
+        least = _smallest(values, lambda t: _minimal_sum(stages, edges, rates, t) is not None)
     if least is None:
         return []
     found: dict[tuple[int, ...], None] = {}
@@ -69,6 +72,32 @@ def _smallest(values: Floats, feasible: Callable[[float], bool]) -> int | None:
         else:
             low = middle + 1
     return low
+
+
+def _first_ends(tables: CostTables, depth: int) -> list[int]:
+    """For each stage the first unit at which it may end: so many units with work are in it and before it."""
+    working = np.concatenate(([0], tables.instance.has_work.cumsum()))
+    return np.searchsorted(working, np.arange(1, depth + 1)).tolist()
+
+
+def _can_fill(
+    stages: Sequence[Floats], rates: Sequence[float], threshold: float, first_ends: Sequence[int]
+) -> bool:
+    """Whether the stages, each as long as the threshold allows, from the last one backwards, hold all units.
+
+    Exact where a part of a stage takes no more time and memory than the stage; nearly always so.
+    """
+    end = stages[0].shape[0] - 1
+    for s in range(len(stages) - 1, -1, -1):
+        fits = stages[s][:, end] * rates[s] <= threshold
+        first = int(fits.argmax())
+        if not fits[first]:
+            return False
+        # Every stage before it needs a unit with work.
+        end = max(first, first_ends[s - 1] if s else 0)
+        if not fits[end]:
+            return False
+    return end == 0
 
 
 def _minimal_sum(

@@ -180,7 +180,7 @@ def count_order(tables: CostTables) -> tuple[int, ...] | None:
     depth = 1 if tables.instance.schedule == "gpipe" else min(m, tables.instance.num_slots)
     rates = [1.0 / int(tables.instance.replicas[kind]) for kind in kinds]
     stages = [
-        [tables.stage(kind, tables.in_flight(-k, 1))[0] * rate for k in range(depth)]
+        [np.ascontiguousarray(tables.stage(kind, tables.in_flight(-k, 1))[0].T) * rate for k in range(depth)]
         for kind, rate in zip(kinds, rates, strict=True)
     ]
     values = tables.periods(kinds)
@@ -205,8 +205,8 @@ def count_order(tables: CostTables) -> tuple[int, ...] | None:
 def _reach(stages: Sequence[Sequence[Floats]], shape: tuple[int, ...], threshold: float) -> list[int] | None:
     """Kinds of the stages, first stage first, that cover all units within the threshold; None if none do.
 
-    `stages` has the seconds [U+1, U+1] of a stage by kind and by distance from the last stage; `shape` is one
-    more than the number of slots of each kind.
+    `stages` has the seconds [U+1, U+1] of a stage, by its end and its first unit, by kind and by distance
+    from the last stage; `shape` is one more than the number of slots of each kind.
     """
     num_units = stages[0][0].shape[0] - 1
     starts = [[_earliest(seconds, threshold) for seconds in per_kind] for per_kind in stages]
@@ -240,4 +240,6 @@ def _reach(stages: Sequence[Sequence[Floats]], shape: tuple[int, ...], threshold
 def _earliest(seconds: Floats, threshold: float) -> Integers:
     """[U+1]: first unit of the longest stage that ends before each unit; the unit itself if no stage fits."""
     fits = seconds <= threshold
-    return np.where(fits.any(axis=0), fits.argmax(axis=0), np.arange(len(seconds)))
+    ends = np.arange(len(seconds))
+    first = fits.argmax(axis=1)
+    return np.where(fits[ends, first], first, ends)

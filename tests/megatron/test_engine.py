@@ -1,0 +1,240 @@
+"""megatron-core gives our engine's losses, takes its checkpoints and gives them back; traps and patches.
+
+Importing megatron-core takes seconds, so each test imports it once, in a process that it then forks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, fork_cases, run_alone
+from tests.support.spawn import spawn
+from yuan_train.models.documents import DocumentResets, find_resets
+from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.train.job import Position, prepare
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="megatron-core is not installed (yuan-train[megatron])",
+)
+
+COMMON = ("model.init_std=0.3", "model.num_layers=4", "optimizer.decay_steps=20", "data.sequence_length=16")
+MEGATRON = "engine=megatron"
+SEEN = 1e-2
+"""What a fault must change, for a test of it to be one."""
+BAR = 1e-5
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+def case(run_file: Path, folder: Path, plan: str | None, *words: str, steps: int = 2, **options: Any) -> Case:
+    overrides = (*COMMON, f"train.steps={steps}", *words)
+    made = parse_plan(run_config(run_file, *overrides), plan, **options) if plan else None
+    return Case(run_file, folder, made, overrides)
+
+
+def worst(found: Path, wanted: Path, key: str = "loss") -> float:
+    """The greatest relative difference of the steps that both have run."""
+    by_step = {line["step"]: line for line in read_metrics(wanted)}
+    lines = read_metrics(found)
+    assert lines
+    return max(abs(line[key] / by_step[line["step"]][key] - 1) for line in lines)
+
+
+# --- losses, and a change of engine ----------------------------------------------------------------------
+
+
+def test_the_losses_are_ours_also_after_a_change_of_engine(run_file: Path, tmp_path: Path) -> None:
+    """Two steps each of megatron-core, ours and megatron-core, under three plans, with optimizer state."""
+    words = ("validation.every=2", f"checkpoint.directory={tmp_path / 'ck'}")
+    other = ("data.reset_attention=true", "data.reset_filter=true", "model.hidden_dropout=0.1")
+    llama = (
+        "model.architecture=qwen",
+        "model.num_key_value_heads=2",
+        "model.query_key_norm=true",
+        "model.tie_embeddings=false",
+    )
+    experts = ("model.num_experts=4", "model.experts_per_token=2")
+    sharded = {"optimizer_sharding": True}
+    cases = [
+        # Ranks in another order, a cut that is not even, one stage recomputed.
+        case(run_file, tmp_path / "run", "2x4: 3@1 full:2 | 1@0", *words, MEGATRON),
+        case(run_file, tmp_path / "run", "4x1: 4@0 / 4x1: 4@1", *words, steps=4, **sharded),
+        case(run_file, tmp_path / "run", "4x1: 4@0 / 4x1: 4@1", *words, MEGATRON, steps=6, **sharded),
+        case(run_file, tmp_path / "resets", "4x2: 4@0,1 full:1", *other, MEGATRON),
+        case(run_file, tmp_path / "qwen", "4x2: 4@0,1", *llama, MEGATRON),
+        case(
+            run_file,
+            tmp_path / "virtual",
+            "4x2: 1@0 | 1@1 | 1@0 | 1@1",
+            *experts,
+            MEGATRON,
+            schedule=INTERLEAVED,
+        ),
+    ]
+    spawn(_fork, 1, cases)
+    alone = ("validation.every=2",)
+    for folder, further, steps in (
+        ("run", alone, 6),
+        ("resets", other, 2),
+        ("qwen", llama, 2),
+        ("virtual", experts, 2),
+    ):
+        ours = tmp_path / f"{folder}-ours"
+        run_alone(case(run_file, ours, None, "train.micro_batch_size=4", *further, steps=steps))
+        assert worst(tmp_path / folder, ours) < BAR
+        assert worst(tmp_path / folder, ours, "grad_norm") < 1e-4
+    lines, wanted = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "run-ours")
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert [a["validation_loss"] is None for a in lines] == [True, False] * 3
+    assert lines[5]["validation_loss"] == pytest.approx(wanted[5]["validation_loss"], rel=BAR)
+    assert all(len(line["stage_seconds"]) == 2 for line in lines)
+
+
+INTERLEAVED = "interleaved_1f1b"
+
+
+def _fork(_: int, cases: list[Case]) -> None:
+    fork_cases(cases)
+
+
+def test_the_logits_are_ours(run_file: Path, tmp_path: Path) -> None:
+    """With what a stray change of them would do: the third trap is megatron-core's rotary embedding, which
+    knows no positions that begin anew with each document."""
+    spawn(_logits, 1, case(run_file, tmp_path, None, MEGATRON))
+
+
+def _logits(_: int, case: Case) -> None:
+    from yuan_train.megatron.engine import build
+
+    job = prepare(run_config(case.run_file, *case.overrides), None, Position())
+    stepper = build(job)[1]
+    model = stepper.chunks[0].model
+    ours = Transformer(job.run.model)
+    init_weights(ours, seed=job.run.train.seed)
+    assert job.tokenizer is not None
+    tokens = torch.from_numpy(job.train.batch(0, 8).inputs)
+    resets = find_resets(tokens, eod_id=job.tokenizer.eod_id)
+    assert resets.positions is not None and (resets.positions[:, 1:] == 0).any()
+
+    def logits(found: DocumentResets) -> torch.Tensor:
+        stepper.batches.inputs[0] = stepper.layer_inputs(0, found)
+        return model(tokens, None, stepper.batches.mask(0))
+
+    def away(found: torch.Tensor) -> float:
+        return float((found - wanted).abs().max())
+
+    with torch.no_grad():
+        wanted = ours.logits(ours(tokens, positions=resets.positions))
+        assert away(logits(resets)) < 2e-5
+        assert away(logits(DocumentResets())) > SEEN
+        model.decoder.layers[0].self_attention.filter.conv1.bias.add_(0.01)
+        assert away(logits(resets)) > SEEN
+
+
+# --- traps: faults of which megatron-core says nothing -----------------------------------------------------
+
+
+def test_each_trap_is_seen_without_its_cure(run_file: Path, tmp_path: Path) -> None:
+    spawn(_traps, 1, run_file, tmp_path)
+
+
+def _traps(_: int, run_file: Path, folder: Path) -> None:
+    from yuan_train.megatron import engine, fill, model
+
+    def losses(name: str, plan: str, *words: str, **options: Any) -> Path:
+        fork_cases([case(run_file, folder / name, plan, *words, MEGATRON, **options)])
+        return folder / name
+
+    # 1. Weights that are cut but not marked: the norm counts them on one rank alone.
+    ours = folder / "ours"
+    run_alone(case(run_file, ours, None, "train.micro_batch_size=4"))
+    with _patched(model, "mark_cut_weights", lambda *a: None):
+        assert worst(losses("unmarked", "4x2: 4@0,1"), ours, "grad_norm") > SEEN
+    # 2. Interleaving with the default way of sending.
+    virtual = {"schedule": INTERLEAVED}
+    with _patched(model, "point_to_point", lambda interleaved: {}):
+        found = losses("batched", "1x8: 1@0 | 1@1 | 1@0 | 1@1", **virtual)
+        assert worst(found, ours, "grad_norm") > SEEN
+    # 5. Ranks in the plan's order, not megatron-core's: it refuses here only because the embedding is tied.
+    with (
+        _patched(engine, "express", _in_plan_order(engine.express)),
+        pytest.raises(torch.multiprocessing.ProcessRaisedException, match="AssertionError"),
+    ):
+        losses("order", "4x2: 3@1 | 1@0")
+    # 6. Norms over heads, whose gradients each rank has of its own heads alone.
+    qwen = ("model.architecture=qwen", "model.query_key_norm=true", "model.num_key_value_heads=2")
+    run_alone(case(run_file, folder / "qwen", None, "train.micro_batch_size=4", *qwen))
+    with _patched(engine, "sum_head_norms", lambda chunks: None):
+        assert worst(losses("heads", "4x2: 4@0,1", *qwen), folder / "qwen", "grad_norm") > 1e-4
+    # 4. Masters made of bf16 weights after a checkpoint.
+    bf16 = ("train.precision=bf16",)
+    checkpoint = f"checkpoint.directory={folder / 'ck'}"
+    whole = losses("whole", "4x2: 4@0", *bf16, steps=6)
+    losses("first", "4x2: 4@0", *bf16, checkpoint)
+    resume = (*bf16, f"checkpoint.resume={folder / 'ck'}")
+    assert worst(losses("resumed", "4x2: 4@0", *resume, steps=6), whole) == 0
+    with _patched(fill, "publish", lambda optimizer: _from_weights(optimizer)):
+        assert worst(losses("rounded", "4x2: 4@0", *resume, steps=6), whole, "loss") > 0
+
+
+def _in_plan_order(express: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda plan: replace(express(plan), rank_of=tuple(range(plan.world_size)))
+
+
+def _from_weights(optimizer: Any) -> None:
+    from yuan_train.megatron.state import publish
+
+    publish(optimizer)
+    optimizer.reload_model_params()
+
+
+# --- the patches that a CPU needs --------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card needs none")
+def test_each_patch_is_needed(run_file: Path, tmp_path: Path) -> None:
+    spawn(_patches, 1, run_file, tmp_path)
+
+
+def _patches(_: int, run_file: Path, folder: Path) -> None:
+    from yuan_train.megatron import shim
+
+    install = shim.install
+    for patch in shim.PATCHES:
+        plan = "4x2: 3@0 | 1@1" if patch == "synchronize" else "4x2: 4@0"
+        with (
+            _patched(shim, "install", lambda left_out=patch: install(without=(left_out,))),
+            pytest.raises(
+                torch.multiprocessing.ProcessRaisedException,
+                match="Torch not compiled with CUDA enabled|Wrapped parameters must be one of",
+            ),
+        ):
+            fork_cases([case(run_file, folder / patch, plan, MEGATRON, steps=1, **_precision(patch))])
+
+
+def _precision(patch: str) -> dict[str, Any]:
+    return {"optimizer_sharding": True} if patch == "type_string" else {}
+
+
+@contextmanager
+def _patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Another value of an attribute, in the processes that are forked inside."""
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,370 @@
+"""megatron-core behind the training loop's `Stepper`: its schedule, messages, gradients and optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.config.errors import TrainingError
+from yuan_train.config.express import TESTED, Expression, express, renumber
+from yuan_train.config.run import RunConfig
+from yuan_train.data.loader import Samples
+from yuan_train.megatron import core, shim
+from yuan_train.megatron.batches import Batches, LayerInputs
+from yuan_train.megatron.fill import fill
+from yuan_train.megatron.model import Chunk, build_chunks, named_parameters, sum_head_norms, unwrap
+from yuan_train.megatron.state import KINDS, Held, as_shards, hold_states
+from yuan_train.megatron.timers import Timers
+from yuan_train.models.documents import DocumentResets
+from yuan_train.models.dropout import DropoutSeed
+from yuan_train.models.rotary import rotary_tables
+from yuan_train.parallel.executor import Stopwatch
+from yuan_train.parallel.grid import Grid, RankCoord
+from yuan_train.parallel.groups import Groups, enter_world_as, make_world_groups
+from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.train.build import DTYPES
+from yuan_train.train.feed import Feed, MicroBatch, Share
+from yuan_train.train.job import Job
+from yuan_train.train.state import Progress
+from yuan_train.train.step import StepResult
+from yuan_train.train.world import blame, count_trained, num_terms
+
+
+@dataclass(frozen=True)
+class MegatronWorld:
+    """See `world.World`."""
+
+    grid: Grid
+    coord: RankCoord
+    groups: Groups
+
+
+def build(job: Job) -> tuple[Job, MegatronStepper, Progress]:
+    """Build the engine of a job; see `stepper.BuildStepper`. Raises PlanError if it cannot run the plan."""
+    run, expression = job.run, express(job.plan)
+    shim.install()
+    position = replace(job.position, rank=expression.rank_of[job.position.rank])
+    job = replace(job, plan=renumber(job.plan, expression.rank_of), position=position)
+    enter_world_as(position.rank, device=job.device, timeout_seconds=run.train.timeout)
+    if core.parallel_state.model_parallel_is_initialized():
+        core.parallel_state.destroy_model_parallel()
+    core.parallel_state.initialize_model_parallel(
+        expression.tensor,
+        expression.pipeline,
+        virtual_pipeline_model_parallel_size=expression.virtual if expression.virtual > 1 else None,
+        distributed_timeout_minutes=run.train.timeout / 60,
+        create_gloo_process_groups=False,
+    )
+    core.seed_all(run.train.seed)
+    grid = Grid(job.plan)
+    world = MegatronWorld(
+        grid, grid.coords[position.rank], make_world_groups(timeout_seconds=run.train.timeout)
+    )
+    stepper = _make_stepper(job, world, expression)
+    return job, stepper, fill(job, stepper.optimizer, stepper.held)
+
+
+def _make_stepper(job: Job, world: MegatronWorld, expression: Expression) -> MegatronStepper:
+    run, coord = job.run, world.coord
+    device_type = job.plan.device_type(coord.rank)
+    stopwatch = Stopwatch(job.device, slowdown=(device_type.slowdown if device_type else None) or 1.0)
+    batches, timers = Batches(), Timers(stopwatch)
+    resets = job.tokenizer is not None and run.data.resets
+    chunks = build_chunks(job.plan, coord, expression, batches, precision=run.train.precision, timers=timers)
+    optimizer = core.get_megatron_optimizer(
+        _optimizer_config(run, job.plan.optimizer_sharding),
+        list(map(_module, chunks)),
+        use_gloo_process_groups=False,
+    )
+    parameters = [
+        named
+        for chunk in chunks
+        for named in named_parameters(
+            chunk.module, job.plan, chunk.stage, coord.tensor_rank, expression.tensor
+        )
+    ]
+    stepper = MegatronStepper(
+        run=run,
+        world=world,
+        chunks=chunks,
+        optimizer=optimizer,
+        held=hold_states(optimizer, parameters),
+        batches=batches,
+        feed=Feed(_share(job, world, chunks, resets=resets)),
+        stopwatch=stopwatch,
+        timers=timers,
+        device=job.device,
+        resets=resets,
+    )
+    for chunk in chunks:
+        chunk.model.config.finalize_model_grads_func = stepper.finalize
+        if run.train.scaling is not None:
+            chunk.model.config.grad_scale_func = optimizer.scale_loss
+    return stepper
+
+
+def _module(chunk: Chunk) -> Any:
+    return chunk.module
+
+
+def _optimizer_config(run: RunConfig, sharded: bool) -> Any:
+    o, precision = run.optimizer, run.train.precision
+    return core.OptimizerConfig(
+        optimizer="adam",
+        lr=o.learning_rate,
+        adam_beta1=o.beta1,
+        adam_beta2=o.beta2,
+        adam_eps=o.epsilon,
+        weight_decay=o.weight_decay,
+        # The norm is needed also where nothing is clipped, so clipping is ours to call.
+        clip_grad=0.0,
+        use_distributed_optimizer=sharded,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        params_dtype=DTYPES[precision],
+        # Constant for megatron-core: the scale is the run's, and set before each step.
+        loss_scale=run.train.scaling.initial if run.train.scaling else None,
+    )
+
+
+def _share(job: Job, world: MegatronWorld, chunks: tuple[Chunk, ...], *, resets: bool) -> Share:
+    """What this rank reads of each batch."""
+    data, pipeline = job.run.data, world.grid.pipeline(world.coord)
+    micro_batches = range(pipeline.num_micro_batches)
+    takers = sum(chunk.stage.embedding or chunk.stage.head or resets for chunk in chunks)
+    has_head = any(chunk.stage.head for chunk in chunks)
+    return Share(
+        first_sequence=world.grid.first_sequence(world.coord),
+        micro_batch_size=pipeline.micro_batch_size,
+        takers=Counter(dict.fromkeys(micro_batches, takers) if takers else {}),
+        with_tokens=any(chunk.stage.embedding for chunk in chunks),
+        with_targets=frozenset(micro_batches if has_head else ()),
+        resets={
+            "eod_id": job.tokenizer.eod_id if job.tokenizer is not None and resets else None,
+            "reset_position_ids": data.reset_position_ids,
+            "reset_attention": data.reset_attention,
+            "reset_filter": data.reset_filter,
+        },
+        device=job.device,
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class MegatronStepper:
+    """One rank of megatron-core; see `stepper.Stepper`."""
+
+    run: RunConfig
+    world: MegatronWorld
+    chunks: tuple[Chunk, ...]
+    optimizer: Any
+    held: list[Held]
+    batches: Batches
+    feed: Feed
+    stopwatch: Stopwatch
+    timers: Timers
+    device: torch.device
+    resets: bool
+    """The run resets something at document ends."""
+    _pass: _Pass = field(default_factory=lambda: _Pass())
+
+    def reading(self) -> AbstractContextManager[object]:
+        return self.feed
+
+    def prepare(self, job: Job, progress: Progress) -> str | None:
+        return f"engine: megatron-core {core.VERSION}" + (
+            "" if core.VERSION in TESTED else f" (tested with {', '.join(TESTED)})"
+        )
+
+    def step(
+        self,
+        samples: Samples,
+        *,
+        first_sample: int,
+        lr: float,
+        clip: float,
+        stop: bool,
+        scale: float,
+        may_skip: bool,
+    ) -> StepResult:
+        coord, next_sample = self.world.coord, first_sample + self.world.grid.plan.global_batch_size
+        for chunk in self.chunks:
+            chunk.module.train()
+            chunk.module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.run.train.scaling is not None:
+            for part in self.optimizer.chained_optimizers:
+                part.grad_scaler._scale.fill_(scale)
+        with self._named_faults("step"):
+            loss = self._run_pass(samples, first_sample, then=next_sample, dropout=True)
+            overflow = bool(self.optimizer.prepare_grads())
+            grad_norm = math.inf if overflow else float(self.optimizer.get_grad_norm())
+        totals = torch.tensor([loss, float(stop)], dtype=torch.float64)
+        if samples.masks:
+            totals = torch.cat([totals, count_trained(self.feed, self.world, samples, next_sample)])
+        sum_over_world(self.world.groups, coord, totals, "the all-reduce of the loss")
+        loss, stops, *rest = totals.tolist()
+        if rest:
+            self.feed.batch_tokens.pop((samples, first_sample), None)
+            self.feed.batch_tokens[samples, next_sample] = round(rest[0])
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            if may_skip and math.isfinite(loss):
+                return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, skipped=True)
+            found = f"loss {loss}, gradient norm {grad_norm}"
+            raise TrainingError(
+                f"{found}: {blame(self.world, self._pass.is_finite, self._finite_gradient())}"
+            )
+        with self._named_faults("optimizer step"):
+            self._update(lr, clip, grad_norm)
+        return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)
+
+    def _update(self, lr: float, clip: float, grad_norm: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.run.optimizer.weight_decay * group.get("wd_mult", 1.0)
+        for part in self.optimizer.chained_optimizers:
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if clip and parameters:
+                core.clip_grads(parameters, max_norm=clip, total_norm=grad_norm)
+        self.optimizer.step_with_ready_grads()
+
+    def _finite_gradient(self) -> bool:
+        parameters = (parameter for chunk in self.chunks for parameter in chunk.module.parameters())
+        return all(bool(torch.isfinite(parameter.main_grad).all()) for parameter in parameters)
+
+    def validation_loss(self, samples: Samples, *, num_batches: int) -> float:
+        size, total = self.world.grid.plan.global_batch_size, torch.zeros((), dtype=torch.float64)
+        for chunk in self.chunks:
+            chunk.module.eval()
+        for batch in range(num_batches):
+            then = (batch + 1) * size if batch + 1 < num_batches else None
+            with torch.no_grad(), self._named_faults("validation"):
+                total += self._run_pass(samples, batch * size, then=then, dropout=False)
+        sum_over_world(self.world.groups, self.world.coord, total, "the all-reduce of the validation loss")
+        return total.item() / num_batches
+
+    def compute_seconds(self) -> float:
+        return self.stopwatch.read()
+
+    def take_expert_tokens(self) -> list[list[int]] | None:
+        return None
+
+    def checkpoint_tensors(self) -> dict[str, LocalShard]:
+        return as_shards(self.held, KINDS, written_by=self.world.coord.tensor_rank)
+
+    def finish(self) -> None:
+        """Nothing: weights are gathered in the step."""
+
+    def finalize(self, models: list[Any], num_tokens: Any = None, **options: Any) -> None:
+        """The end of the last backward: reduce the gradients, which are of the batch's mean already."""
+        core.finalize_model_grads(models, None, **options)
+        sum_head_norms(self.chunks)
+
+    def _run_pass(self, samples: Samples, first_sample: int, *, then: int | None, dropout: bool) -> float:
+        """A forward over a global batch, with its backward where gradients are recorded.
+
+        Returns this rank's share of the mean loss; only tensor rank 0 counts it.
+        """
+        pipeline, coord = self.world.grid.pipeline(self.world.coord), self.world.coord
+        self.feed.begin(samples, first_sample, then=then)
+        self.batches.clear()
+        self._pass = _Pass(
+            first_sample=first_sample + self.world.grid.first_sequence(coord),
+            num_terms=max(num_terms(self.feed, self.world, samples, first_sample), 1),
+            dropout=dropout,
+            finite=torch.ones((), dtype=torch.bool, device=self.device),
+        )
+        losses = core.get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=[iter(range(pipeline.num_micro_batches)) for _ in self.chunks],
+            model=list(map(_module, self.chunks)),
+            num_microbatches=pipeline.num_micro_batches,
+            seq_length=self.world.grid.plan.sequence_length,
+            micro_batch_size=pipeline.micro_batch_size,
+            forward_only=not torch.is_grad_enabled(),
+        )
+        if not losses or coord.tensor_rank:
+            return 0.0
+        return float(torch.stack([loss.double() for loss in losses]).sum())
+
+    def _forward(self, micro_batches: Iterator[int], module: Any) -> tuple[torch.Tensor, Any]:
+        """What megatron-core's schedule calls: the output of a chunk, and what makes the loss of it."""
+        number, model = next(micro_batches), unwrap(module)
+        found = self._take(number, model)
+        if number not in self.batches.inputs:
+            self.batches.inputs[number] = self.layer_inputs(number, found.resets)
+        tokens = self._on_device(found.tokens_BS) if model.pre_process else None
+        labels = self._on_device(found.targets_BS) if model.post_process else None
+        clamped = None if labels is None else labels.clamp(min=0)
+        output = module(tokens, None, self.batches.mask(number), labels=clamped)
+        self._pass.finite &= torch.isfinite(output.detach()).all()
+        return output, None if labels is None else partial(self._loss, labels)
+
+    def _take(self, number: int, model: Any) -> MicroBatch:
+        """A micro-batch; waiting for it is not compute. A stage in the middle may need nothing of it."""
+        if not (model.pre_process or model.post_process or self.resets):
+            return MicroBatch(None, None, DocumentResets(), 0)
+        with self.timers.paused():
+            return self.feed.take(number)
+
+    def _on_device(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        assert tensor is not None, "the stage reads it"
+        return tensor.to(self.device, non_blocking=True)
+
+    def layer_inputs(self, number: int, found: DocumentResets) -> LayerInputs:
+        """What the layers need of a micro-batch of this pass, besides the hidden state."""
+        plan, micro = self.world.grid.plan, self.world.grid.pipeline(self.world.coord).micro_batch_size
+        resets = found.on(self.device)
+        positions = resets["positions"]
+        if positions is None:
+            positions = torch.arange(plan.sequence_length, device=self.device).unsqueeze(0)
+        dtype = DTYPES[self.run.train.precision]
+        first = self._pass.first_sample + number * micro
+        return LayerInputs(
+            rotary=rotary_tables(plan.model, positions, length=plan.sequence_length, dtype=dtype),
+            document_start=resets["document_start"],
+            document_ranges=resets["document_ranges"],
+            dropout=DropoutSeed(self.run.train.seed, first) if self._pass.dropout else None,
+        )
+
+    def _loss(self, labels: torch.Tensor, losses_BS: torch.Tensor) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """(the micro-batch's share of the mean loss, tokens that megatron-core ignores, the share again)."""
+        share = (losses_BS * (labels >= 0)).sum() / self._pass.num_terms
+        return share, torch.tensor(0, dtype=torch.int), share.detach()
+
+    @contextmanager
+    def _named_faults(self, what: str) -> Iterator[None]:
+        """Raise a fault of the messages inside megatron-core as a TrainingError."""
+        try:
+            yield
+        except (dist.DistBackendError, dist.DistNetworkError) as error:
+            raise TrainingError(f"{self.world.coord}: megatron-core's {what}: {error}") from error
+        except RuntimeError as error:
+            # gloo's own errors have no class of theirs.
+            if "gloo" not in str(error).lower() and "connection" not in str(error).lower():
+                raise
+            raise TrainingError(f"{self.world.coord}: megatron-core's {what}: {error}") from error
+
+
+@dataclass(eq=False, kw_only=True)
+class _Pass:
+    """A forward over one global batch."""
+
+    first_sample: int = 0
+    """Of this pipeline's share."""
+    num_terms: int = 1
+    dropout: bool = False
+    finite: torch.Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.bool))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every output was."""
+        return bool(self.finite)

@@ -1,0 +1,136 @@
+"""What the training loop knows of an engine, and our own engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.data.loader import Samples
+from yuan_train.parallel.zero import OwnedState
+from yuan_train.train.build import build, checkpoint_tensors
+from yuan_train.train.job import Job
+from yuan_train.train.reference import prepare_reference
+from yuan_train.train.state import Progress
+from yuan_train.train.step import StepResult, Trainer, train_step, validation_loss
+from yuan_train.train.world import World
+
+
+class Stepper(Protocol):
+    """An engine: the training loop, its log, its checkpoints and its validation are the same for all."""
+
+    @property
+    def world(self) -> World: ...
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Around the run: what reads the data ends with it."""
+        ...
+
+    def prepare(self, job: Job, progress: Progress) -> str | None:
+        """What a run needs beside weights, before its first step; what there is to say of it. Collective."""
+        ...
+
+    def step(
+        self,
+        samples: Samples,
+        *,
+        first_sample: int,
+        lr: float,
+        clip: float,
+        stop: bool,
+        scale: float,
+        may_skip: bool,
+    ) -> StepResult:
+        """One training step; collective over all ranks. Arguments and errors as those of `train_step`."""
+        ...
+
+    def validation_loss(self, samples: Samples, *, num_batches: int) -> float:
+        """Mean loss over the first global batches, in nats per token; collective over all ranks."""
+        ...
+
+    def compute_seconds(self) -> float:
+        """Seconds of compute since the last call; waits for the device."""
+        ...
+
+    def take_expert_tokens(self) -> list[list[int]] | None:
+        """Tokens of each layer's experts since the last call; None if they are not counted. Collective."""
+        ...
+
+    def checkpoint_tensors(self) -> dict[str, LocalShard]:
+        """What this rank writes into a checkpoint, by global name."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for what the last step has left under way; collective over all ranks."""
+        ...
+
+
+BuildStepper = Callable[[Job], tuple[Job, Stepper, Progress]]
+"""Builds the engine of a job, with initial weights or those of a checkpoint; collective over all ranks.
+
+Also returns the job, whose ranks the engine may number otherwise, and the progress to start from.
+"""
+
+
+def build_stepper(job: Job) -> tuple[Job, Stepper, Progress]:
+    """Build our own engine; see `BuildStepper`."""
+    trainer, progress = build(job)
+    return job, YuanStepper(trainer), progress
+
+
+@dataclass(frozen=True)
+class YuanStepper:
+    """Our own engine."""
+
+    trainer: Trainer
+
+    @property
+    def world(self) -> World:
+        return self.trainer.runtime
+
+    def reading(self) -> AbstractContextManager[object]:
+        return self.trainer.feed
+
+    def prepare(self, job: Job, progress: Progress) -> str | None:
+        return prepare_reference(job, self.trainer, progress)
+
+    def step(
+        self,
+        samples: Samples,
+        *,
+        first_sample: int,
+        lr: float,
+        clip: float,
+        stop: bool,
+        scale: float,
+        may_skip: bool,
+    ) -> StepResult:
+        return train_step(
+            self.trainer,
+            samples,
+            first_sample=first_sample,
+            lr=lr,
+            clip=clip,
+            stop=stop,
+            scale=scale,
+            may_skip=may_skip,
+        )
+
+    def validation_loss(self, samples: Samples, *, num_batches: int) -> float:
+        return validation_loss(self.trainer, samples, num_batches=num_batches)
+
+    def compute_seconds(self) -> float:
+        return self.trainer.stopwatch.read()
+
+    def take_expert_tokens(self) -> list[list[int]] | None:
+        load = self.trainer.expert_load
+        return load.take() if load is not None else None
+
+    def checkpoint_tensors(self) -> dict[str, LocalShard]:
+        return checkpoint_tensors(self.trainer, OwnedState.written_boxes)
+
+    def finish(self) -> None:
+        for state in self.trainer.runtime.states:
+            state.finish_weight_sync()
