@@ -238,6 +238,10 @@ def _untrained(path: tuple[str, ...], plan: Plan) -> Iterator[Violation]:
             where = (*path, "pipelines", p, "stages", s)
             if stage.recompute != "none":
                 yield Violation((*where, "recompute"), f"{stage.recompute}: backwards, {idle}")
+            if stage.activation_offload:
+                yield Violation(
+                    (*where, "activation_offload"), f"{stage.activation_offload}: backwards, {idle}"
+                )
             if stage.optimizer_offload:
                 yield Violation(
                     (*where, "optimizer_offload"), f"{stage.optimizer_offload:g}: optimizer steps, {idle}"

@@ -21,7 +21,8 @@ from yuan_train.parallel.groups import Groups, make_groups
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_head_norms, shard_parameters
-from yuan_train.parallel.zero import HostPlace, OwnedState, host_bytes, make_host_place
+from yuan_train.parallel.tiers.host_state import HostPlace, make_host_place
+from yuan_train.parallel.zero import OwnedState, host_bytes
 from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
 from yuan_train.schedule.messages import arrivals_proven, post_early

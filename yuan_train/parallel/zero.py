@@ -29,9 +29,8 @@ from yuan_train.parallel.gradients import (
 )
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import TensorBox
-from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks, chunk_ranges
-from yuan_train.parallel.tiers.link import make_link
-from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
+from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, chunk_ranges, make_host_place
+from yuan_train.parallel.tiers.slab import piece_bytes
 from yuan_train.parallel.transport import Pending, Ranges
 
 State = Literal["master", "exp_avg", "exp_avg_sq"]
@@ -60,25 +59,6 @@ class OptimizerShard:
     def on_host(self) -> bool:
         """Whether the buffers are in host memory."""
         return bool(self.chunks)
-
-
-@dataclass(frozen=True)
-class HostPlace:
-    """Where offloaded state goes: memory of the host, and the links to it."""
-
-    slab: HostSlab
-    links: HostLinks
-
-
-def make_host_place(num_bytes: int, *, device: torch.device) -> HostPlace | None:
-    """The host memory for so much offloaded state of a rank; None if there is none.
-
-    Raises HostMemoryError if the host has not so much.
-    """
-    if not num_bytes:
-        return None
-    slab = HostSlab(num_bytes, device=device, what="optimizer_offload")
-    return HostPlace(slab, HostLinks(down=make_link(device), up=make_link(device)))
 
 
 class OwnedState:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from yuan_train.parallel.tiers.link import Link, Transfer
+from yuan_train.parallel.tiers.link import Link, Transfer, make_link
+from yuan_train.parallel.tiers.slab import HostSlab
 
 CHUNK = 1 << 22
 """Elements of a chunk; a multiple of what any processor steps at a time, so that chunks change no bit."""
@@ -24,6 +25,25 @@ class HostLinks:
 
     down: Link
     up: Link
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """Where offloaded state goes: memory of the host, and the links to it."""
+
+    slab: HostSlab
+    links: HostLinks
+
+
+def make_host_place(num_bytes: int, *, device: torch.device) -> HostPlace | None:
+    """The host memory for so much offloaded state of a rank; None if there is none.
+
+    Raises HostMemoryError if the host has not so much.
+    """
+    if not num_bytes:
+        return None
+    slab = HostSlab(num_bytes, device=device, what="optimizer_offload")
+    return HostPlace(slab, HostLinks(down=make_link(device), up=make_link(device)))
 
 
 @dataclass
