@@ -42,6 +42,16 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
     },
+    "rl": {
+        "config",
+        "schedule",
+        "models",
+        "data",
+        "objectives",
+        "parallel",
+        "checkpoint",
+        "train",
+    },
     "cli": {
         "megatron",
         "config",
@@ -54,6 +64,7 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
         "planner",
+        "rl",
     },
 }
 """Folders of ours that each folder may import, besides itself; lower floors stand first."""
@@ -80,6 +91,7 @@ UNKNOWN_TO_THE_SOLVER = {"config.plan", "config.cluster", "config.run", "config.
 
 PYDANTIC = {"config/load.py", "config/units.py"}
 PLANNER = {"cli/estimate.py", "cli/plan.py", "cli/simulate.py", "cli/trace.py"}
+PLANNER |= {"cli/plan_rl.py", "cli/simulate_rl.py"}
 CHECKPOINT_OF_PARALLEL = {"yuan_train.parallel.shard"}
 
 

@@ -51,9 +51,9 @@ from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.agreement import check_same_job
 from yuan_train.train.build import build
 from yuan_train.train.clock import device_clock
-from yuan_train.train.feed import Feed
+from yuan_train.train.feed import Passes
 from yuan_train.train.job import Position, prepare
-from yuan_train.train.run import _measure
+from yuan_train.train.run import measure_step
 from yuan_train.train.step import Trainer, train_step
 from yuan_train.train.stepper import YuanStepper
 
@@ -171,7 +171,7 @@ def make_run(plan: Plan, corpus: Path) -> RunConfig:
 class NullStage:
     """In place of a stage runner: takes its micro-batches, and computes nothing."""
 
-    def __init__(self, feed: Feed, hidden_size: int, *, takes: bool, is_last: bool) -> None:
+    def __init__(self, feed: Passes, hidden_size: int, *, takes: bool, is_last: bool) -> None:
         self._feed, self._takes, self._is_last = feed, takes, is_last
         self._unit = torch.ones((), requires_grad=True)
         self._hidden_BSH = torch.zeros(1, SEQUENCE_LENGTH, hidden_size)
@@ -242,7 +242,7 @@ def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", ste
         def take_step(step: int) -> None:
             first = step * plan.global_batch_size
             train_step(trainer, job.train, first_sample=first, lr=0.0, clip=1.0, stop=False)
-            _measure(job, YuanStepper(trainer), step + 1, clock)
+            measure_step(job, YuanStepper(trainer), step + 1, clock)
 
         model = [_Timer(NullStage, "forward"), _Timer(torch.autograd, "backward")]
         timers = [_Timer(Executor, "run"), *(_Timer(OwnedState, name) for name in REDUCTION), *model]

@@ -46,7 +46,7 @@ def measured(function: Callable[..., Any], growth: dict[str, int], key: str) -> 
 def body(rank: int, run_file: Path, plan: Plan, folder: Path, ports: list[int]) -> None:
     growth: dict[str, int] = {}
     run.save_progress = measured(run.save_progress, growth, "save")
-    build._restore = measured(build._restore, growth, "resume")  # pyright: ignore[reportPrivateUsage]
+    build.restore = measured(build.restore, growth, "resume")
     position = Position(rank, plan.world_size, rank, plan.world_size)
     for steps, port in zip((1, 2), ports, strict=True):
         as_rank(rank, plan.world_size, port)

@@ -45,6 +45,12 @@ def test_a_model_with_experts(inspect: Any) -> None:
     assert (facts["parameters"], facts["active_parameters"]) == (39_942_842_368, 3_704_055_808)
 
 
+def test_a_run_of_reinforcement_learning(inspect: Any) -> None:
+    code, facts, _ = inspect("configs/run/rl-tiny.yaml")
+    assert code == 0 and facts["kind"] == "run"
+    assert (facts["algorithm"], facts["samples_per_step"], facts["rewards"]) == ("grpo", 512, ["exact"])
+
+
 def test_a_run(inspect: Any) -> None:
     code, facts, _ = inspect("configs/run/yuan2-51b.yaml")
     assert (code, facts["kind"], facts["tokens"]) == (0, "run", 63578 * 1152 * 4096)

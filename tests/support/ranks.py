@@ -37,7 +37,7 @@ class Case:
     plan: Plan | None = None
     overrides: tuple[str, ...] = ()
     without: str = ""
-    """Negative control: the key of what to disable; see `_disabled`."""
+    """Negative control: the key of what to disable; see `disabled`."""
     record: Path | None = None
     """File for the experts that the run chooses."""
     replay: Path | None = None
@@ -88,7 +88,7 @@ def _run_cases(rank: int, cases: list[Case]) -> None:
 
 def _run_case(rank: int, case: Case) -> None:
     position = Position(rank, case.num_ranks, rank, case.num_ranks)
-    with _disabled(case.without), decisions(record=case.record, replay=case.replay):
+    with disabled(case.without), decisions(record=case.record, replay=case.replay):
         _train(prepare(_config(case), case.plan, position))
 
 
@@ -103,7 +103,7 @@ def _train(job: Job) -> None:
 
 
 @contextmanager
-def _disabled(key: str) -> Iterator[None]:
+def disabled(key: str) -> Iterator[None]:
     """Disable a synchronisation, or another part that the result depends on, for a negative control.
 
     `grad_reduce_overlap` only delays all gradient reductions to the end of the rank program, and `inductor`

@@ -63,6 +63,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--table", choices=("oxen",), help="the 20 cells that Oxen.ai measured, ours beside them"
     )
+    parser.add_argument(
+        "--plan", metavar="F", help="an RL plan: every role's bytes on its cards, as its roles hold them"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -73,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.config.errors import ConfigError
     from yuan_train.planner.report import memory_text as report
 
+    if arguments.plan:
+        return _print_roles(arguments)
     if arguments.card not in CATALOGUE:
         raise ConfigError(f"--card {arguments.card}: {_unknown('card', arguments.card, CATALOGUE)}")
     if arguments.table:
@@ -94,6 +99,24 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.estimate_json(cases[0], arguments.largest)))
     else:
         print(report.estimate_text(cases[0], arguments.largest))
+    return 0
+
+
+def _print_roles(arguments: argparse.Namespace) -> int:
+    """Every role of an RL plan. Raises ConfigError if something else is asked for as well."""
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.config.rl_plan import load_rl_plan
+    from yuan_train.planner.evaluate.role_memory import plan_memory
+    from yuan_train.planner.report.memory_text import roles_memory_json, roles_memory_text
+
+    for name in ("model", "method", "engine", "largest", "table", "group", "new"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--plan has its own model, cards and slots; leave --{name} out")
+    found = plan_memory(load_rl_plan(arguments.plan), prompt=arguments.prompt)
+    if arguments.json:
+        print(json.dumps(roles_memory_json(found)))
+    else:
+        print(roles_memory_text(found))
     return 0
 
 

@@ -19,6 +19,8 @@ from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.profile import load_profile
+from yuan_train.config.rl_files import is_rl_run, load_rl
+from yuan_train.config.rl_plan import is_rl_plan, load_rl_plan
 from yuan_train.config.run import Source, load_run
 from yuan_train.config.units import show_bytes, show_seconds
 
@@ -71,13 +73,15 @@ def kind_of(path: Path) -> str:
     if path.suffix == ".model":
         return "tokenizer"
     document = read_document(path)
+    if is_rl_plan(document):
+        return "rl_plan"
     keys = set(document.value) if is_mapping(document.value) else set[str]()
     for kind, keys_of_kind in _KEYS_OF_KIND.items():
         if keys & keys_of_kind:
             return kind
     raise ConfigError(
         f"{path}: its keys match no kind of file (a model has num_layers, a run train, a cluster nodes, "
-        "a plan pipelines, a profile entries)"
+        "a plan pipelines, an RL plan roles, a profile entries)"
     )
 
 
@@ -101,6 +105,8 @@ def inspect_model(path: Path) -> Facts:
 
 def inspect_run(path: Path) -> Facts:
     """Lengths of a run, and whether its data exists."""
+    if is_rl_run(path):
+        return _rl_facts(path)
     config = load_run(path)
     tokens = config.train.global_batch_size * config.data.sequence_length
     flops = config.model.training_flops(config.data.sequence_length)
@@ -171,6 +177,42 @@ def inspect_plan(path: Path) -> Facts:
     }
 
 
+def inspect_rl_plan(path: Path) -> Facts:
+    """The roles of an RL plan and their stages; loading checks every constraint."""
+    plan = load_rl_plan(path)
+    generation, forecast = plan.roles.generation, plan.forecast
+    engines = plan.roles.policy.plan if generation.plan is None else generation.plan
+    reference = plan.roles.reference
+    return {
+        "valid": True,
+        "cluster": plan.cluster,
+        "model": plan.roles.policy.plan.model.name,
+        "mode": plan.mode,
+        "staleness": plan.staleness,
+        "world_size": plan.world_size,
+        "placement": "shared" if generation.is_shared else "apart",
+        "reference": None if reference is None else reference.where or "own cards",
+        "engines": [
+            {
+                "engine": e,
+                "share": round(share, 4),
+                "slots": generation.slots or pipeline.num_sequences,
+                "cards": sorted({engines.ranks[rank].type for s in pipeline.stages for rank in s.ranks}),
+            }
+            for e, (pipeline, share) in enumerate(zip(engines.pipelines, plan.engine_shares, strict=True))
+        ],
+        "stages": [
+            {"role": name, "ranks": f"{ranks.start}-{ranks.stop - 1}", **_stage_facts(own, p, s)}
+            for (name, own), ranks in zip(plan.plans.items(), plan.role_ranks.values(), strict=True)
+            for p, pipeline in enumerate(own.pipelines)
+            for s in range(len(pipeline.stages))
+        ],
+        "forecast_step_seconds": forecast.step_seconds if forecast else None,
+        "forecast_sync_mode_seconds": forecast.sync_mode_seconds if forecast else None,
+        "forecast_source": forecast.source if forecast else None,
+    }
+
+
 def inspect_profile(path: Path) -> Facts:
     """What was measured."""
     profile = load_profile(path)
@@ -230,6 +272,7 @@ INSPECT: dict[str, Callable[[Path], Facts]] = {
     "run": inspect_run,
     "cluster": inspect_cluster,
     "plan": inspect_plan,
+    "rl_plan": inspect_rl_plan,
     "profile": inspect_profile,
     "tokens": inspect_tokens,
     "tokenizer": inspect_tokenizer,
@@ -256,6 +299,31 @@ def _model_facts(model: ModelConfig) -> Facts:
         "max_sequence_length": length,
         "forward_flops_per_token": model.training_flops(length) // 3,
         "training_flops_per_token": model.training_flops(length),
+    }
+
+
+def _rl_facts(path: Path) -> Facts:
+    run = load_rl(path)
+    files = [source.file for source in run.data.prompts]
+    return {
+        "model": run.model.name,
+        "parameters": run.model.parameters,
+        "algorithm": run.algorithm.name,
+        "advantage": run.algorithm.advantage,
+        "scale": run.algorithm.scale,
+        "normalise": run.algorithm.normalise,
+        "steps": run.train.steps,
+        "prompts_per_step": run.train.prompts_per_step,
+        "group": run.algorithm.group,
+        "samples_per_step": run.samples_per_step,
+        "max_prompt_tokens": run.data.max_prompt_tokens,
+        "max_new_tokens": run.generation.max_new_tokens,
+        "precision": run.train.precision,
+        "rewards": [function.label for function in run.reward.functions],
+        "reference": run.needs_reference,
+        "prompts": [{"file": file, "there": Path(file).exists()} for file in files],
+        "checkpoints": run.checkpoint.directory,
+        "log": run.log.directory,
     }
 
 

@@ -23,6 +23,10 @@ from yuan_train.config.express import check_engine, express
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.plan_files import load_plan
+from yuan_train.config.rl import policy_run
+from yuan_train.config.rl_files import is_rl_run, load_rl
+from yuan_train.config.rl_plan import RlPlan, load_rl_plan, names_rl_plan
+from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
 from yuan_train.config.run import load_run
 
 logger = logging.getLogger(__name__)
@@ -80,37 +84,55 @@ class Node:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
-    plan = load_plan(arguments.plan)
-    overrides = [*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else [])]
-    config = load_run(arguments.config, tuple(overrides))
-    check_plan_of_run(plan, config)
-    check_engine(plan, config)
+    overrides = (*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else []))
+    plan, name, speaker = _read_plan(arguments, overrides)
     nodes = nodes_of(plan)
-    command = ["train", "--config", arguments.config, "--plan", arguments.plan, *overrides]
+    command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
     if arguments.print:
         for line in torchrun_lines(nodes, command, rendezvous=arguments.rendezvous):
             print(line)
         return 0
     node = _this_node(nodes, arguments.this_node)
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
-    # megatron-core numbers the ranks in its own order, and its rank 0 logs.
-    speaker = express(plan).rank_of.index(0) if config.engine == "megatron" else 0
     return start_ranks(node, command, world_size=plan.world_size, host=host, port=port, speaker=speaker)
 
 
-def nodes_of(plan: Plan) -> list[Node]:
+def _read_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Plan | RlPlan, str, int]:
+    """The plan, the command that each of its ranks runs, and the rank that logs.
+
+    Raises PlanError if the plan is not the run's.
+    """
+    if names_rl_plan(arguments.plan):
+        roles = load_rl_plan(arguments.plan)
+        check_rl_plan_of_run(roles, load_rl(arguments.config, tuple(overrides)))
+        return roles, "rl", 0
+    plan = load_plan(arguments.plan)
+    if is_rl_run(arguments.config):
+        run = load_rl(arguments.config, tuple(overrides))
+        length = max(plan.sequence_length, run.sequence_length)
+        check_plan_of_run(plan, policy_run(run, sequence_length=length))
+        return plan, "rl", 0
+    config = load_run(arguments.config, tuple(overrides))
+    check_plan_of_run(plan, config)
+    check_engine(plan, config)
+    # megatron-core numbers the ranks in its own order, and its rank 0 logs.
+    return plan, "train", express(plan).rank_of.index(0) if config.engine == "megatron" else 0
+
+
+def nodes_of(plan: Plan | RlPlan) -> list[Node]:
     """The machines of a plan, in the order of ranks; one node `all` if all cards are simulated.
 
-    Raises PlanError if the ranks of a node are not consecutive.
+    Raises PlanError if the ranks of a node are not consecutive, which those of several roles need not be.
     """
-    types = [plan.device_type(entry.rank) for entry in plan.ranks]
+    plans = plan.plans.values() if isinstance(plan, RlPlan) else (plan,)
+    types = [own.device_type(entry.rank) for own in plans for entry in own.ranks]
     if all(device is not None and device.slowdown is not None for device in types):
         return [Node("all", tuple(range(plan.world_size)))]
     nodes: dict[str, list[int]] = {}
     for entry in plan.ranks:
         nodes.setdefault(_node_name(entry), []).append(entry.rank)
     for name, ranks in nodes.items():
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        if not isinstance(plan, RlPlan) and not _follow_each_other(ranks):
             raise PlanError(f"ranks: node {name} has ranks {ranks}; ranks must be numbered node by node")
     return [Node(name, tuple(ranks)) for name, ranks in nodes.items()]
 
@@ -118,8 +140,15 @@ def nodes_of(plan: Plan) -> list[Node]:
 def torchrun_lines(nodes: Sequence[Node], command: Sequence[str], *, rendezvous: str | None) -> list[str]:
     """The torchrun command for each node; nodes may have different numbers of cards.
 
-    `rendezvous` is HOST[:PORT]; None: the first node, or the loopback with one node.
+    `rendezvous` is HOST[:PORT]; None: the first node, or the loopback with one node. Raises PlanError if the
+    ranks of a node are not consecutive, as torchrun numbers them.
     """
+    for node in nodes:
+        if not _follow_each_other(node.ranks):
+            raise PlanError(
+                f"torchrun numbers the ranks of a node one after the other, but node {node.name} has "
+                f"{list(node.ranks)}: its roles' cards are apart; run this on each node without --print"
+            )
     host, port = _parse_address(rendezvous or ("127.0.0.1" if len(nodes) == 1 else nodes[0].name))
     return [
         f"torchrun --nnodes={len(nodes)} --node-rank={i} --nproc-per-node={len(node.ranks)} "
@@ -127,6 +156,10 @@ def torchrun_lines(nodes: Sequence[Node], command: Sequence[str], *, rendezvous:
         + ("" if len(nodes) == 1 else f"    # on {node.name}")
         for i, node in enumerate(nodes)
     ]
+
+
+def _follow_each_other(ranks: Sequence[int]) -> bool:
+    return list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
 
 
 def _node_name(entry: RankPlan) -> str:

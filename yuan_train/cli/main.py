@@ -29,6 +29,7 @@ COMMANDS = {
     "tokenizer": "train a tokenizer on text",
     "preprocess": "turn text into token files",
     "train": "train; one process alone, or each rank under torchrun",
+    "rl": "reinforcement learning; one process alone, or each rank under torchrun",
     "launch": "start this machine's ranks of a plan, or print the command for each node",
     "trace": "merge the ranks' traces of a run, beside the forecast, for Perfetto",
     "generate": "write text with a trained model",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from yuan_train.config.cluster import Cluster
     from yuan_train.config.document import Document
     from yuan_train.config.model import ModelConfig
     from yuan_train.config.profile import Profile
@@ -21,6 +22,9 @@ DEFAULT_GLOBAL_BATCH_SIZE = 64
 _DESCRIPTION = """\
 Cuts the model unevenly over the cards of a cluster: simulates the step of many plans, keeps the fastest one
 that fits the memory of every card, prints it as a table and writes it. Needs neither a card nor torch.
+
+With a run of reinforcement learning (`algorithm:`), it splits the cards over policy, generation and reward
+model, and writes an RL plan.
 
 key=value changes the run file, or the defaults without one: search.pipelines=[2], search.recompute=[none],
 search.device_order=fixed, search.use_all_devices=true, "search.time_limit=10 s", train.global_batch_size=128
@@ -55,6 +59,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="as many layers as fit the cluster, instead of the model's number",
     )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="plan again with one card more or less, more memory, faster links, a larger batch, and say what "
+        "would gain; with prices, also which nodes are worth their rent",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
     parser.set_defaults(run=run)
@@ -65,9 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
     plan fits."""
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
+    from yuan_train.config.errors import ConfigError
     from yuan_train.config.express import to_layout
     from yuan_train.config.plan_files import save_plan
+    from yuan_train.config.rl_files import is_rl_run
 
+    if arguments.config and is_rl_run(arguments.config):
+        from yuan_train.cli.plan_rl import plan_roles
+
+        return plan_roles(arguments, read_profiles(arguments.profile))
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile)
@@ -75,8 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.costs.plan_problem import PlanProblem
     from yuan_train.planner.report.notations import to_blocks
     from yuan_train.planner.report.page import plan_html
+    from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
     from yuan_train.planner.report.terminal import plan_json, plan_table
+    from yuan_train.planner.search.explain import explain_plan
     from yuan_train.planner.search.largest import find_largest
+    from yuan_train.planner.search.rent import rent_plan
     from yuan_train.planner.search.search import search_plan
 
     problem = PlanProblem(
@@ -93,7 +112,16 @@ def run(arguments: argparse.Namespace) -> int:
         compile=run_config.train.compile,
     )
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
-    if arguments.largest:
+    rent = None
+    if search.objective != "step_time" or (arguments.explain and _has_prices(cluster)):
+        if arguments.largest:
+            raise ConfigError(
+                f"--largest: search.objective: {search.objective} and --explain choose among parts of the "
+                "cluster, --largest among models; leave one of them out"
+            )
+        rent = rent_plan(problem, search, micro_batch_size=size, num_steps=run_config.train.steps)
+        result = rent.chosen.result
+    elif arguments.largest:
         largest = find_largest(problem, search, micro_batch_size=size)
         problem, result = largest.problem, largest.result
         print(_largest_words(largest), file=sys.stderr)
@@ -103,23 +131,41 @@ def run(arguments: argparse.Namespace) -> int:
     if search.engine is not None and "yuan" not in search.engine:
         free = search_plan(problem, replace(search, engine=("yuan",)), micro_batch_size=size)
         price = EnginePrice(result.best.step_seconds, min(free.best.step_seconds, result.best.step_seconds))
+    changes = None
+    if arguments.explain:
+        step = result.best.step_seconds
+        changes = explain_plan(problem, search, micro_batch_size=size, step_seconds=step)
+    reasons = {
+        **({"Rent": rent_lines(rent)} if rent else {}),
+        **({"What limits this plan": change_lines(changes)} if changes else {}),
+    }
     if arguments.report:
-        write_text(arguments.report, plan_html(result, problem))
+        write_text(arguments.report, plan_html(result, problem, reasons=reasons))
     if arguments.out:
         save_plan(arguments.out, result.best.plan)
     if arguments.json:
-        shown = plan_json(result, path=arguments.out)
-        print(json.dumps(shown | ({} if price is None else {"engine_price": price.as_json()})))
+        values = plan_json(result, path=arguments.out)
+        values |= {} if price is None else {"engine_price": price.as_json()}
+        values |= {"rent": rent_values(rent)} if rent else {}
+        values |= {"explanation": change_values(changes)} if changes else {}
+        print(json.dumps(values))
         return 0
     if arguments.emit:
         for pipeline in result.best.plan.pipelines:
             print(to_layout(pipeline) if arguments.emit == "megatron" else to_blocks(pipeline))
     else:
         print("\n".join([plan_table(result, problem), *([price.words()] if price is not None else [])]))
+        for name, lines in reasons.items():
+            print("\n".join([f"{name}:", *(f" {line}" for line in lines)]))
     for path in (arguments.out, arguments.report):
         if path:
             print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+def _has_prices(cluster: Cluster) -> bool:
+    """Whether every card has a price."""
+    return all(cluster.price(group) is not None for group in cluster.nodes)
 
 
 @dataclass(frozen=True)

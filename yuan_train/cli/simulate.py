@@ -17,6 +17,7 @@ _DESCRIPTION = """\
 Runs a plan's schedule in virtual time: the same schedule that training runs on cards. Without --cluster,
 stage times are those of the plan's own forecast and messages are free, because a plan holds no links; with
 it, times are looked up again (from --profile, else estimated) and messages go over the cluster's links.
+Of an RL plan it plays the flow of the roles; --cluster then needs the run, by --config.
 """
 
 
@@ -75,7 +76,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, write the trace. Raises PlanError if the stage times are not known."""
     from yuan_train.config.errors import ConfigError
+    from yuan_train.config.rl_plan import names_rl_plan
 
+    if arguments.plan and names_rl_plan(arguments.plan):
+        from yuan_train.cli.plan import read_profiles
+        from yuan_train.cli.simulate_rl import simulate_roles
+
+        return simulate_roles(arguments, read_profiles(arguments.profile))
     plan = _read_plan(arguments)
     _check_schedule(plan)
     if arguments.profile and not arguments.cluster:

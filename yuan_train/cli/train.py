@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.train.run import fail_together, train
 
     position = find_position()
-    _set_log_levels(position.rank)
+    set_log_levels(position.rank)
     if config is not None:
         try:
             job = prepare(config, plan, position)
@@ -94,7 +94,7 @@ def _check_installed() -> None:
         )
 
 
-def _set_log_levels(rank: int) -> None:
+def set_log_levels(rank: int) -> None:
     """Rank 0 logs the data and the kernels in use, which the other ranks would only repeat."""
     logging.getLogger("yuan_train").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("yuan_kernels").setLevel(logging.INFO if rank == 0 else logging.WARNING)

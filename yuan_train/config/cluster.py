@@ -59,6 +59,8 @@ class NodeGroup:
     """The node's NIC, per direction, shared by its cards; required if the cluster has several nodes."""
     host: Host | None = None
     """None: how much the host holds is not checked, and it has the rates of the card's type for each card."""
+    price: Annotated[float, Gt(0)] | None = None
+    """Rent of a card for an hour, in any currency; None: that of the card's type."""
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -114,6 +116,10 @@ class Cluster:
     def device_type(self, name: str) -> DeviceType:
         """The card type `name`, from `device_types` or the catalogue. Raises KeyError if neither has it."""
         return self.device_types.get(name) or CATALOGUE[name]
+
+    def price(self, group: NodeGroup) -> float | None:
+        """Rent of a card of a node for an hour; None if neither the node nor the card's type has one."""
+        return self.device_type(group.device).price if group.price is None else group.price
 
     @property
     def cards(self) -> tuple[Card, ...]:

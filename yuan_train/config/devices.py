@@ -46,6 +46,8 @@ class DeviceType:
     slowdown: Annotated[float, Ge(1)] | None = None
     """Only for cards simulated by a CPU process: after each computation the process waits, so that it takes
     this many times as long."""
+    price: Annotated[float, Gt(0)] | None = None
+    """Rent of a card for an hour, in any currency; a node's own `price` takes precedence."""
 
     RENAMED: ClassVar[Mapping[str, Renamed]] = {"library": Renamed("backend", {"none": "gloo"})}
 
@@ -103,6 +105,7 @@ CATALOGUE: dict[str, DeviceType] = {
     "H100-80G": _card(80, 3350, 67, 989, host=64),
     "H100-PCIe": _card(80, 2039, 51, 756, host=64),
     "H800-80G": _card(80, 3350, 67, 989, host=64),
+    "H20": _card(96, 4000, 44, 148, host=64, binary=False),
     "H200": _card(141, 4800, 67, 989, host=64, binary=False),
     "MI250X-GCD": _card(64, 1638, 23.9, 191.5, backend="rccl"),
     "MI300X": _card(192, 5300, 163.4, 1307, host=64, backend="rccl"),

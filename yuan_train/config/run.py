@@ -11,13 +11,15 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from yuan_train.config.devices import GIB, Precision
-from yuan_train.config.document import Document, graft, is_mapping, override, read_document
+from yuan_train.config.document import override, read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
 from yuan_train.config.renamed import Renamed
 from yuan_train.config.run_constraints import compile_constraints, trace_constraints
+from yuan_train.config.run_files import is_rl_document, with_model
+from yuan_train.config.search_objective import SearchObjective, deadline_constraints
 from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
 
@@ -218,8 +220,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """Constraints on the planner's search: the values that it may choose. None does not constrain it, except
-    where stated."""
+    """The values that the planner's search may choose. None does not constrain it, except where stated."""
 
     tensor: Counts | None = None
     """Tensor-parallel widths; None: those of the profile, else 1, 2, 4, 8 and 16."""
@@ -228,8 +229,7 @@ class SearchConfig:
     num_micro_batches: Counts | None = None
     """Micro-batches per pipeline; excludes mixed pipelines."""
     micro_batch_size: Counts | None = None
-    """Sequences per micro-batch; None: any, from `train.micro_batch_size` on; with a profile those that it
-    measured."""
+    """Sequences per micro-batch; None: any, from train.micro_batch_size on; with a profile those measured."""
     replicas: Counts | None = None
     """Replicas per stage; None: 1, and on few cards without a profile also 2."""
     optimizer_sharding: tuple[bool, ...] | None = None
@@ -257,7 +257,10 @@ class SearchConfig:
     """Only plans that one of these engines runs; ours runs all. None: the run's `engine`."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0
     """Ends the search; the best plan so far is kept."""
-    objective: Literal["step_time"] = "step_time"
+    objective: SearchObjective = "step_time"
+    """`tokens_per_price` and `price_under_deadline` need prices in the cluster file; docs/planning.md."""
+    deadline: Annotated[float, Gt(0), Unit("seconds")] | None = None
+    """Of all steps of the run (train.steps), for price_under_deadline."""
 
     @property
     def send_mode(self) -> Sends | None:
@@ -332,6 +335,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
     yield from _loss_scale_constraints(train)
     yield from objective_constraints(run)
     yield from trace_constraints(run)
+    yield from deadline_constraints(run.search.objective, run.search.deadline)
     if train.compile:
         yield from compile_constraints(run)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
@@ -391,23 +395,8 @@ def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:
 def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Read a run file and the model file that it names. Raises ConfigError with every violation."""
     document = read_document(path)
+    if is_rl_document(document):
+        raise ConfigError(f"{path}: a run of reinforcement learning (it has `algorithm`): `yuan-train rl`")
     for assignment in overrides:
-        document = override(_with_model(document), assignment)
-    return build(_with_model(document), RunConfig, validate=validate_run)
-
-
-def _with_model(document: Document) -> Document:
-    """Replace the path of the model by the model.
-
-    The path is relative to the run file, or on the command line to the working directory.
-    """
-    name = document.value.get("model") if is_mapping(document.value) else None
-    if not isinstance(name, str):
-        return document
-    where = document.source(("model",))
-    folder = Path() if where.startswith("command line") else Path(document.name).parent
-    try:
-        model = read_document(folder / name)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: model: {error}") from None
-    return graft(document, ("model",), model)
+        document = override(with_model(document), assignment)
+    return build(with_model(document), RunConfig, validate=validate_run)

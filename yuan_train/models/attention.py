@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from yuan_kernels import ops
@@ -29,6 +30,12 @@ class LayerCache:
     """[B, P, M, D]."""
     filter_state: ops.FilterState | None
     """(u_last [B, H], c_last [B, channels]), zero before the first token; None without a filter."""
+
+    def write(self, places_BS: Tensor, key_BSMD: Tensor, value_BSMD: Tensor) -> None:
+        """Write keys and values of tokens to their places, of each sequence its own."""
+        rows_B1 = torch.arange(places_BS.shape[0], device=places_BS.device).unsqueeze(1)
+        self.keys_BPMD[rows_B1, places_BS] = key_BSMD
+        self.values_BPMD[rows_B1, places_BS] = value_BSMD
 
 
 class SelfAttention(nn.Module):
@@ -75,23 +82,29 @@ class SelfAttention(nn.Module):
         filtered_BSH: Tensor,
         rotary: RotaryTables,
         cache: LayerCache,
-        first: int,
+        first: int | Tensor,
         visible: Tensor | None,
     ) -> Tensor:
         """Return [B, S, H] of tokens [first, first + S), and write their keys and values into `cache`.
 
-        `visible` is bool [B or 1, 1, S, first + S], True where a token attends to another. None: each token
-        attends to itself and to all before it; allowed only if `first` is 0 or S is 1.
+        `first` may also be the place of each token in the cache, int64 [B, S]. `visible` is bool
+        [B or 1, 1, S, keys], True where a token attends to one of the first so many places. None: each token
+        attends to itself and to all before it; allowed only if `first` is 0, or a number and S is 1.
         """
         query_BSND, key_BSMD, value_BSMD = self.project(u_BSH, filtered_BSH, rotary)
-        last = first + key_BSMD.shape[1]
-        cache.keys_BPMD[:, first:last] = key_BSMD
-        cache.values_BPMD[:, first:last] = value_BSMD
+        if isinstance(first, Tensor):
+            assert visible is not None
+            last = visible.shape[-1]
+            cache.write(first, key_BSMD, value_BSMD)
+        else:
+            last = first + key_BSMD.shape[1]
+            cache.keys_BPMD[:, first:last] = key_BSMD
+            cache.values_BPMD[:, first:last] = value_BSMD
         heads_BSND = _attend(
             query_BSND,
             cache.keys_BPMD[:, :last],
             cache.values_BPMD[:, :last],
-            is_causal=visible is None and first == 0,
+            is_causal=visible is None and isinstance(first, int) and first == 0,
             visible=visible,
         )
         return self.out(heads_BSND.flatten(2))

@@ -112,11 +112,14 @@ class Block(nn.Module):
         x_BSH: Tensor,
         rotary: RotaryTables,
         cache: LayerCache,
-        first: int,
+        first: int | Tensor,
         document_start: Tensor | None,
         visible: Tensor | None,
     ) -> Tensor:
-        """Return [B, S, H] of tokens [first, first + S), and add them to `cache`. Needs both halves."""
+        """Return [B, S, H] of the next tokens, and add them to `cache`. Needs both halves.
+
+        `first` and `visible` as in `SelfAttention.step`.
+        """
         u_BSH = filtered_BSH = self.attention_norm(x_BSH)
         if self.filter is not None:
             assert cache.filter_state is not None

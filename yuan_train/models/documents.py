@@ -65,7 +65,22 @@ def find_resets(
     """
     if eod_id is None:
         return DocumentResets()
-    document_start = find_document_starts(tokens_BS, eod_id)
+    return resets_at(
+        find_document_starts(tokens_BS, eod_id),
+        reset_position_ids=reset_position_ids,
+        reset_attention=reset_attention,
+        reset_filter=reset_filter,
+    )
+
+
+def resets_at(
+    document_start: Tensor,
+    *,
+    reset_position_ids: bool = True,
+    reset_attention: bool = True,
+    reset_filter: bool = True,
+) -> DocumentResets:
+    """Return what to reset where documents begin, bool [B, S] on the host; by default all."""
     return DocumentResets(
         positions=_positions(document_start) if reset_position_ids else None,
         document_start=document_start if reset_filter else None,

@@ -39,13 +39,17 @@ class DropoutSeed:
 
     def keys(self, sample: int, layer: int, site: str) -> Keys:
         """Return the hash keys of one layer and site for the micro-batch's sample number `sample`."""
-        text = f"{self.seed}:{self.first_sample + sample}:{layer}:{site}"
-        digest = hashlib.sha256(text.encode()).digest()
-        return (
-            int.from_bytes(digest[:4], "little"),
-            int.from_bytes(digest[4:8], "little"),
-            int.from_bytes(digest[8:12], "little"),
-        )
+        return hash_keys(f"{self.seed}:{self.first_sample + sample}:{layer}:{site}")
+
+
+def hash_keys(text: str) -> Keys:
+    """The keys of `hashes` that follow from a text."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return (
+        int.from_bytes(digest[:4], "little"),
+        int.from_bytes(digest[4:8], "little"),
+        int.from_bytes(digest[8:12], "little"),
+    )
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,13 @@ def traceable_dropout(x_BSH: Tensor, rate: float, keys_3B1: Tensor) -> Tensor:
     return x_BSH * kept_BSH * (1 / (1 - rate))
 
 
-def hashes(count: int, keys: Keys | Tensor, *, device: torch.device | str = "cpu") -> Tensor:
-    """Return int64 [count]: hashes of 0 .. count - 1 under `keys`, uniform over [0, 2^32).
+def hashes(count: int, keys: Keys | Tensor, *, first: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    """Return int64 [count]: hashes of first .. first + count - 1 under `keys`, uniform over [0, 2^32).
 
     Of `keys` int64 [rounds, B, 1] it returns those of B samples, [B, count].
     """
-    assert count <= 1 << 32, "the hash takes 32-bit element indices"
-    x = torch.arange(count, device=device)
+    assert first + count <= 1 << 32, "the hash takes 32-bit element indices"
+    x = torch.arange(first, first + count, device=device)
     for (shift, factor), key in zip(_ROUNDS, keys, strict=True):
         x = x ^ key if isinstance(key, Tensor) else x.bitwise_xor_(key)
         x.bitwise_xor_(x >> shift)

@@ -9,6 +9,7 @@ B = sequences, S = tokens of a sequence, H = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -32,6 +33,16 @@ from yuan_train.models.rotary import RotaryTables, rotary_tables
 
 IGNORE_INDEX = -100
 """Target of a token that is not trained."""
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The words whose logits this rank computes, and how it learns what the others found."""
+
+    first: int
+    """Its first word."""
+    gather: Callable[[Tensor], Tensor]
+    """All-gathers a tensor [...] over the ranks: [ranks, ...]."""
 
 
 @dataclass
@@ -101,6 +112,8 @@ class Transformer(nn.Module):
         self.has_head = head
         self.recompute = recompute
         self.recompute_layers = len(numbers) if recompute_layers is None else recompute_layers
+        self.vocabulary_part: VocabularyPart | None = None
+        """Set by tensor parallelism where each rank has a part of the output matrix."""
         device = torch.device("cpu" if device is None else device)
         sizes = (config.vocab_size, config.hidden_size)
         if embedding or (head and config.tie_embeddings):
@@ -128,6 +141,11 @@ class Transformer(nn.Module):
         assert self.has_head, "this part of the model has no head"
         assert self.config.output == "vocabulary", "this model's head has no vocabulary"
         return self.embedding.weight if self.config.tie_embeddings else self.head.weight
+
+    def set_vocabulary_part(self, index: int, gather: Callable[[Tensor], Tensor]) -> None:
+        """Note that this rank is number `index` of those that share the output matrix in equal parts."""
+        if self.config.output == "vocabulary":
+            self.vocabulary_part = VocabularyPart(index * self.output_weight.shape[0], gather)
 
     @property
     def blocks(self) -> dict[int, Block]:
@@ -209,7 +227,10 @@ class Transformer(nn.Module):
         return self.score(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., V] of `forward`'s hidden state [..., H], in fp32 (fp64 for fp64)."""
+        """Return the logits [..., V] of `forward`'s hidden state [..., H], in fp32 (fp64 for fp64).
+
+        Under tensor parallelism those of this rank's words, `vocabulary_part`.
+        """
         logits = ops.linear(hidden, self.output_weight)
         return logits if logits.dtype == torch.float64 else logits.float()
 

@@ -208,7 +208,7 @@ def _start_reduction(
 
 
 def _make_programs(
-    grid: Grid, coord: RankCoord, groups: Groups, boundary: Boundary
+    grid: Grid, coord: RankCoord, groups: Groups, boundary: Boundary | None
 ) -> tuple[RankProgram, RankProgram, Bridge | None]:
     """This rank's programs for training and evaluation, and the bridge of a pipeline of several stages."""
     pipeline, workers = grid.pipeline(coord), grid.workers(coord.pipeline)
@@ -218,9 +218,45 @@ def _make_programs(
     programs = schedule[coord.worker], evaluation[coord.worker]
     if len(pipeline.stages) == 1:
         return *programs, None
+    assert boundary is not None
     bridge = make_bridge(grid, coord, groups, boundary, schedule)
     program, evaluation_program = (post_early(p, workers, bridge.holds_up_nothing) for p in programs)
     return program, evaluation_program, bridge
+
+
+def make_lane(runtime: RankRuntime, micro_batches: Sequence[int]) -> RankRuntime:
+    """The runtime with programs of so many micro-batches of each pipeline: for a batch of fewer rows.
+
+    `runtime.reducer` follows one program at a time. Raises PlanError for a schedule that cannot run.
+    """
+    plan = runtime.grid.plan
+    pipelines = tuple(
+        replace(pipeline, num_micro_batches=count)
+        for pipeline, count in zip(plan.pipelines, micro_batches, strict=True)
+    )
+    rows = sum(pipeline.num_sequences for pipeline in pipelines)
+    grid = Grid(replace(plan, pipelines=pipelines, global_batch_size=rows))
+    # Every rank checks every pipeline, so that all of them raise or none does.
+    for number in range(len(pipelines)):
+        pipeline_schedule(grid.plan, number)
+    boundary = runtime.bridge.boundary if runtime.bridge is not None else None
+    program, evaluation, bridge = _make_programs(grid, runtime.coord, runtime.groups, boundary)
+    return replace(runtime, program=program, evaluation_program=evaluation, bridge=bridge)
+
+
+def make_forward_lane(
+    runtime: RankRuntime, num_micro_batches: int, boundary: Boundary
+) -> tuple[RankProgram, Bridge | None]:
+    """A program that forwards so many micro-batches through this rank's pipeline, and its bridge."""
+    grid, coord = runtime.grid, runtime.coord
+    workers = grid.workers(coord.pipeline)
+    schedule = forward_only(workers=workers, num_micro_batches=num_micro_batches)
+    check_schedule(schedule, workers)
+    program = schedule[coord.worker]
+    if len(workers) == 1:
+        return program, None
+    bridge = make_bridge(grid, coord, runtime.groups, boundary, schedule)
+    return post_early(program, workers, bridge.holds_up_nothing), bridge
 
 
 def make_bridge(

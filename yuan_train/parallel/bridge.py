@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,6 +67,16 @@ class Bridge:
         """Whether this rank's device goes on while a posted receive waits for its sender."""
         transport = self._groups.edges.get(self._edge(receive))
         return transport is not None and transport.open_receives_hold_up_nothing
+
+    @property
+    def boundary(self) -> Boundary:
+        """What its messages are now."""
+        return self._boundary
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """From the next lane on messages have this shape; nothing may be under way."""
+        assert not self._received and not any(self._sent.values())
+        self._boundary = replace(self._boundary, shape=shape)
 
     def post(self, step: Step) -> None:
         """Allocate the buffer of a message and start to receive it; does not wait."""

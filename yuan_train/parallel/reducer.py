@@ -42,8 +42,7 @@ class GradReducer:
         deferred: Collection[str] = (),
         start: Callable[[int], None],
     ) -> None:
-        self._closing = closing_steps(program)
-        self._last = program[-1]
+        self.follow(program)
         self._buckets_of = buckets_of
         self._deferred = frozenset(deferred)
         self._start = start
@@ -59,6 +58,11 @@ class GradReducer:
             parameter.register_post_accumulate_grad_hook(self._hook(name))
             # For gradients that a split backward adds later, without a backward of torch.
             parameter.on_main_gradient = partial(self.arrived, name)  # pyright: ignore
+
+    def follow(self, program: RankProgram) -> None:
+        """From the next optimizer step on, gradients are those of this program of the same stages."""
+        self._closing = closing_steps(program)
+        self._last = program[-1]
 
     def begin(self) -> None:
         """Expect every gradient of a new optimizer step."""

@@ -9,7 +9,7 @@ full activations between modules; f and g are Megatron's operators (`collectives
     row         the input is sharded; g all-reduces the output
     filter      conv1 as column, conv2 as row, over the H/2 channels; conv2's bias is added after g
     vocabulary  each rank looks up its own rows, and g all-reduces the output; the head all-gathers two
-                numbers per token (its logsumexp and its target's logit)
+                numbers per token (its logsumexp and its target's logit), and four to draw one
     head_norm   each rank norms its own heads; the weights' gradients are all-reduced once per step
 """
 
@@ -90,8 +90,10 @@ def apply_tensor_parallel(model: Any, spec: ShardSpec, group: dist.ProcessGroup)
             module.forward = _parallel_lookup(module, spec, group)
         if hasattr(module, "convolve"):
             module.convolve = _parallel_filter(module, inputs, group)
+            module.convolve_step = _parallel_filter_step(module, group)
     if model.has_head:
         model.loss = _parallel_loss(model, spec, group)
+        model.set_vocabulary_part(spec.index, _all_gather(group, spec.count))
 
 
 def reduce_head_norms(bucket: FlatBucket, spec: ShardSpec, group: dist.ProcessGroup) -> None:
@@ -168,6 +170,32 @@ def _parallel_filter(
         return reduce_from_tp(part_BSH, group) + module.conv2.bias
 
     return convolve
+
+
+def _parallel_filter_step(module: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
+    def convolve_step(u_BSH: Tensor, state: Any, document_start: Tensor | None) -> tuple[Tensor, Any]:
+        part_BSH, state = ops.localized_filter_step(
+            u_BSH,
+            state,
+            module.conv1.weight,
+            module.conv1.bias,
+            module.conv2.weight,
+            None,
+            document_start=document_start,
+        )
+        return reduce_from_tp(part_BSH, group) + module.conv2.bias, state
+
+    return convolve_step
+
+
+def _all_gather(group: dist.ProcessGroup, count: int) -> Callable[[Tensor], Tensor]:
+    def gather(local: Tensor) -> Tensor:
+        gathered = [torch.empty_like(local) for _ in range(count)]
+        with blame_peers("the gathering of a draw", dist.get_process_group_ranks(group)):
+            dist.all_gather(gathered, local.contiguous(), group=group)
+        return torch.stack(gathered)
+
+    return gather
 
 
 def _parallel_lookup(module: Any, spec: ShardSpec, group: dist.ProcessGroup) -> Callable[..., Tensor]:

@@ -27,9 +27,9 @@ from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.zero import STATES, OwnedState, State
 from yuan_train.train.expert_load import ExpertLoad
-from yuan_train.train.feed import Feed, Share
+from yuan_train.train.feed import Feed, Passes, Share
 from yuan_train.train.job import Job
-from yuan_train.train.objective import PairLoss
+from yuan_train.train.objective import Objective, PairLoss
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner, stage_needs
 from yuan_train.train.state import Progress, from_state
@@ -38,16 +38,19 @@ from yuan_train.train.step import Trainer
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def build(job: Job) -> tuple[Trainer, Progress]:
+def build(
+    job: Job, *, feed: Passes | None = None, objective: Objective | None = None
+) -> tuple[Trainer, Progress]:
     """This rank's trainer and the progress to start from; with the checkpoint's state if the job has one.
 
+    `feed` has the micro-batches (None: those of the job's data), `objective` is the loss (None: the run's).
     Collective over all ranks. Raises CheckpointError if the checkpoint cannot be read.
     """
     run, plan, rank = job.run, job.plan, job.position.rank
     dtype = DTYPES[run.train.precision]
     sharding, row_blocks = sharding_of(run.model)
     parts = ModelParts(
-        build=partial(_build_part, run.model, dtype),
+        build=partial(build_part, run.model, dtype),
         initial=_initial(job),
         sharding=sharding,
         row_blocks=row_blocks,
@@ -66,7 +69,8 @@ def build(job: Job) -> tuple[Trainer, Progress]:
     )
     device_type = plan.device_type(rank)
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
-    feed = Feed(_share(job, runtime))
+    resets = _resets(job) if feed is None else run.data.resets
+    feed = Feed(_share(job, runtime)) if feed is None else feed
     pair_loss = PairLoss(run.objective, device=job.device) if run.objective.reads_pairs else None
     stopwatch = Stopwatch(job.device, slowdown=slowdown)
     tiers = _tiers(job, runtime, stopwatch)
@@ -75,11 +79,11 @@ def build(job: Job) -> tuple[Trainer, Progress]:
             cast(Transformer, part),
             feed,
             micro_batch_size=runtime.grid.pipeline(runtime.coord).micro_batch_size,
-            resets=_resets(job),
+            resets=resets,
             seed=run.train.seed,
             device=job.device,
             deferred=runtime.deferred[stage],
-            objective=pair_loss,
+            objective=objective or pair_loss,
             stage=stage,
             tiers=tiers,
         )
@@ -100,7 +104,7 @@ def build(job: Job) -> tuple[Trainer, Progress]:
         if job.start is not None:
             _load_start(job.start, trainer)
         return trainer, Progress.initial(run)
-    return trainer, _restore(job.checkpoint, trainer, run)
+    return trainer, restore(job.checkpoint, trainer, run)
 
 
 def _tiers(job: Job, runtime: RankRuntime, stopwatch: Stopwatch) -> ActivationTiers | None:
@@ -182,7 +186,7 @@ def _publish(trainer: Trainer) -> None:
         state.finish_weight_sync()
 
 
-def _build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:
+def build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:
     """One stage's part of the model, on the meta device."""
     return Transformer(
         model,
@@ -200,7 +204,7 @@ def _compile(part: torch.nn.Module) -> None:
     compile_blocks(cast(Transformer, part))
 
 
-def _restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:
+def restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:
     """Fill weights and optimizer state from a checkpoint; collective over all ranks."""
     kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
     tensors = checkpoint_tensors(trainer, OwnedState.held_boxes, kinds)

@@ -43,6 +43,27 @@ class Source(Protocol):
         ...
 
 
+class Passes(Source, Protocol):
+    """A source of the micro-batches of one global batch after another; a context manager."""
+
+    batch_tokens: dict[tuple[Samples, int], int]
+    """Trained tokens of whole global batches, as the ranks have agreed on them."""
+
+    def begin(self, blend: Samples, first_sample: int, *, then: int | None = None) -> None:
+        """Start a pass over the global batch from `first_sample` on; the one from `then` on is next."""
+        ...
+
+    def count_trained(self, blend: Samples, first_sample: int) -> int:
+        """Targets with a loss that this rank reads in a pass that was begun or announced."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """Which samples a rank reads, and what it uses of them."""

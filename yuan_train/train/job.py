@@ -77,6 +77,16 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     """
     plan = plan or single_card_plan(run)
     check_plan_of_run(plan, run)
+    device, tokenizer = check_position(run, plan, position)
+    train, validation = open_data(run, tokenizer)
+    # Of several ranks one looks for all, once they are connected: see `agreement.find_resume_together`.
+    alone = position.world_size == 1
+    checkpoint, start = find_checkpoints(run) if alone else (None, None)
+    return Job(run, plan, position, device, train, validation, tokenizer, checkpoint, start)
+
+
+def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[torch.device, Tokenizer | None]:
+    """The device of this process under a plan of the run, and the run's tokenizer. Raises YuanError."""
     check_precision(plan, run)
     check_compile(plan, run)
     check_engine(plan, run)
@@ -103,11 +113,7 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
             f"model.vocab_size: {run.model.vocab_size} rows, but tokenizer {run.data.tokenizer} has "
             f"{tokenizer.vocab_size} pieces; use a larger vocab_size, or the tokenizer of this model"
         )
-    train, validation = open_data(run, tokenizer)
-    # Of several ranks one looks for all, once they are connected: see `agreement.find_resume_together`.
-    alone = position.world_size == 1
-    checkpoint, start = find_checkpoints(run) if alone else (None, None)
-    return Job(run, plan, position, device, train, validation, tokenizer, checkpoint, start)
+    return device, tokenizer
 
 
 def choose_device(wanted: str, position: Position) -> torch.device:

@@ -15,6 +15,17 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.run import RunConfig
 
 VERSION = 1
+CURVES = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_second",
+    "mfu",
+    "validation_loss",
+    "loss_scale",
+    "accuracy",
+    "margin",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +63,16 @@ class StepMetrics:
     margin: float | None = None
     """By how much it is ahead on average: in scores, or for DPO in implicit rewards beta (l - f)."""
 
+    @property
+    def highlights(self) -> tuple[str, ...]:
+        """What a progress line shows after the loss."""
+        return () if self.accuracy is None else (f"accuracy {self.accuracy:.2f}",)
+
+    @property
+    def curves(self) -> tuple[str, ...]:
+        """The fields that TensorBoard draws, where they are not None."""
+        return CURVES
+
 
 class Log:
     """Writes metrics.jsonl, TensorBoard events and progress lines; on rank 0 only."""
@@ -69,7 +90,7 @@ class Log:
             directory = Path(run.log.directory)
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                self._file = _open_after(directory / "metrics.jsonl", first_step)
+                self._file = open_after(directory / "metrics.jsonl", first_step)
             except OSError as error:
                 raise ConfigError(f"log.directory: {directory} cannot be written: {error}") from None
             self._events = _event_writer(directory)
@@ -89,17 +110,7 @@ class Log:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         if self._events is not None:
-            for name in (
-                "loss",
-                "lr",
-                "grad_norm",
-                "tokens_per_second",
-                "mfu",
-                "validation_loss",
-                "loss_scale",
-                "accuracy",
-                "margin",
-            ):
+            for name in metrics.curves:
                 value = getattr(metrics, name)
                 if value is not None:
                     self._events.add_scalar(name, value, metrics.step)
@@ -136,8 +147,7 @@ def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
     ]
     if metrics.forecast_step_seconds is not None:
         parts[-1] += f" (forecast {metrics.forecast_step_seconds:.3f} s)"
-    if metrics.accuracy is not None:
-        parts.insert(2, f"accuracy {metrics.accuracy:.2f}")
+    parts[2:2] = metrics.highlights
     if metrics.loss_scale is not None:
         skipped = ", step skipped" if not math.isfinite(metrics.grad_norm) else ""
         parts.append(f"scale {metrics.loss_scale:g}{skipped}")
@@ -159,8 +169,8 @@ def peak_flops(plan: Plan, precision: str) -> float | None:
     return total
 
 
-def _open_after(path: Path, first_step: int) -> TextIO:
-    """Open metrics.jsonl for appending, without the lines from `first_step` on: those steps are run again."""
+def open_after(path: Path, first_step: int) -> TextIO:
+    """Open a file of JSON lines for appending, without those from `first_step` on: they come again."""
     kept: list[str] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

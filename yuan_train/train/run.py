@@ -65,14 +65,14 @@ def train(job: Job, build: BuildStepper = build_stepper) -> None:
         with (
             stepper.reading(),
             stop_on_sigterm() as stop_requested,
-            _open_log(job, progress) as log,
+            open_log(job, progress) as log,
             make_saver(job, stepper, log) as saver,
             watching(
                 stepper.world.grid,
                 stepper.world.coord,
                 job.device,
                 timeout_seconds=job.run.train.timeout,
-                last_good=lambda: _last_good(saver.saved),
+                last_good=lambda: last_good(saver.saved),
             ),
         ):
             note = stepper.prepare(job, progress)
@@ -104,7 +104,7 @@ def fail_together(error: YuanError, position: Position) -> NoReturn:
 
 
 @contextmanager
-def _open_log(job: Job, progress: Progress) -> Iterator[Log | None]:
+def open_log(job: Job, progress: Progress) -> Iterator[Log | None]:
     """The log of the run; None on every rank but 0."""
     if job.position.rank > 0:
         yield None
@@ -165,7 +165,7 @@ def _run_steps(
         stop = stop_requested[0] or saver.failed()
         with tracer.step(progress.step + 1, job.device, clock):
             result = _step(job, stepper, progress, lr, stop=stop, saved=saver.saved)
-            measured = _measure(job, stepper, progress.step + 1, clock)
+            measured = measure_step(job, stepper, progress.step + 1, clock)
         scale = progress.scaler.scale if progress.scaler else None
         progress = progress.advance(run, skipped=result.skipped)
         with clock.paused():
@@ -203,10 +203,10 @@ def _step(
             may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
         )
     except TrainingError as error:
-        raise TrainingError(f"step {progress.step + 1}: {error}; {_last_good(saved)}") from error
+        raise TrainingError(f"step {progress.step + 1}: {error}; {last_good(saved)}") from error
 
 
-def _last_good(saved: int | None) -> str:
+def last_good(saved: int | None) -> str:
     return (
         f"the last good checkpoint is that of step {saved}"
         if saved is not None
@@ -215,7 +215,7 @@ def _last_good(saved: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class _Measured:
+class Measured:
     """What is measured of a step."""
 
     step_seconds: float
@@ -225,7 +225,7 @@ class _Measured:
     """Tokens of each layer's experts since they were counted last, if they were counted now."""
 
 
-def _measure(job: Job, stepper: Stepper, step: int, clock: StepClock) -> _Measured:
+def measure_step(job: Job, stepper: Stepper, step: int, clock: StepClock) -> Measured:
     """Wait until all ranks have finished a step, which ends it, and gather their measurements on rank 0.
 
     Collective over all ranks. Many ranks' measurements are gathered only where a progress line is due.
@@ -236,7 +236,7 @@ def _measure(job: Job, stepper: Stepper, step: int, clock: StepClock) -> _Measur
     if not world.groups.tree or is_logged(step, job.run):
         of_ranks = gather_on_first(world.groups, world.coord, local, "the gather of measurements")
     expert_tokens = stepper.take_expert_tokens() if is_logged(step, job.run) else None
-    return _Measured(clock.lap(), of_ranks, expert_tokens)
+    return Measured(clock.lap(), of_ranks, expert_tokens)
 
 
 def _validate(job: Job, stepper: Stepper, progress: Progress) -> float | None:
@@ -253,7 +253,7 @@ def _metrics(
     job: Job,
     progress: Progress,
     result: StepResult,
-    measured: _Measured,
+    measured: Measured,
     lr: float,
     validation: float | None,
     *,

@@ -7,12 +7,12 @@ this rank's tensors and starts a save of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -143,9 +143,17 @@ def _saved_step(job: Job) -> int | None:
     return job.checkpoint.step if job.checkpoint.path.parent.resolve() == Path(directory).resolve() else None
 
 
-def save_progress(job: Job, stepper: Stepper, progress: Progress, saver: Saver) -> None:
+def save_progress(
+    job: Job,
+    stepper: Stepper,
+    progress: Progress,
+    saver: Saver,
+    *,
+    more: Mapping[str, Any] | None = None,
+) -> None:
     """Save a checkpoint, or start to, if the run has a checkpoint directory; collective over all ranks.
 
+    `more` is added to its state.json, as plain JSON values.
     Raises CheckpointError if this save, or the one before it, fails.
     """
     if job.run.checkpoint.directory is None:
@@ -157,7 +165,7 @@ def save_progress(job: Job, stepper: Stepper, progress: Progress, saver: Saver) 
         job.run.checkpoint.directory,
         step=progress.step,
         tensors=snapshot(tensors) if saver.in_background else tensors,
-        state=to_state(progress, job.run),
+        state={**to_state(progress, job.run), **(more or {})},
         tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
         keep=job.run.checkpoint.keep,
         group=saver.group,

@@ -16,7 +16,7 @@ from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.train.expert_load import ExpertLoad
-from yuan_train.train.feed import Feed
+from yuan_train.train.feed import Passes
 from yuan_train.train.objective import PairLoss, RowScores
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import StageRunner
@@ -49,7 +49,7 @@ class Trainer:
     optimizer: Optimizer
     stopwatch: Stopwatch
     executor: Executor
-    feed: Feed
+    feed: Passes
     expert_load: ExpertLoad | None
     """None for a model without experts."""
     device: torch.device
@@ -103,7 +103,7 @@ def train_step(
     for bucket in runtime.buckets:
         bucket.gradient.zero_()
     next_sample = first_sample + runtime.grid.plan.global_batch_size
-    _begin(trainer, blend, first_sample=first_sample, then=next_sample, scale=scale)
+    begin_pass(trainer, blend, first_sample=first_sample, then=next_sample, scale=scale)
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
     runtime.reducer.begin()
     with as_training_error(runtime.coord):
@@ -159,7 +159,7 @@ def validation_loss(trainer: Trainer, blend: Samples, *, num_batches: int) -> fl
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for batch in range(num_batches):
         then = (batch + 1) * batch_size if batch + 1 < num_batches else None
-        _begin(trainer, blend, first_sample=batch * batch_size, then=then)
+        begin_pass(trainer, blend, first_sample=batch * batch_size, then=then)
         with as_training_error(runtime.coord):
             trainer.executor.run(runtime.evaluation_program)
         total += trainer.loss
@@ -181,7 +181,7 @@ def score_all_rows(trainer: Trainer, pairs: Samples, *, num_pairs: int) -> torch
     firsts = range(0, 2 * num_pairs, batch_size)
     for first in firsts:
         then = first + batch_size if first + batch_size < firsts.stop else None
-        _begin(trainer, pairs, first_sample=first, then=then)
+        begin_pass(trainer, pairs, first_sample=first, then=then)
         with as_training_error(runtime.coord):
             trainer.executor.run(runtime.evaluation_program)
     for stage, runner in trainer.runners.items():
@@ -193,7 +193,7 @@ def score_all_rows(trainer: Trainer, pairs: Samples, *, num_pairs: int) -> torch
     return scores / counts
 
 
-def _begin(
+def begin_pass(
     trainer: Trainer, blend: Samples, *, first_sample: int, then: int | None, scale: float = 1.0
 ) -> None:
     """Point the stage runners at their pipeline's share of the batch; that of batch `then` is read ahead."""

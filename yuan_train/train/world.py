@@ -11,7 +11,7 @@ from yuan_train.data.loader import Samples
 from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import Groups, guard_world_collective
 from yuan_train.parallel.world_sum import sum_over_world
-from yuan_train.train.feed import Feed
+from yuan_train.train.feed import Passes
 
 
 class World(Protocol):
@@ -29,7 +29,7 @@ class World(Protocol):
         ...
 
 
-def num_terms(feed: Feed, world: World, blend: Samples, first_sample: int) -> int:
+def num_terms(feed: Passes, world: World, blend: Samples, first_sample: int) -> int:
     """Tokens with a loss in a whole global batch, or pairs: every rank divides by the same number.
 
     With a mask only the last stages know, each of its own share. Their sum over the ranks is known since the
@@ -45,7 +45,7 @@ def num_terms(feed: Feed, world: World, blend: Samples, first_sample: int) -> in
     return known[blend, first_sample]
 
 
-def count_trained(feed: Feed, world: World, blend: Samples, first_sample: int) -> torch.Tensor:
+def count_trained(feed: Passes, world: World, blend: Samples, first_sample: int) -> torch.Tensor:
     """This rank's term of the tokens with a loss in a batch that is begun or announced: fp64 [1], exact."""
     counts = world.coord.tensor_rank == 0
     number = feed.count_trained(blend, first_sample) if counts else 0

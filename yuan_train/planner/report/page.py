@@ -6,7 +6,7 @@ colours, and the plan's own text, so that plan.yaml can be recovered from the pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from yuan_train.config.dump import dump
@@ -15,6 +15,7 @@ from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.simulator import Simulation
+from yuan_train.planner.report.html import key, svg, table, whole_page
 from yuan_train.planner.report.terminal import (
     CATEGORIES,
     GIB,
@@ -44,33 +45,11 @@ SENDS: dict[Sends, str] = {
 
 MAX_DRAWN_PIPELINES = 8
 
-_STYLE = """
-:root{--ink:#1b1f24;--paper:#fff;--soft:#eef1f4;--line:#c5ccd3;
---c0:#3566a8;--c1:#7d9fd0;--c2:#1f8a70;--c3:#e0a030;--c4:#a05195;--c5:#d45087;--c6:#8a939c;--f:#3566a8;--b:#e0a030}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--paper:#15181c;--soft:#23282e;--line:#475059;
---c0:#6c9be0;--c1:#3f5f8f;--c2:#45b899;--c3:#e6b455;--c4:#c382ba;--c5:#e07ba5;--c6:#6b747d;--f:#6c9be0;--b:#e6b455}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);
-max-width:1080px;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;width:100%}
-th,td{text-align:left;padding:.25em .6em;border-bottom:1px solid var(--line)}
-td.n{font-variant-numeric:tabular-nums}pre{background:var(--soft);padding:1em;overflow:auto;font-size:12px}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--ink);font:11px system-ui,sans-serif}
-.card{fill:var(--soft);stroke:var(--line)}.idle{stroke-dasharray:3 3}
-.grid{stroke:var(--line);stroke-width:.5}
-.limit{stroke:var(--ink);stroke-width:1.5}.host{fill:var(--soft);stroke:var(--ink)}.f{fill:var(--f)}.b{fill:var(--b)}.rest{fill:var(--soft)}.wait{fill:url(#hatch)}
-.key{display:inline-block;margin-right:1em}.key svg{display:inline;width:14px;height:14px;vertical-align:-2px}
-@media print{body{max-width:none;margin:0}section{break-inside:avoid}pre{white-space:pre-wrap}}
-"""
-_HATCH = (
-    '<svg width="0" height="0" style="position:absolute;width:0" aria-hidden="true"><defs>'
-    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<rect width="5" height="5" fill="var(--soft)"/><rect width="1.5" height="5" fill="var(--line)"/>'
-    "</pattern></defs></svg>"
-)
 
-
-def plan_html(result: SearchResult, problem: PlanProblem) -> str:
-    """The report page."""
+def plan_html(
+    result: SearchResult, problem: PlanProblem, *, reasons: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """The report page; `reasons` are further sections, each a list of lines."""
     best = result.best
     title = f"Plan for {problem.model.name} on {problem.cluster.name}"
     sections = [
@@ -79,16 +58,12 @@ def plan_html(result: SearchResult, problem: PlanProblem) -> str:
         ("Stages", _stages_html(best)),
         ("Memory on each card", _memory_svg(best.cost)),
         ("Timeline of one step", _timeline_svg(best.cost)),
+        *((name, _list_html(lines)) for name, lines in (reasons or {}).items()),
         ("Runners-up and what was left out", _runners_up_html(result)),
         ("Assumptions", _assumptions_html(result, problem)),
         ("plan.yaml", f'<pre id="plan">{escape(dump(best.plan))}</pre>'),
     ]
-    body = "".join(f"<section><h2>{escape(name)}</h2>{html}</section>\n" for name, html in sections)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
-        f"<style>{_STYLE}</style></head>\n<body>{_HATCH}<h1>{escape(title)}</h1>\n{body}</body></html>\n"
-    )
+    return whole_page(title, sections)
 
 
 def _summary_html(result: SearchResult, problem: PlanProblem) -> str:
@@ -135,7 +110,7 @@ def _cluster_svg(result: SearchResult, problem: PlanProblem) -> str:
         words = f"{link.from_} {'<->' if link.both_ways else '->'} {link.to}: {link.bandwidth / 1e9:.3g} GB/s"
         rows.append(f'<text x="0" y="{y + 12}">{escape(words)}</text>')
         y += 16
-    return _svg(1040, y, "cards and their stages", rows)
+    return svg(1040, y, "cards and their stages", rows)
 
 
 def _stages_html(best: Candidate) -> str:
@@ -166,7 +141,7 @@ def _stages_html(best: Candidate) -> str:
         )
         for stage in best.cost.stages
     ]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _memory_svg(cost: PlanCost) -> str:
@@ -201,10 +176,8 @@ def _memory_svg(cost: PlanCost) -> str:
             + (f", {stage.host_bytes / GIB:.1f} GiB on the host" if stage.host_bytes else "")
             + "</text>"
         )
-    keys = "".join(_key(f"var(--c{i})", name) for i, name in enumerate(CATEGORIES))
-    return f"<p>{keys}<span class=key>| limit</span></p>" + _svg(
-        1080, 22 * len(cost.stages), "memory", shapes
-    )
+    keys = "".join(key(f"var(--c{i})", name) for i, name in enumerate(CATEGORIES))
+    return f"<p>{keys}<span class=key>| limit</span></p>" + svg(1080, 22 * len(cost.stages), "memory", shapes)
 
 
 def _timeline_svg(cost: PlanCost) -> str:
@@ -237,12 +210,12 @@ def _timeline_svg(cost: PlanCost) -> str:
         for i in range(9)
     )
     keys = (
-        _key("var(--f)", "forward")
-        + _key("var(--b)", "backward")
-        + _key("var(--soft)", "warm-up, drain, gradient reduction, optimizer step and weight sync")
-        + _key("url(#hatch)", "waiting for a neighbour or a message")
+        key("var(--f)", "forward")
+        + key("var(--b)", "backward")
+        + key("var(--soft)", "warm-up, drain, gradient reduction, optimizer step and weight sync")
+        + key("url(#hatch)", "waiting for a neighbour or a message")
     )
-    return f"<p>{keys}</p>" + _svg(1060, y + 20, "one step", [*shapes, axis])
+    return f"<p>{keys}</p>" + svg(1060, y + 20, "one step", [*shapes, axis])
 
 
 def _timeline_rows(simulation: Simulation, step_seconds: float, scale: float) -> list[str]:
@@ -282,6 +255,10 @@ def _runners_up_html(result: SearchResult) -> str:
             f"even split over the cluster's order, layers {layer_list(even)}: "
             f"{show_seconds(even.step_seconds)}" + ("" if even.cost.fits else ", does not fit the memory")
         )
+    return _list_html(items)
+
+
+def _list_html(items: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
@@ -294,27 +271,4 @@ def _assumptions_html(result: SearchResult, problem: PlanProblem) -> str:
         "messages: latency + bytes / bandwidth, first in first out on each link; equal pipelines share a "
         "node's NIC, and so do all rings of the gradient reductions that are under way at the same time",
     ]
-    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return f"<table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
-
-
-def _key(fill: str, name: str) -> str:
-    return (
-        f'<span class="key"><svg viewBox="0 0 14 14" aria-hidden="true">'
-        f'<rect width="14" height="14" fill="{fill}"/>'
-        f"</svg> {escape(name)}</span>"
-    )
-
-
-def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {width} {max(height, 1)}" role="img" aria-label="{escape(label)}">'
-        + "".join(parts)
-        + "</svg>"
-    )
+    return _list_html(items)

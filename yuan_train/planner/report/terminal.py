@@ -16,6 +16,7 @@ from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.report.notations import to_blocks
+from yuan_train.planner.report.reasons import bound_values, bound_words
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.search import LeftOut, SearchResult
 
@@ -53,6 +54,7 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
         "exact": result.exact,
         "stopped_by_time_limit": result.stopped,
         "gap": best.step_seconds / result.lower_bound_seconds - 1.0,
+        "bounds": bound_values(result.bounds, best.step_seconds),
         "plans_simulated": result.num_simulated,
         "even_split": None
         if result.even_split is None
@@ -122,18 +124,12 @@ def step_words(result: SearchResult, problem: PlanProblem) -> str:
 
 def best_reasons(result: SearchResult) -> list[str]:
     """Whether the plan is proven fastest, or its gap to the lower bound."""
-    best = result.best
-    if result.exact:
-        proof = "proven fastest of the searched plans, in the simulation"
-    else:
-        gap = best.step_seconds / result.lower_bound_seconds - 1.0
-        bound = show_seconds(result.lower_bound_seconds)
-        proof = (
-            f"best found, not proven; no plan takes less than {bound} "
-            f"(gap {gap:.0%} to a bound that ignores memory and messages)"
-        )
     stopped = "; stopped by search.time_limit" if result.stopped else ""
-    return [f"{proof}{stopped} ({_count(result.num_simulated, 'plan')} simulated)"]
+    simulated = f"{stopped} ({_count(result.num_simulated, 'plan')} simulated)"
+    if result.bounds is None:
+        return [f"proven fastest of the searched plans, in the simulation{simulated}"]
+    first, *rest = bound_words(result.bounds, result.best.step_seconds)
+    return [f"best found, not proven{simulated}; {first}", *rest]
 
 
 def runner_lines(result: SearchResult) -> list[str]:

@@ -23,13 +23,14 @@ from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_fore
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.activations import with_activations_away
 from yuan_train.planner.search.alternating import alternating_plans
-from yuan_train.planner.search.bounds import any_bound
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
+from yuan_train.planner.search.lower_bounds import Bounds
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
+from yuan_train.planner.search.plan_bounds import bound_plans
 from yuan_train.planner.search.shapes import Options, Shape, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 
@@ -65,6 +66,9 @@ class SearchResult:
     """The naive plan, see `even_split`; None with more slots than layers, or without shapes."""
     left_out: tuple[LeftOut, ...]
     lower_bound_seconds: float
+    """No plan that the search might make takes less."""
+    bounds: Bounds | None
+    """How that is known, and what no plan of equal pipelines beats; None if the plan is proven fastest."""
     exact: bool
     """Whether it is proven that no other plan of the searched space is faster in the simulation."""
     stopped: bool
@@ -136,8 +140,10 @@ def search_plan(
     lowest = found.lower_bound_seconds
     has_unproven = _has_unproven(costs, cards, options)
     exact = found.exact and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
-    if has_unproven or (not exact and not problem.has_external_profile):
-        lowest = min(lowest, any_bound(costs, cards, options))
+    bounds = None
+    if not exact:
+        bounds = bound_plans(costs, cards, options, best_seconds=ranked[0].step_seconds, stopped=stopped)
+        lowest = bounds.any_seconds
     bound = min(lowest, ranked[0].step_seconds)
     best = _with_forecast(costs, ranked[0], bound)
     violations = list(validate_plan(best.plan))
@@ -149,6 +155,7 @@ def search_plan(
         even_split=even_split(costs, even_shape, options) if shapes else None,
         left_out=(*without_precision, *_idle(cards, best)),
         lower_bound_seconds=bound,
+        bounds=bounds,
         exact=exact,
         stopped=stopped(),
         num_shapes=len(shapes),

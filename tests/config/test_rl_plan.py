@@ -1,0 +1,180 @@
+"""Every constraint on an RL plan, with its message; and the commands that know such a plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yuan_train.cli.launch import nodes_of, torchrun_lines
+from yuan_train.cli.main import main
+from yuan_train.config.dump import dump
+from yuan_train.config.errors import PlanError
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.rl_plan import (
+    GenerationPlan,
+    ReferencePlan,
+    RlPlan,
+    RolePlan,
+    RolePlans,
+    load_rl_plan,
+    save_rl_plan,
+)
+
+MODEL = ModelConfig(
+    name="toy",
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+    vocab_size=128,
+    max_sequence_length=64,
+)
+
+
+def plan_of(pipelines: list[list[list[list[int]]]], cards: list[str], batch: int = 8, **changes: Any) -> Plan:
+    """A plan of [pipeline][stage][replica] ranks over even shares of the layers."""
+    made = []
+    for stages in pipelines:
+        cuts = [MODEL.num_layers * s // len(stages) for s in range(len(stages) + 1)]
+        parts = [
+            StagePlan(
+                replicas=tuple(map(tuple, replicas)),
+                layers=(cuts[s], cuts[s + 1]),
+                embedding=s == 0,
+                head=s == len(stages) - 1,
+            )
+            for s, replicas in enumerate(stages)
+        ]
+        size = batch // len(pipelines)
+        made.append(PipelinePlan(micro_batch_size=2, num_micro_batches=size // 2, stages=tuple(parts)))
+    ranks = tuple(RankPlan(rank=r, device=card, type="T4") for r, card in enumerate(cards))
+    whole = Plan(model=MODEL, sequence_length=64, global_batch_size=batch, ranks=ranks, pipelines=tuple(made))
+    return replace(whole, **changes)
+
+
+POLICY = plan_of([[[[0]], [[1]]]], ["a/0", "a/1"])
+ENGINES = plan_of([[[[0]]], [[[1]]]], ["a/2", "b/0"])
+APART = RlPlan(
+    mode="async",
+    staleness=1,
+    roles=RolePlans(
+        policy=RolePlan(plan=POLICY),
+        generation=GenerationPlan(shares=(0.25, 0.75), plan=ENGINES),
+        reference=ReferencePlan(where="host"),
+    ),
+)
+SHARED = RlPlan(
+    mode="sync",
+    roles=RolePlans(policy=RolePlan(plan=POLICY), generation=GenerationPlan(with_="policy", slots=8)),
+)
+
+
+def with_engines(**changes: Any) -> RlPlan:
+    return with_generation(plan=replace(ENGINES, **changes))
+
+
+def with_generation(**changes: Any) -> RlPlan:
+    generation = replace(APART.roles.generation, **changes)
+    return replace(APART, roles=replace(APART.roles, generation=generation))
+
+
+def with_stage(**changes: Any) -> RlPlan:
+    first, second = ENGINES.pipelines
+    changed = replace(first, stages=(replace(first.stages[0], **changes),))
+    return with_engines(pipelines=(changed, second))
+
+
+def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    for plan in (APART, SHARED):
+        save_rl_plan(tmp_path / "plan.yaml", plan)
+        assert load_rl_plan(tmp_path / "plan.yaml") == plan
+    assert "with: policy" in dump(SHARED)
+
+
+def test_ranks_run_role_by_role() -> None:
+    assert APART.role_ranks == {"policy": range(0, 2), "generation": range(2, 4)}
+    assert [(entry.rank, entry.device) for entry in APART.ranks] == [
+        (0, "a/0"),
+        (1, "a/1"),
+        (2, "a/2"),
+        (3, "b/0"),
+    ]
+    assert (APART.world_size, SHARED.world_size) == (4, 2)
+    assert APART.engine_shares == (0.25, 0.75)
+    assert with_generation(shares=None).engine_shares == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (replace(APART, version=2), "version: wanted 1, got 2"),
+        (replace(APART, mode="sync"), "staleness: 1, but mode sync has none"),
+        (replace(SHARED, mode="async"), "mode: async, but generation shares the policy's cards"),
+        (with_generation(shares=(0.5, 0.6)), r"roles.generation.shares: sum to 1.1"),
+        (with_generation(shares=(1.0,)), "1 shares for 2 engines"),
+        (with_generation(slots=4), "roles.generation.slots: the plan's micro-batches are the slots"),
+        (with_generation(plan=None, shares=None), "roles.generation.plan: missing"),
+        (with_generation(with_="policy"), "with: policy takes slots alone"),
+        (with_engines(schedule="gpipe"), "roles.generation.plan.schedule: wanted 1f1b, got gpipe"),
+        (with_engines(optimizer_sharding=True), "optimizer_sharding: true: optimizer steps"),
+        (with_engines(sequence_length=32), "sequence_length: 32, but the policy has 64"),
+        (with_engines(model=replace(MODEL, rope_base=5.0)), "rope_base: not the policy's"),
+        (with_stage(recompute="full"), r"pipelines\[0\].stages\[0\].recompute: full: backwards"),
+        (with_stage(optimizer_offload=0.5), r"stages\[0\].optimizer_offload: 0.5"),
+        (with_engines(global_batch_size=9), "roles.generation.plan.global_batch_size: 9, but the pipelines"),
+        (
+            with_engines(ranks=(ENGINES.ranks[0], replace(ENGINES.ranks[1], device="a/0"))),
+            r"roles.generation.plan.ranks\[1\].device: card 'a/0' works for policy already",
+        ),
+        (
+            replace(APART, roles=replace(APART.roles, reference=ReferencePlan())),
+            "roles.reference: neither of where and plan",
+        ),
+        (
+            replace(APART, roles=replace(APART.roles, reward=RolePlan(plan=plan_of([[[[0]]]], ["c/0"])))),
+            "roles.reward.plan.model.output: wanted value, got vocabulary",
+        ),
+    ],
+)
+def test_violations(plan: RlPlan, message: str, tmp_path: Path) -> None:
+    save_rl_plan(tmp_path / "plan.yaml", plan)
+    with pytest.raises(PlanError, match=message):
+        load_rl_plan(tmp_path / "plan.yaml")
+
+
+def test_inspect_shows_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_rl_plan(tmp_path / "plan.yaml", APART)
+    assert main(["inspect", str(tmp_path / "plan.yaml"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["kind"], facts["mode"], facts["placement"], facts["reference"]) == (
+        "rl_plan",
+        "async",
+        "apart",
+        "host",
+    )
+    assert [(stage["role"], stage["ranks"]) for stage in facts["stages"]] == [
+        ("policy", "0-1"),
+        ("policy", "0-1"),
+        ("generation", "2-3"),
+        ("generation", "2-3"),
+    ]
+    assert [engine["slots"] for engine in facts["engines"]] == [4, 4]
+    (tmp_path / "plan.yaml").write_text("kind: rl\nmode: sync\n")
+    assert main(["inspect", str(tmp_path / "plan.yaml")]) == 2
+
+
+def test_launch_names_the_ranks_of_each_node() -> None:
+    nodes = nodes_of(APART)
+    assert [(node.name, node.ranks) for node in nodes] == [("a", (0, 1, 2)), ("b", (3,))]
+    assert "--nproc-per-node=3" in torchrun_lines(nodes, ["rl"], rendezvous=None)[0]
+    apart = with_engines(
+        ranks=(replace(ENGINES.ranks[0], device="b/1"), replace(ENGINES.ranks[1], device="a/2"))
+    )
+    assert [node.ranks for node in nodes_of(apart)] == [(0, 1, 3), (2,)]
+    with pytest.raises(PlanError, match=r"node a has \[0, 1, 3\]"):
+        torchrun_lines(nodes_of(apart), ["rl"], rendezvous=None)

@@ -1,0 +1,102 @@
+"""Roles with worlds of their own, weights over a link between unlike plans, and the loss of a rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parallel.test_transfer import part, whole
+from tests.support.models import tiny_model
+from tests.support.spawn import as_rank, free_port, spawn
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.parallel.links import Link, join_role, move_weights
+from yuan_train.parallel.transfer import (
+    bound_elements,
+    make_buckets,
+    plan_holdings,
+    transfer_table,
+)
+from yuan_train.parallel.transport import LostPeer
+
+CPU = torch.device("cpu")
+
+
+def plan_of(pipelines: list[list[tuple[float, int]]]) -> Plan:
+    """A plan of pipelines of (end of the layers, width) for each stage."""
+    model, rank, made = tiny_model("yuan", num_layers=3), 0, []
+    for stages in pipelines:
+        first, parts = 0.0, []
+        for end, width in stages:
+            replica = tuple(range(rank, rank + width))
+            head = end == model.num_layers
+            parts.append(StagePlan(replicas=(replica,), layers=(first, end), embedding=first == 0, head=head))
+            first, rank = end, rank + width
+        made.append(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=tuple(parts)))
+    ranks = tuple(RankPlan(rank=r, device=f"n/{r}", type="T4") for r in range(rank))
+    return Plan(
+        model=model, sequence_length=8, global_batch_size=len(made), ranks=ranks, pipelines=tuple(made)
+    )
+
+
+POLICY = plan_of([[(1.5, 2), (3, 1)]])
+ENGINES = plan_of([[(1, 1), (3, 2)], [(3, 1)]])
+
+
+def run_roles(rank: int, port: int, folder: Path) -> None:
+    """Policy and engines move weights; then a rank of an engine is gone."""
+    policy, engines = POLICY, ENGINES
+    roles = {
+        "policy": range(policy.world_size),
+        "generation": range(policy.world_size, policy.world_size + engines.world_size),
+    }
+    as_rank(rank, roles["generation"].stop, port)
+    position = join_role(roles, device=CPU, timeout_seconds=20, startup_seconds=60)
+    token = torch.ones(1)
+    dist.all_reduce(token)
+    assert token.item() == dist.get_world_size() == len(roles[position.role])
+    assert dist.get_rank() == position.rank
+    link = Link("weights", range(roles["generation"].stop), position, timeout_seconds=20)
+    holdings = plan_holdings(policy) | plan_holdings(engines, first_rank=policy.world_size)
+    targets = {r: holdings[r] for r in roles["generation"]}
+    table = transfer_table({r: holdings[r] for r in roles["policy"]}, targets)
+    own = holdings[rank]
+    weights = {name: part(tensor, own[name]) for name, tensor in whole("yuan").items() if name in own}
+    tensors = {
+        n: w if rank in roles["policy"] else torch.zeros(w.shape, dtype=torch.bfloat16)
+        for n, w in weights.items()
+    }
+    sent = move_weights(
+        make_buckets(table, itemsize=2, limit=20_000),
+        tensors,
+        own,
+        link=link,
+        job_rank=rank,
+        dtype=torch.bfloat16,
+    )
+    (folder / f"sent-{rank}").write_text(str(sent))
+    if rank in roles["generation"]:
+        assert all(torch.equal(tensors[n], w.bfloat16()) for n, w in weights.items())
+    lost = roles["generation"].stop - 1
+    if rank == lost:
+        os._exit(0)
+    if rank == 0:
+        began = time.monotonic()
+        with pytest.raises(LostPeer, match=f"generation rank {len(targets) - 1} .rank {lost} of the job"):
+            link.receive(torch.empty(1), lost)()
+        assert time.monotonic() - began < 10
+    if rank in roles["policy"]:
+        dist.all_reduce(token)
+        assert token.item() == len(roles["policy"]) ** 2
+    (folder / f"done-{rank}").touch()
+
+
+def test_roles_move_weights_and_see_a_loss(tmp_path: Path) -> None:
+    spawn(run_roles, POLICY.world_size + ENGINES.world_size, free_port(), tmp_path)
+    sent = sum(int(path.read_text()) for path in tmp_path.glob("sent-*"))
+    assert sent == 2 * bound_elements(plan_holdings(ENGINES))
+    assert all((tmp_path / f"done-{rank}").exists() for rank in range(POLICY.world_size))

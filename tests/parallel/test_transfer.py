@@ -1,0 +1,181 @@
+"""Slices between unlike plans, in one process: bits, bytes, and tables with a fault."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+
+from tests.support.models import VARIANTS, tiny_model
+from yuan_train.config.architecture import sharding_of
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.parallel.shard import Shard, part_of
+from yuan_train.parallel.tensor import ShardSpec, shard_parameters
+from yuan_train.parallel.transfer import (
+    bound_elements,
+    check_table,
+    make_buckets,
+    pack,
+    plan_holdings,
+    transfer_table,
+    unpack,
+)
+
+NUM_PAIRS = 200
+NUM_LAYERS = 3
+
+
+def draw_plan(model: ModelConfig, draw: random.Random) -> Plan:
+    """A plan of up to three unlike pipelines of up to three stages, widths and replicas as they come."""
+    rank, pipelines = 0, list[PipelinePlan]()
+    sizes = [] if model.num_experts else model.spec.tensor_sizes(model).values()
+    widths = [w for w in (1, 2, 4) if all(size % w == 0 for size in sizes)]
+    widths = [1, 2] if model.num_experts else widths
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        halves = [0.5 * n for n in range(1, 2 * model.num_layers)]
+        cuts = sorted(
+            draw.sample(halves if draw.random() < 0.3 else range(1, model.num_layers), draw.choice((0, 1, 2)))
+        )
+        borders = [0, *cuts, model.num_layers]
+        stages = list[StagePlan]()
+        for s, (first, last) in enumerate(zip(borders, borders[1:], strict=False)):
+            width, replicas = draw.choice(widths), draw.choice((1, 1, 2))
+            experts = None
+            if model.num_experts and width > 1 and draw.random() < 0.5:
+                few = draw.randrange(model.num_experts + 1)
+                experts = (few, model.num_experts - few)
+            ranks = list(range(rank, rank + width * replicas))
+            rank += width * replicas
+            stages.append(
+                StagePlan(
+                    replicas=tuple(tuple(ranks[i * width : (i + 1) * width]) for i in range(replicas)),
+                    layers=(first, last),
+                    embedding=s == 0,
+                    head=s == len(borders) - 2,
+                    experts=experts,
+                )
+            )
+        pipelines.append(PipelinePlan(micro_batch_size=1, num_micro_batches=2, stages=tuple(stages)))
+    plan = Plan(
+        model=model,
+        sequence_length=8,
+        global_batch_size=sum(p.num_sequences for p in pipelines),
+        ranks=tuple(RankPlan(rank=r, device=f"node-{r // 4}/{r % 4}", type="T4") for r in range(rank)),
+        pipelines=tuple(pipelines),
+    )
+    assert not list(validate_plan(plan))
+    return plan
+
+
+@cache
+def whole(variant: str) -> dict[str, torch.Tensor]:
+    model = Transformer(tiny_model(variant, num_layers=NUM_LAYERS), dtype=torch.float32)
+    init_weights(model, seed=3)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def part(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
+    if shard.rows is not None:
+        return tensor[slice(*shard.rows)].clone()
+    return part_of(tensor, shard, shard.index, shard.count).reshape(shard.local_shape).clone()
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_drawn_pairs_of_plans_move_every_bit_once(variant: str) -> None:
+    """NUM_PAIRS over all architectures; some in bf16 from fp32, in small messages and in one."""
+    draw = random.Random(variant)
+    model, weights = tiny_model(variant, num_layers=NUM_LAYERS), whole(variant)
+    for _ in range(-(-NUM_PAIRS // len(VARIANTS))):
+        policy, engines = draw_plan(model, draw), draw_plan(model, draw)
+        dtype = draw.choice((torch.float32, torch.bfloat16))
+        sources, targets = plan_holdings(policy), plan_holdings(engines, first_rank=policy.world_size)
+        table = transfer_table(sources, targets)
+        check_table(table, sources, targets)
+        buckets = make_buckets(table, itemsize=dtype.itemsize, limit=draw.choice((20_000, 1 << 30)))
+        held = {r: {n: part(weights[n], s) for n, s in own.items()} for r, own in sources.items()}
+        got = {
+            r: {n: torch.full(s.local_shape, float("nan"), dtype=dtype) for n, s in own.items()}
+            for r, own in targets.items()
+        }
+        sent = 0
+        for bucket in buckets:
+            flat = pack(bucket, held[bucket.source], sources[bucket.source], dtype=dtype)
+            sent += flat.numel()
+            unpack(bucket, flat, got[bucket.target], targets[bucket.target])
+        assert sent == bound_elements(targets)
+        for rank, own in targets.items():
+            for name, shard in own.items():
+                assert torch.equal(got[rank][name], part(weights[name], shard).to(dtype)), name
+
+
+@pytest.mark.parametrize("variant", ["yuan", "llama", "mixtral"])
+def test_holdings_are_what_ranks_build(variant: str) -> None:
+    draw, model = random.Random(5), tiny_model(variant)
+    for _ in range(4):
+        plan = draw_plan(model, draw)
+        holdings = plan_holdings(plan)
+        for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+            for index, rank in enumerate(stage.replicas[0]):
+                assert holdings[rank] == built(model, plan, stage, index)
+
+
+def built(model: ModelConfig, plan: Plan, stage: StagePlan, index: int) -> Mapping[str, Shard]:
+    """The shards of a rank as `parallelize` makes them, of modules on the meta device."""
+    from yuan_train.parallel.apply import _experts_of  # pyright: ignore[reportPrivateUsage]
+
+    make = partial(Transformer, model, device="meta")
+    module = make(layers=stage.layers, embedding=stage.embedding, head=stage.head)
+    spec = ShardSpec(*sharding_of(model), index, len(stage.replicas[0]))
+    experts = _experts_of(plan, stage, index)
+    shards = shard_parameters(module, replace(spec, experts=experts), device=torch.device("meta"))
+    return {name: shard for name, shard in shards.items() if 0 not in shard.local_shape}
+
+
+def test_faults_of_a_table_are_named() -> None:
+    draw, model = random.Random(1), tiny_model("yuan")
+    policy, engines = draw_plan(model, draw), draw_plan(model, draw)
+    sources, targets = plan_holdings(policy), plan_holdings(engines, first_rank=policy.world_size)
+    table = transfer_table(sources, targets)
+    for left_out in draw.sample(range(len(table)), 10):
+        with pytest.raises(
+            ValueError, match=f"{table[left_out].name}: .* come to rank {table[left_out].target}"
+        ):
+            check_table(table[:left_out] + table[left_out + 1 :], sources, targets)
+    with pytest.raises(ValueError, match="twice"):
+        check_table((*table, table[0]), sources, targets)
+    with pytest.raises(ValueError, match="rank 99 does not hold"):
+        check_table((table[0]._replace(source=99), *table[1:]), sources, targets)
+    with pytest.raises(KeyError, match="no rank of the sources holds"):
+        transfer_table({0: {}}, targets)
+
+
+def test_the_nearest_and_the_least_loaded_send() -> None:
+    model = tiny_model("yuan")
+    whole_model = StagePlan(replicas=((0,),), layers=(0, model.num_layers), embedding=True, head=True)
+
+    def plan(num_ranks: int) -> Plan:
+        pipelines = tuple(
+            PipelinePlan(
+                micro_batch_size=1, num_micro_batches=1, stages=(replace(whole_model, replicas=((r,),)),)
+            )
+            for r in range(num_ranks)
+        )
+        ranks = tuple(RankPlan(rank=r, device=f"n/{r}", type="T4") for r in range(num_ranks))
+        return Plan(
+            model=model, sequence_length=8, global_batch_size=num_ranks, ranks=ranks, pipelines=pipelines
+        )
+
+    sources, targets = plan_holdings(plan(2)), plan_holdings(plan(1), first_rank=2)
+    sent = {0: 0, 1: 0}
+    for move in transfer_table(sources, targets):
+        sent[move.source] += move.num_elements
+    assert max(sent.values()) < 0.6 * sum(sent.values())
+    near = transfer_table(sources, targets, node_of=lambda rank: "b" if rank else "a")
+    assert {move.source for move in near} == {1}

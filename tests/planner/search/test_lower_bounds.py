@@ -1,0 +1,180 @@
+"""The bounds against every kind of plan: random lawful ones, of all schedules, on small random clusters."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.search.test_search import MODEL, card, problem
+from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.costs.plan_problem import Costs, make_costs
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.search.equal_bound import Scope
+from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
+from yuan_train.planner.search.shapes import read_options
+
+SIZES = (1, 2)
+SCHEDULES = ("1f1b", "zero_bubble", "interleaved_1f1b")
+NUM_PLANS = 250
+
+
+def random_problem(chance: random.Random):
+    """Two kinds of node, one of them faster, with memory that some plans exceed."""
+    memory = [1 / 8 + chance.choice([0.01, 0.02, 0.04, 4.0]) for _ in range(2)]
+    types = {
+        "Fast": card(memory[0], speed=chance.uniform(1.0, 4.0)),
+        "Slow": card(memory[1]),
+    }
+    host = chance.choice([None, Host(memory=2**36)])
+    nodes = tuple(
+        NodeGroup(
+            name=name.lower(),
+            device=name,
+            devices=chance.randint(1, 3),
+            link=Link(bandwidth=chance.choice([1e8, 1e10])),
+            network=Link(bandwidth=chance.choice([1e7, 1e9]), latency=1e-5),
+            host=host,
+        )
+        for name in types
+    )
+    return problem(
+        Cluster(name="random", nodes=nodes, device_types=types),
+        model=replace(MODEL, num_layers=chance.randint(2, 5)),
+        global_batch_size=chance.choice([2, 4, 6]),
+        bucket_size=10**9,
+    )
+
+
+def random_plan(costs: Costs, chance: random.Random) -> Plan:
+    """Any pipelines: often not lawful."""
+    given = costs.problem
+    cards = list(given.cluster.cards)
+    chance.shuffle(cards)
+    cards = cards[: chance.randint(1, len(cards))]
+    schedule = chance.choice(SCHEDULES)
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    num_pipelines = chance.choice([1, 1, 2, 2, 3])
+    pipelines, ranks, batch = [], {}, given.global_batch_size
+    for p in range(num_pipelines):
+        own = cards[p::num_pipelines]
+        size = chance.choice(SIZES)
+        groups = []
+        while own:
+            width, count = chance.choice([1, 1, 2]), chance.choice([1, 1, 1, 2])
+            taken, own = own[: width * count], own[width * count :]
+            if len(taken) < width * count:
+                width, count = len(taken), 1
+            groups.append([taken[i * width : (i + 1) * width] for i in range(count)])
+        for group in groups:
+            for replica in group:
+                for one in replica:
+                    ranks[one] = None
+        stages = groups * chunks
+        cuts = sorted(chance.randint(0, given.model.num_layers) for _ in stages[1:])
+        pipelines.append((size, stages, [0, *cuts, given.model.num_layers]))
+    order = {one: i for i, one in enumerate(c for c in given.cluster.cards if c in ranks)}
+    shares = [batch // num_pipelines] * num_pipelines
+    if chance.random() < 0.4 and num_pipelines > 1:
+        shares[0] += 1
+        shares[1] -= 1
+    shares[0] += batch - sum(shares)
+    made = []
+    for (size, stages, ends), share in zip(pipelines, shares, strict=True):
+        depth = chance.choice([None, None, 1, 3]) if schedule == "1f1b" else None
+        offload = chance.choice([0.0, 0.0, 0.5, 1.0])
+        made.append(
+            PipelinePlan(
+                micro_batch_size=size,
+                num_micro_batches=max(share // size, 1),
+                stages=tuple(
+                    StagePlan(
+                        replicas=tuple(tuple(order[one] for one in replica) for replica in group),
+                        layers=(ends[s], ends[s + 1]),
+                        embedding=s == 0,
+                        head=s == len(stages) - 1,
+                        in_flight=None if depth is None else max(depth, len(group)) * len(stages),
+                        recompute=(kind := chance.choice(["none", "selective", "full"])),
+                        recompute_layers=1 if kind != "none" and ends[s + 1] > ends[s] else None,
+                        optimizer_offload=offload,
+                    )
+                    for s, group in enumerate(stages)
+                ),
+            )
+        )
+    return Plan(
+        cluster=given.cluster.name,
+        model=given.model,
+        sequence_length=given.sequence_length,
+        global_batch_size=batch,
+        schedule=schedule,
+        optimizer_sharding=chance.random() < 0.5,
+        ranks=tuple(RankPlan(rank=i, device=one.name, type=one.type) for one, i in order.items()),
+        pipelines=tuple(made),
+        device_types=uncatalogued_types(given.cluster, {one.type for one in order}),
+    )
+
+
+def is_equal(plan: Plan, cost: PlanCost) -> bool:
+    """Whether all pipelines have as many cards of each type, as large a share and the same layers."""
+
+    def look(p: int) -> object:
+        own = [stage for stage in cost.stages if stage.pipeline == p]
+        pipeline = plan.pipelines[p]
+        return (
+            pipeline.micro_batch_size,
+            pipeline.num_micro_batches,
+            [(stage.layers, [c.type for c in stage.cards]) for stage in own],
+        )
+
+    return all(look(p) == look(0) for p in range(len(plan.pipelines)))
+
+
+def fastest(costs: Costs, chance: random.Random) -> tuple[float, float]:
+    """(of equal pipelines, of any): the shortest steps of random plans."""
+    equal = least = float("inf")
+    for _ in range(NUM_PLANS):
+        plan = random_plan(costs, chance)
+        if any(True for _ in validate_plan(plan)):
+            continue
+        cost = cost_plan(costs, plan)
+        if cost.fits:
+            least = min(least, cost.step_seconds)
+            equal = min(equal, cost.step_seconds) if is_equal(plan, cost) else equal
+    return equal, least
+
+
+def bounds_of(costs: Costs, schedules: tuple, best: float) -> Bounds:
+    given = costs.problem
+    options = read_options(
+        SearchConfig(tensor=(1, 2), micro_batch_size=SIZES, schedule=schedules),
+        micro_batch_size=1,
+        model=given.model,
+    )
+    scope = Scope(schedules=schedules, sizes=SIZES, any_replicas=True, uneven_shares=True)
+    return lower_bounds(
+        costs,
+        given.cluster.cards,
+        options,
+        scope,
+        least_seconds=best / 4,
+        best_seconds=2 * best,
+        work=2e7,
+        stopped=lambda: False,
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_random_plan_is_faster_than_the_bounds(seed):
+    """`best_seconds` is twice the fastest, so that nothing but the bound itself keeps it below."""
+    chance = random.Random(seed)
+    costs = make_costs(random_problem(chance))
+    equal, least = fastest(costs, chance)
+    if least == float("inf"):
+        return
+    bounds = bounds_of(costs, SCHEDULES, least)
+    assert bounds.any_seconds <= least * (1 + 1e-9)
+    assert bounds.equal_seconds <= equal * (1 + 1e-9)
+    assert bounds.any_seconds > least / 4

@@ -1,0 +1,81 @@
+"""Plans by rent, and what would help a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.search.test_search import MODEL, NETWORK, card, problem
+from yuan_train.config.cluster import Cluster, NodeGroup
+from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.report.reasons import change_lines, rent_lines
+from yuan_train.planner.search.explain import explain_plan
+from yuan_train.planner.search.rent import rent_plan, without_nodes
+
+KEYS = {"schedule": ("1f1b",), "micro_batch_size": (1,), "tensor": (1,), "replicas": (1,), "offload": ()}
+
+
+def rented(slow_price: float | None = 5.0):
+    """A fast node, and two slow ones that add little and cost much."""
+    types = {"Fast": card(speed=8.0), "Slow": card()}
+    prices = {"Fast": 4.0, "Slow": slow_price}
+    nodes = tuple(
+        NodeGroup(name=name.lower(), count=count, device=name, network=NETWORK, price=prices[name])
+        for name, count in (("Fast", 1), ("Slow", 2))
+    )
+    small = replace(MODEL, num_layers=4)
+    return problem(Cluster(name="rented", nodes=nodes, device_types=types), model=small, global_batch_size=4)
+
+
+def test_the_objective_decides_which_nodes_are_rented() -> None:
+    given = rented()
+
+    def rent(objective: str, **keys: object):
+        search = SearchConfig(objective=objective, **KEYS, **keys)  # type: ignore[arg-type]
+        return rent_plan(given, search, micro_batch_size=1, num_steps=100)
+
+    cheap, fast = rent("tokens_per_price"), rent("step_time")
+    assert cheap.chosen.left_out == ("slow-0", "slow-1") and cheap.chosen.price_per_hour == 4.0
+    assert fast.chosen.step_seconds <= cheap.chosen.step_seconds
+    assert all(
+        a.step_seconds < b.step_seconds and a.price_per_step > b.price_per_step
+        for a, b in zip(fast.pareto, fast.pareto[1:], strict=False)
+    )
+    assert any("(chosen)" in line for line in rent_lines(cheap))
+    tight = 100 * fast.chosen.step_seconds * 1.0001
+    assert rent("price_under_deadline", deadline=tight).chosen.step_seconds * 100 <= tight
+    with pytest.raises(NoPlanFits, match=r"search\.deadline: .* fewer steps or more cards"):
+        rent("price_under_deadline", deadline=tight / 2)
+
+
+def test_a_card_without_price_is_refused() -> None:
+    search = SearchConfig(objective="tokens_per_price")
+    wanted = r"nodes\[1\] \(slow\): Slow has no price.*add price:"
+    with pytest.raises(ConfigError, match=wanted):
+        rent_plan(rented(None), search, micro_batch_size=1, num_steps=1)
+
+
+def test_nodes_that_are_left_keep_their_names() -> None:
+    cluster = rented().cluster
+    assert [c.name for c in without_nodes(cluster, ("slow-1",)).cards] == ["fast/0", "slow-0/0"]
+    assert [c.name for c in without_nodes(cluster, ("slow-0",)).cards] == ["fast/0", "slow-1/0"]
+
+
+def test_what_would_help_is_planned_again() -> None:
+    """Over a slow network a faster one gains most; nothing that adds loses."""
+    slow = replace(NETWORK, bandwidth=1e7)
+    given = rented()
+    nodes = tuple(replace(group, network=slow) for group in given.cluster.nodes[:1]) + (
+        replace(given.cluster.nodes[1], count=1, network=slow),
+    )
+    types = {"Fast": card(speed=1.0), "Slow": card()}
+    given = replace(given, cluster=replace(given.cluster, nodes=nodes, device_types=types))
+    search = SearchConfig(**KEYS)  # type: ignore[arg-type]
+    from yuan_train.planner.search.search import search_plan
+
+    step = search_plan(given, search, micro_batch_size=1).best.step_seconds
+    changes = explain_plan(given, search, micro_batch_size=1, step_seconds=step)
+    by_name = {change.what: change for change in changes}
+    assert by_name["networks twice as fast"].gain > 0.0 and by_name["one Fast less"].gain <= 0.0
+    assert all(change.gain >= 0 for change in changes if change.adds)
+    assert change_lines(changes)[0].startswith("limited most by ")

@@ -1,0 +1,94 @@
+"""Placement of roles: against every split on drawn clusters, and on H800 beside H20."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.bench_roles import SPLITS, brute_force, cluster_of, drawn, fixed_step, on_h800_and_h20, problem_of
+from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.model import load_model
+from yuan_train.config.rl_plan import load_rl_plan, save_rl_plan
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.evaluate.role_memory import plan_memory
+from yuan_train.planner.report.roles_page import roles_html
+from yuan_train.planner.report.roles_text import roles_table
+from yuan_train.planner.search.placement_plan import make_rl_plan, placement_of
+from yuan_train.planner.search.roles import RolesSearch, search_roles
+
+ONE_CUT = SearchConfig(
+    schedule=("1f1b",), tensor=(1,), recompute=("none",), replicas=(1,), micro_batch_size=(1,)
+)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_the_search_equals_brute_force(seed: int, tmp_path: Path) -> None:
+    problem = drawn(seed, most_cards=4)
+    search = RolesSearch(problem)
+    result = search_roles(problem, search)
+    assert result.exact
+    best = result.best
+    assert best.step_seconds == pytest.approx(brute_force(search), rel=1e-9)
+    assert result.lower_bound_seconds <= best.step_seconds
+    plan = make_rl_plan(problem, result)
+    save_rl_plan(tmp_path / "plan.yaml", plan)
+    assert load_rl_plan(tmp_path / "plan.yaml") == plan
+    assert (plan.roles.reference is not None) == problem.reference
+    assert plan.roles.reward is None
+    # The plan alone says what its roles hold, as the search had it.
+    held = plan_memory(plan, prompt=problem.load.prompt_tokens)
+    assert all(stage.fits for stage in held)
+    assert plan.forecast is not None
+    forecast = [entry.peak_memory_bytes for entries in plan.forecast.roles.values() for entry in entries]
+    assert [stage.peak for stage in held] == pytest.approx(forecast, rel=1e-6)
+    # And it is priced again as it was found.
+    assert placement_of(problem, plan).step_seconds == pytest.approx(best.step_seconds, rel=0.02)
+    page = roles_html(result, problem, plan)
+    assert "Timelines of the roles" in page and "Sync beside async" in page and "kind: rl" in page
+    assert roles_table(result, problem, plan).startswith(f"RL plan: {best.mode}")
+
+
+def test_h20_cards_generate_beside_h800_that_train() -> None:
+    problem = on_h800_and_h20("1.5b", 60.0, ONE_CUT)
+    steps = {name: fixed_step(problem, name) for name in SPLITS}
+    assert steps["swapped"] > 2.5 * steps["H20 generate"]
+
+
+def test_a_reward_model_gets_cards_of_its_own() -> None:
+    model = load_model("configs/model/qwen2.5-0.5b.yaml")
+    model = replace(model, num_layers=4)
+    problem = problem_of(
+        cluster_of({"H800-80G": 2, "RTX-4090": 1}), model, prompts=2, group=4, prompt=64, new=64
+    )
+    problem = replace(problem, reward_model=replace(model, output="value"), policy_search=ONE_CUT)
+    search = RolesSearch(problem)
+    result = search_roles(problem, search)
+    assert result.best.step_seconds == pytest.approx(brute_force(search), rel=1e-9)
+    plan = make_rl_plan(problem, result)
+    assert list(plan.plans)[-1] == "reward" and plan.roles.reward is not None
+    assert plan.roles.reward.plan.global_batch_size == problem.load.samples
+    assert 0 <= result.best.idle["reward"] <= 1
+
+
+def test_what_does_not_fit_is_said() -> None:
+    model = load_model("configs/model/qwen2.5-14b.yaml")
+    small = problem_of(cluster_of({"RTX-4090": 2}), model, prompts=2, group=4, prompt=64, new=64)
+    with pytest.raises(NoPlanFits, match="weights and gradients of the policy alone"):
+        search_roles(small)
+    short = load_model("configs/model/qwen2.5-0.5b.yaml")
+    long = problem_of(cluster_of({"A10": 2}), short, prompts=1, group=4096, prompt=64, new=2048)
+    with pytest.raises(NoPlanFits, match="one group of 4096 samples of 2112 tokens"):
+        search_roles(replace(long, placements=("apart",)))
+
+
+def test_bounds_hold_for_every_split() -> None:
+    search = RolesSearch(drawn(3, most_cards=3))
+    for shared, splits in ((False, search.splits()), (True, search.shared_splits())):
+        for split in splits:
+            bound = search.bound(split, shared=shared)
+            placed = search.placements(split, shared=shared)
+            assert all(placement.step_seconds >= bound * (1 - 1e-9) for placement in placed)
+            assert placed or not math.isnan(bound)

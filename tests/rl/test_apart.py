@@ -1,0 +1,126 @@
+"""Engines on cards of their own, under unlike plans: in sync mode as one process; async within its bound."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.project import parse_plan
+from tests.support.rl import RLCase, read_lines, run_rl, write_rl
+from tests.support.spawn import as_rank, free_port, spawn
+from yuan_train.cli.main import main
+from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
+from yuan_train.config.rl import policy_run
+from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
+
+POLICY, ENGINES = "2x4: 1@0 | 3@1", "4x1: 1@0 | 3@1 / 4x1: 4@2"
+
+
+def roles_of(path: Path, *, staleness: int, policy: str = POLICY, engines: str = ENGINES) -> RlPlan:
+    run = policy_run(load_rl(path), sequence_length=load_rl(path).sequence_length)
+    generation = GenerationPlan(shares=None, plan=with_names(parse_plan(run, engines), "g"))
+    roles = RolePlans(policy=RolePlan(plan=with_names(parse_plan(run, policy), "p")), generation=generation)
+    return RlPlan(mode="async" if staleness else "sync", staleness=staleness, roles=roles)
+
+
+def with_names(plan: Any, node: str) -> Any:
+    from dataclasses import replace
+
+    ranks = tuple(replace(entry, device=f"{node}/{entry.rank}") for entry in plan.ranks)
+    return replace(plan, ranks=ranks)
+
+
+def run_cases(rank: int, cases: list[tuple[Path, tuple[str, ...], RlPlan, int]]) -> None:
+    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
+    for path, overrides, roles, port in cases:
+        as_rank(rank, roles.world_size, port)
+        _run_role(load_rl(path, overrides), roles)
+
+
+def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
+    path = write_rl(tmp_path)
+    save = f"checkpoint.directory={tmp_path / 'ck'}"
+    cases = {
+        "sync": (0, ()),
+        "begun": (0, (save, "train.steps=1")),
+        "resumed": (0, (save,)),
+        "async": (2, ("train.steps=4", "algorithm.filter=zero_variance")),
+    }
+    spawn(
+        run_cases,
+        5,
+        [
+            (
+                path,
+                (*more, f"log.directory={tmp_path / name}"),
+                roles_of(path, staleness=staleness),
+                free_port(),
+            )
+            for name, (staleness, more) in cases.items()
+        ],
+    )
+    run_rl(RLCase(path, tmp_path / "alone"))
+    alone = read_lines(tmp_path / "alone")
+    assert read_lines(tmp_path / "sync", "samples.jsonl") == read_lines(tmp_path / "alone", "samples.jsonl")
+    together = [*read_lines(tmp_path / "begun"), *read_lines(tmp_path / "resumed")]
+    for curve in (read_lines(tmp_path / "sync"), together):
+        for found, expected in zip(curve, alone, strict=True):
+            for key in ("loss", "grad_norm", "reward", "entropy_estimate"):
+                assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
+            assert found["staleness_max"] == 0 and found["log_prob_gap"]["max"] < 1e-12
+    for found, expected in zip(together, read_lines(tmp_path / "sync"), strict=True):
+        assert {k: found[k] for k in ("loss", "grad_norm")} == {k: expected[k] for k in ("loss", "grad_norm")}
+    curve = read_lines(tmp_path / "async")
+    assert [line["staleness_max"] for line in curve] == [0, 1, 2, 2]
+    assert all(line["sync_bytes"] > 0 for line in curve)
+    assert curve[-1]["next_ticket"] == 4 * 2 + sum(line["groups_filtered"] for line in curve)
+
+
+@pytest.mark.slow
+def test_the_loss_of_an_engine_is_named_in_ten_seconds(tmp_path: Path) -> None:
+    """Through the launcher: its exit code, and the role of the rank that is gone."""
+    path = write_rl(tmp_path)
+    lone = roles_of(path, staleness=1, policy="2x4: 4@0", engines="8x1: 4@0")
+    save_rl_plan(tmp_path / "plan.yaml", lone)
+    command = ["launch", "--config", str(path), "--plan", str(tmp_path / "plan.yaml"), "--this-node", "all"]
+    log = tmp_path / "log"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "yuan_train", *command, "train.steps=100000", f"log.directory={log}"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (log / "metrics.jsonl").exists() or not (log / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    engine = next(
+        pid
+        for pid in children
+        if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b"L")
+    )
+    os.kill(int(engine), 9)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert process.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in errors
+    assert "generation rank 0 (rank 1 of the job) is gone or stuck" in errors
+
+
+def test_what_an_rl_plan_asks_too_much_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rl(tmp_path)
+    save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=1))
+    command = ["rl", "--config", str(path), "--plan", str(tmp_path / "plan.yaml")]
+    assert main(command) == 2
+    assert "the plan has 5 ranks, but 1 were started" in capsys.readouterr().err
+    assert main([*command, "algorithm.group=1"]) == 2
+    assert main([*command, "generation.max_new_tokens=3"]) == 2
+    assert "sequence_length: not the run's" in capsys.readouterr().err

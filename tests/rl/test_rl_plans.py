@@ -1,0 +1,75 @@
+"""Generation and training under plans, against one process: the same tokens, the same loss and gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.project import parse_plan
+from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
+from yuan_train.config.rl import policy_run
+from yuan_train.config.rl_files import load_rl
+
+PLANS = {
+    "uneven": ("2x4: 1@0 | 3@1,2", "1f1b", False),
+    "pipelines": ("2x3: 1@0 | 3@1,2 / 2x1: 4@3", "zero_bubble", True),
+    "replicas": ("2x4: 2@0;1 | 2@2", "gpipe", True),
+    "wide": ("4x2: 4@0,1,2,3", "1f1b", False),
+}
+MORE_PLANS = {
+    "virtual": ("2x4: 1@0 | 1@1 | 1@0 | 1@1", "interleaved_1f1b", False),
+    "pairs": ("1x4: 4@0,1 / 1x4: 2@2 | 2@3", "1f1b", True),
+    "alike": ("2x2: 4@0 / 2x2: 4@1", "1f1b", False),
+}
+KL = ("algorithm.kl={coefficient: 0.1}", "algorithm.updates=2", "generation.temperature=0.7")
+
+
+def test_the_plan_changes_nothing(tmp_path: Path) -> None:
+    cases = cases_of(tmp_path, PLANS)
+    once = (*KL, "train.steps=1")
+    broken = RLCase(
+        tmp_path / "run.yaml",
+        tmp_path / "broken",
+        cases["pipelines"].plan,
+        once,
+        without="sharded_grad_reduce",
+    )
+    run_rl_cases([*cases.values(), broken])
+    check(tmp_path, cases)
+    norms = [read_lines(tmp_path / name)[0]["grad_norm"] for name in ("broken", "pipelines")]
+    assert norms[0] != pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_nor_do_other_plans(tmp_path: Path) -> None:
+    cases = cases_of(tmp_path, MORE_PLANS)
+    run_rl_cases([*cases.values()])
+    check(tmp_path, cases)
+
+
+def cases_of(folder: Path, plans: dict[str, tuple[str, str, bool]]) -> dict[str, RLCase]:
+    path = write_rl(folder)
+    cases: dict[str, RLCase] = {}
+    for name, (text, schedule, sharding) in plans.items():
+        overrides = KL if name == "pipelines" else ("train.steps=1",)
+        run = policy_run(load_rl(path, overrides), sequence_length=16)
+        plan = parse_plan(run, text, schedule=schedule, optimizer_sharding=sharding)
+        cases[name] = RLCase(path, folder / name, plan, overrides)
+    return cases
+
+
+def check(folder: Path, cases: dict[str, RLCase]) -> None:
+    """Every answer's tokens as in one process, and losses and gradients up to rounding."""
+    alone = {
+        overrides: folder / f"alone-{len(overrides)}" for overrides in {c.overrides for c in cases.values()}
+    }
+    for overrides, log in alone.items():
+        run_rl(RLCase(folder / "run.yaml", log, None, overrides))
+    for name, case in cases.items():
+        expected = alone[case.overrides]
+        assert read_lines(case.folder, "samples.jsonl") == read_lines(expected, "samples.jsonl"), name
+        for line, wanted in zip(read_lines(case.folder), read_lines(expected), strict=True):
+            for key in ("loss", "grad_norm", "reward", "entropy_estimate", "ratio_max", "kl"):
+                assert line[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12), (name, key)
+            assert line["log_prob_gap"]["max"] < 1e-12

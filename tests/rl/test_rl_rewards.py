@@ -1,0 +1,137 @@
+"""Scores of answers in processes of their own: right, wrong, and all that a function may do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.rl import OverlongConfig, RewardConfig, RewardFunction
+from yuan_train.rl.reward_worker import Unusable, load_function, score_group
+from yuan_train.rl.rewards import Scorers, reward_of
+from yuan_train.rl.tickets import Sample, Ticket, share_out
+
+FUNCTIONS = """\
+import os
+import time
+
+
+def any_of_these(prompt, completion="", **more):
+    print("megabytes" * 500_000)
+    os.write(2, b"also here")
+    if prompt == "raises":
+        raise KeyError("no")
+    if prompt == "hangs":
+        time.sleep(60)
+    if prompt == "ends":
+        os._exit(3)
+    return {"text": "1.0", "nan": float("nan")}.get(prompt, len(more["completion_ids"]) / 2)
+
+
+def strange(colour):
+    return 1
+
+
+not_a_function = 1
+"""
+
+
+def fields(**changes: Any) -> dict[str, Any]:
+    plain = {"prompt": "", "completion": "7", "answer": "7", "prompt_ids": [1], "completion_ids": [7]}
+    return plain | {"ended": "stop", "ticket": 0, "sample": 0} | changes
+
+
+@pytest.mark.parametrize(
+    ("function", "completion", "answer", "score"),
+    [
+        ({"name": "exact"}, " 7\n", 7, 1),
+        ({"name": "exact"}, "7.", "7", 0),
+        ({"name": "number"}, "so 3 + 4 makes 1,007.0.", "1007", 1),
+        ({"name": "number"}, "seven", 7, 0),
+        ({"name": "number"}, "7 or 8", 7, 0),
+        ({"name": "regex", "pattern": r"#### (.*)"}, "#### 6\n#### 7 ", "7", 1),
+        ({"name": "regex", "pattern": r"#### (.*)"}, "7", "7", 0),
+        ({"name": "format", "pattern": r"<a>.*</a>"}, "<a>\n</a> ", None, 1),
+        ({"name": "format", "pattern": r"<a>.*</a>"}, "so <a></a>", None, 0),
+    ],
+)
+def test_functions_that_are_built_in(
+    function: dict[str, str], completion: str, answer: Any, score: float
+) -> None:
+    found = score_group([load_function(function)], ["f"], [fields(completion=completion, answer=answer)])
+    assert found == {"scores": [[score]]}
+
+
+def test_what_a_function_may_do(tmp_path: Path) -> None:
+    """Groups of two processes, in their order, whatever happened to those before."""
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    functions = (RewardFunction(name="exact"), RewardFunction(python=f"{file}:any_of_these"))
+    cases = {
+        "fine": None,
+        "raises": "any_of_these raised KeyError: 'no'",
+        "hangs": "took longer than reward.timeout (0.4 s)",
+        "ends": "ended its process (exit code 3)",
+        "text": "any_of_these returned '1.0' (str); wanted a number",
+        "nan": "any_of_these returned nan; wanted a finite number",
+        "fine again": None,
+    }
+    with Scorers(RewardConfig(functions=functions, timeout=0.4)) as scorers:
+        found = scorers.score([[fields(), fields(prompt=prompt)] for prompt in cases])
+    for (prompt, message), scores in zip(cases.items(), found, strict=True):
+        if message is None:
+            assert scores.of_answers == ((1.0, 0.5), (1.0, 0.5)), prompt
+        else:
+            assert scores.error is not None and message in scores.error
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("strange", "takes colour; wanted some of prompt, completion"),
+        ("not_a_function", "has no function"),
+        ("missing", "has no function 'missing'"),
+    ],
+)
+def test_functions_that_cannot_be_used(tmp_path: Path, name: str, message: str) -> None:
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    with pytest.raises(Unusable, match=message):
+        load_function({"python": f"{file}:{name}"})
+
+
+def test_a_file_that_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
+    config = RewardConfig(functions=(RewardFunction(python=f"{tmp_path / 'broken.py'}:f"),))
+    with (
+        pytest.raises(ConfigError, match=r"reward.functions: .*No module named 'nowhere_at_all'"),
+        Scorers(config),
+    ):
+        pass
+
+
+def test_rewards() -> None:
+    functions = (RewardFunction(name="exact"), RewardFunction(name="number", weight=0.5))
+    config = RewardConfig(functions=functions, overlong=OverlongConfig(buffer=4, penalty=2.0))
+
+    def reward(length: int, *scores: float, **changes: Any) -> float:
+        ended = "limit" if length == 10 else "stop"
+        sample = Sample(0, 0, (1,) * length, (0.0,) * length, ended)
+        return reward_of(scores, sample, dataclasses.replace(config, **changes), max_new_tokens=10)
+
+    assert reward(6, 1, 1) == 1.5
+    assert reward(7, 1, 1) == 1.0  # one token of the buffer's four
+    assert reward(10, 1, 1) == -0.5
+    assert reward(10, 1, 1, truncated=-1.0) == -1.0
+    assert reward(6, 1, 1, clip=(0.0, 1.2)) == 1.2
+
+
+def test_prompts_are_shared_out_by_weight() -> None:
+    tickets = [Ticket(n, (1,), 1) for n in range(8)]
+    shared = share_out(tickets, [0.25, 0.75])
+    assert [len(part) for part in shared] == [2, 6]
+    assert sorted(t.number for part in shared for t in part) == list(range(8))  # type: ignore[type-var]
+    assert share_out(tickets[:4], [0.25, 0.75]) == [part[: len(part) // 2] for part in shared]

@@ -1,0 +1,256 @@
+"""A run in one process: what is drawn, trained, logged, refused, and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.rl import RLCase, read_lines, run_rl, write_rl
+from tests.support.spawn import start_command
+from yuan_train.cli.main import main
+from yuan_train.config.errors import CheckpointError, DataError, PlanError, TrainingError
+from yuan_train.config.plan import single_card_plan
+from yuan_train.config.rl import policy_run
+from yuan_train.config.rl_files import load_rl
+from yuan_train.rl.collect import Collector
+from yuan_train.rl.job import prepare_rl
+from yuan_train.rl.tickets import Sample
+from yuan_train.train.job import Position
+
+TIMINGS = ("seconds", "per_second", "idle_", "mfu", "peak_memory")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rl(tmp_path_factory.mktemp("rl"))
+
+
+def drawn(project: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[Sample]:
+    """All answers of a run of one step."""
+    found: list[Sample] = []
+    generate = Collector._generate
+
+    def record(self: Collector, *arguments: Any) -> list[list[Sample]]:
+        groups = generate(self, *arguments)
+        found.extend(sample for group in groups for sample in group)
+        return groups
+
+    monkeypatch.setattr(Collector, "_generate", record)
+    run_rl(RLCase(project, folder, None, ("train.steps=1", "train.prompts_per_step=6", *overrides)))
+    monkeypatch.setattr(Collector, "_generate", generate)
+    return found
+
+
+def facts(folder: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the clock."""
+    return [
+        {key: value for key, value in line.items() if not any(part in key for part in TIMINGS)}
+        for line in read_lines(folder)
+    ]
+
+
+def test_slots_and_chunks_change_no_token(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four slots for 24 answers, which take turns; prompts read one token at a time; rows packed or not."""
+    plenty = drawn(project, tmp_path / "plenty", monkeypatch)
+    few = drawn(
+        project,
+        tmp_path / "few",
+        monkeypatch,
+        "generation.slots=4",
+        "generation.prefill_chunk=1",
+        "train.pack=false",
+    )
+    assert len({len(sample.ids) for sample in plenty}) > 2, "answers of unlike lengths"
+    assert [(s.ticket, s.number, s.ids, s.ended) for s in few] == [
+        (s.ticket, s.number, s.ids, s.ended) for s in plenty
+    ]
+    for one, other in zip(few, plenty, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-12)
+    for found, expected in zip(read_lines(tmp_path / "few"), read_lines(tmp_path / "plenty"), strict=True):
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
+        assert found["log_prob_gap"]["max"] < 1e-12
+
+
+@pytest.mark.parametrize("model", ["plain", "llama", "bf16", "fp32"])
+def test_log_probabilities_of_the_draw_are_the_trainers(project: Path, tmp_path: Path, model: str) -> None:
+    overrides = {
+        "plain": ("model.attention=plain",),
+        "llama": ("model.architecture=llama", "model.num_key_value_heads=2", "model.attention="),
+        "bf16": ("train.precision=bf16",),
+        "fp32": ("train.precision=fp32", "generation.temperature=0.5"),
+    }[model]
+    line = run_rl(RLCase(project, tmp_path, None, (*overrides, "train.steps=1")))[0]
+    largest = {"bf16": 0.2, "fp32": 1e-5}.get(model, 1e-12)
+    assert line["log_prob_gap"]["max"] < largest
+    if model == "bf16":
+        assert line["log_prob_gap"]["mean"] < 2e-2
+
+
+def test_aipo_is_the_clipped_loss_where_nothing_is_old(project: Path, tmp_path: Path) -> None:
+    names = ("none", "aipo", "decoupled")
+    norms = {
+        name: run_rl(
+            RLCase(project, tmp_path / name, None, (f"algorithm.correction={name}", "train.steps=1"))
+        )[0]["grad_norm"]
+        for name in names
+    }
+    assert norms["none"] > 0.1
+    assert norms["aipo"] == pytest.approx(norms["none"], rel=1e-6)
+    assert norms["decoupled"] == pytest.approx(norms["none"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_baseline", "reinforce_plus_plus"])
+def test_every_algorithm_trains(project: Path, tmp_path: Path, name: str) -> None:
+    where = "reward" if name in ("rloo", "reinforce_plus_plus") else "loss"
+    kl = f"algorithm.kl={{coefficient: 0.1, estimator: k2, where: {where}}}"
+    lines = run_rl(RLCase(project, tmp_path, None, (f"algorithm.name={name}", kl)))
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-20)
+    assert lines[1]["kl"] > 1e-6
+    assert all(line["grad_norm"] > 0 for line in lines)
+
+
+def test_nothing_is_learned_of_equal_rewards(project: Path, tmp_path: Path) -> None:
+    """Not even weight decay; and with the filter such a batch ends the run."""
+    same = "reward.functions=[{name: exact}]"
+    lines = run_rl(RLCase(project, tmp_path, None, (same, f"checkpoint.directory={tmp_path / 'c'}")))
+    assert [line["optimizer_steps"] for line in lines] == [0, 0]
+    assert [line["groups_zero_variance"] for line in lines] == [2, 2]
+    assert lines[0]["loss"] == 0 and lines[0]["ratio_mean"] is None
+    with pytest.raises(TrainingError, match=r"step 1: 0 of 2 groups after 4 prompts .*4 had equal rewards"):
+        run_rl(
+            RLCase(
+                project,
+                tmp_path / "f",
+                None,
+                (same, "algorithm.filter=zero_variance", "algorithm.max_refill=2"),
+            )
+        )
+
+
+def test_groups_that_fail_are_replaced_and_counted(project: Path, tmp_path: Path) -> None:
+    function = f"reward.functions=[{{python: '{project.parent / 'rewards.py'}:raises'}}]"
+    lines = run_rl(RLCase(project, tmp_path, None, (function,)))
+    assert [line["groups_failed"] for line in lines] == [1, 1]
+    assert [line["next_ticket"] for line in lines] == [3, 6]
+    with pytest.raises(TrainingError, match="step 1: ticket 1: raises raised KeyError: 'no such answer'"):
+        run_rl(RLCase(project, tmp_path / "stop", None, (function, "reward.on_error=stop")))
+
+
+def test_evaluation_and_files(project: Path, tmp_path: Path) -> None:
+    prompts = project.parent / "prompts.jsonl"
+    evaluation = "evaluation={every: 2, samples: 3, temperature: 1.0, prompts: 4}"
+    lines = run_rl(RLCase(project, tmp_path, None, (f"data.evaluation={prompts}", evaluation)))
+    assert lines[0]["evaluation"] is None
+    assert set(lines[1]["evaluation"]) == {"pass_1", "pass_k", "mean_reward"}
+    assert 0 <= lines[1]["evaluation"]["pass_1"] <= lines[1]["evaluation"]["pass_k"] <= 1
+    samples = read_lines(tmp_path, "samples.jsonl")
+    assert [line["step"] for line in samples] == [1, 1, 2, 2]
+    assert samples[0]["reward"] == samples[0]["rewards"]["evenness"]
+    assert load_rl(tmp_path / "config.yaml").evaluation.samples == 3
+
+
+def test_killed_and_resumed_it_is_the_same_run(project: Path, tmp_path: Path) -> None:
+    """SIGKILL at some moment, then on; with a reference, two updates a batch, and failing groups."""
+    function = f"[{{python: '{project.parent / 'rewards.py'}:evenness'}}]"
+    overrides = (
+        "train.steps=4",
+        "algorithm.updates=2",
+        "algorithm.kl={coefficient: 0.05}",
+        f"reward.functions={function}",
+        "checkpoint.every=1",
+    )
+
+    def case(name: str) -> RLCase:
+        directory = f"checkpoint.directory={tmp_path / name / 'checkpoints'}"
+        return RLCase(project, tmp_path / name, None, (*overrides, directory))
+
+    whole = case("whole")
+    run_rl(whole)
+    killed = case("killed")
+    words = ["rl", "--config", project, *killed.overrides, f"log.directory={killed.folder}"]
+    command = start_command(words, tmp_path / "stderr", environment={"OMP_NUM_THREADS": "1"})
+    log = killed.folder / "metrics.jsonl"
+    while command.process.is_alive() and (not log.exists() or len(log.read_text().splitlines()) < 1):
+        time.sleep(0.002)
+    command.kill()
+    assert log.exists(), command.stderr.read_text()
+    assert len(log.read_text().splitlines()) < 4, "it was killed on the way"
+    run_rl(killed)
+    assert facts(killed.folder) == facts(whole.folder)
+    assert (killed.folder / "samples.jsonl").read_text() == (whole.folder / "samples.jsonl").read_text()
+    last = "checkpoints/step-00000004"
+    tensors = sorted(path.name for path in (whole.folder / last).glob("*.distcp"))
+    assert tensors
+    for name in tensors:
+        assert (killed.folder / last / name).read_bytes() == (whole.folder / last / name).read_bytes()
+
+
+def test_sigterm_saves(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = Collector.collect
+
+    def stop_in_step_1(self: Collector, ticket: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return collect(self, ticket)
+
+    monkeypatch.setattr(Collector, "collect", stop_in_step_1)
+    directory = f"checkpoint.directory={tmp_path / 'c'}"
+    lines = run_rl(RLCase(project, tmp_path, None, ("train.steps=50", directory)))
+    assert len(lines) <= 2
+    assert (tmp_path / "c" / f"step-{len(lines):08}").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("schedule.mode=async", "async is not there yet"),
+        ("algorithm.name=ppo", "needs a critic"),
+        ("reward.model={checkpoint: x}", "a reward model does not score during a run yet"),
+        ("data.prompts=[{file: nowhere.jsonl}]", "nowhere.jsonl: cannot be read"),
+        ("data.max_prompt_tokens=3", r"longer than data.max_prompt_tokens 3: lines \d+ \(\d tokens\)"),
+        ("reward.functions=[{python: 'nowhere.py:f'}]", "nowhere.py: no such file"),
+        ("start.checkpoint=nowhere", "nowhere"),
+    ],
+)
+def test_what_is_refused(
+    project: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rl", "--config", str(project), override]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "[]", '{"prompt_ids": [1.5]}', '{"prompt": "text"}', '{"prompt_ids": [64]}']
+)
+def test_prompts_that_cannot_be_used(project: Path, tmp_path: Path, line: str) -> None:
+    (tmp_path / "odd.jsonl").write_text(line + "\n")
+    run = load_rl(project, (f"data.prompts=[{{file: '{tmp_path / 'odd.jsonl'}'}}]",))
+    with pytest.raises(DataError, match=r"odd\.jsonl"):
+        prepare_rl(run, None, Position())
+
+
+def test_plans_that_do_not_fit(project: Path) -> None:
+    run = load_rl(project)
+    short = single_card_plan(policy_run(run, sequence_length=10))
+    with pytest.raises(PlanError, match="was made for 10, but a prompt of 6 tokens .* take 11"):
+        prepare_rl(run, short, Position())
+    other = single_card_plan(policy_run(load_rl(project, ("algorithm.group=2",))))
+    with pytest.raises(PlanError, match="global_batch_size"):
+        prepare_rl(run, other, Position())
+
+
+def test_a_checkpoint_of_another_model(project: Path, tmp_path: Path) -> None:
+    directory = f"checkpoint.directory={tmp_path / 'c'}"
+    run_rl(RLCase(project, tmp_path, None, ("train.steps=1", directory)))
+    state = json.loads(next((tmp_path / "c").glob("step-*/state.json")).read_text())
+    assert state["rl"]["progress"]["next_ticket"] == 2
+    with pytest.raises(CheckpointError, match="holds another model: vocab_size 64 there, 128 here"):
+        prepare_rl(load_rl(project, (directory, "model.vocab_size=128")), None, Position())

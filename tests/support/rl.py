@@ -1,0 +1,111 @@
+"""Runs of reinforcement learning of tests: a tiny model, drawn prompts, a reward of the tokens alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tests.support.project import MODEL
+from tests.support.ranks import disabled
+from tests.support.spawn import as_rank, free_port, spawn
+from yuan_train.config.plan import Plan
+from yuan_train.config.rl import RLConfig
+from yuan_train.config.rl_files import load_rl
+from yuan_train.rl.job import prepare_rl
+from yuan_train.rl.loop import train_rl
+from yuan_train.train.job import Position
+
+REWARDS = """\
+def evenness(completion_ids):
+    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
+
+
+def raises(ticket):
+    if ticket % 3 == 1:
+        raise KeyError("no such answer")
+    return float(ticket % 2)
+"""
+
+
+def write_rl(folder: Path, **changes: Any) -> Path:
+    """A run of 2 fp64 steps: 2 prompts of 2 to 6 tokens, 4 answers of up to 5 tokens to each."""
+    generator = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = [
+        {"prompt_ids": [generator.randrange(4, 64) for _ in range(generator.randint(2, 6))], "answer": i}
+        for i in range(10)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (folder / "rewards.py").write_text(REWARDS)
+    run: dict[str, Any] = {
+        "model": MODEL | {"num_layers": 4, "num_attention_heads": 4, "vocab_size": 64},
+        "data": {"prompts": [{"file": str(folder / "prompts.jsonl")}], "max_prompt_tokens": 6},
+        "generation": {"max_new_tokens": 5, "stop_ids": [1, 2, 3, 4, 5, 6], "prefill_chunk": 4},
+        "reward": {"functions": [{"python": f"{folder / 'rewards.py'}:evenness"}], "workers": 1},
+        "algorithm": {"name": "grpo", "group": 4},
+        "train": {
+            "steps": 2,
+            "prompts_per_step": 2,
+            "micro_batch_size": 2,
+            "precision": "fp64",
+            "device": "cpu",
+        },
+        "optimizer": {"learning_rate": 3e-3, "schedule": "constant"},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run | changes, sort_keys=False))
+    return path
+
+
+@dataclass(frozen=True)
+class RLCase:
+    """One run under one plan (None: a single rank), with its log in `folder`."""
+
+    run_file: Path
+    folder: Path
+    plan: Plan | None = None
+    overrides: tuple[str, ...] = ()
+    without: str = ""
+    port: int = field(default_factory=free_port)
+
+    @property
+    def run(self) -> RLConfig:
+        return load_rl(self.run_file, (*self.overrides, f"log.directory={self.folder}"))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.plan.world_size if self.plan else 1
+
+
+def run_rl_cases(cases: list[RLCase]) -> None:
+    """Run the cases one after another in one set of processes."""
+    spawn(_run_cases, max(case.num_ranks for case in cases), cases)
+
+
+def run_rl(case: RLCase) -> list[dict[str, Any]]:
+    """Run a case in this process, and return its metrics."""
+    torch.set_num_threads(1)
+    train_rl(prepare_rl(case.run, case.plan, Position()))
+    return read_lines(case.folder)
+
+
+def read_lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The lines of a run's file."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def _run_cases(rank: int, cases: list[RLCase]) -> None:
+    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
+    for case in cases:
+        if rank < case.num_ranks:
+            as_rank(rank, case.num_ranks, case.port)
+            position = Position(rank, case.num_ranks, rank, case.num_ranks)
+            with disabled(case.without):
+                train_rl(prepare_rl(case.run, case.plan, position))

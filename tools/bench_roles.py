@@ -1,0 +1,184 @@
+"""Placement of roles: against every split on drawn clusters, and on 4 H800 beside 4 H20.
+
+    python tools/bench_roles.py [--cases 30] [--first 0] [--models 1.5b 7b 14b] [--seconds 60]
+
+Without cards and without torch. A drawn case has up to 8 cards of two or three types; brute force prices
+every split, way to build engines, mode and placement. On H800 and H20 the best placement is compared with
+the policy on all H800, and with the roles swapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import replace
+
+from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.evaluate.engines import Workload
+from yuan_train.planner.evaluate.roles import RolesProblem
+from yuan_train.planner.report.roles_text import describe
+from yuan_train.planner.search.placement_plan import make_rl_plan
+from yuan_train.planner.search.roles import RolesSearch, search_roles
+
+TYPES = ("H800-80G", "H20", "A100-40G", "RTX-4090", "L40S")
+
+
+def cluster_of(cards: dict[str, int]) -> Cluster:
+    return Cluster(
+        name="unlike",
+        nodes=tuple(
+            NodeGroup(
+                name=name.lower(),
+                device=name,
+                devices=count,
+                link=Link(bandwidth=100e9, latency=5e-6),
+                network=Link(bandwidth=25e9, latency=1e-5),
+            )
+            for name, count in cards.items()
+        ),
+    )
+
+
+def problem_of(
+    cluster: Cluster,
+    model: ModelConfig,
+    *,
+    prompts: int,
+    group: int,
+    prompt: int,
+    new: int,
+    **changes: object,
+) -> RolesProblem:
+    load = Workload(
+        model=model,
+        precision="bf16",
+        prompts=prompts,
+        group=group,
+        prompt_tokens=prompt,
+        new_tokens=new,
+        expected_new_tokens=new,
+    )
+    base = PlanProblem(
+        cluster=cluster,
+        model=model,
+        sequence_length=prompt + new,
+        global_batch_size=prompts * group,
+        precision="bf16",
+    )
+    one_cut = SearchConfig(schedule=("1f1b",), tensor=(1,), recompute=("none",), replicas=(1,))
+    found = RolesProblem(
+        policy=base, load=load, micro_batch_size=1, policy_search=one_cut, packed_rows=load.samples
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def drawn(seed: int, *, most_cards: int) -> RolesProblem:
+    """A cluster of two or three types, a model and samples of some size."""
+    draw = random.Random(seed)
+    names = draw.sample(TYPES, draw.choice((2, 2, 3)))
+    counts: dict[str, int] = {name: 1 for name in names}
+    for _ in range(draw.randrange(most_cards - len(names) + 1)):
+        counts[draw.choice(names)] += 1
+    model = load_model("configs/model/qwen2.5-0.5b.yaml")
+    model = replace(model, num_layers=draw.choice((4, 6)))
+    return problem_of(
+        cluster_of(counts),
+        model,
+        prompts=draw.choice((2, 4)),
+        group=draw.choice((2, 4)),
+        prompt=draw.choice((64, 256)),
+        new=draw.choice((64, 512)),
+        reference=draw.random() < 0.5,
+        staleness=draw.choice((1, 2)),
+        time_limit=1e6,
+    )
+
+
+def brute_force(search: RolesSearch) -> float:
+    """The fastest step of all splits, ways and modes, each of them priced."""
+    steps = [
+        placement.step_seconds
+        for shared, splits in ((False, search.splits()), (True, search.shared_splits()))
+        for split in splits
+        for placement in search.placements(split, shared=shared)
+    ]
+    return min(steps)
+
+
+H800_H20 = {"H800-80G": 4, "H20": 4}
+SPLITS = {
+    "H20 generate": ((4, 0, 0), (0, 4, 0)),
+    "swapped": ((0, 4, 0), (4, 0, 0)),
+}
+
+
+def on_h800_and_h20(name: str, seconds: float, search: SearchConfig | None = None) -> RolesProblem:
+    """512 samples of 256 + 2048 tokens of a Qwen 2.5, as the prototype had them."""
+    found = problem_of(
+        cluster_of(H800_H20),
+        load_model(f"configs/model/qwen2.5-{name}.yaml"),
+        prompts=32,
+        group=16,
+        prompt=256,
+        new=2048,
+        time_limit=seconds,
+    )
+    return replace(found, policy_search=search or SearchConfig())
+
+
+def fixed_step(problem: RolesProblem, name: str) -> float:
+    """Seconds of a step of one of SPLITS, asynchronous."""
+    placed = RolesSearch(replace(problem, modes=("async",))).placements(SPLITS[name], shared=False)
+    return placed[0].step_seconds if placed else float("inf")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cases", type=int, default=30)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--models", nargs="*", default=["1.5b", "7b", "14b"])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    arguments = parser.parse_args()
+    equal = priced = splits = 0
+    began = time.process_time()
+    for seed in range(arguments.first, arguments.first + arguments.cases):
+        problem = drawn(seed, most_cards=8)
+        search = RolesSearch(problem)
+        result = search_roles(problem, search)
+        priced, splits = priced + result.num_priced, splits + result.num_splits
+        best, wanted = result.best.step_seconds, brute_force(search)
+        equal += abs(best - wanted) <= 1e-9 * wanted
+        plan = make_rl_plan(problem, result)
+        assert plan.forecast is not None and result.best.policy.cost.fits
+        for role, entries in plan.forecast.roles.items():
+            for entry in entries:
+                ranks = plan.plans[role].pipelines[entry.pipeline].stages[entry.stage].ranks  # type: ignore[index]
+                types = [plan.plans[role].device_type(rank) for rank in ranks]  # type: ignore[index]
+                assert all(kind and entry.peak_memory_bytes <= kind.memory for kind in types)
+    if arguments.cases:
+        print(
+            f"{equal} of {arguments.cases} drawn cases equal brute force; {priced} of {splits} splits "
+            f"priced; {time.process_time() - began:.0f} CPU s"
+        )
+    for name in arguments.models:
+        problem = on_h800_and_h20(name, arguments.seconds)
+        began = time.process_time()
+        result = search_roles(problem)
+        seconds = time.process_time() - began
+        fixed = {key: fixed_step(problem, key) for key in SPLITS}
+        best = result.best
+        print(
+            f"{name}: {best.step_seconds:.1f} s ({describe(best)}; sync mode {best.sync_mode_seconds:.1f} s; "
+            f"{result.num_priced} of {result.num_splits} splits in {seconds:.0f} CPU s); "
+            + "; ".join(
+                f"{key} {value:.1f} s, {value / best.step_seconds:.2f} x" for key, value in fixed.items()
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Small tasks that a model learns from random weights by reinforcement learning alone.
+
+    python tools/rl_tasks.py make --task sum --out data/rl/sum.jsonl
+    python tools/rl_tasks.py learn --task sum --seeds 3 --out runs/rl-learn
+
+`make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; `copy`, `a =` with the
+answer a; or `code`, heads of Python functions. `learn` trains configs/run/rl-tiny.yaml on one of the first
+two, once for each seed, and prints the mean reward of the first step and of the last 20, of at most 1.20.
+`right` and `ends` are the rewards of that run; `returns` is that of configs/run/rl-code.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+EQUALS, END = 10, 11
+STEPS = {"sum": 150, "copy": 40}
+
+
+def right(completion_ids: list[int], answer: str) -> float:
+    """1 if the first token is the answer."""
+    return float(completion_ids[0] == int(answer))
+
+
+def ends(completion_ids: list[int], ended: str) -> float:
+    """1 if the answer ends behind its first token."""
+    return float(ended == "stop" and len(completion_ids) == 2)
+
+
+def returns(completion: str) -> float:
+    """1 if a function returns within the answer."""
+    return float("return" in completion)
+
+
+def prompts_of(task: str) -> list[dict[str, object]]:
+    """Every prompt of a task once."""
+    if task == "code":
+        heads = ("size", "name", "is_open", "first", "keys", "value", "get_line", "count")
+        return [{"prompt": f"    def {name}(self):\n"} for name in heads]
+    if task == "copy":
+        return [{"prompt_ids": [a, EQUALS], "answer": str(a)} for a in range(10)]
+    return [{"prompt_ids": [a, b, EQUALS], "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
+
+
+def make(task: str, path: Path) -> None:
+    """Write the prompts of a task."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts_of(task)), encoding="utf-8")
+
+
+def learn(task: str, seed: int, folder: Path, overrides: list[str]) -> tuple[float, float]:
+    """Train on a task; the mean reward of the first step, and of the last 20 steps. Raises SystemExit."""
+    from yuan_train.cli.main import main as yuan_train
+
+    prompts, root = folder / f"{task}.jsonl", Path(__file__).resolve().parents[1]
+    make(task, prompts)
+    code = yuan_train(
+        [
+            "rl",
+            "--config",
+            str(root / "configs/run/rl-tiny.yaml"),
+            f"data.prompts=[{{file: '{prompts}'}}]",
+            "data.evaluation=",
+            "evaluation.every=0",
+            f"reward.functions=[{{python: '{__file__}:right'}}, {{python: '{__file__}:ends', weight: 0.2}}]",
+            f"train.seed={seed}",
+            f"train.steps={STEPS[task]}",
+            f"log.directory={folder}",
+            "log.every=50",
+            "checkpoint.directory=",
+            *overrides,
+        ]
+    )
+    if code:
+        raise SystemExit(code)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rewards = [json.loads(line)["reward"] for line in lines]
+    return rewards[0], statistics.fmean(rewards[-20:])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Make a task, or learn it. Returns the exit code: 1 if a seed ends below 0.75."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["make", "learn"])
+    parser.add_argument("--task", choices=["sum", "copy", "code"], default="sum")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="learn: seeds 0 to N - 1")
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="file, or folder for learn")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="learn: changes to the run")
+    given = parser.parse_intermixed_args(arguments)
+    if given.what == "make":
+        make(given.task, given.out)
+        return 0
+    if given.task not in STEPS:
+        parser.error(f"{given.task} is not learned from random weights; wanted one of {', '.join(STEPS)}")
+    least = 1.2
+    for seed in range(given.seeds):
+        start = time.process_time()
+        first, last = learn(given.task, seed, given.out / f"seed-{seed}", given.overrides)
+        least = min(least, last)
+        seconds = time.process_time() - start
+        print(f"seed {seed}: {first:.2f} -> {last:.2f} of 1.20, {seconds:.0f} CPU s", flush=True)
+    return int(least < 0.75)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""`yuan-train plan` with a run of reinforcement learning: which cards train, and which generate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yuan_train.config.model import ModelConfig
+    from yuan_train.config.profile import Profile
+    from yuan_train.config.rl import RLConfig
+
+
+def plan_roles(arguments: argparse.Namespace, profile: Profile | None) -> int:
+    """Search, write, print. Raises ConfigError for wrong input, NoPlanFits if no placement fits."""
+    from yuan_train.config.cluster import load_cluster
+    from yuan_train.config.dump import write_text
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.config.rl_files import load_rl
+    from yuan_train.config.rl_plan import save_rl_plan
+    from yuan_train.planner.report.roles_page import roles_html
+    from yuan_train.planner.report.roles_text import roles_json, roles_table
+    from yuan_train.planner.search.placement_plan import make_rl_plan, roles_problem
+    from yuan_train.planner.search.roles import search_roles
+
+    for option in ("model", "emit", "largest"):
+        if getattr(arguments, option):
+            raise ConfigError(f"--{option}: not with a run of reinforcement learning; leave it out")
+    run = load_rl(arguments.config, tuple(arguments.overrides))
+    cluster = load_cluster(arguments.cluster)
+    problem = roles_problem(run, cluster, profile, reward_model=read_reward_model(run))
+    result = search_roles(problem)
+    plan = make_rl_plan(problem, result)
+    if arguments.report:
+        write_text(arguments.report, roles_html(result, problem, plan))
+    if arguments.out:
+        save_rl_plan(arguments.out, plan)
+    if arguments.json:
+        print(json.dumps(roles_json(result, plan, path=arguments.out)))
+        return 0
+    print(roles_table(result, problem, plan))
+    for path in (arguments.out, arguments.report):
+        if path:
+            print(f"written: {path}", file=sys.stderr)
+    return 0
+
+
+def read_reward_model(run: RLConfig) -> ModelConfig | None:
+    """The reward model that a run scores with; None if functions score. Raises CheckpointError."""
+    if run.reward.model is None:
+        return None
+    from yuan_train.checkpoint.load import find_checkpoint
+
+    return find_checkpoint(run.reward.model.checkpoint).model

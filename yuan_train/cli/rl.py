@@ -1,0 +1,116 @@
+"""yuan-train rl --config F [--plan F]: reinforcement learning, as a single process or as one rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+
+from yuan_train.config.environment import set_rank_defaults
+from yuan_train.config.errors import PlanError, YuanError
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_files import load_plan
+from yuan_train.config.rl import RLConfig
+from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl_plan import RlPlan, load_rl_plan, names_rl_plan
+from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "rl",
+        help="train a model by reinforcement learning",
+        description="Trains a model by reinforcement learning: draws answers to prompts, scores them, and "
+        "makes those more probable that scored better. Without a plan, one process does everything. With "
+        "one, start all ranks with torchrun. SIGTERM saves a checkpoint and exits with 0.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run file, with `algorithm`")
+    parser.add_argument(
+        "--plan", metavar="FILE", help="the policy's plan, under which it also generates; or an RL plan"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the files, then train. What one rank finds wrong ends all, and is printed once per machine."""
+    set_rank_defaults()
+    config, plan, roles, fault = None, None, None, None
+    try:
+        config = load_rl(arguments.config, tuple(arguments.overrides))
+        if arguments.plan:
+            plan, config, roles = _load_plan(arguments.plan, config)
+    except YuanError as error:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            # Said at once, without torch.
+            raise
+        config, fault = None, error
+    if config is not None and roles is not None:
+        return _run_role(config, roles)
+    from yuan_train.cli.train import set_log_levels
+    from yuan_train.rl.job import prepare_rl
+    from yuan_train.rl.loop import train_rl
+    from yuan_train.train.job import find_position
+    from yuan_train.train.run import fail_together
+
+    position = find_position()
+    set_log_levels(position.rank)
+    if config is not None:
+        try:
+            job = prepare_rl(config, plan, position)
+        except YuanError as error:
+            fault = error
+        else:
+            train_rl(job)
+            return 0
+    assert fault is not None
+    try:
+        fail_together(fault, position)
+    except YuanError as error:
+        if position.local_rank > 0:
+            return error.exit_code
+        raise
+
+
+def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | None]:
+    """The policy's plan, the run with an RL plan's slots, and that plan if its roles are apart."""
+    if not names_rl_plan(path):
+        return load_plan(path), config, None
+    roles = load_rl_plan(path)
+    check_rl_plan_of_run(roles, config)
+    generation = roles.roles.generation
+    if not generation.is_shared:
+        own = [name for name in roles.plans if name not in ("policy", "generation")]
+        if own:
+            raise PlanError(f"{path}: roles.{own[0]}: cards of its own do not run yet; plan without it")
+        return roles.roles.policy.plan, config, roles
+    slots = replace(config.generation, slots=generation.slots)
+    return roles.roles.policy.plan, replace(config, generation=slots), None
+
+
+def _run_role(config: RLConfig, roles: RlPlan) -> int:
+    """One rank of a job whose roles are apart; what is wrong ends this rank, and the launcher the others."""
+    from yuan_train.cli.train import set_log_levels
+    from yuan_train.rl.apart import EngineJob, serve
+    from yuan_train.rl.job import check_supported, prepare_rl
+    from yuan_train.rl.loop import train_rl
+    from yuan_train.train.job import choose_device, find_position
+
+    position = find_position()
+    if position.world_size != roles.world_size:
+        raise PlanError(
+            f"the plan has {roles.world_size} ranks, but {position.world_size} were started; start one per "
+            "rank (yuan-train launch)"
+        )
+    role, ranks = next((name, own) for name, own in roles.role_ranks.items() if position.rank in own)
+    set_log_levels(position.rank)
+    if role == "generation":
+        check_supported(config, None, roles)
+        serve(EngineJob(config, roles, choose_device(config.train.device, position)))
+        return 0
+    own = replace(position, rank=position.rank - ranks.start, world_size=len(ranks))
+    train_rl(prepare_rl(config, roles.roles.policy.plan, own, roles=roles))
+    return 0

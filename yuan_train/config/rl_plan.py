@@ -1,0 +1,293 @@
+"""The RL plan: a plan for each role of a reinforcement-learning job, and how the roles take turns.
+
+Each role has ranks of its own, counted from 0; the ranks of the job run role by role in the order of ROLES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, MinLen
+
+from yuan_train.config.document import Document, is_mapping, read_document
+from yuan_train.config.dump import dump, write_text
+from yuan_train.config.errors import ConfigError, PlanError, Violation
+from yuan_train.config.load import build
+from yuan_train.config.plan import Plan, RankPlan
+from yuan_train.config.plan_constraints import validate_plan
+
+RoleName = Literal["policy", "generation", "reference", "reward", "critic"]
+Mode = Literal["sync", "async"]
+ROLES: tuple[RoleName, ...] = ("policy", "generation", "reference", "reward", "critic")
+Share = Annotated[float, Gt(0), Le(1)]
+SHARE_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlan:
+    """A role on cards of its own."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationPlan:
+    """Engines on cards of their own (`plan`, `shares`), or the policy's cards (`with`, `slots`).
+
+    A pipeline of the plan is an engine: its micro_batch_size is the slots of a group, its num_micro_batches
+    the groups in flight; sequence_length is prompt and answer.
+    """
+
+    with_: Literal["policy"] | None = None
+    shares: Annotated[tuple[Share, ...], MinLen(1)] | None = None
+    """Of the prompts, for each engine; they sum to 1. None: in proportion to the engines' slots."""
+    slots: Annotated[int, Gt(0)] | None = None
+    """Samples that each of the policy's pipelines generates at once; only with the policy."""
+    plan: Plan | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the policy's cards generate."""
+        return self.with_ is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePlan:
+    """Where the reference is: on the policy's hosts, swapped in, or on cards of its own."""
+
+    where: Literal["host"] | None = None
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlans:
+    """The roles of a job; what is None is not there."""
+
+    policy: RolePlan
+    generation: GenerationPlan
+    reference: ReferencePlan | None = None
+    reward: RolePlan | None = None
+    critic: RolePlan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleMemory:
+    """Forecast bytes on each card of a stage of a role."""
+
+    pipeline: Annotated[int, Ge(0)]
+    stage: Annotated[int, Ge(0)]
+    peak_memory_bytes: float
+    categories: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlForecast:
+    """Forecast of one step, that is of one batch: generated, scored, trained on, published."""
+
+    step_seconds: float
+    generation_seconds: float
+    """Of a batch, all engines together."""
+    scoring_seconds: float
+    training_seconds: float
+    """Forward passes for old log-probabilities and the reference included."""
+    sync_seconds: float
+    """Weights from the policy to all engines."""
+    sync_bytes: float
+    idle: dict[str, float]
+    """Share of the step in which a role's cards wait, by role."""
+    tail_seconds: float = 0.0
+    """From the end of an engine's full load to the end of the batch's last sample."""
+    sync_mode_seconds: float
+    """The same placement in sync mode."""
+    lower_bound_seconds: float
+    source: Literal["measured", "estimated"]
+    roles: dict[str, tuple[RoleMemory, ...]] = field(default_factory=dict[str, tuple[RoleMemory, ...]])
+    """Memory by stage, by role."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlPlan:
+    """Which role runs on which cards, and whether they take turns or run at the same time."""
+
+    version: int = 1
+    kind: Literal["rl"] = "rl"
+    cluster: str = ""
+    mode: Mode
+    staleness: Annotated[int, Ge(0)] = 0
+    """How many batches older than the trained weights a sample's weights may be."""
+    roles: RolePlans
+    forecast: RlForecast | None = None
+
+    @property
+    def plans(self) -> dict[RoleName, Plan]:
+        """The plan of each role that has cards of its own, in the order of the job's ranks."""
+        roles = self.roles
+        owners = (roles.policy, roles.generation, roles.reference, roles.reward, roles.critic)
+        found = zip(ROLES, owners, strict=True)
+        return {name: own.plan for name, own in found if own is not None and own.plan is not None}
+
+    @property
+    def role_ranks(self) -> dict[RoleName, range]:
+        """The ranks of the job of each role that has cards of its own."""
+        first, found = 0, dict[RoleName, range]()
+        for name, plan in self.plans.items():
+            found[name] = range(first, first + plan.world_size)
+            first += plan.world_size
+        return found
+
+    @property
+    def ranks(self) -> tuple[RankPlan, ...]:
+        """The ranks of the job."""
+        entries = (entry for plan in self.plans.values() for entry in plan.ranks)
+        return tuple(replace(entry, rank=rank) for rank, entry in enumerate(entries))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return sum(plan.world_size for plan in self.plans.values())
+
+    @property
+    def engine_shares(self) -> tuple[float, ...]:
+        """The share of the prompts of each engine."""
+        generation = self.roles.generation
+        plan = self.roles.policy.plan if generation.plan is None else generation.plan
+        if generation.shares is not None:
+            return generation.shares
+        slots = [1 if generation.is_shared else pipeline.num_sequences for pipeline in plan.pipelines]
+        return tuple(number / sum(slots) for number in slots)
+
+
+def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
+    """Yield every violated constraint of an RL plan."""
+    if plan.version != 1:
+        yield Violation(("version",), f"wanted 1, got {plan.version}; plan again with this release")
+    for name, own in plan.plans.items():
+        for violation in validate_plan(own):
+            yield replace(violation, path=("roles", name, "plan", *violation.path))
+    yield from _mode_constraints(plan)
+    yield from _card_constraints(plan)
+    yield from _generation_constraints(plan.roles.generation)
+    yield from _model_constraints(plan)
+    reference = plan.roles.reference
+    if reference is not None and (reference.where is None) == (reference.plan is None):
+        given = "both" if reference.plan is not None else "neither"
+        yield Violation(
+            ("roles", "reference"), f"{given} of where and plan; give `where: host`, or a plan of its own"
+        )
+
+
+def _mode_constraints(plan: RlPlan) -> Iterator[Violation]:
+    if plan.mode == "sync" and plan.staleness:
+        yield Violation(
+            ("staleness",), f"{plan.staleness}, but mode sync has none; set it to 0, or mode: async"
+        )
+    if plan.mode == "async" and plan.roles.generation.is_shared:
+        yield Violation(
+            ("mode",),
+            "async, but generation shares the policy's cards, which do one thing at a time; set mode: sync, "
+            "or give generation a plan of its own",
+        )
+
+
+def _card_constraints(plan: RlPlan) -> Iterator[Violation]:
+    owner: dict[str, str] = {}
+    for name, own in plan.plans.items():
+        for entry in own.ranks:
+            first = owner.setdefault(entry.device, name)
+            if first != name:
+                yield Violation(
+                    ("roles", name, "plan", "ranks", entry.rank, "device"),
+                    f"card {entry.device!r} works for {first} already; a card has one role",
+                )
+
+
+def _generation_constraints(generation: GenerationPlan) -> Iterator[Violation]:
+    path, plan = ("roles", "generation"), generation.plan
+    if generation.is_shared:
+        if plan is not None or generation.shares is not None:
+            yield Violation(path, "with: policy takes slots alone; leave plan and shares out")
+        if generation.slots is None:
+            yield Violation((*path, "slots"), "missing; with: policy says how many samples run at once")
+        return
+    if generation.slots is not None:
+        yield Violation((*path, "slots"), "the plan's micro-batches are the slots; leave it out")
+    if plan is None:
+        yield Violation((*path, "plan"), "missing; give one, or `with: policy` and slots")
+        return
+    if generation.shares is not None:
+        if len(generation.shares) != len(plan.pipelines):
+            counts = f"{len(generation.shares)} shares for {len(plan.pipelines)} engines"
+            yield Violation((*path, "shares"), f"{counts} (pipelines of the plan); give one for each")
+        elif abs(sum(generation.shares) - 1) > SHARE_TOLERANCE:
+            yield Violation((*path, "shares"), f"sum to {sum(generation.shares):g}; they must sum to 1")
+    if plan.schedule != "1f1b":
+        yield Violation((*path, "plan", "schedule"), f"wanted 1f1b, got {plan.schedule}: nothing is trained")
+    yield from _untrained((*path, "plan"), plan)
+
+
+def _untrained(path: tuple[str, ...], plan: Plan) -> Iterator[Violation]:
+    """What only training has: recompute, and the optimizer's keys."""
+    idle = "which generation does not do; leave it out"
+    if plan.optimizer_sharding:
+        yield Violation((*path, "optimizer_sharding"), f"true: optimizer steps, {idle}")
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            where = (*path, "pipelines", p, "stages", s)
+            if stage.recompute != "none":
+                yield Violation((*where, "recompute"), f"{stage.recompute}: backwards, {idle}")
+            if stage.optimizer_offload:
+                yield Violation(
+                    (*where, "optimizer_offload"), f"{stage.optimizer_offload:g}: optimizer steps, {idle}"
+                )
+
+
+def _model_constraints(plan: RlPlan) -> Iterator[Violation]:
+    """Roles with the policy's weights have its model and length; roles that score compute one number."""
+    policy = plan.roles.policy.plan
+    for name, own in plan.plans.items():
+        path = ("roles", name, "plan")
+        if name in ("reward", "critic"):
+            if own.model.output != "value":
+                yield Violation((*path, "model", "output"), f"wanted value, got {own.model.output}")
+            continue
+        fields = (key for key in type(own.model).__dataclass_fields__ if key != "name")
+        differences = [key for key in fields if getattr(own.model, key) != getattr(policy.model, key)]
+        if differences:
+            yield Violation(
+                (*path, "model"), f"{', '.join(differences)}: not the policy's; {name} has the same model"
+            )
+        if own.sequence_length != policy.sequence_length:
+            yield Violation(
+                (*path, "sequence_length"),
+                f"{own.sequence_length}, but the policy has {policy.sequence_length}; make them equal",
+            )
+
+
+def is_rl_plan(document: Document) -> bool:
+    """Whether a document is an RL plan, by its keys; its constraints may be violated."""
+    return is_mapping(document.value) and (document.value.get("kind") == "rl" or "roles" in document.value)
+
+
+def load_rl_plan(path: str | Path) -> RlPlan:
+    """Read an RL plan. Raises PlanError with every violated constraint."""
+    return build(_read(path), RlPlan, validate=validate_rl_plan, error=PlanError)
+
+
+def names_rl_plan(path: str | Path) -> bool:
+    """Whether a file is an RL plan. Raises PlanError if it cannot be read."""
+    return is_rl_plan(_read(path))
+
+
+def _read(path: str | Path) -> Document:
+    try:
+        return read_document(path)
+    except ConfigError as error:
+        raise PlanError(str(error)) from None
+
+
+def save_rl_plan(path: str | Path, plan: RlPlan) -> None:
+    """Write an RL plan atomically. Raises ConfigError if it fails."""
+    write_text(path, dump(plan))

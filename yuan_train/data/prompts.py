@@ -1,0 +1,152 @@
+"""Prompts, and what is known of the right answers, in an order that follows from the seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yuan_train.config.errors import DataError
+from yuan_train.data.chat import check_messages, render_chat
+from yuan_train.data.sampler import hash_key, permuted
+from yuan_train.data.tokenizer import Tokenizer
+
+NAMED = 8
+"""Lines that an error names one by one."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt."""
+
+    ids: tuple[int, ...]
+    text: str
+    """As the file has it; of `prompt_ids` without a tokenizer the ids, with spaces between."""
+    answer: Any
+    """What the file says under `answer`; None if nothing."""
+
+
+class Prompts:
+    """The prompts of some files, in proportion to their weights; each file's in an order of its own."""
+
+    def __init__(self, files: Sequence[Sequence[Prompt]], weights: Sequence[float], *, seed: int) -> None:
+        assert files and all(files)
+        self._files = files
+        total = sum(weights)
+        self._shares = [weight / total for weight in weights]
+        self._seed = seed
+        self._identities = [_identity(prompts) for prompts in files]
+        self._order: list[tuple[int, int]] = []
+        """Of the tickets so far: the file, and how many came from it before."""
+        self._given = [0] * len(files)
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """What ranks compare of the files, wherever these lie."""
+        return [
+            f"{len(prompts)} prompts, content {identity}"
+            for prompts, identity in zip(self._files, self._identities, strict=True)
+        ]
+
+    def __getitem__(self, ticket: int) -> Prompt:
+        """The prompt of a ticket. Every epoch of a file gives each of its prompts once."""
+        while len(self._order) <= ticket:
+            done = len(self._order) + 1
+            behind = [share * done - given for share, given in zip(self._shares, self._given, strict=True)]
+            file = behind.index(max(behind))
+            self._order.append((file, self._given[file]))
+            self._given[file] += 1
+        file, number = self._order[ticket]
+        prompts = self._files[file]
+        epoch, index = divmod(number, len(prompts))
+        key = hash_key("prompts", self._seed, self._identities[file], epoch)
+        return prompts[permuted(index, len(prompts), key)]
+
+
+def read_prompts(
+    path: str | Path, tokenizer: Tokenizer | None, *, template: str, max_tokens: int, vocab_size: int
+) -> list[Prompt]:
+    """Read a .jsonl file of prompts: `prompt` (text or messages) or `prompt_ids`, and `answer`.
+
+    Raises DataError for a file without prompts, a line of another form, and, naming the lines, for prompts of
+    more than `max_tokens`.
+    """
+    found: list[Prompt] = []
+    too_long: list[str] = []
+    for where, record in _records(Path(path)):
+        prompt = _prompt(record, tokenizer, template, where)
+        if not prompt.ids:
+            raise DataError(f"{where}: an empty prompt; wanted at least one token")
+        if min(prompt.ids) < 0 or max(prompt.ids) >= vocab_size:
+            raise DataError(
+                f"{where}: token id {max(prompt.ids)} is beyond the model's vocabulary of {vocab_size}"
+            )
+        if len(prompt.ids) > max_tokens:
+            too_long.append(f"{where.rpartition(':')[2]} ({len(prompt.ids)} tokens)")
+        found.append(prompt)
+    if not found:
+        raise DataError(f'{path}: no prompts; wanted {{"prompt": ..., "answer": ...}}, one object a line')
+    if too_long:
+        more = f" and {len(too_long) - NAMED} more" if len(too_long) > NAMED else ""
+        raise DataError(
+            f"{path}: longer than data.max_prompt_tokens {max_tokens}: lines {', '.join(too_long[:NAMED])}"
+            f"{more}; raise it, or leave them out"
+        )
+    return found
+
+
+def text_of(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """The text of tokens, without special ones; without a tokenizer their numbers, with spaces between.
+
+    A model may draw words that only fill up its vocabulary; they have no text.
+    """
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; check data.prompts and data.evaluation") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: not JSON ({error}); wanted one JSON object a line") from None
+        if not isinstance(record, dict):
+            raise DataError(f"{path}:{number}: {type(record).__name__}; wanted a JSON object")
+        yield f"{path}:{number}", record
+
+
+def _prompt(record: dict[str, Any], tokenizer: Tokenizer | None, template: str, where: str) -> Prompt:
+    answer = record.get("answer")
+    if "prompt_ids" in record:
+        ids = record["prompt_ids"]
+        if not isinstance(ids, list) or any(type(item) is not int or abs(item) >= 1 << 31 for item in ids):
+            raise DataError(f"{where}: prompt_ids is not a list of token ids")
+        return Prompt(tuple(ids), text_of(ids, tokenizer), answer)
+    prompt = record.get("prompt")
+    if tokenizer is None:
+        raise DataError(f"{where}: text needs data.tokenizer; or give prompt_ids")
+    if isinstance(prompt, list):
+        check_messages(prompt, where)
+        text = render_chat(tokenizer, prompt)
+        return Prompt(tuple(tokenizer.encode(text, special=True)), text, answer)
+    if not isinstance(prompt, str):
+        raise DataError(f"{where}: prompt is {type(prompt).__name__}; wanted text, messages or prompt_ids")
+    text = template.replace("{prompt}", prompt)
+    return Prompt((*tokenizer.prefix_ids, *tokenizer.encode(text, special=True)), prompt, answer)
+
+
+def _identity(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.ids, prompt.answer], sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()[:16]

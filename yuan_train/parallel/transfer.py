@@ -1,0 +1,329 @@
+"""Weights from one plan to another: which rank sends which slice of which parameter, in what buckets.
+
+Every element of a part that a target holds comes once, from one of the ranks that hold it, so that the bytes
+are those of the targets' parts exactly: nothing is gathered, and no more than a slice is sent. The table
+follows from the two plans alone, and is made once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from yuan_train.config.architecture import ParameterSpec, ends, half_of
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan_units import divides_experts, expert_ranges
+from yuan_train.parallel.shard import Shard, find_shard
+
+BUCKET_BYTES = 64 * 2**20
+"""The most bytes of one message: enough to fill a link, and what is held beside the weights for a pair."""
+
+Holdings = Mapping[int, Mapping[str, Shard]]
+"""By rank: the shard that it holds of each parameter, by global name."""
+
+
+class Move(NamedTuple):
+    """A box of a global tensor on its way between two ranks."""
+
+    name: str
+    source: int
+    target: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the box."""
+        return math.prod(self.sizes)
+
+
+# --- who holds what --------------------------------------------------------------------------------------
+
+
+def plan_holdings(plan: Plan, first_rank: int = 0) -> dict[int, dict[str, Shard]]:
+    """The shards of every rank of a plan, whose rank 0 is `first_rank`; as `parallelize` builds them.
+
+    Parts without elements are left out, as those of a rank that holds none of a layer's experts.
+    """
+    found: dict[int, dict[str, Shard]] = defaultdict(dict)
+    for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+        experts = expert_ranges(plan.model, stage)
+        for replica in stage.replicas:
+            for index, rank in enumerate(replica):
+                own = None
+                if divides_experts(plan):
+                    own = (0, plan.model.num_experts) if experts is None else experts[index]
+                held = found[first_rank + rank]
+                for name, shard in _stage_shards(plan.model, stage, index, len(replica), own):
+                    if math.prod(shard.local_shape):
+                        held[name] = shard
+    return dict(found)
+
+
+def _stage_shards(
+    model: ModelConfig, stage: StagePlan, index: int, count: int, experts: tuple[int, int] | None
+) -> Iterator[tuple[str, Shard]]:
+    outside, inside = _shards(model, index, count, experts)
+    if stage.embedding:
+        yield "embedding.weight", outside["embedding.weight"]
+    first, last = stage.layers
+    for layer in range(math.floor(first), math.ceil(last)):
+        for name, shard in inside.items():
+            begin = layer + (0.5 if half_of(name) == "feed_forward" else 0.0)
+            if first <= begin < last:
+                yield f"layers.{layer}.{name}", shard
+    if stage.head:
+        for name, shard in outside.items():
+            # A tied embedding is the head's matrix too.
+            if name != "embedding.weight" or model.tie_embeddings:
+                yield name, shard
+
+
+@functools.lru_cache(maxsize=256)
+def _shards(
+    model: ModelConfig, index: int, count: int, experts: tuple[int, int] | None
+) -> tuple[dict[str, Shard], dict[str, Shard]]:
+    """The shards of a rank of the parameters outside the layers, and of those of any layer."""
+
+    def shards(parameters: Sequence[ParameterSpec]) -> dict[str, Shard]:
+        return {
+            p.name: find_shard(
+                p.name,
+                p.shape,
+                {p.name.rpartition(".")[0]: p.sharding},
+                {p.name.rpartition(".")[0]: p.blocks},
+                index=index,
+                count=count,
+                experts=experts,
+            )
+            for p in parameters
+        }
+
+    return shards(ends(model)), shards(model.spec.layer(model))
+
+
+class _Span(NamedTuple):
+    """A range of a shard along the dim in which its tensor is divided: global [start, end), and where it
+    begins in the part."""
+
+    start: int
+    end: int
+    local: int
+
+
+@functools.lru_cache(maxsize=65536)
+def _spans(shard: Shard, dim: int) -> tuple[_Span, ...]:
+    if shard.rows is not None:
+        return (_Span(*shard.rows, 0),)
+    if shard.dim is None:
+        return (_Span(0, shard.shape[dim], 0),)
+    block = shard.shape[dim] // shard.blocks
+    size = block // shard.count
+    starts = (b * block + shard.index * size for b in range(shard.blocks))
+    return tuple(_Span(start, start + size, b * size) for b, start in enumerate(starts))
+
+
+def _dim_of(shards: Sequence[Shard]) -> int:
+    """The dim in which some of a parameter's shards divide it; 0 if none does."""
+    dims = {0 if shard.rows is not None else shard.dim for shard in shards} - {None}
+    assert len(dims) <= 1, "a parameter is divided in one dim"
+    return next(iter(dims), 0) or 0
+
+
+# --- the table -------------------------------------------------------------------------------------------
+
+
+def transfer_table(
+    sources: Holdings, targets: Holdings, *, node_of: Callable[[int], str] = str
+) -> tuple[Move, ...]:
+    """The moves that fill every target's part once; ranks are those of the job.
+
+    Of the ranks that hold an element, one on the target's node sends it if there is one, else the one that
+    has sent least so far. Raises KeyError for a parameter that no source holds.
+    """
+    owners: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
+    for rank, held in sorted(sources.items()):
+        for name, shard in held.items():
+            owners[name].append((rank, shard))
+    wanted: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
+    for rank, held in sorted(targets.items()):
+        for name, shard in held.items():
+            wanted[name].append((rank, shard))
+    nodes = {rank: node_of(rank) for rank in (*sources, *targets)}
+    load = dict.fromkeys(sources, 0)
+    table: list[Move] = []
+    for name, takers in wanted.items():
+        if name not in owners:
+            raise KeyError(f"no rank of the sources holds {name}")
+        dim = _dim_of([shard for _, shard in (*owners[name], *takers)])
+        cells = _Cells(owners[name], dim)
+        shape = takers[0][1].shape
+        for target, shard in takers:
+            for span in _spans(shard, dim):
+                for start, end, holders in cells.between(span.start, span.end):
+                    near = [r for r in holders if nodes[r] == nodes[target]] or holders
+                    source = min(near, key=lambda rank: (load[rank], rank))
+                    offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
+                    sizes = tuple(end - start if d == dim else n for d, n in enumerate(shape))
+                    move = Move(name, source, target, offsets, sizes)
+                    load[source] += move.num_elements
+                    table.append(move)
+    return tuple(table)
+
+
+class _Cells:
+    """The ranges of a parameter between all borders of its owners' shards, and who holds each."""
+
+    def __init__(self, owners: Sequence[tuple[int, Shard]], dim: int) -> None:
+        spans = [(span, rank) for rank, shard in owners for span in _spans(shard, dim)]
+        self._borders = sorted({border for span, _ in spans for border in span[:2]})
+        place = {border: i for i, border in enumerate(self._borders)}
+        self._holders: list[list[int]] = [[] for _ in self._borders]
+        for span, rank in spans:
+            for cell in range(place[span.start], place[span.end]):
+                self._holders[cell].append(rank)
+
+    def between(self, start: int, end: int) -> Iterator[tuple[int, int, list[int]]]:
+        """The parts of [start, end): global range, and the ranks that hold it."""
+        cell = bisect.bisect_right(self._borders, start) - 1
+        while start < end:
+            last = min(end, self._borders[cell + 1])
+            yield start, last, self._holders[cell]
+            start, cell = last, cell + 1
+
+
+def bound_elements(targets: Holdings) -> int:
+    """Elements of the targets' parts: no table that fills them moves fewer."""
+    return sum(math.prod(shard.local_shape) for held in targets.values() for shard in held.values())
+
+
+def check_table(table: Sequence[Move], sources: Holdings, targets: Holdings) -> None:
+    """Raise ValueError, naming parameter and rank, unless each move is of what both its ranks hold, and every
+    element of every target's part comes once."""
+    arrived: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    for move in table:
+        for rank, held in ((move.source, sources), (move.target, targets)):
+            shard = held.get(rank, {}).get(move.name)
+            if shard is None or not _holds(shard, move):
+                raise ValueError(f"{move.name}: rank {rank} does not hold what is moved: {move}")
+        dim = _dim_of((sources[move.source][move.name], targets[move.target][move.name]))
+        start = move.offsets[dim]
+        arrived[move.target, move.name].append((start, start + move.sizes[dim]))
+    for target, held in targets.items():
+        for name, shard in held.items():
+            ranges = sorted(arrived.get((target, name), ()))
+            if any(a[1] > b[0] for a, b in itertools.pairwise(ranges)):
+                raise ValueError(f"{name}: an element comes to rank {target} twice")
+            dim = _dim_of((shard, *(own[name] for own in sources.values() if name in own)))
+            wanted = sum(span.end - span.start for span in _spans(shard, dim))
+            came = sum(end - start for start, end in ranges)
+            if came != wanted:
+                raise ValueError(f"{name}: {came} of {wanted} rows or columns come to rank {target}")
+
+
+def _holds(shard: Shard, move: Move) -> bool:
+    try:
+        local_slices(shard, move)
+    except ValueError:
+        return False
+    return True
+
+
+def local_slices(shard: Shard, move: Move) -> tuple[slice, ...]:
+    """Where a move's box lies in the local tensor of a shard. Raises ValueError if it does not."""
+    dim = _dim_of((shard,))
+    start = move.offsets[dim]
+    for span in _spans(shard, dim):
+        if span.start <= start and start + move.sizes[dim] <= span.end:
+            place = span.local + start - span.start
+            return tuple(
+                slice(place, place + n) if d == dim else slice(o, o + n)
+                for d, (o, n) in enumerate(zip(move.offsets, move.sizes, strict=True))
+            )
+    raise ValueError(f"{move} is not inside {shard}")
+
+
+# --- buckets ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one message between two ranks carries: boxes, one after the other."""
+
+    source: int
+    target: int
+    moves: tuple[Move, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the message."""
+        return sum(move.num_elements for move in self.moves)
+
+
+def make_buckets(table: Sequence[Move], *, itemsize: int, limit: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+    """The moves of each pair of ranks in messages of at most `limit` bytes, in the table's order.
+
+    A box that is larger is cut by rows, and a row that is larger is a message of its own.
+    """
+    most = max(limit // itemsize, 1)
+    pairs: dict[tuple[int, int], list[Move]] = defaultdict(list)
+    for move in table:
+        pairs[move.source, move.target] += _cut(move, most)
+    buckets: list[Bucket] = []
+    for (source, target), moves in pairs.items():
+        own: list[Move] = []
+        size = 0
+        for move in moves:
+            if own and size + move.num_elements > most:
+                buckets.append(Bucket(source, target, tuple(own)))
+                own, size = [], 0
+            own.append(move)
+            size += move.num_elements
+        buckets.append(Bucket(source, target, tuple(own)))
+    return tuple(buckets)
+
+
+def _cut(move: Move, most: int) -> Iterator[Move]:
+    """A box in pieces of at most `most` elements, whole rows each."""
+    row = move.num_elements // move.sizes[0]
+    rows = max(most // row, 1)
+    for first in range(0, move.sizes[0], rows):
+        offsets = (move.offsets[0] + first, *move.offsets[1:])
+        yield move._replace(offsets=offsets, sizes=(min(rows, move.sizes[0] - first), *move.sizes[1:]))
+
+
+@torch.no_grad()
+def pack(
+    bucket: Bucket, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], *, dtype: torch.dtype
+) -> torch.Tensor:
+    """The boxes of a bucket, flat [n], rounded to `dtype`; `tensors` are the source's parts, by name."""
+    flat = torch.empty(bucket.num_elements, dtype=dtype, device=next(iter(tensors.values())).device)
+    for move, part in _parts(bucket, flat):
+        part.copy_(tensors[move.name][local_slices(shards[move.name], move)])
+    return flat
+
+
+@torch.no_grad()
+def unpack(
+    bucket: Bucket, flat: torch.Tensor, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
+) -> None:
+    """Copy the boxes of a bucket, as `pack` laid them out, into the target's parts."""
+    for move, part in _parts(bucket, flat):
+        tensors[move.name][local_slices(shards[move.name], move)].copy_(part)
+
+
+def _parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
+    start = 0
+    for move in bucket.moves:
+        end = start + move.num_elements
+        yield move, flat[start:end].view(move.sizes)
+        start = end

@@ -1,0 +1,174 @@
+"""Seconds and bytes of generation: a round draws one token for each of the slots of a stage.
+
+A round of b slots whose contexts are l tokens long, on w cards that share each layer:
+
+    max(W e / (w B), 2 b W / (w F))     the stage's weights are read once, and multiplied with b vectors
+    + 2 b l P e layers / (w B)          keys and values of the context are read
+    + all-reduces of b H e bytes        two a layer, in a tensor-parallel group
+    + overhead                          of launching each unit
+
+W = parameters of the stage's matrices (the lookup of an embedding reads b rows), P = width of all keys,
+H = hidden size, e = bytes of an element, B and F = memory bandwidth and peak of a card times what a
+well-tuned model reaches of them. Nothing of it is measured by a profile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.devices import Precision
+from yuan_train.config.model import ModelConfig
+from yuan_train.planner.costs.links import allreduce_seconds
+from yuan_train.planner.costs.topology import Topology
+from yuan_train.planner.costs.unit_costs import (
+    MATRIX_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    UNIT_OVERHEAD_SECONDS,
+)
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, model_work
+from yuan_train.planner.costs.yuan_memory import PREFILL_CHUNK
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStage:
+    """Layers of the model on the cards of one tensor-parallel group, that generate."""
+
+    cards: tuple[Card, ...]
+    layers: tuple[float, float]
+    embedding: bool
+    head: bool
+
+    @property
+    def width(self) -> int:
+        """Cards of the group."""
+        return len(self.cards)
+
+    @property
+    def num_layers(self) -> float:
+        """Layers of the stage."""
+        return self.layers[1] - self.layers[0]
+
+
+def held_parameters(model: ModelConfig, stage: DecodeStage) -> float:
+    """Parameters of a stage, over all its cards; a tied matrix once."""
+    held = stage.num_layers * model.layer_parameters
+    if stage.embedding:
+        held += model.embedding_parameters
+    if stage.head:
+        held += model.head_parameters
+        if stage.embedding and model.tie_embeddings:
+            held -= model.embedding_parameters
+    return held
+
+
+def _met_parameters(model: ModelConfig, stage: DecodeStage, slots: int) -> tuple[float, float]:
+    """Parameters that a round reads, and those that a token is multiplied with. Of a layer's experts the
+    slots together choose a part: each is missed by a token with probability 1 - chosen / all."""
+    head = model.head_parameters if stage.head else 0
+    multiplied = stage.num_layers * model.layer_parameters
+    read = multiplied
+    if model.num_experts:
+        experts = sum(p.size for p in model.spec.layer(model) if p.sharding == "expert")
+        share = model.experts_per_token / model.num_experts
+        multiplied -= stage.num_layers * experts * (1.0 - share)
+        read -= stage.num_layers * experts * (1.0 - share) ** slots
+    return read + head, multiplied + head
+
+
+@dataclass(frozen=True)
+class CardRates:
+    """What a group of cards reaches, by its slowest card."""
+
+    flops_per_second: float
+    bytes_per_second: float
+
+
+def card_rates(topology: Topology, cards: Sequence[Card], precision: Precision) -> CardRates:
+    """The rates of the slowest of these cards, each of which has a peak in this precision."""
+    types = [topology.types[name] for name in {card.type for card in cards}]
+    peaks = [device.peak(precision) for device in types]
+    assert all(peaks), "a card without this precision gets no work"
+    return CardRates(
+        MATRIX_EFFICIENCY * min(peak for peak in peaks if peak),
+        MEMORY_EFFICIENCY * min(device.memory_bandwidth / (device.slowdown or 1.0) for device in types),
+    )
+
+
+def round_seconds(
+    topology: Topology,
+    model: ModelConfig,
+    stage: DecodeStage,
+    *,
+    slots: int,
+    context: float,
+    precision: Precision,
+) -> float:
+    """Seconds of one round of a stage, of `slots` samples whose contexts are `context` tokens on average."""
+    rates, e, w = card_rates(topology, stage.cards, precision), ELEMENT_BYTES[precision], stage.width
+    read, multiplied = _met_parameters(model, stage, slots)
+    weights = max(
+        read * e / (w * rates.bytes_per_second), 2.0 * slots * multiplied / (w * rates.flops_per_second)
+    )
+    cache = 2.0 * slots * context * model.key_value_size * e * stage.num_layers / (w * rates.bytes_per_second)
+    sums = 0.0
+    if w > 1:
+        hidden = float(slots * model.hidden_size * e)
+        count = 2.0 * stage.num_layers + stage.embedding
+        sums = count * allreduce_seconds(topology, stage.cards, hidden)
+    return weights + cache + sums + UNIT_OVERHEAD_SECONDS * (stage.num_layers + stage.embedding + stage.head)
+
+
+def prefill_seconds(
+    topology: Topology, model: ModelConfig, stage: DecodeStage, *, tokens: int, precision: Precision
+) -> float:
+    """Seconds in which a stage reads a prompt of so many tokens."""
+    chunks = -(-tokens // PREFILL_CHUNK)
+    rates = card_rates(topology, stage.cards, precision)
+    _, multiplied = _met_parameters(model, stage, 1)
+    flops = 2.0 * tokens * multiplied + stage.num_layers * tokens * tokens * 2.0 * model.projection_size
+    sums = 0.0
+    if stage.width > 1:
+        hidden = float(min(tokens, PREFILL_CHUNK) * model.hidden_size * ELEMENT_BYTES[precision])
+        sums = chunks * 2.0 * stage.num_layers * allreduce_seconds(topology, stage.cards, hidden)
+    return (
+        flops / (stage.width * rates.flops_per_second)
+        + sums
+        + chunks * UNIT_OVERHEAD_SECONDS * (stage.num_layers + stage.embedding + stage.head)
+    )
+
+
+def slot_bytes(model: ModelConfig, stage: DecodeStage, *, length: int, precision: Precision) -> float:
+    """Bytes of a slot on each card of a stage: keys and values of every token, the state of the localized
+    filter (u and its first convolution), and with a head the logits, in fp32 where one is drawn."""
+    e = ELEMENT_BYTES[precision]
+    state = 1.5 * model.hidden_size if model.attention == "localized_filter" else 0.0
+    per_layer = e * (2.0 * length * model.key_value_size / stage.width + state)
+    logits = model.vocab_size * (e + 4.0) / stage.width if stage.head else 0.0
+    return stage.num_layers * per_layer + logits
+
+
+def fixed_bytes(
+    topology: Topology, model: ModelConfig, stage: DecodeStage, *, prompt: int, precision: Precision
+) -> dict[str, float]:
+    """Bytes on each card of a generating stage beside its slots, by category."""
+    chunk = model_work(
+        model,
+        sequence_length=min(prompt, PREFILL_CHUNK),
+        micro_batch_size=1,
+        precision=precision,
+        logit_rows=1,
+        tensor_parallel=1 if model.num_experts else stage.width,
+    )
+    return {
+        "weights": held_parameters(model, stage) * ELEMENT_BYTES[precision] / stage.width,
+        "prefill": chunk.layer.activation_bytes,
+        "reserved": float(max(topology.types[card.type].reserved for card in stage.cards)),
+    }
+
+
+def most_slots(free_bytes: float, per_slot_bytes: float, *, group: int) -> int:
+    """The largest multiple of `group` slots that fits so many bytes."""
+    return max(math.floor(free_bytes / per_slot_bytes) // group * group, 0) if per_slot_bytes else 0

@@ -1,0 +1,357 @@
+"""Engines that generate: their slots, how fast they answer, and how long new weights take to reach them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.devices import Precision
+from yuan_train.config.model import ModelConfig
+from yuan_train.planner.costs.decode import (
+    DecodeStage,
+    fixed_bytes,
+    held_parameters,
+    most_slots,
+    prefill_seconds,
+    round_seconds,
+    slot_bytes,
+)
+from yuan_train.planner.costs.links import message_seconds
+from yuan_train.planner.costs.topology import Topology, find_route
+from yuan_train.planner.costs.workload import ELEMENT_BYTES
+from yuan_train.planner.evaluate.simulator import StageTimes, simulate
+from yuan_train.schedule.schedules import forward_only
+from yuan_train.schedule.step import one_worker_each
+
+GROUPS_PER_STAGE = 4
+"""Micro-batches of slots for each stage of an engine: an uneven pipeline drains once a round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The samples of a step."""
+
+    model: ModelConfig
+    precision: Precision
+    prompts: int
+    group: int
+    """Samples of a prompt."""
+    prompt_tokens: int
+    new_tokens: int
+    """Of the longest answer."""
+    expected_new_tokens: float
+    """Of an answer, on average."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step."""
+        return self.prompts * self.group
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sample."""
+        return self.prompt_tokens + self.new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A pipeline of stages that generates, with its slots."""
+
+    stages: tuple[DecodeStage, ...]
+    slots_per_group: int
+    num_groups: int
+    """Micro-batches of slots that are under way at once."""
+
+    @property
+    def slots(self) -> int:
+        """Samples that it generates at once."""
+        return self.slots_per_group * self.num_groups
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        """Its cards, stage by stage."""
+        return tuple(card for stage in self.stages for card in stage.cards)
+
+
+@dataclass(frozen=True)
+class EngineRates:
+    """What engines of a workload take; looked up once for engines on equal cards."""
+
+    topology: Topology
+    load: Workload
+
+    def rounds(self, engine: Engine, slots: int) -> float:
+        """Seconds of a round in which so many samples get a token each, with contexts of mean length."""
+        context = self.load.prompt_tokens + self.load.expected_new_tokens / 2
+        groups = min(engine.num_groups, max(slots // self.load.group, 1))
+        per_group = -(-slots // groups)
+        seconds = tuple(
+            round_seconds(
+                self.topology,
+                self.load.model,
+                stage,
+                slots=per_group,
+                context=context,
+                precision=self.load.precision,
+            )
+            for stage in engine.stages
+        )
+        if len(seconds) == 1:
+            return groups * seconds[0]
+        return self._pipelined(engine, seconds, per_group, groups)
+
+    def _pipelined(self, engine: Engine, seconds: tuple[float, ...], per_group: int, groups: int) -> float:
+        """The forward-only lane of a round, and the tokens' way back to the first stage."""
+        hidden = float(per_group * self.load.model.hidden_size * ELEMENT_BYTES[self.load.precision])
+        routes = [
+            find_route(self.topology, a.cards[0], b.cards[0]) for a, b in itertools.pairwise(engine.stages)
+        ]
+        sends = tuple(message_seconds(route, hidden) for route in routes)
+        zeros = (0.0,) * len(seconds)
+        times = StageTimes(
+            forward_seconds=seconds,
+            backward_seconds=zeros,
+            send_activation_seconds=sends,
+            send_gradient_seconds=zeros[1:],
+        )
+        workers = one_worker_each(len(seconds))
+        lane = simulate(forward_only(workers=workers, num_micro_batches=groups), times, workers=workers)
+        return lane.step_seconds + sum(route.latency_seconds for route in routes)
+
+    def prefill(self, engine: Engine) -> float:
+        """Seconds that a prompt takes from the rounds: the slowest stage's."""
+        return max(
+            prefill_seconds(
+                self.topology,
+                self.load.model,
+                stage,
+                tokens=self.load.prompt_tokens,
+                precision=self.load.precision,
+            )
+            for stage in engine.stages
+        )
+
+    def samples_per_second(self, engine: Engine) -> float:
+        """With all slots in use: each is refilled when its sample ends."""
+        return engine.slots / self.wave_seconds(engine, engine.slots)
+
+    def wave_seconds(self, engine: Engine, slots: int) -> float:
+        """Seconds of `slots` samples of mean length that begin together."""
+        prompts = -(-slots // self.load.group)
+        return self.load.expected_new_tokens * self.rounds(engine, slots) + prompts * self.prefill(engine)
+
+    def batch_seconds(self, engine: Engine, samples: int) -> float:
+        """Seconds of so many samples on an engine that begins and ends empty: full waves, the rest, and the
+        rounds in which only the longest answers are left."""
+        if not samples:
+            return 0.0
+        full, rest = divmod(samples, engine.slots)
+        seconds = full * self.wave_seconds(engine, engine.slots)
+        if rest:
+            seconds += self.wave_seconds(engine, rest)
+        longest = self.load.new_tokens - self.load.expected_new_tokens
+        return seconds + longest * self.rounds(engine, min(self.load.group, samples))
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The engines of a placement, and how the prompts are shared among them."""
+
+    engines: tuple[Engine, ...]
+    rates: EngineRates
+
+    @cached_property
+    def samples_per_second(self) -> tuple[float, ...]:
+        """Of each engine."""
+        return tuple(self.rates.samples_per_second(engine) for engine in self.engines)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the prompts, in proportion to the rates."""
+        total = math.fsum(self.samples_per_second)
+        return tuple(rate / total for rate in self.samples_per_second)
+
+    @property
+    def steady_seconds(self) -> float:
+        """Of a batch where the next one fills the slots that are free."""
+        return self.rates.load.samples / math.fsum(self.samples_per_second)
+
+    @property
+    def batch_seconds(self) -> float:
+        """Of a batch for which all engines begin empty, until the last sample ends."""
+        return max(self.engine_batch_seconds)
+
+    @cached_property
+    def engine_batch_seconds(self) -> tuple[float, ...]:
+        """The same of each engine, which gets whole prompts."""
+        counts = deal(self.rates.load.prompts, self.shares)
+        group = self.rates.load.group
+        return tuple(
+            self.rates.batch_seconds(engine, group * count)
+            for engine, count in zip(self.engines, counts, strict=True)
+        )
+
+
+def deal(count: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers that sum to `count`, as near to the shares of it as can be (largest remainders)."""
+    exact = [count * share for share in shares]
+    whole = [math.floor(value + 1e-9) for value in exact]
+    order = sorted(range(len(shares)), key=lambda i: (whole[i] - exact[i], i))
+    for i in order[: count - sum(whole)]:
+        whole[i] += 1
+    return tuple(whole)
+
+
+# --- slots -----------------------------------------------------------------------------------------------
+
+
+def with_slots(
+    rates: EngineRates,
+    stages: Sequence[DecodeStage],
+    *,
+    limit: int,
+    held_bytes: Sequence[float] = (),
+) -> Engine | None:
+    """An engine of these stages with as many slots as fit, at most `limit`; None if not one group fits.
+
+    `held_bytes`, if given, is what each stage's cards hold of other phases, weights and reserve included.
+    """
+    load, group = rates.load, rates.load.group
+    fitting = limit // group * group
+    for s, stage in enumerate(stages):
+        capacity = min(rates.topology.types[card.type].memory for card in stage.cards)
+        fixed = fixed_bytes(
+            rates.topology, load.model, stage, prompt=load.prompt_tokens, precision=load.precision
+        )
+        held = fixed["prefill"] + held_bytes[s] if held_bytes else math.fsum(fixed.values())
+        per_slot = slot_bytes(load.model, stage, length=load.length, precision=load.precision)
+        fitting = min(fitting, most_slots(capacity - held, per_slot, group=group))
+    if fitting < group:
+        return None
+    groups = 1
+    if len(stages) > 1:
+        groups = min(GROUPS_PER_STAGE * len(stages), fitting // group)
+    per_group = fitting // groups // group * group
+    return Engine(stages=tuple(stages), slots_per_group=per_group, num_groups=groups)
+
+
+def without_idle_slots(generation: Generation, *, batches: int) -> Generation:
+    """The engines with no more slots than their shares of `batches` batches fill."""
+    load = generation.rates.load
+    prompts = deal(batches * load.prompts, generation.shares)
+    engines: list[Engine] = []
+    for engine, count in zip(generation.engines, prompts, strict=True):
+        most = max(count, 1) * load.group
+        if engine.slots > most:
+            groups = min(engine.num_groups, max(count, 1))
+            per_group = max(count // groups, 1) * load.group
+            engine = replace(engine, slots_per_group=per_group, num_groups=groups)
+        engines.append(engine)
+    return Generation(tuple(engines), generation.rates)
+
+
+def engine_memory(rates: EngineRates, engine: Engine) -> list[dict[str, float]]:
+    """Bytes on each card of each stage of an engine, by category."""
+    load = rates.load
+    found: list[dict[str, float]] = []
+    for stage in engine.stages:
+        fixed = fixed_bytes(
+            rates.topology, load.model, stage, prompt=load.prompt_tokens, precision=load.precision
+        )
+        slots = engine.slots * slot_bytes(load.model, stage, length=load.length, precision=load.precision)
+        found.append(
+            {"weights": fixed["weights"], "slots": slots, **{k: fixed[k] for k in ("prefill", "reserved")}}
+        )
+    return found
+
+
+# --- weights ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A card, and the range of the model's parameters (of 1) that it holds a part of."""
+
+    card: Card
+    first: float
+    last: float
+    width: int
+    """Cards that share the range."""
+
+
+def sync_seconds(
+    topology: Topology, sources: Sequence[Holder], targets: Sequence[Holder], weight_bytes: float
+) -> float:
+    """Seconds in which the targets get the weights that they hold: the busiest card or NIC decides.
+
+    Each range comes from all sources that hold it, in equal parts, from those of the target's node if there
+    are some. A card sends and receives at the rate of its route, a NIC carries what its node's cards do.
+    """
+    lines: dict[tuple[str, str], float] = defaultdict(float)
+    latency = 0.0
+    for target in targets:
+        near = [source for source in sources if source.card.node == target.card.node]
+        covered = _covered(near, target) if near else 0.0
+        pool = near if covered >= target.last - target.first - 1e-9 else sources
+        for source in pool:
+            overlap = min(source.last, target.last) - max(source.first, target.first)
+            if overlap <= 0:
+                continue
+            owners = _owners(pool, max(source.first, target.first), min(source.last, target.last))
+            bytes_ = weight_bytes * overlap / target.width / owners
+            route = find_route(topology, source.card, target.card)
+            latency = max(latency, route.latency_seconds)
+            seconds = bytes_ / route.stream_bytes_per_second + bytes_ * route.copy_seconds_per_byte
+            lines["out", source.card.name] += seconds
+            lines["in", target.card.name] += seconds
+            if source.card.node != target.card.node and route.shared:
+                lines["NIC out", source.card.node] += bytes_ / route.bytes_per_second
+                lines["NIC in", target.card.node] += bytes_ / route.bytes_per_second
+    return latency + max(lines.values(), default=0.0)
+
+
+def _covered(holders: Sequence[Holder], target: Holder) -> float:
+    """How much of the target's range these hold."""
+    end, covered = target.first, 0.0
+    for holder in sorted(holders, key=lambda holder: holder.first):
+        first, last = max(holder.first, end), min(holder.last, target.last)
+        if last > first:
+            covered += last - first
+            end = last
+    return covered
+
+
+def _owners(holders: Sequence[Holder], first: float, last: float) -> float:
+    """How many hold a range, on average over it; each card of a group counts as its part."""
+    total = math.fsum(max(min(h.last, last) - max(h.first, first), 0.0) for h in holders)
+    return max(total / (last - first), 1.0)
+
+
+def holders_of(model: ModelConfig, stages: Sequence[DecodeStage]) -> list[Holder]:
+    """What the cards of a pipeline hold, as ranges of the model's parameters from its first unit on."""
+    found: list[Holder] = []
+    total = math.fsum(held_parameters(model, stage) for stage in stages)
+    first = 0.0
+    for stage in stages:
+        last = first + held_parameters(model, stage) / total
+        found += [Holder(card, first, last, stage.width) for card in stage.cards]
+        first = last
+    return found
+
+
+def sync_bytes(model: ModelConfig, engines: Sequence[Engine], precision: Precision) -> float:
+    """Bytes that all engines get: their parts, those that each card of a group holds whole included."""
+    e = ELEMENT_BYTES[precision]
+    whole = sum(p.size for p in model.spec.layer(model) if p.sharding in ("whole", "head_norm"))
+    return float(
+        sum(
+            e * (held_parameters(model, stage) + (stage.width - 1) * stage.num_layers * whole)
+            for engine in engines
+            for stage in engine.stages
+        )
+    )

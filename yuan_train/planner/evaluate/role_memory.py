@@ -1,0 +1,145 @@
+"""Bytes of every role of an RL plan on its cards, from the plan alone.
+
+Memory depends on the types of cards, which a plan knows, and on no link.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from yuan_train.config.errors import PlanError
+from yuan_train.config.plan import Plan
+from yuan_train.config.rl_plan import RlPlan
+from yuan_train.planner.costs.decode import DecodeStage, fixed_bytes, slot_bytes
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
+from yuan_train.planner.costs.yuan_memory import PREFILL_CHUNK
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
+
+ANY_LINK = Link(bandwidth=1e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """Bytes on each card of a stage of a role."""
+
+    role: str
+    pipeline: int
+    stage: int
+    card: str
+    """Type of its cards."""
+    categories: dict[str, float]
+    """Of the phase that holds most."""
+    capacity: int
+
+    @property
+    def peak(self) -> float:
+        """Bytes of all categories."""
+        return math.fsum(self.categories.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether they are at most the card's memory."""
+        return self.peak <= self.capacity
+
+
+def plan_memory(plan: RlPlan, *, prompt: int | None = None) -> list[StageBytes]:
+    """The bytes of every role by stage, in bf16 (fp16 where a card has none).
+
+    `prompt` is the length of a prompt; None: a whole chunk is read at a time. Raises PlanError for a card of
+    unknown type.
+    """
+    found: list[StageBytes] = []
+    generation, chunk = plan.roles.generation, prompt or PREFILL_CHUNK
+    for role, own in plan.plans.items():
+        costs = _costs_of(own)
+        if role == "policy":
+            for stage in cost_plan(costs, own).stages:
+                slots = generation.slots if generation.is_shared else None
+                found.append(_training(costs, own, stage, slots, chunk))
+        else:
+            found += _forward_only(role, costs, own, chunk)
+    return found
+
+
+def _costs_of(plan: Plan) -> Costs:
+    """The costs of a plan's own cards, a node for each."""
+    groups: list[NodeGroup] = []
+    nodes: dict[str, list[str]] = {}
+    for entry in plan.ranks:
+        if plan.find_type(entry.type) is None:
+            raise PlanError(f"ranks[{entry.rank}].type: {entry.type!r} is neither in the catalogue nor here")
+        node, _, number = entry.device.rpartition("/")
+        nodes.setdefault(node, []).append(entry.type)
+        if not node or not number.isdecimal():
+            raise PlanError(f"ranks[{entry.rank}].device: wanted NODE/NUMBER, got {entry.device!r}")
+    for node, types in nodes.items():
+        last = max(int(e.device.rpartition("/")[2]) for e in plan.ranks if e.device.startswith(f"{node}/"))
+        groups.append(
+            NodeGroup(name=node, device=types[0], devices=last + 1, link=ANY_LINK, network=ANY_LINK)
+        )
+    cluster = Cluster(name=plan.cluster, nodes=tuple(groups), device_types=plan.device_types)
+    has_bf16 = all(cluster.device_type(entry.type).bf16 for entry in plan.ranks)
+    return make_costs(
+        PlanProblem(
+            cluster=cluster,
+            model=plan.model,
+            sequence_length=plan.sequence_length,
+            global_batch_size=plan.global_batch_size,
+            precision="bf16" if has_bf16 else "fp16",
+        )
+    )
+
+
+def _training(costs: Costs, plan: Plan, stage: StageCost, slots: int | None, prompt: int) -> StageBytes:
+    """What training holds; on shared cards generation instead, where that is more."""
+    training = {name: float(getattr(stage.memory, name)) for name in type(stage.memory).__dataclass_fields__}
+    phases = [training]
+    if slots is not None:
+        own = DecodeStage(
+            cards=stage.replicas[0], layers=stage.layers, embedding=stage.embedding, head=stage.head
+        )
+        kept = {name: training[name] for name in ("parameters", "gradients", "optimizer", "reserved")}
+        drawn = _drawing(costs, plan, own, slots, prompt)
+        phases.append(kept | {name: drawn[name] for name in ("slots", "prefill")})
+    return StageBytes(
+        role="policy",
+        pipeline=stage.pipeline,
+        stage=stage.stage,
+        card=stage.card.type,
+        categories=max(phases, key=lambda phase: math.fsum(phase.values())),
+        capacity=round(stage.capacity_bytes),
+    )
+
+
+def _forward_only(role: str, costs: Costs, plan: Plan, prompt: int) -> list[StageBytes]:
+    found: list[StageBytes] = []
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            cards = cards_of(costs, plan, stage)[0]
+            own = DecodeStage(cards=cards, layers=stage.layers, embedding=stage.embedding, head=stage.head)
+            # A role that scores keeps no keys and values: it reads a sample at once.
+            slots = pipeline.num_sequences if role == "generation" else 0
+            chunk = prompt if role == "generation" else plan.sequence_length
+            found.append(
+                StageBytes(
+                    role=role,
+                    pipeline=p,
+                    stage=s,
+                    card=cards[0].type,
+                    categories=_drawing(costs, plan, own, slots, chunk),
+                    capacity=min(costs.problem.cluster.device_type(card.type).memory for card in cards),
+                )
+            )
+    return found
+
+
+def _drawing(costs: Costs, plan: Plan, stage: DecodeStage, slots: int, prompt: int) -> dict[str, float]:
+    precision = costs.problem.precision
+    fixed = fixed_bytes(costs.topology, plan.model, stage, prompt=prompt, precision=precision)
+    per_slot = slot_bytes(plan.model, stage, length=plan.sequence_length, precision=precision)
+    return {"weights": fixed["weights"], "slots": slots * per_slot} | {
+        name: fixed[name] for name in ("prefill", "reserved")
+    }

@@ -1,0 +1,388 @@
+"""Roles on cards: what a placement of policy, generation and reward takes, part by part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from yuan_train.config.cluster import Card, Cluster, NodeGroup
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+from yuan_train.config.run import Counts, SearchConfig
+from yuan_train.planner.costs.decode import DecodeStage
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
+from yuan_train.planner.costs.unit_costs import card_costs
+from yuan_train.planner.costs.workload import ELEMENT_BYTES
+from yuan_train.planner.evaluate.engines import (
+    Engine,
+    Generation,
+    Holder,
+    Workload,
+    holders_of,
+    sync_bytes,
+    sync_seconds,
+)
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.play import FlowTimes, Play, play
+from yuan_train.planner.evaluate.simulator import simulate
+from yuan_train.schedule.schedules import forward_only
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesProblem:
+    """What to place: the policy's training, and the samples that it is trained on."""
+
+    policy: PlanProblem
+    """Its batch is the samples of a step, each a row of its own; its cluster is the whole one."""
+    load: Workload
+    micro_batch_size: int
+    policy_search: SearchConfig
+    packed_rows: int
+    """Rows that the samples of a step fill, several to a row."""
+    updates: int = 1
+    """Optimizer steps of a batch."""
+    reference: bool = False
+    """Whether a reference scores the samples: on the policy's hosts, swapped in."""
+    reward_model: ModelConfig | None = None
+    """Scores on cards of its own; None: functions score."""
+    tensor: Counts | None = None
+    """Widths that engines may have; None: any."""
+    slots: Counts | None = None
+    """Slots that an engine may have; None: any."""
+    most_slots: int | None = None
+    """Of an engine; None: as many as fit and are filled."""
+    modes: tuple[str, ...] = ("sync", "async")
+    placements: tuple[str, ...] = ("shared", "apart")
+    staleness: int = 1
+    """In async mode."""
+    time_limit: float = 60.0
+
+    @property
+    def forward_passes(self) -> int:
+        """Passes of the policy's plan over all samples beside training: with old weights, with the
+        reference's."""
+        return int(self.updates > 1) + int(self.reference)
+
+
+def part_of_cluster(cluster: Cluster, cards: Sequence[Card]) -> Cluster:
+    """The cluster of the first cards of some of its nodes; a host is shared as it was by all of them."""
+    groups: list[NodeGroup] = []
+    for node, group in cluster.groups.items():
+        count = sum(card.node == node for card in cards)
+        if not count:
+            continue
+        host = group.host
+        if host is not None:
+            share = count / group.devices
+            host = replace(
+                host,
+                memory=max(int(host.memory * share), 1),
+                bandwidth=host.bandwidth and host.bandwidth * share,
+                link_bandwidth=host.link_bandwidth and host.link_bandwidth * share,
+            )
+        groups.append(replace(group, name=node, count=1, devices=count, host=host))
+    nodes = {group.name for group in groups}
+    links = tuple(link for link in cluster.links if {link.from_, link.to} <= nodes)
+    return replace(cluster, nodes=tuple(groups), links=links)
+
+
+# --- the policy ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyWork:
+    """A plan of the policy, and what a batch takes under it."""
+
+    plan: Plan
+    cost: PlanCost
+    """Of the worst case, a row for each sample."""
+    training_seconds: float
+    """Of packed rows; with the forward passes beside it."""
+
+    @property
+    def holders(self) -> list[Holder]:
+        """What its cards hold, for those who get weights from them."""
+        found: list[Holder] = []
+        for p in range(len(self.plan.pipelines)):
+            stages = [stage for stage in self.cost.stages if stage.pipeline == p]
+            # The first replica of each stage fixes the ranges; the others hold the same.
+            own = holders_of(self.plan.model, [_decode_stage(stage.replicas[0], stage) for stage in stages])
+            ranges = {holder.card.name: holder for holder in own}
+            for stage in stages:
+                for replica in stage.replicas:
+                    found += [
+                        replace(ranges[first.name], card=card)
+                        for first, card in zip(stage.replicas[0], replica, strict=True)
+                    ]
+        return found
+
+
+def _decode_stage(cards: Sequence[Card], stage: object) -> DecodeStage:
+    layers, embedding, head = (getattr(stage, name) for name in ("layers", "embedding", "head"))
+    return DecodeStage(cards=tuple(cards), layers=layers, embedding=embedding, head=head)
+
+
+def policy_work(problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost) -> PolicyWork:
+    """What a batch takes under a plan of the policy: its rows packed, forward passes, more optimizer steps.
+
+    The reference is read from the hosts once a batch.
+    """
+    rows = problem.packed_rows
+    packed = cost if rows >= plan.global_batch_size else cost_plan(costs, _with_rows(plan, rows))
+    seconds = packed.step_seconds + (problem.updates - 1) * (packed.step_seconds - packed.compute_seconds)
+    seconds += problem.forward_passes * _forward_seconds(plan, packed, rows)
+    if problem.reference:
+        seconds += max(
+            stage.memory.parameters / costs.host_of(card).link_bytes_per_second
+            for stage in cost.stages
+            for card in stage.cards
+        )
+    return PolicyWork(plan=plan, cost=cost, training_seconds=seconds)
+
+
+def _with_rows(plan: Plan, rows: int) -> Plan:
+    """The plan with lanes of fewer micro-batches, at least one for each replica of a stage."""
+    share = rows / plan.global_batch_size
+    pipelines = tuple(
+        replace(
+            pipeline,
+            num_micro_batches=max(
+                math.ceil(pipeline.num_micro_batches * share), *(len(s.replicas) for s in pipeline.stages), 1
+            ),
+        )
+        for pipeline in plan.pipelines
+    )
+    total = sum(pipeline.num_sequences for pipeline in pipelines)
+    return replace(plan, pipelines=pipelines, global_batch_size=total)
+
+
+def _forward_seconds(plan: Plan, cost: PlanCost, rows: int) -> float:
+    """Of a forward-only lane over all rows: the slowest pipeline's."""
+    found: list[float] = []
+    packed = _with_rows(plan, rows) if rows < plan.global_batch_size else plan
+    for pipeline, times, workers in zip(packed.pipelines, cost.times, cost.workers, strict=True):
+        lane = forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)
+        found.append(_last_forward(simulate(lane, times, workers=workers).spans))
+    return max(found)
+
+
+def _last_forward(spans: Sequence[tuple[float, float]]) -> float:
+    return max(end for _, end in spans)
+
+
+# --- a reward model --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardWork:
+    """A reward model, whole on groups of cards that share the samples."""
+
+    groups: tuple[tuple[Card, ...], ...]
+    scoring_seconds: float
+    memory: dict[str, float]
+    """Bytes on each card, by category."""
+
+
+def reward_work(
+    problem: RolesProblem, model: ModelConfig, groups: Sequence[tuple[Card, ...]]
+) -> RewardWork | None:
+    """What these groups, equally wide, take to score a batch; None if the model does not fit them."""
+    load, width = problem.load, len(groups[0])
+    forward, found = 0.0, dict[str, float]()
+    for cards in groups:
+        device = problem.policy.cluster.device_type(cards[0].type)
+        own = card_costs(
+            model,
+            sequence_length=load.length,
+            micro_batch_size=1,
+            precision=load.precision,
+            recompute="none",
+            type_name=cards[0].type,
+            device=device,
+            profile=None,
+            tensor_parallel=width,
+        )
+        forward = max(forward, math.fsum(unit.forward_seconds for unit in own.units))
+        found = {
+            "weights": model.parameters * ELEMENT_BYTES[load.precision] / width,
+            "activations": own.layer.activation_bytes,
+            "reserved": float(device.reserved),
+        }
+        if math.fsum(found.values()) > device.memory:
+            return None
+    seconds = forward * math.ceil(load.samples / len(groups))
+    return RewardWork(groups=tuple(groups), scoring_seconds=seconds, memory=found)
+
+
+# --- a placement -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Roles on cards in a mode, and what a step takes."""
+
+    mode: str
+    staleness: int
+    shared: bool
+    split: tuple[tuple[int, int, int], ...]
+    """Cards of each group of nodes: policy's, generation's, reward's."""
+    policy: PolicyWork
+    generation: Generation
+    reward: RewardWork | None
+    sync_seconds: float
+    sync_bytes: float
+    sync_mode_seconds: float
+    """A step of the same placement in sync mode."""
+    play: Play
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.play.step_seconds
+
+    @property
+    def generation_seconds(self) -> float:
+        """Of a batch, without the tail."""
+        return self.generation.steady_seconds
+
+    @property
+    def tail_seconds(self) -> float:
+        """What a batch takes longer if the engines begin and end empty."""
+        return max(self.generation.batch_seconds - self.generation.steady_seconds, 0.0)
+
+    @property
+    def scoring_seconds(self) -> float:
+        """Of a batch on a reward model's cards."""
+        return self.reward.scoring_seconds if self.reward else 0.0
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Share of the step in which a role's cards wait, by role."""
+        found = {"policy": self.play.idle("policy")}
+        if not self.shared:
+            engines = [self.play.idle(f"engine {e}") for e in range(len(self.generation.engines))]
+            found["generation"] = math.fsum(engines) / len(engines)
+        if self.reward:
+            found["reward"] = self.play.idle("scoring")
+        return found
+
+
+def place(
+    problem: RolesProblem,
+    costs: Costs,
+    *,
+    mode: str,
+    split: tuple[tuple[int, int, int], ...],
+    policy: PolicyWork,
+    generation: Generation,
+    reward: RewardWork | None,
+    shared: bool,
+) -> Placement:
+    """Price and play a placement; `costs` are those of the whole cluster."""
+    moved = moved_bytes = 0.0
+    if not shared:
+        model, precision = problem.load.model, problem.load.precision
+        targets = [holder for engine in generation.engines for holder in holders_of(model, engine.stages)]
+        whole = float(model.parameters * ELEMENT_BYTES[precision])
+        moved = sync_seconds(costs.topology, policy.holders, targets, whole)
+        moved_bytes = sync_bytes(model, generation.engines, precision)
+    staleness = problem.staleness if mode == "async" else 0
+
+    def played(staleness: int) -> Play:
+        times = _flow_times(policy, generation, reward, moved, staleness=staleness, shared=shared)
+        return play(times, staleness=staleness, shared=shared, scores_apart=reward is not None)
+
+    sync = played(0)
+    return Placement(
+        mode=mode,
+        staleness=staleness,
+        shared=shared,
+        split=split,
+        policy=policy,
+        generation=generation,
+        reward=reward,
+        sync_seconds=moved,
+        sync_bytes=moved_bytes,
+        sync_mode_seconds=sync.step_seconds,
+        play=played(staleness) if staleness else sync,
+    )
+
+
+def _flow_times(
+    policy: PolicyWork,
+    generation: Generation,
+    reward: RewardWork | None,
+    moved: float,
+    *,
+    staleness: int,
+    shared: bool,
+) -> FlowTimes:
+    """With staleness, engines go from batch to batch and stop for new weights; else they begin empty."""
+    engines = generation.engine_batch_seconds
+    if shared:
+        generate, tail = (generation.batch_seconds,), (0.0,)
+    elif staleness:
+        steady = generation.steady_seconds
+        generate = (steady + moved,) * len(engines)
+        load = generation.rates.load
+        longest = load.new_tokens - load.expected_new_tokens
+        tail = tuple(longest * generation.rates.rounds(e, e.slots) for e in generation.engines)
+    else:
+        generate, tail = engines, (0.0,) * len(engines)
+    score = reward.scoring_seconds if reward else 0.0
+    return FlowTimes(generate=generate, tail=tail, score=score, train=policy.training_seconds, publish=moved)
+
+
+# --- plans -----------------------------------------------------------------------------------------------
+
+
+def engines_plan(problem: RolesProblem, engines: Sequence[Engine]) -> Plan:
+    """The plan of engines on cards of their own: a pipeline each."""
+    pipelines: list[PipelinePlan] = []
+    cards: list[Card] = []
+    for engine in engines:
+        stages: list[StagePlan] = []
+        for stage in engine.stages:
+            ranks = tuple(range(len(cards), len(cards) + stage.width))
+            cards += stage.cards
+            stages.append(
+                StagePlan(replicas=(ranks,), layers=stage.layers, embedding=stage.embedding, head=stage.head)
+            )
+        pipelines.append(
+            PipelinePlan(
+                micro_batch_size=engine.slots_per_group,
+                num_micro_batches=engine.num_groups,
+                stages=tuple(stages),
+            )
+        )
+    return _role_plan(problem, problem.load.model, cards, pipelines)
+
+
+def reward_plan(problem: RolesProblem, model: ModelConfig, work: RewardWork) -> Plan:
+    """The plan of a reward model: a pipeline of one stage for each group."""
+    samples, count = problem.load.samples, len(work.groups)
+    pipelines: list[PipelinePlan] = []
+    cards: list[Card] = []
+    for i, group in enumerate(work.groups):
+        ranks = tuple(range(len(cards), len(cards) + len(group)))
+        cards += group
+        stage = StagePlan(replicas=(ranks,), layers=(0, model.num_layers), embedding=True, head=True)
+        number = samples // count + (i < samples % count)
+        pipelines.append(PipelinePlan(micro_batch_size=1, num_micro_batches=max(number, 1), stages=(stage,)))
+    return _role_plan(problem, model, cards, pipelines)
+
+
+def _role_plan(
+    problem: RolesProblem, model: ModelConfig, cards: Sequence[Card], pipelines: Sequence[PipelinePlan]
+) -> Plan:
+    cluster = problem.policy.cluster
+    return Plan(
+        cluster=cluster.name,
+        model=model,
+        sequence_length=problem.load.length,
+        global_batch_size=sum(pipeline.num_sequences for pipeline in pipelines),
+        ranks=tuple(RankPlan(rank=r, device=card.name, type=card.type) for r, card in enumerate(cards)),
+        pipelines=tuple(pipelines),
+        device_types=uncatalogued_types(cluster, {card.type for card in cards}),
+    )

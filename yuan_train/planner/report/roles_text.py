@@ -1,0 +1,170 @@
+"""The placement of roles as text for the terminal, and as one object for --json."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.dump import as_plain
+from yuan_train.config.rl_plan import RlPlan
+from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.planner.evaluate.engines import Engine
+from yuan_train.planner.evaluate.roles import Placement, RolesProblem
+from yuan_train.planner.search.roles import RolesResult
+
+
+def roles_table(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:
+    """At most a screen of plain text: roles and their cards, engines, the step, what else was tried."""
+    best = result.best
+    lines = [f"RL plan: {describe(best)}"]
+    lines += [f" {line}" for line in role_lines(best, plan)]
+    lines.append(" " + step_words(best, problem))
+    lines.append(" " + idle_words(best))
+    lines.append(" " + proof_words(result))
+    lines += [f" instead: {line}" for line in other_lines(result)]
+    lines.append(" estimated: rounds of generation by memory bandwidth; training as in a plan of its own")
+    return "\n".join(lines)
+
+
+def describe(placement: Placement) -> str:
+    """`async, staleness 1: policy 3 x H800-80G; generation 4 x H20`."""
+    mode = placement.mode + (f", staleness {placement.staleness}" if placement.staleness else "")
+    roles = [f"policy {cards_words(policy_cards(placement))}"]
+    if placement.shared:
+        roles[0] = f"the same cards train and generate: {cards_words(policy_cards(placement))}"
+    else:
+        cards = [card for engine in placement.generation.engines for card in engine.cards]
+        roles.append(f"generation {cards_words(cards)}")
+    if placement.reward is not None:
+        groups = placement.reward.groups
+        roles.append(f"reward {cards_words(card for group in groups for card in group)}")
+    return f"{mode}: " + "; ".join(roles)
+
+
+def policy_cards(placement: Placement) -> list[Card]:
+    """The cards of the policy's plan."""
+    return list(dict.fromkeys(card for stage in placement.policy.cost.stages for card in stage.cards))
+
+
+def cards_words(cards: Iterable[Card]) -> str:
+    """`4 x H20 + 1 x H800-80G`."""
+    counts = Counter(card.type for card in cards)
+    return " + ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+def role_lines(placement: Placement, plan: RlPlan) -> list[str]:
+    """Each role: its ranks, its cut, and the memory of its tightest card."""
+    lines: list[str] = []
+    memory = plan.forecast.roles if plan.forecast else {}
+    for name, own in plan.plans.items():
+        ranks = plan.role_ranks[name]
+        peak = max((entry.peak_memory_bytes for entry in memory.get(name, ())), default=0.0)
+        words = f"{len(own.pipelines)} pipeline" + ("s" if len(own.pipelines) > 1 else "")
+        stages = "+".join(str(len(pipeline.stages)) for pipeline in own.pipelines[:4])
+        lines.append(
+            f"{name:<10} ranks {ranks.start}-{ranks.stop - 1}  {words} of {stages}"
+            f"{'...' if len(own.pipelines) > 4 else ''} stages, peak {show_bytes(peak)} a card"
+        )
+    same = Counter(
+        (engine_words(engine), round(share, 3))
+        for engine, share in zip(placement.generation.engines, placement.generation.shares, strict=True)
+    )
+    lines += [
+        f"{count} x engine: {words}, {share:.1%} of the prompts" for (words, share), count in same.items()
+    ]
+    return lines
+
+
+def engine_words(engine: Engine) -> str:
+    """`2 x H20 as one stage of width 2, 304 slots`."""
+    stages, width = len(engine.stages), engine.stages[0].width
+    cut = f"{stages} stages" if stages > 1 else "one stage"
+    return f"{cards_words(engine.cards)}, {cut} of width {width}, {engine.slots} slots"
+
+
+def step_words(placement: Placement, problem: RolesProblem) -> str:
+    """`step 43.5 s | 11.8 samples/s | generation 41.8 s | ...`."""
+    step = placement.step_seconds
+    parts = [
+        f"step {show_seconds(step)}",
+        f"{problem.load.samples / step:.3g} samples/s",
+        f"generation {show_seconds(placement.generation_seconds)}"
+        + (f" + tail {show_seconds(placement.tail_seconds)}" if placement.mode == "sync" else ""),
+        f"training {show_seconds(placement.policy.training_seconds)}",
+    ]
+    if placement.reward is not None:
+        parts.append(f"scoring {show_seconds(placement.scoring_seconds)}")
+    if not placement.shared:
+        parts.append(f"weights {show_seconds(placement.sync_seconds)} ({show_bytes(placement.sync_bytes)})")
+    return " | ".join(parts)
+
+
+def idle_words(placement: Placement) -> str:
+    """`idle: policy 0 %, generation 3 %; the same cards in sync mode: 87.2 s`."""
+    idle = ", ".join(f"{role} {share:.0%}" for role, share in placement.idle.items())
+    sync = ""
+    if placement.mode == "async":
+        sync = f"; the same cards in sync mode: {show_seconds(placement.sync_mode_seconds)}"
+    return f"idle: {idle}{sync}"
+
+
+def proof_words(result: RolesResult) -> str:
+    """What the search did."""
+    counts = f"{result.num_splits} splits, {result.num_priced} priced"
+    if result.exact:
+        return f"{counts}, the others ruled out by their bounds"
+    stopped = "; stopped by search.time_limit" if result.stopped else ""
+    bound = show_seconds(result.lower_bound_seconds)
+    return f"{counts}; not proven, no split takes less than {bound}{stopped}"
+
+
+def other_lines(result: RolesResult) -> list[str]:
+    """The best of other modes and splits: how much slower, and their cards."""
+    best = result.best.step_seconds
+    return [
+        f"{show_seconds(other.step_seconds)} (+{other.step_seconds / best - 1:.0%}), {describe(other)}"
+        for other in result.others
+    ]
+
+
+def roles_json(result: RolesResult, plan: RlPlan, *, path: str | None) -> dict[str, Any]:
+    """The same as plain values; `path` is where the plan is written, if it is."""
+    assert plan.forecast is not None
+    return {
+        "plan": path,
+        "kind": "rl",
+        "mode": plan.mode,
+        "staleness": plan.staleness,
+        "placement": "shared" if result.best.shared else "apart",
+        "forecast": as_plain(plan.forecast),
+        "roles": {
+            name: {"ranks": [ranks.start, ranks.stop], "cards": plan.plans[name].cards_by_type}
+            for name, ranks in plan.role_ranks.items()
+        },
+        "engines": [
+            {
+                "slots": engine.slots,
+                "stages": len(engine.stages),
+                "width": engine.stages[0].width,
+                "share": share,
+            }
+            for engine, share in zip(
+                result.best.generation.engines, result.best.generation.shares, strict=True
+            )
+        ],
+        "exact": result.exact,
+        "stopped_by_time_limit": result.stopped,
+        "splits": result.num_splits,
+        "splits_priced": result.num_priced,
+        "others": [
+            {
+                "step_seconds": other.step_seconds,
+                "mode": other.mode,
+                "shared": other.shared,
+                "split": other.split,
+            }
+            for other in result.others
+        ],
+    }

@@ -1,0 +1,260 @@
+"""The problem of placing the roles of a run, and the plan of a placement."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from yuan_train.config.cluster import Cluster
+from yuan_train.config.errors import ConfigError, PlanError, Violation
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import Plan
+from yuan_train.config.profile import Profile
+from yuan_train.config.rl import RLConfig, policy_run
+from yuan_train.config.rl_plan import (
+    GenerationPlan,
+    ReferencePlan,
+    RlForecast,
+    RlPlan,
+    RoleMemory,
+    RolePlan,
+    RolePlans,
+    validate_rl_plan,
+)
+from yuan_train.planner.costs.decode import DecodeStage
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.evaluate.engines import Engine, EngineRates, Generation, Workload, engine_memory
+from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
+from yuan_train.planner.evaluate.roles import (
+    Placement,
+    RolesProblem,
+    engines_plan,
+    part_of_cluster,
+    place,
+    policy_work,
+    reward_plan,
+    reward_work,
+)
+from yuan_train.planner.evaluate.stage_cost import cards_of
+from yuan_train.planner.search.roles import RolesResult
+
+PACKED_SHARE = 0.9
+"""Of a row that samples of unlike lengths fill, the longest first; policy, not measured."""
+
+
+def roles_problem(
+    run: RLConfig, cluster: Cluster, profile: Profile | None, *, reward_model: ModelConfig | None = None
+) -> RolesProblem:
+    """The problem of a run. Raises ConfigError for what is not placed yet, or if the search keys exclude
+    every mode."""
+    if run.algorithm.advantage == "gae":
+        raise ConfigError("algorithm.name: ppo has a critic, which is not placed yet; use another algorithm")
+    policy = policy_run(run)
+    modes = run.search.modes
+    if run.schedule.mode != "auto":
+        modes = tuple(mode for mode in modes if mode == run.schedule.mode)
+    placements = run.search.placement
+    if not modes:
+        raise ConfigError(
+            f"search.modes: {list(run.search.modes)}, but schedule.mode is {run.schedule.mode}; change one"
+        )
+    if modes == ("async",) and "apart" not in placements:
+        raise ConfigError("search.placement: shared cards cannot be async; add apart, or allow mode sync")
+    expected = run.search.expected_new_tokens or run.generation.max_new_tokens
+    if expected > run.generation.max_new_tokens:
+        most = run.generation.max_new_tokens
+        raise ConfigError(f"search.expected_new_tokens: {expected}, but generation.max_new_tokens is {most}")
+    return RolesProblem(
+        policy=PlanProblem(
+            cluster=cluster,
+            model=run.model,
+            sequence_length=run.sequence_length,
+            global_batch_size=run.samples_per_step,
+            precision=run.train.precision,
+            profile=profile,
+            sends=run.search.policy.send_mode,
+            reduce_dtype=run.optimizer.reduce_dtype,
+            bucket_size=run.optimizer.bucket_size,
+            host_reserved=run.memory.host_reserved,
+        ),
+        load=Workload(
+            model=run.model,
+            precision=run.train.precision,
+            prompts=run.train.prompts_per_step,
+            group=run.algorithm.group,
+            prompt_tokens=run.data.max_prompt_tokens,
+            new_tokens=run.generation.max_new_tokens,
+            expected_new_tokens=float(expected),
+        ),
+        micro_batch_size=policy.train.micro_batch_size,
+        policy_search=policy.feasible_search,
+        packed_rows=_packed_rows(run, expected),
+        updates=run.algorithm.updates,
+        reference=run.needs_reference,
+        reward_model=reward_model,
+        tensor=run.search.generation.tensor,
+        slots=run.search.generation.slots,
+        most_slots=run.generation.slots,
+        modes=modes,
+        placements=placements,
+        staleness=run.schedule.staleness or 0,
+        time_limit=run.search.time_limit,
+    )
+
+
+def _packed_rows(run: RLConfig, expected: int) -> int:
+    """Rows that the samples of a step fill. Answers of one length leave what no further sample fits in; those
+    of unlike lengths fill rows to PACKED_SHARE."""
+    samples = run.samples_per_step
+    length, mean = run.sequence_length, run.data.max_prompt_tokens + expected
+    if not run.train.pack:
+        return samples
+    if expected == run.generation.max_new_tokens:
+        return math.ceil(samples / (length // mean))
+    return min(math.ceil(samples * mean / (length * PACKED_SHARE)), samples)
+
+
+def make_rl_plan(problem: RolesProblem, result: RolesResult) -> RlPlan:
+    """The plan of the best placement, with its forecast."""
+    best = result.best
+    if best.shared:
+        generation = GenerationPlan(with_="policy", slots=min(e.slots for e in best.generation.engines))
+    else:
+        engines = engines_plan(problem, best.generation.engines)
+        shares = [round(share, 6) for share in best.generation.shares[:-1]]
+        generation = GenerationPlan(shares=(*shares, 1.0 - math.fsum(shares)), plan=engines)
+    reward = None
+    if best.reward is not None and problem.reward_model is not None:
+        reward = RolePlan(plan=reward_plan(problem, problem.reward_model, best.reward))
+    found = RlPlan(
+        cluster=problem.policy.cluster.name,
+        mode="async" if best.mode == "async" else "sync",
+        staleness=best.staleness,
+        roles=RolePlans(
+            policy=RolePlan(plan=_policy_plan(problem, best)),
+            generation=generation,
+            reference=ReferencePlan(where="host") if problem.reference else None,
+            reward=reward,
+        ),
+        forecast=rl_forecast(problem, best, lower_bound_seconds=result.lower_bound_seconds),
+    )
+    violations: list[Violation] = list(validate_rl_plan(found))
+    assert not violations, f"the planner made a plan that violates constraints: {violations}"
+    return found
+
+
+def _policy_plan(problem: RolesProblem, placement: Placement) -> Plan:
+    plan, cost = placement.policy.plan, placement.policy.cost
+    if plan.forecast is not None:
+        return plan
+    cards = [card for stage in cost.stages for card in stage.cards]
+    own = replace(problem.policy, cluster=part_of_cluster(problem.policy.cluster, cards))
+    forecast = make_forecast(make_costs(own), plan, cost, lower_bound_seconds=cost.step_seconds)
+    return replace(plan, forecast=forecast)
+
+
+def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
+    """The price of any valid RL plan on the problem's cluster. Raises PlanError if it is another run's, or if
+    its cards are not in the cluster."""
+    costs = make_costs(problem.policy)
+    own, load = plan.roles.policy.plan, problem.load
+    cost = cost_plan(costs, own)
+    work = policy_work(problem, costs, own, cost)
+    rates = EngineRates(costs.topology, load)
+    generation = plan.roles.generation
+    source = own if generation.plan is None else generation.plan
+    engines: list[Engine] = []
+    for pipeline in source.pipelines:
+        stages = tuple(
+            DecodeStage(
+                cards=cards_of(costs, source, stage)[0],
+                layers=stage.layers,
+                embedding=stage.embedding,
+                head=stage.head,
+            )
+            for stage in pipeline.stages
+        )
+        groups = pipeline.num_micro_batches
+        slots = pipeline.micro_batch_size
+        if generation.slots is not None:
+            groups = min(len(stages), generation.slots // load.group)
+            slots = generation.slots // groups // load.group * load.group
+        engines.append(Engine(stages=stages, slots_per_group=slots, num_groups=groups))
+    reward = None
+    if plan.roles.reward is not None:
+        scoring = plan.roles.reward.plan
+        cards = [cards_of(costs, scoring, pipeline.stages[0])[0] for pipeline in scoring.pipelines]
+        reward = reward_work(problem, scoring.model, cards)
+        if reward is None:
+            raise PlanError("roles.reward: the reward model does not fit its cards; plan again")
+    names = {entry.device: role for role, part in plan.plans.items() for entry in part.ranks}
+    split: dict[str, list[int]] = {}
+    for card in problem.policy.cluster.cards:
+        counts = split.setdefault(problem.policy.cluster.groups[card.node].name, [0, 0, 0])
+        if card.name in names:
+            counts[("policy", "generation", "reward").index(names[card.name])] += 1
+    return place(
+        replace(problem, staleness=plan.staleness),
+        costs,
+        mode=plan.mode,
+        split=tuple((counts[0], counts[1], counts[2]) for counts in split.values()),
+        policy=work,
+        generation=Generation(tuple(engines), rates),
+        reward=reward,
+        shared=generation.is_shared,
+    )
+
+
+def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seconds: float) -> RlForecast:
+    """The forecast of a placement."""
+    return RlForecast(
+        step_seconds=placement.step_seconds,
+        generation_seconds=placement.generation_seconds,
+        tail_seconds=placement.tail_seconds,
+        scoring_seconds=placement.scoring_seconds,
+        training_seconds=placement.policy.training_seconds,
+        sync_seconds=placement.sync_seconds,
+        sync_bytes=placement.sync_bytes,
+        idle=placement.idle,
+        sync_mode_seconds=placement.sync_mode_seconds,
+        lower_bound_seconds=min(lower_bound_seconds, placement.step_seconds),
+        # No profile measures rounds of generation.
+        source="estimated",
+        roles=role_memory(placement),
+    )
+
+
+def role_memory(placement: Placement) -> dict[str, tuple[RoleMemory, ...]]:
+    """Bytes on the cards of every stage of every role; of shared cards, training and generation."""
+    generation = placement.generation
+    policy: list[RoleMemory] = []
+    for stage in placement.policy.cost.stages:
+        names = type(stage.memory).__dataclass_fields__
+        categories = {name: float(getattr(stage.memory, name)) for name in names}
+        peak = stage.memory.total
+        if placement.shared:
+            engine = generation.engines[stage.pipeline]
+            own = engine_memory(generation.rates, engine)[stage.stage]
+            kept = ("parameters", "gradients", "optimizer", "reserved")
+            drawing = math.fsum(categories[name] for name in kept) + own["slots"] + own["prefill"]
+            categories["slots"] = own["slots"]
+            peak = max(peak, drawing)
+        policy.append(
+            RoleMemory(
+                pipeline=stage.pipeline, stage=stage.stage, peak_memory_bytes=peak, categories=categories
+            )
+        )
+    found = {"policy": tuple(policy)}
+    if not placement.shared:
+        found["generation"] = tuple(
+            RoleMemory(pipeline=e, stage=s, peak_memory_bytes=math.fsum(own.values()), categories=own)
+            for e, engine in enumerate(generation.engines)
+            for s, own in enumerate(engine_memory(generation.rates, engine))
+        )
+    if placement.reward is not None:
+        own = placement.reward.memory
+        found["reward"] = tuple(
+            RoleMemory(pipeline=p, stage=0, peak_memory_bytes=math.fsum(own.values()), categories=own)
+            for p in range(len(placement.reward.groups))
+        )
+    return found

@@ -1,0 +1,49 @@
+"""The lower bounds of a search: which plans they cover, and how much work they may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from yuan_train.config.cluster import Card
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.search.bounds import any_bound
+from yuan_train.planner.search.equal_bound import Scope
+from yuan_train.planner.search.expert_groups import may_divide_experts
+from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
+from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
+from yuan_train.planner.search.shapes import Options
+
+WORK, WORK_PER_CARD = 30_000_000, 2_000_000
+"""Budget of each bound; see `search.lower_bounds`."""
+
+
+def bound_plans(
+    costs: Costs,
+    cards: Sequence[Card],
+    options: Options,
+    *,
+    best_seconds: float,
+    stopped: Callable[[], bool],
+) -> Bounds:
+    """What no plan that the search may make can beat; `best_seconds` is the best plan's step."""
+    few = len(costs.problem.cluster.cards) <= MAX_RESTRUCTURED_CARDS
+    scope = Scope(
+        schedules=options.polished_schedules if few else options.schedules,
+        sizes=options.polished_sizes if few else options.micro_batch_sizes,
+        any_replicas=few and options.any_replicas,
+        uneven_shares=few,
+    )
+    least = min(any_bound(costs, cards, options), best_seconds)
+    if may_divide_experts(costs, cards, options):
+        # Groups of cards that divide experts are not among the stages that `search.lower_bounds` knows.
+        return Bounds(equal_seconds=least, any_seconds=least, scope=scope, knows_memory=False)
+    return lower_bounds(
+        costs,
+        cards,
+        options,
+        scope,
+        least_seconds=least,
+        best_seconds=best_seconds,
+        work=WORK + WORK_PER_CARD * len(cards),
+        stopped=stopped,
+    )

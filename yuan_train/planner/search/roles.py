@@ -1,0 +1,366 @@
+"""Search over splits of unlike cards over roles: how many of each node group train, generate and score.
+
+For every split the engines are priced at once, and the policy's plan by a bound. The splits are then taken
+from the lowest bound on: the policy's cards get a plan, and the step is played. The search ends when the next
+bound is no better than the best step, so that no split is missed by it. Sharing the cards in turns competes
+on equal terms.
+
+Of each group of nodes the policy has the first cards, then come generation and reward model, so that the
+ranks of a node follow each other as far as can be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from yuan_train.config.cluster import Card, Cluster
+from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.planner.costs.decode import card_rates
+from yuan_train.planner.costs.plan_problem import Costs, make_costs
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
+from yuan_train.planner.evaluate.engines import EngineRates, Generation
+from yuan_train.planner.evaluate.roles import (
+    Placement,
+    PolicyWork,
+    RewardWork,
+    RolesProblem,
+    part_of_cluster,
+    place,
+    policy_work,
+    reward_work,
+)
+from yuan_train.planner.search.bounds import any_bound
+from yuan_train.planner.search.engine_ways import EngineWays, groups_of
+from yuan_train.planner.search.search import search_plan, usable_cards
+from yuan_train.planner.search.shapes import WIDTHS, read_options
+
+Split = tuple[tuple[int, int, int], ...]
+"""Cards of each group of nodes for policy, generation and reward."""
+
+MAX_COUNTS = 8
+"""Of a group of more cards, so many numbers are tried for a role: multiples of an eighth."""
+LEAST_SECONDS = 2.0
+"""Of a search for the policy's plan, however little time is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesResult:
+    """The placement found, and what the report says about it."""
+
+    best: Placement
+    others: tuple[Placement, ...]
+    """The best of each other mode and way to share cards that was priced, then further splits."""
+    lower_bound_seconds: float
+    exact: bool
+    """Whether every split was priced or ruled out by its bound, and no search for a plan was stopped."""
+    stopped: bool
+    num_splits: int
+    num_priced: int
+
+
+@dataclass
+class RolesSearch:
+    """One search: the costs of the whole cluster, and what was looked up already."""
+
+    problem: RolesProblem
+    clock: Callable[[], float] = time.monotonic
+    costs: Costs = field(init=False)
+    ways: EngineWays = field(init=False)
+    stopped: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.costs = make_costs(self.problem.policy)
+        self.ways = EngineWays(self.problem, EngineRates(self.costs.topology, self.problem.load))
+        self._started = self.clock()
+        self._policies: dict[tuple[int, ...], list[PolicyWork]] = {}
+        self._bounds: dict[tuple[int, ...], float] = {}
+        self._generations: dict[tuple[int, ...], list[Generation]] = {}
+        usable, _ = usable_cards(self.problem.policy, use_all=False)
+        names = {card.name for card in usable}
+        groups: dict[str, list[Card]] = {}
+        for card in self.problem.policy.cluster.cards:
+            if card.name in names:
+                groups.setdefault(self.problem.policy.cluster.groups[card.node].name, []).append(card)
+        self.groups = list(groups.values())
+        self.refusal = ""
+        """Why the policy did not fit the last cards that it was tried on."""
+
+    # --- splits ------------------------------------------------------------------------------------------
+
+    def splits(self) -> Iterator[Split]:
+        """Every split in which policy and generation, and a reward model, have cards of their own."""
+        for counts in itertools.product(*(self._shares(len(cards)) for cards in self.groups)):
+            totals = [sum(part) for part in zip(*counts, strict=True)]
+            if totals[0] and totals[1] and bool(totals[2]) == (self.problem.reward_model is not None):
+                yield counts
+
+    def shared_splits(self) -> Iterator[Split]:
+        """Every split in which all cards but a reward model's train and generate in turns."""
+        scores = self.problem.reward_model is not None
+        for counts in itertools.product(*(self._shares(len(cards)) for cards in self.groups)):
+            policy, generation, reward = (sum(part) for part in zip(*counts, strict=True))
+            if policy and not generation and bool(reward) == scores:
+                yield counts
+
+    def _shares(self, count: int) -> list[tuple[int, int, int]]:
+        step = max(count // MAX_COUNTS, 1)
+        numbers = sorted({*range(0, count + 1, step), count})
+        rewards = numbers if self.problem.reward_model is not None else [0]
+        return [
+            (count - generation - reward, generation, reward)
+            for reward in rewards
+            for generation in numbers
+            if generation + reward <= count
+        ]
+
+    def cards_of(self, split: Split, role: int) -> list[list[Card]]:
+        """The cards of a role, of each group: 0 policy, 1 generation, 2 reward."""
+        found: list[list[Card]] = []
+        for cards, counts in zip(self.groups, split, strict=True):
+            first = sum(counts[:role])
+            found.append(cards[first : first + counts[role]])
+        return found
+
+    def generations(self, split: Split) -> list[Generation]:
+        """The ways in which the cards of generation can be engines; empty if the model does not fit them."""
+        key = tuple(counts[0] for counts in split) + tuple(counts[1] for counts in split)
+        if key not in self._generations:
+            self._generations[key] = self.ways.list_generations(self.cards_of(split, 1))
+        return self._generations[key]
+
+    # --- the policy --------------------------------------------------------------------------------------
+
+    def policies(self, split: Split) -> list[PolicyWork]:
+        """Plans of the policy on its cards, the fastest first; empty if none fits."""
+        key = tuple(counts[0] for counts in split)
+        if key not in self._policies:
+            self._policies[key] = self._search_policy(split)
+        return self._policies[key]
+
+    def _search_policy(self, split: Split) -> list[PolicyWork]:
+        problem = self.problem
+        own = replace(problem.policy, cluster=self._policy_cluster(split))
+        left = problem.time_limit - (self.clock() - self._started)
+        limit = min(problem.policy_search.time_limit, max(left / 2, LEAST_SECONDS))
+        search = replace(problem.policy_search, time_limit=limit)
+        try:
+            result = search_plan(own, search, micro_batch_size=problem.micro_batch_size)
+        except (NoPlanFits, ConfigError) as error:
+            self.refusal = str(error)
+            return []
+        self.stopped = self.stopped or result.stopped
+        costs = make_costs(own)
+        found = [
+            policy_work(problem, costs, candidate.plan, candidate.cost)
+            for candidate in (result.best, *result.runners_up)
+        ]
+        return sorted(found, key=lambda work: work.training_seconds)
+
+    def _policy_cluster(self, split: Split) -> Cluster:
+        cards = [card for group in self.cards_of(split, 0) for card in group]
+        return part_of_cluster(self.problem.policy.cluster, cards)
+
+    def training_bound(self, split: Split) -> float:
+        """Seconds that no plan of the policy's cards can beat; inf if they cannot hold weights and
+        gradients."""
+        key = tuple(counts[0] for counts in split)
+        if key not in self._bounds:
+            self._bounds[key] = self._training_bound(split)
+        return self._bounds[key]
+
+    def _training_bound(self, split: Split) -> float:
+        problem = self.problem
+        cards = [card for group in self.cards_of(split, 0) for card in group]
+        types = [problem.policy.cluster.device_type(card.type) for card in cards]
+        state = STATE_BYTES[problem.load.precision]
+        needed = problem.load.model.parameters * (state.parameters + state.gradients)
+        if needed > sum(device.memory - device.reserved for device in types):
+            return math.inf
+        own = replace(
+            problem.policy, cluster=self._policy_cluster(split), global_batch_size=problem.packed_rows
+        )
+        try:
+            options = read_options(
+                problem.policy_search,
+                micro_batch_size=problem.micro_batch_size,
+                model=problem.load.model,
+                num_cards=len(cards),
+            )
+        except ConfigError as error:
+            self.refusal = str(error)
+            return math.inf
+        return any_bound(make_costs(own), cards, options)
+
+    # --- placements --------------------------------------------------------------------------------------
+
+    def reward(self, split: Split) -> RewardWork | None:
+        """The reward model on its cards, as narrow as it fits; None if there is none, or none fits."""
+        model = self.problem.reward_model
+        if model is None:
+            return None
+        cards = [card for group in self.cards_of(split, 2) for card in group]
+        for width in [1] if model.num_experts else WIDTHS:
+            groups = list(groups_of(cards, width))
+            if groups and all(size % width == 0 for size in model.spec.tensor_sizes(model).values()):
+                work = reward_work(self.problem, model, groups)
+                if work is not None:
+                    return work
+        return None
+
+    def bound(self, split: Split, *, shared: bool) -> float:
+        """Seconds of a step that no placement of this split can beat."""
+        training, load = self.training_bound(split), self.problem.load
+        if math.isinf(training):
+            return math.inf
+        scoring = 0.0
+        if self.problem.reward_model is not None:
+            work = self.reward(split)
+            if work is None:
+                return math.inf
+            scoring = work.scoring_seconds
+        if shared:
+            return training + scoring + self._generation_roofline(split)
+        ways = self.generations(split)
+        if not ways:
+            return math.inf
+        bounds: list[float] = []
+        if "sync" in self.problem.modes:
+            bounds.append(min(way.batch_seconds for way in ways) + scoring + training)
+        if "async" in self.problem.modes:
+            bounds.append(max(load.samples / max(map(_total_rate, ways)), scoring, training))
+        return min(bounds, default=math.inf)
+
+    def _generation_roofline(self, split: Split) -> float:
+        """All cards multiply at their peaks, and read keys and values."""
+        load = self.problem.load
+        cards = [card for group in self.cards_of(split, 0) for card in group]
+        rates = [card_rates(self.costs.topology, [card], load.precision) for card in cards]
+        tokens = load.samples * load.expected_new_tokens
+        layers = load.model.num_layers
+        flops = 2.0 * tokens * load.model.active_parameters * 0.5
+        cache = 2.0 * tokens * load.prompt_tokens * load.model.key_value_size * ELEMENT_BYTES[load.precision]
+        return max(
+            flops / math.fsum(rate.flops_per_second for rate in rates),
+            cache * layers / math.fsum(rate.bytes_per_second for rate in rates),
+        )
+
+    def placements(self, split: Split, *, shared: bool) -> list[Placement]:
+        """The best placement of a split in each mode; empty if a role does not fit its cards."""
+        reward = self.reward(split)
+        if self.problem.reward_model is not None and reward is None:
+            return []
+        works = self.policies(split)
+        if not works:
+            return []
+        if shared:
+            pairs = [(work, way) for work in works if (way := self.ways.shared_generation(work)) is not None]
+            return self._best(pairs, split, reward, ("sync",), shared=True)
+        pairs = [(works[0], way) for way in self.generations(split)]
+        return self._best(pairs, split, reward, self.problem.modes, shared=False)
+
+    def _best(
+        self,
+        pairs: Sequence[tuple[PolicyWork, Generation]],
+        split: Split,
+        reward: RewardWork | None,
+        modes: Sequence[str],
+        *,
+        shared: bool,
+    ) -> list[Placement]:
+        found: list[Placement] = []
+        for mode in modes:
+            placed = [
+                place(
+                    self.problem,
+                    self.costs,
+                    mode=mode,
+                    split=split,
+                    policy=work,
+                    generation=way,
+                    reward=reward,
+                    shared=shared,
+                )
+                for work, way in pairs
+            ]
+            found += [min(placed, key=lambda p: p.step_seconds)] if placed else []
+        return found
+
+
+def _total_rate(generation: Generation) -> float:
+    return math.fsum(generation.samples_per_second)
+
+
+def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> RolesResult:
+    """The fastest placement that fits; `search` may have looked up some costs already.
+
+    Raises NoPlanFits, naming the role in the way, if none fits.
+    """
+    search = search or RolesSearch(problem)
+    clock, began = search.clock, search.clock()
+    waiting: list[tuple[float, Split, bool]] = []
+    if "apart" in problem.placements:
+        waiting += [(search.bound(split, shared=False), split, False) for split in search.splits()]
+    if "shared" in problem.placements and "sync" in problem.modes:
+        waiting += [(search.bound(split, shared=True), split, True) for split in search.shared_splits()]
+    num_splits = len(waiting)
+    waiting = sorted((item for item in waiting if math.isfinite(item[0])), key=lambda item: item[0])
+    lowest = waiting[0][0] if waiting else math.inf
+    found: list[Placement] = []
+    best, priced, stopped = math.inf, 0, False
+    for bound, split, shared in waiting:
+        if bound >= best * (1 - 1e-9):
+            break
+        if found and clock() - began > problem.time_limit:
+            stopped = True
+            break
+        priced += 1
+        found += search.placements(split, shared=shared)
+        best = min((placement.step_seconds for placement in found), default=math.inf)
+    if not found:
+        raise NoPlanFits(_why_nothing_fits(search))
+    ranked = sorted(found, key=lambda placement: placement.step_seconds)
+    return RolesResult(
+        best=ranked[0],
+        others=_others(ranked),
+        lower_bound_seconds=min(lowest, ranked[0].step_seconds),
+        exact=not stopped and not search.stopped,
+        stopped=stopped or search.stopped,
+        num_splits=num_splits,
+        num_priced=priced,
+    )
+
+
+def _others(ranked: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The best of each other mode and way, then the next best splits; six at most."""
+    kinds = {(ranked[0].mode, ranked[0].shared)}
+    first: list[Placement] = []
+    rest: list[Placement] = []
+    for placement in ranked[1:]:
+        kind = (placement.mode, placement.shared)
+        (rest if kind in kinds else first).append(placement)
+        kinds.add(kind)
+    return tuple(sorted([*first, *rest][:6], key=lambda placement: placement.step_seconds))
+
+
+def _why_nothing_fits(search: RolesSearch) -> str:
+    """The role that fits no split."""
+    apart, shared = list(search.splits()), list(search.shared_splits())
+    trainable = [split for split in (*apart, *shared) if math.isfinite(search.training_bound(split))]
+    if not trainable:
+        return (
+            "no split fits: weights and gradients of the policy alone are more than the cards' memory; "
+            + (search.refusal or "allow more cards")
+        )
+    if search.refusal:
+        return f"no split fits: the policy has no plan on its cards: {search.refusal}"
+    if not any(search.generations(split) for split in apart):
+        load = search.problem.load
+        return (
+            f"no split fits: no cards hold the weights and one group of {load.group} samples of "
+            f"{load.length} tokens; allow a smaller algorithm.group, shorter answers, or more cards"
+        )
+    return "no split fits: generation and policy do not fit beside each other; allow more cards"

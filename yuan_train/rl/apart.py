@@ -1,0 +1,373 @@
+"""Roles on cards of their own: the policy's side issues tickets and publishes weights, engines serve them.
+
+The controller is rank 0 of the policy. It walks the flow of `schedule/flow.py`: tickets of batch k are issued
+when version k - staleness is published, and consumed in their order, so that an answer's weights are never
+older than the bound and none is thrown away for its age. An engine does what it is told in the order in which
+it is told: take weights, answer tickets, stop. While it answers, the policy trains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.config.architecture import sharding_of
+from yuan_train.config.errors import TrainingError
+from yuan_train.config.rl import RLConfig
+from yuan_train.config.rl_plan import RlPlan
+from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.executor import Stopwatch
+from yuan_train.parallel.groups import guard_world_collective, make_tensor_groups, shutdown
+from yuan_train.parallel.links import Link, RolePosition, join_role, move_weights, post_weights
+from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
+from yuan_train.parallel.transport import LostPeer
+from yuan_train.rl.channels import Channel
+from yuan_train.rl.collect import Collector
+from yuan_train.rl.generator import Drawing, Engine
+from yuan_train.rl.job import RLJob
+from yuan_train.rl.rewards import Scorers
+from yuan_train.rl.tickets import Sample, Ticket, share_out
+from yuan_train.train.build import DTYPES, build_part
+from yuan_train.train.signals import stop_on_sigterm
+from yuan_train.train.step import Trainer
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the engines have told of a batch, for the metrics."""
+
+    versions: tuple[int, ...]
+    """Of the weights that drew each group."""
+    engine_seconds: float
+    """Of generation, the busiest engine's."""
+    sync_seconds: float
+    """In which the policy packed weights and waited for those before to be taken."""
+    sync_bytes: int
+
+
+def job_ranks(roles: RlPlan) -> dict[str, range]:
+    """The ranks of the job of each role."""
+    return {str(name): ranks for name, ranks in roles.role_ranks.items()}
+
+
+def leaders_of(roles: RlPlan) -> list[int]:
+    """The leader of each engine: the first rank of its first stage, as a rank of the job."""
+    engines = roles.roles.generation.plan
+    assert engines is not None, "roles are apart"
+    first = roles.role_ranks["generation"].start
+    return [first + pipeline.stages[0].replicas[0][0] for pipeline in engines.pipelines]
+
+
+def weight_buckets(roles: RlPlan, itemsize: int) -> tuple[Bucket, ...]:
+    """What each rank of the policy sends to each rank of an engine, the same on all ranks."""
+    engines = roles.roles.generation.plan
+    assert engines is not None, "roles are apart"
+    devices = [entry.device.rpartition("/")[0] for entry in roles.ranks]
+    first = roles.role_ranks["generation"].start
+    table = transfer_table(
+        plan_holdings(roles.roles.policy.plan),
+        plan_holdings(engines, first_rank=first),
+        node_of=lambda rank: devices[rank],
+    )
+    return make_buckets(table, itemsize=itemsize)
+
+
+def _own_weights(runtime: RankRuntime) -> dict[str, torch.Tensor]:
+    """This rank's part of each parameter, by global name."""
+    parts = runtime.parts.values()
+    return {name: p.detach() for part in parts for name, p in part.named_parameters() if p.numel()}
+
+
+class RemoteCollector(Collector):
+    """Collects batches from engines on other cards; every rank of the policy calls the same."""
+
+    def __init__(self, job: RLJob, trainer: Trainer, scorers: Scorers | None, position: RolePosition) -> None:
+        super().__init__(job, trainer, None, scorers)
+        roles = job.roles
+        assert roles is not None, "roles are apart"
+        run = job.run
+        self._position = position
+        self._staleness = roles.staleness
+        self._shares = roles.engine_shares
+        self._dtype = DTYPES[run.train.precision]
+        leaders, ranks = leaders_of(roles), job_ranks(roles)
+        self._channels: list[Channel] = []
+        if position.rank == 0:
+            talk = Link(
+                "messages", [position.job_rank, *leaders], position, timeout_seconds=run.train.timeout
+            )
+            self._channels = [Channel(talk, leader) for leader in leaders]
+        members = [*ranks["policy"], *ranks["generation"]]
+        self._link = Link("weights", members, position, timeout_seconds=run.train.timeout)
+        self._buckets = weight_buckets(roles, self._dtype.itemsize)
+        self._sends: list[Callable[[], None]] = []
+        self._published = -1
+        self._issued = 0
+        self._owner: dict[int | str, int] = {}
+        self._found: dict[int | str, list[Sample]] = {}
+        self._told: dict[int | str, tuple[int, int, float]] = {}
+        """Of each ticket since the last batch: version, engine, and its part of the seconds of generation."""
+        self._told_early: dict[int | str, tuple[int, int, float]] = {}
+        """The same of tickets that no batch has taken yet."""
+        self._outstanding: list[int] = [0] * len(leaders)
+        self._sync_seconds, self._sync_bytes = 0.0, 0
+
+    def begin(self, version: int, *, first_ticket: int, replaced: int) -> None:
+        """Publish the weights of `version` batches, and issue all tickets that it allows; `replaced` are the
+        groups that were filtered or failed so far."""
+        self._publish(version)
+        per_step = self._job.run.train.prompts_per_step
+        limit = (version + 1 + self._staleness) * per_step + replaced
+        group = self._job.run.algorithm.group
+        first = max(self._issued, first_ticket)
+        # In messages of a batch each: an engine takes new weights between two of them.
+        for start in range(first, limit, per_step):
+            numbers = range(start, min(start + per_step, limit))
+            self._issue([Ticket(n, self._job.prompts[n].ids, group) for n in numbers], self._drawing)
+        self._issued = max(limit, first)
+
+    def told(self, tickets: Sequence[int]) -> Told:
+        """What the engines told of a batch of these tickets; on rank 0 with seconds."""
+        versions = tuple(self._told[number][0] for number in tickets)
+        seconds: dict[int, float] = {}
+        for _, engine, part in self._told.values():
+            seconds[engine] = seconds.get(engine, 0.0) + part
+        self._told.clear()
+        return Told(versions, max(seconds.values()), self._sync_seconds, self._sync_bytes)
+
+    def stop(self) -> None:
+        """Tell the engines to end, once they have taken all that was sent."""
+        for channel in self._channels:
+            channel.send(("stop",))
+        for wait in self._sends:
+            wait()
+        for channel in self._channels:
+            channel.flush()
+
+    def _publish(self, version: int) -> None:
+        if version == self._published:
+            return
+        start = time.perf_counter()
+        for channel in self._channels:
+            channel.send(("weights", version))
+        with self._naming():
+            for wait in self._sends:
+                wait()
+            runtime = self._trainer.runtime
+            self._sync_bytes, self._sends = post_weights(
+                self._buckets,
+                _own_weights(runtime),
+                runtime.shards,
+                link=self._link,
+                job_rank=self._position.job_rank,
+                dtype=self._dtype,
+            )
+        self._published = version
+        self._sync_seconds = time.perf_counter() - start
+
+    def _issue(self, tickets: Sequence[Ticket], drawing: Drawing) -> None:
+        for engine, own in enumerate(share_out(tickets, self._shares)):
+            if own and self._channels:
+                self._channels[engine].send(("generate", own, drawing))
+                self._outstanding[engine] += 1
+            self._owner |= dict.fromkeys((ticket.number for ticket in own), engine)
+
+    def _generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[list[Sample]]:
+        """The answers to each ticket, on all ranks of the policy; waits for the engines that have them."""
+        missing = [ticket for ticket in tickets if ticket.number not in self._owner]
+        if missing:
+            self._issue(missing, drawing)
+            numbers = [ticket.number for ticket in missing if isinstance(ticket.number, int)]
+            self._issued = max([self._issued, *(number + 1 for number in numbers)])
+        with self._naming():
+            for ticket in tickets if self._channels else ():
+                while len(self._found.get(ticket.number, ())) < ticket.count:
+                    self._take(self._owner[ticket.number])
+        told: list[Any] = [None]
+        for ticket in tickets:
+            del self._owner[ticket.number]
+        if self._channels:
+            samples = [self._found.pop(ticket.number) for ticket in tickets]
+            told[0] = samples, {ticket.number: self._told_early.pop(ticket.number) for ticket in tickets}
+        if dist.is_initialized():
+            with guard_world_collective(self._trainer.runtime.coord, "the broadcast of answers"):
+                dist.broadcast_object_list(told, src=0)
+        self._told |= {number: found for number, found in told[0][1].items() if isinstance(number, int)}
+        return told[0][0]
+
+    def _take(self, engine: int) -> None:
+        """The next answers of an engine."""
+        assert self._outstanding[engine], "an engine answers what it was asked"
+        answers = self._channels[engine].receive()
+        self._outstanding[engine] -= 1
+        if answers["error"] is not None:
+            raise TrainingError(f"engine {engine}: {answers['error']}")
+        for sample in answers["samples"]:
+            self._found.setdefault(sample.ticket, []).append(sample)
+        tickets = {sample.ticket for sample in answers["samples"]}
+        told = answers["version"], engine, answers["seconds"] / max(len(tickets), 1)
+        self._told_early |= dict.fromkeys(tickets, told)
+
+    def _naming(self) -> _LostRole:
+        return _LostRole(str(self._trainer.runtime.coord))
+
+
+class _LostRole:
+    """Raises a LostPeer as a TrainingError that names this rank too."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, LostPeer):
+            raise TrainingError(f"policy {self._label}: {error}") from error
+
+
+# --- an engine -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """What a rank of generation needs."""
+
+    run: RLConfig
+    roles: RlPlan
+    device: torch.device
+
+
+def serve(job: EngineJob) -> None:
+    """A rank of an engine, until the controller says stop. Raises TrainingError if another rank is lost."""
+    run, roles = job.run, job.roles
+    plan = roles.roles.generation.plan
+    assert plan is not None, "roles are apart"
+    position = join_role(
+        job_ranks(roles),
+        device=job.device,
+        timeout_seconds=run.train.timeout,
+        startup_seconds=run.train.startup_timeout,
+    )
+    dtype = DTYPES[run.train.precision]
+    # The policy ends the run, also on SIGTERM; engines then hear of it.
+    with stop_on_sigterm():
+        try:
+            sharding, row_blocks = sharding_of(run.model)
+            parts = ModelParts(
+                build=partial(build_part, run.model, dtype),
+                initial=None,
+                sharding=sharding,
+                row_blocks=row_blocks,
+            )
+            runtime = parallelize(
+                plan,
+                position.rank,
+                parts,
+                device=job.device,
+                dtype=dtype,
+                timeout_seconds=run.train.timeout,
+                startup_timeout_seconds=run.train.startup_timeout,
+            )
+            _drop_gradients(runtime)
+            with _LostRole(f"of generation, {runtime.coord}"):
+                _Server(job, runtime, position, dtype).run()
+        finally:
+            shutdown()
+
+
+def _drop_gradients(runtime: RankRuntime) -> None:
+    """An engine trains nothing: free what was made for gradients."""
+    for part in runtime.parts.values():
+        for parameter in part.parameters():
+            parameter.grad = None
+            parameter.requires_grad_(False)
+    for bucket in runtime.buckets:
+        bucket.gradient = bucket.gradient.new_empty(0)
+
+
+class _Server:
+    def __init__(
+        self, job: EngineJob, runtime: RankRuntime, position: RolePosition, dtype: torch.dtype
+    ) -> None:
+        run, roles = job.run, job.roles
+        coord, grid = runtime.coord, runtime.grid
+        pipelines = [
+            tuple(sorted({rank for replica in grid.replicas(p) for rank in replica}))
+            for p in range(len(grid.plan.pipelines))
+        ]
+        wide = [ranks for ranks in pipelines if len(ranks) > 1]
+        groups = make_tensor_groups(wide, timeout_seconds=run.train.timeout) if dist.is_initialized() else {}
+        self._group = groups.get(pipelines[coord.pipeline])
+        leaders, ranks = leaders_of(roles), job_ranks(roles)
+        leader = leaders[coord.pipeline]
+        self._leader = leader - ranks["generation"].start
+        self._channel: Channel | None = None
+        controller = ranks["policy"].start
+        if position.job_rank == leader:
+            talk = Link("messages", [controller, *leaders], position, timeout_seconds=run.train.timeout)
+            self._channel = Channel(talk, controller)
+        members = [*ranks["policy"], *ranks["generation"]]
+        self._link = Link("weights", members, position, timeout_seconds=run.train.timeout)
+        self._buckets = weight_buckets(roles, dtype.itemsize)
+        self._runtime, self._position, self._dtype = runtime, position, dtype
+        device_type = grid.plan.device_type(coord.rank)
+        slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
+        pipeline = grid.plan.pipelines[coord.pipeline]
+        self._engine = Engine(
+            runtime,
+            slots=pipeline.num_sequences,
+            group=run.algorithm.group,
+            max_prompt_tokens=run.data.max_prompt_tokens,
+            max_new_tokens=run.generation.max_new_tokens,
+            prefill_chunk=run.generation.prefill_chunk,
+            device=job.device,
+            dtype=dtype,
+            stopwatch=Stopwatch(job.device, slowdown=slowdown),
+            ranks=self._group,
+        )
+
+    def run(self) -> None:
+        """Do what the controller says, in order."""
+        version = -1
+        while True:
+            kind, *rest = self._next()
+            if kind == "stop":
+                return
+            if kind == "weights":
+                version = rest[0]
+                move_weights(
+                    self._buckets,
+                    _own_weights(self._runtime),
+                    self._runtime.shards,
+                    link=self._link,
+                    job_rank=self._position.job_rank,
+                    dtype=self._dtype,
+                )
+                continue
+            tickets, drawing = cast("tuple[list[Ticket], Drawing]", tuple(rest))
+            start, samples, error = time.perf_counter(), list[Sample](), None
+            try:
+                samples = self._engine.generate(tickets, drawing)
+            except TrainingError as failure:
+                if "log-probability" not in str(failure):
+                    raise
+                error = str(failure)
+            if self._channel is not None:
+                seconds = time.perf_counter() - start
+                self._channel.send(
+                    {"version": version, "seconds": seconds, "samples": samples, "error": error}
+                )
+
+    def _next(self) -> Any:
+        """The next message, on all ranks of the engine."""
+        told: list[Any] = [self._channel.receive() if self._channel is not None else None]
+        if self._group is not None:
+            dist.broadcast_object_list(told, src=self._leader, group=self._group)
+        return told[0]

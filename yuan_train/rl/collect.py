@@ -1,0 +1,208 @@
+"""Makes a batch: draws answers, has them scored, and replaces groups of which nothing can be learned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from yuan_train.config.errors import TrainingError, YuanError
+from yuan_train.data.prompts import Prompt, text_of
+from yuan_train.parallel.groups import guard_world_collective
+from yuan_train.rl.experience import Group
+from yuan_train.rl.generator import Drawing, Engine
+from yuan_train.rl.job import RLJob
+from yuan_train.rl.rewards import Scorers, Scores, reward_of
+from yuan_train.rl.tickets import Sample, Ticket, share_out
+from yuan_train.train.agreement import raise_together
+from yuan_train.train.step import Trainer
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The groups of a batch, in the order of their tickets; the same on all ranks."""
+
+    groups: tuple[Group, ...]
+    next_ticket: int
+    zero_variance: int
+    """Of the groups that were scored, those of equal rewards."""
+    filtered: int
+    """Of these, those that were replaced."""
+    failed: int
+    generation_seconds: float
+    scoring_seconds: float
+
+
+class Collector:
+    """Draws and scores; every rank calls the same, at the same time."""
+
+    def __init__(self, job: RLJob, trainer: Trainer, engine: Engine | None, scorers: Scorers | None) -> None:
+        """`engine`: None where other cards generate; `scorers`: on rank 0."""
+        self._job = job
+        self._trainer = trainer
+        self._engine = engine
+        self._scorers = scorers
+        run = job.run
+        self._drawing = Drawing(
+            seed=run.train.seed,
+            max_new_tokens=run.generation.max_new_tokens,
+            stop_ids=job.stop_ids,
+            temperature=run.generation.temperature,
+        )
+
+    def collect(self, first_ticket: int) -> Collected:
+        """The next batch: prompts_per_step groups, of tickets from `first_ticket` on.
+
+        Groups that failed, and with `filter: zero_variance` those of equal rewards, are replaced by those of
+        further tickets. Raises TrainingError if `max_refill` batches of prompts do not give one, and, with
+        `on_error: stop`, for a group that failed.
+        """
+        run = self._job.run
+        wanted, kept = run.train.prompts_per_step, list[Group]()
+        ticket, last = first_ticket, first_ticket + run.algorithm.max_refill * wanted
+        zero_variance = filtered = failed = 0
+        seconds = [0.0, 0.0]
+        error: str | None = None
+        while len(kept) < wanted:
+            count = min(wanted - len(kept), last - ticket)
+            if not count:
+                raise TrainingError(
+                    f"{len(kept)} of {wanted} groups after {ticket - first_ticket} prompts "
+                    f"(algorithm.max_refill: {run.algorithm.max_refill}): {filtered} had equal rewards, "
+                    f"{failed} failed{f', the last because {error}' if error else ''}; give prompts that are "
+                    "neither too easy nor too hard, or set algorithm.filter: none"
+                )
+            for group, why in self._groups(range(ticket, ticket + count), seconds):
+                if group is None:
+                    failed += 1
+                    error = why
+                    continue
+                zero_variance += group.is_level
+                if group.is_level and run.algorithm.filter == "zero_variance":
+                    filtered += 1
+                    continue
+                kept.append(group)
+            ticket += count
+        return Collected(
+            tuple(kept),
+            ticket,
+            zero_variance,
+            filtered,
+            failed,
+            generation_seconds=seconds[0],
+            scoring_seconds=seconds[1],
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """`pass_1`, `pass_k` and `mean_reward` on the prompts of data.evaluation.
+
+        An answer passes if the first reward function gives it 1 or more; a group that failed does not.
+        """
+        job, config = self._job, self._job.run.evaluation
+        drawing = Drawing(
+            seed=job.run.train.seed,
+            max_new_tokens=job.run.generation.max_new_tokens,
+            stop_ids=job.stop_ids,
+            temperature=config.temperature or 1.0,
+            greedy=not config.temperature,
+        )
+        tickets = [
+            Ticket(f"evaluation-{i}", prompt.ids, config.samples) for i, prompt in enumerate(job.evaluation)
+        ]
+        samples = self._generate(tickets, drawing)
+        scored = self._score(list(zip(job.evaluation, samples, strict=True)))
+        shares: list[float] = []
+        rewards: list[float] = []
+        for answers, scores in zip(samples, scored, strict=True):
+            passed = [of_answer[0] >= 1 for of_answer in scores.of_answers]
+            shares.append(sum(passed) / len(answers))
+            rewards += self._rewards(scores, answers)
+        count = len(tickets)
+        return {
+            "pass_1": sum(shares) / count,
+            "pass_k": sum(share > 0 for share in shares) / count,
+            "mean_reward": sum(rewards) / max(len(rewards), 1),
+        }
+
+    def _groups(self, numbers: Sequence[int], seconds: list[float]) -> list[tuple[Group | None, str | None]]:
+        """The groups of some tickets, or why there is none; adds to the seconds of drawing and scoring."""
+        job = self._job
+        prompts = [job.prompts[number] for number in numbers]
+        group_size = job.run.algorithm.group
+        tickets = [Ticket(n, prompt.ids, group_size) for n, prompt in zip(numbers, prompts, strict=True)]
+        start = time.perf_counter()
+        samples = self._generate(tickets, self._drawing)
+        drawn = time.perf_counter()
+        scored = self._score(list(zip(prompts, samples, strict=True)))
+        seconds[0] += drawn - start
+        seconds[1] += time.perf_counter() - drawn
+        found: list[tuple[Group | None, str | None]] = []
+        for number, prompt, answers, scores in zip(numbers, prompts, samples, scored, strict=True):
+            if scores.error is not None:
+                why = f"ticket {number}: {scores.error}"
+                if job.run.reward.on_error == "stop":
+                    raise TrainingError(f"{why}; correct the function, or set reward.on_error: drop")
+                found.append((None, why))
+                continue
+            rewards = tuple(self._rewards(scores, answers))
+            found.append((Group(number, prompt, tuple(answers), scores.of_answers, rewards), None))
+        return found
+
+    def _rewards(self, scores: Scores, answers: Sequence[Sample]) -> list[float]:
+        config, limit = self._job.run.reward, self._job.run.generation.max_new_tokens
+        return [
+            reward_of(of_answer, answer, config, max_new_tokens=limit)
+            for of_answer, answer in zip(scores.of_answers, answers, strict=False)
+        ]
+
+    def _generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[list[Sample]]:
+        """The answers to each ticket, on all ranks; each pipeline writes its share."""
+        shares, coord = self._job.shares, self._trainer.runtime.coord
+        assert self._engine is not None
+        mine = self._engine.generate(share_out(tickets, shares)[coord.pipeline], drawing)
+        if len(shares) > 1:
+            grid = self._trainer.runtime.grid
+            is_first = coord.rank == min(r for replica in grid.replicas(coord.pipeline) for r in replica)
+            gathered: list[Any] = [None] * dist.get_world_size()
+            with guard_world_collective(coord, "the gathering of answers"):
+                dist.all_gather_object(gathered, mine if is_first else [])
+            mine = [sample for samples in gathered for sample in samples]
+        found: dict[int | str, list[Sample]] = {ticket.number: [] for ticket in tickets}
+        for sample in mine:
+            found[sample.ticket].append(sample)
+        return [found[ticket.number] for ticket in tickets]
+
+    def _score(self, groups: Sequence[tuple[Prompt, Sequence[Sample]]]) -> list[Scores]:
+        """Rank 0 scores, all get it."""
+        told: list[Any] = [None]
+        fault: YuanError | None = None
+        if self._scorers is not None:
+            try:
+                told[0] = self._scorers.score([self._fields(*group) for group in groups])
+            except OSError as error:
+                fault = TrainingError(f"the reward functions' processes cannot be used: {error}")
+        raise_together(fault)
+        if dist.is_initialized():
+            with guard_world_collective(self._trainer.runtime.coord, "the broadcast of scores"):
+                dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+    def _fields(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Mapping[str, Any]]:
+        """What reward functions get of each answer."""
+        tokenizer = self._job.policy.tokenizer
+        return [
+            {
+                "prompt": prompt.text,
+                "completion": text_of(sample.said, tokenizer),
+                "answer": prompt.answer,
+                "prompt_ids": prompt.ids,
+                "completion_ids": sample.ids,
+                "ended": sample.ended,
+                "ticket": sample.ticket,
+                "sample": sample.number,
+            }
+            for sample in samples
+        ]

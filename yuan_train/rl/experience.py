@@ -1,0 +1,176 @@
+"""From answers to rows of tokens: packing, and where each answer's tokens lie in the rows.
+
+Values of tokens (log-probabilities, advantages) are kept flat, by answer: number n of all N tokens of a
+batch's answers. `Rows.place` says which token a row's position predicts.
+
+R = rows, S = tokens of a row, N = answer tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from yuan_train.data.loader import Batch as Loaded
+from yuan_train.data.loader import Samples
+from yuan_train.data.prompts import Prompt
+from yuan_train.models.documents import DocumentResets, resets_at
+from yuan_train.models.transformer import IGNORE_INDEX
+from yuan_train.rl.tickets import Sample
+from yuan_train.train.feed import MicroBatch
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to one prompt, scored."""
+
+    ticket: int
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    scores: tuple[tuple[float, ...], ...]
+    """Of each answer, by function."""
+    rewards: tuple[float, ...]
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all rewards are equal: nothing is learned of it."""
+        return len(set(self.rewards)) == 1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of answers, each behind its prompt; on the host."""
+
+    tokens: Tensor
+    """int64 [R, S]."""
+    targets: Tensor
+    """int64 [R, S]: the next token where it is an answer's, else IGNORE_INDEX."""
+    starts: Tensor
+    """bool [R, S], where a prompt begins; also where the padding after the last answer does."""
+    place: Tensor
+    """int64 [R, S]: the number of the token that is predicted, or -1."""
+    used: int
+    """Tokens that are read, padding not counted."""
+    shared: bool
+    """Whether some row has several answers."""
+
+    @property
+    def count(self) -> int:
+        """R."""
+        return self.tokens.shape[0]
+
+
+def make_rows(groups: Sequence[Group], *, length: int, packed: bool) -> Rows:
+    """Rows of `length` tokens: first-fit decreasing if `packed`, else one answer each."""
+    sequences = [(group.prompt.ids, sample.ids) for group in groups for sample in group.samples]
+    # The last token of an answer is predicted, and not read.
+    sizes = [len(prompt) + len(answer) - 1 for prompt, answer in sequences]
+    bins = _fit(sizes, length) if packed else [[i] for i in range(len(sizes))]
+    firsts = [0]
+    for _, answer in sequences:
+        firsts.append(firsts[-1] + len(answer))
+    shape = (len(bins), length)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    targets = torch.full(shape, IGNORE_INDEX)
+    starts = torch.zeros(shape, dtype=torch.bool)
+    place = torch.full(shape, -1)
+    for row, members in enumerate(bins):
+        at = 0
+        for i in members:
+            prompt, answer = sequences[i]
+            end, first = at + sizes[i], at + len(prompt) - 1
+            tokens[row, at:end] = torch.tensor([*prompt, *answer[:-1]])
+            targets[row, first:end] = torch.tensor(answer)
+            place[row, first:end] = torch.arange(firsts[i], firsts[i + 1])
+            starts[row, at] = True
+            at = end
+        if at < length:
+            starts[row, at] = True
+    return Rows(tokens, targets, starts, place, sum(sizes), any(len(members) > 1 for members in bins))
+
+
+def _fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Bins of items: each into the first that has room, the largest first (Johnson 1973)."""
+    bins: list[list[int]] = []
+    left: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size = sizes[item]
+        found = next((b for b, space in enumerate(left) if space >= size), None)
+        if found is None:
+            bins.append([])
+            left.append(room)
+            found = len(bins) - 1
+        bins[found].append(item)
+        left[found] -= size
+    return bins
+
+
+class Answers:
+    """The samples of a run whose batches are made as it goes, and not read: only their files are known."""
+
+    masks = False
+    """The loss counts by itself what it is a mean of."""
+
+    def __init__(self, fingerprints: list[str]) -> None:
+        self.fingerprints = fingerprints
+
+    def known_terms(self, num_samples: int) -> int:
+        """One: the loss divides by itself."""
+        return 1
+
+    def batch(self, first_sample: int, count: int) -> Loaded:
+        """Never: `RowFeed` has the rows."""
+        raise AssertionError("answers are not read by number")
+
+
+class RowFeed:
+    """The micro-batches of one rank's pipeline, out of the rows that are to be trained or scored next."""
+
+    def __init__(self, *, micro_batch_size: int, pin: bool) -> None:
+        self._size = micro_batch_size
+        self._pin = pin
+        self._rows: Rows | None = None
+        self._first = 0
+        self.batch_tokens: dict[tuple[Samples, int], int] = {}
+        """Empty: how many tokens a batch trains is known where it is made."""
+
+    def use(self, rows: Rows, *, first: int) -> None:
+        """From now on rows are those of this batch; `first` is the first one of this rank's pipeline."""
+        self._rows, self._first = rows, first
+
+    def begin(self, blend: Samples, first_sample: int, *, then: int | None = None) -> None:
+        """Nothing: `use` begins a batch."""
+
+    def count_trained(self, blend: Samples, first_sample: int) -> int:
+        """Never asked for: the number is known where the batch is made."""
+        return 0
+
+    def take(self, micro_batch: int) -> MicroBatch:
+        """Rows of a micro-batch; those beyond the batch are padding. `places_B` are the rows' numbers."""
+        rows = self._rows
+        assert rows is not None
+        first = self._first + micro_batch * self._size
+        numbers = torch.arange(first, first + self._size)
+        inside_B = numbers < rows.count
+        held = numbers.where(inside_B, 0)
+        tokens_BS = rows.tokens[held].where(inside_B.unsqueeze(1), 0)
+        targets_BS = rows.targets[held].where(inside_B.unsqueeze(1), IGNORE_INDEX)
+        # Padding behind a row's only answer is seen by none of its tokens.
+        resets = resets_at(rows.starts[held]) if rows.shared else DocumentResets()
+        numbers = numbers.where(inside_B, -1)
+        if not self._pin:
+            return MicroBatch(tokens_BS, targets_BS, resets, 0, numbers)
+        return MicroBatch(tokens_BS.pin_memory(), targets_BS.pin_memory(), resets.pinned(), 0, numbers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass

@@ -1,0 +1,158 @@
+"""The job of a rank in a run of reinforcement learning: everything it needs, read and checked."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+from yuan_train.checkpoint.load import Checkpoint, find_checkpoint
+from yuan_train.config.dump import dump
+from yuan_train.config.errors import ConfigError, DataError, PlanError
+from yuan_train.config.plan import Plan, single_card_plan
+from yuan_train.config.plan_constraints import check_plan_of_run
+from yuan_train.config.rl import Mode, RLConfig, policy_run
+from yuan_train.config.rl_plan import RlPlan
+from yuan_train.data.prompts import Prompt, Prompts, read_prompts
+from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.rl.experience import Answers
+from yuan_train.train.job import Job, Position, check_position, check_same_model, find_checkpoints
+
+MOST_SLOTS = 128
+"""Slots of an engine, unless the run says how many."""
+
+
+@dataclass(frozen=True)
+class RLJob:
+    """A run, and the training job of its policy; the ranks are not connected yet."""
+
+    run: RLConfig
+    policy: Job
+    prompts: Prompts
+    evaluation: tuple[Prompt, ...]
+    """To be measured; empty if none are."""
+    roles: RlPlan | None = None
+    """Where engines on other cards generate; None: the policy's cards do."""
+
+    @property
+    def mode(self) -> Mode:
+        """Whether batches are drawn while others are trained."""
+        return "sync" if self.roles is None else self.roles.mode
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What part of the prompts each pipeline answers: its share of the batch."""
+        plan = self.policy.plan
+        return tuple(p.num_sequences / plan.global_batch_size for p in plan.pipelines)
+
+    def slots(self, pipeline: int) -> int:
+        """Answers that a pipeline writes at a time."""
+        group = self.run.algorithm.group
+        if self.run.generation.slots is not None:
+            return self.run.generation.slots
+        wanted = round(self.run.samples_per_step * self.shares[pipeline])
+        return max(group, min(wanted, MOST_SLOTS) // group * group)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        given = frozenset(self.run.generation.stop_ids)
+        tokenizer = self.policy.tokenizer
+        return given or (tokenizer.stop_ids if tokenizer is not None else given)
+
+    def reference_start(self) -> Checkpoint | None:
+        """The weights at step 0, where a run is resumed; None: they are drawn from the seed."""
+        path = self.run.start.checkpoint
+        if path is None:
+            return None
+        found = find_checkpoint(path)
+        check_same_model(found, self.run.model)
+        return found
+
+
+def prepare_rl(run: RLConfig, plan: Plan | None, position: Position, *, roles: RlPlan | None = None) -> RLJob:
+    """Check all files of a run and return its job; without a plan, one process does everything.
+
+    With `roles`, engines on other cards generate: `plan` and `position` are the policy's.
+
+    Succeeds or fails on every rank alike. Raises YuanError.
+    """
+    check_supported(run, plan, roles)
+    length = run.sequence_length
+    if plan is not None and plan.sequence_length < length:
+        raise PlanError(
+            f"sequence_length: the plan was made for {plan.sequence_length}, but a prompt of "
+            f"{run.data.max_prompt_tokens} tokens (data.max_prompt_tokens) and an answer of "
+            f"{run.generation.max_new_tokens} (generation.max_new_tokens) take {length}; plan again"
+        )
+    policy = policy_run(run, sequence_length=plan.sequence_length if plan is not None else None)
+    plan = plan or single_card_plan(policy)
+    check_plan_of_run(plan, policy)
+    device, tokenizer = check_position(policy, plan, position)
+    files = [_read(source.file, run, tokenizer) for source in run.data.prompts]
+    prompts = Prompts(files, [source.weight for source in run.data.prompts], seed=run.train.seed)
+    evaluation: list[Prompt] = []
+    if run.data.evaluation is not None:
+        evaluation = _read(run.data.evaluation, run, tokenizer)[: run.evaluation.prompts]
+    checkpoint, start = find_checkpoints(policy) if position.world_size == 1 else (None, None)
+    answers = Answers([*prompts.fingerprints, _digest(run)])
+    job = Job(policy, plan, position, device, answers, None, tokenizer, checkpoint, start)
+    return RLJob(run, job, prompts, tuple(evaluation), roles)
+
+
+def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = None) -> None:
+    """Raise YuanError for what a run or a plan may ask for, and this release cannot do."""
+    faults: list[str] = []
+    if run.schedule.mode == "async" and (roles is None or roles.mode != "async"):
+        faults.append(
+            "schedule.mode: async is not there yet without an RL plan of roles apart; make one "
+            "(yuan-train plan), set sync, or leave it out"
+        )
+    if run.schedule.mode == "sync" and roles is not None and roles.mode != "sync":
+        faults.append("schedule.mode: sync, but the plan is async; plan again, or leave it out")
+    if run.algorithm.advantage == "gae":
+        faults.append(
+            f"algorithm.name: {run.algorithm.name} needs a critic, which is not there yet; use grpo"
+        )
+    if run.reward.model is not None:
+        faults.append("reward.model: a reward model does not score during a run yet; give functions")
+    if run.model.num_experts:
+        faults.append("model.num_experts: a policy with experts is not trained yet; use a dense model")
+    scaling = run.model.rope_scaling
+    if scaling is not None and scaling.rope_type == "dynamic":
+        faults.append(
+            "model.rope_scaling: dynamic changes with the length, so draws would not be those trained"
+        )
+    if faults:
+        raise ConfigError("\n".join(faults))
+    for p, pipeline in enumerate(plan.pipelines if plan is not None else ()):
+        for s, stage in enumerate(pipeline.stages):
+            if any(edge % 1 for edge in stage.layers):
+                raise PlanError(
+                    f"pipelines[{p}].stages[{s}].layers: {list(stage.layers)}: half a layer does not "
+                    "generate; plan again with search.policy.half_layers: false"
+                )
+
+
+def _read(file: str, run: RLConfig, tokenizer: Tokenizer | None) -> list[Prompt]:
+    found = read_prompts(
+        file,
+        tokenizer,
+        template=run.data.template,
+        max_tokens=run.data.max_prompt_tokens,
+        vocab_size=run.model.vocab_size,
+    )
+    compared = [f.label for f in run.reward.functions if f.name in ("exact", "number", "regex")]
+    without = sum(prompt.answer is None for prompt in found)
+    if compared and without:
+        raise DataError(
+            f"{file}: {without} of {len(found)} prompts have no `answer`, with which reward function "
+            f"{compared[0]} compares; give one to each"
+        )
+    return found
+
+
+def _digest(run: RLConfig) -> str:
+    """What ranks compare of the run beyond the policy's: all that has no path."""
+    data = replace(run.data, prompts=(), evaluation=None, tokenizer=None)
+    plain = dump([data, run.generation, run.reward, run.algorithm, run.schedule, run.evaluation])
+    return f"reinforcement learning {hashlib.sha256(plain.encode()).hexdigest()[:16]}"

@@ -1,0 +1,153 @@
+"""The policy's loss on a micro-batch of answers, and the recording of log-probabilities.
+
+B = rows of a micro-batch, S = tokens of a row, N = answer tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from yuan_train.config.rl import AlgorithmConfig
+from yuan_train.models.transformer import Transformer
+from yuan_train.objectives.aggregate import BatchTotals, aggregate
+from yuan_train.objectives.divergence import divergence, loss_penalty
+from yuan_train.objectives.policy import aipo_loss, clipped_loss, decoupled_loss
+from yuan_train.train.objective import Targets
+
+SUMS = ("ratio", "clipped", "kl", "gap", "tokens")
+"""What `PolicyLoss.sums` adds up over tokens; `maxima` has the ratio and the gap."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the loss needs of the tokens of one update; [N] each, on the device."""
+
+    place_RS: Tensor
+    """int64: see `Rows.place`."""
+    sampled: Tensor
+    """Log-probability when it was drawn."""
+    advantages: Tensor
+    lengths: Tensor
+    """Tokens of its answer."""
+    totals: BatchTotals
+    old: Tensor | None = None
+    """Log-probability at the batch's start; None: the current one, without a gradient."""
+    reference: Tensor | None = None
+
+
+class PolicyLoss:
+    """The loss of answers under an algorithm; `batch` is set before each update."""
+
+    def __init__(
+        self,
+        algorithm: AlgorithmConfig,
+        *,
+        correction: Literal["aipo", "decoupled", "none"],
+        temperature: float,
+        device: torch.device,
+    ) -> None:
+        self._algorithm = algorithm
+        self._correction = correction
+        self._temperature = temperature
+        self.batch: Batch | None = None
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        self.maxima = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def begin(self, batch: Batch) -> None:
+        """The next update is of this batch."""
+        self.batch = batch
+        self.sums.zero_()
+        self.maxima.zero_()
+
+    def total(
+        self, model: Transformer, hidden_BSH: Tensor, targets: Targets, *, gradient_scale: float
+    ) -> Tensor:
+        """This micro-batch's share of the batch's loss, a scalar."""
+        batch, algorithm = self.batch, self._algorithm
+        assert batch is not None
+        place_BS, mask_BS = _places(batch.place_RS, targets)
+        log_probs = token_log_probs(model, hidden_BSH, targets, self._temperature)
+
+        def of_tokens(values_N: Tensor) -> Tensor:
+            return values_N[place_BS].to(log_probs)
+
+        sampled, advantages = of_tokens(batch.sampled), of_tokens(batch.advantages)
+        old = log_probs.detach() if batch.old is None else of_tokens(batch.old)
+        clip, dual_clip = algorithm.clip, algorithm.dual_clip
+        if self._correction == "aipo":
+            losses = aipo_loss(log_probs, sampled, advantages, rho=algorithm.rho)
+        elif self._correction == "decoupled":
+            losses = decoupled_loss(
+                log_probs, old, sampled, advantages, rho=algorithm.rho, clip=clip, dual_clip=dual_clip
+            )
+        else:
+            losses = clipped_loss(log_probs, old, advantages, clip=clip, dual_clip=dual_clip)
+        kl = algorithm.kl
+        penalty = None
+        if batch.reference is not None:
+            reference = of_tokens(batch.reference)
+            penalty = divergence(log_probs.detach(), reference, kl.estimator)
+            if kl.where == "loss" and kl.coefficient:
+                losses = losses + loss_penalty(log_probs, reference, kl.estimator, coefficient=kl.coefficient)
+        self._measure(log_probs.detach(), sampled, old, penalty, mask_BS)
+        assert algorithm.normalise is not None
+        return aggregate(losses, mask_BS, of_tokens(batch.lengths), algorithm.normalise, batch.totals)
+
+    def _measure(
+        self, log_probs: Tensor, sampled: Tensor, old: Tensor, penalty: Tensor | None, mask_BS: Tensor
+    ) -> None:
+        """Add up what the metrics tell of the tokens, before anything is clipped."""
+        gap = (log_probs - sampled)[mask_BS].double()
+        if not gap.numel():
+            return
+        ratio, low, high = gap.exp(), 1 - self._algorithm.clip[0], 1 + self._algorithm.clip[1]
+        if self._correction == "aipo":
+            clipped = ratio > self._algorithm.rho
+        else:
+            since_start = (log_probs - old)[mask_BS].double().exp()
+            clipped = (since_start < low) | (since_start > high)
+        distance = penalty[mask_BS].double().sum() if penalty is not None else gap.new_zeros(())
+        self.sums += torch.stack(
+            [ratio.sum(), clipped.double().sum(), distance, gap.abs().sum(), gap.new_tensor(gap.numel())]
+        )
+        self.maxima = torch.maximum(self.maxima, torch.stack([ratio.max(), gap.abs().max()]))
+
+
+class TokenScores:
+    """Records the log-probabilities of a batch's tokens, for a forward pass; its loss is 0.
+
+    `scores` fp64 [N] on the host: those that this rank has seen, else 0.
+    """
+
+    def __init__(self, place_RS: Tensor, count: int, *, temperature: float) -> None:
+        self._place_RS = place_RS
+        self._temperature = temperature
+        self.scores = torch.zeros(count, dtype=torch.float64)
+
+    def total(
+        self, model: Transformer, hidden_BSH: Tensor, targets: Targets, *, gradient_scale: float
+    ) -> Tensor:
+        """Record; returns 0."""
+        place_BS, mask_BS = _places(self._place_RS, targets)
+        found = token_log_probs(model, hidden_BSH, targets, self._temperature)[mask_BS].double().cpu()
+        self.scores[place_BS[mask_BS].cpu()] = found
+        return hidden_BSH.new_zeros((), dtype=torch.float64)
+
+
+def token_log_probs(model: Transformer, hidden_BSH: Tensor, targets: Targets, temperature: float) -> Tensor:
+    """Log-probabilities [B, S] of the targets under softmax(logits / temperature); 0 where there is none."""
+    # As in the draw: both divide the hidden state.
+    scaled_BSH = hidden_BSH if temperature == 1 else hidden_BSH / temperature
+    return -model.loss(scaled_BSH, targets.targets_BS, reduction="none")
+
+
+def _places(place_RS: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """The token of each position of a micro-batch (0 for none), and where there is one; [B, S]."""
+    assert targets.places_B is not None
+    rows_B = targets.places_B.to(place_RS.device)
+    place_BS = place_RS[rows_B].where((rows_B >= 0).unsqueeze(1), -1)
+    return place_BS.clamp(min=0), place_BS >= 0

@@ -1,0 +1,167 @@
+"""A process that scores answers: reads a group as a line of JSON, answers with a line. Knows no torch.
+
+    python -m yuan_train.rl.reward_worker FUNCTIONS
+
+FUNCTIONS is a list of `RewardFunction`s as JSON. What functions print goes nowhere. A process of its own, so
+that one that hangs can be ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Score = Callable[[dict[str, Any]], Any]
+"""The score of an answer, of its fields: those of FIELDS."""
+
+FIELDS = (
+    "prompt",
+    "completion",
+    "answer",
+    "prompt_ids",
+    "completion_ids",
+    "ended",
+    "ticket",
+    "sample",
+)
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_DIES_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux."""
+
+
+class Unusable(Exception):
+    """A function cannot be loaded."""
+
+
+def exact(fields: dict[str, Any]) -> float:
+    """1 if the completion is the answer, without the space around both."""
+    return float(fields["completion"].strip() == str(fields["answer"]).strip())
+
+
+def number(fields: dict[str, Any]) -> float:
+    """1 if the last number of the completion is that of the answer."""
+    found, wanted = (_last_number(str(fields[name])) for name in ("completion", "answer"))
+    return float(found is not None and wanted is not None and math.isclose(found, wanted, rel_tol=1e-9))
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def load_function(function: dict[str, Any]) -> Score:
+    """The score of one `RewardFunction`. Raises Unusable."""
+    name, pattern = function.get("name"), function.get("pattern")
+    if name in ("exact", "number"):
+        return exact if name == "exact" else number
+    if name is not None:
+        if name == "format":
+            compiled = re.compile(str(pattern), re.DOTALL)
+            return lambda fields: float(compiled.fullmatch(fields["completion"].strip()) is not None)
+        searched = re.compile(str(pattern))
+        return lambda fields: float(
+            _last_group(searched, fields["completion"]) == str(fields["answer"]).strip()
+        )
+    file, _, attribute = str(function["python"]).rpartition(":")
+    return _of_python(file, attribute)
+
+
+def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
+    found = [match.group(1) for match in pattern.finditer(text)]
+    return found[-1].strip() if found and found[-1] is not None else None
+
+
+def _of_python(file: str, attribute: str) -> Score:
+    spec = importlib.util.spec_from_file_location("reward_functions", file)
+    if spec is None or spec.loader is None or not os.path.isfile(file):
+        raise Unusable(f"{file}: no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        raise Unusable(f"{file}: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise Unusable(f"{file} has no function {attribute!r}")
+    parameters = inspect.signature(found).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    strange = [
+        p.name for p in parameters if p.name in names and p.name not in FIELDS and p.default is p.empty
+    ]
+    if strange or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        wanted = ", ".join(FIELDS)
+        raise Unusable(
+            f"{file}:{attribute} takes {', '.join(strange) or 'positions'}; wanted some of {wanted}"
+        )
+
+    def score(fields: dict[str, Any]) -> Any:
+        return found(**(fields if takes_all else {name: fields[name] for name in names if name in fields}))
+
+    return score
+
+
+def score_group(functions: list[Score], labels: list[str], group: list[dict[str, Any]]) -> dict[str, Any]:
+    """{"scores": [[a number per function] per answer]}, or {"error": ...}."""
+    scores: list[list[float]] = []
+    for fields in group:
+        row: list[float] = []
+        for label, function in zip(labels, functions, strict=True):
+            try:
+                value = function(fields)
+            except (Exception, SystemExit) as error:
+                return {"error": f"{label} raised {type(error).__name__}: {str(error)[:500]}"}
+            if not hasattr(value, "__float__"):
+                shown = repr(value)[:100]
+                return {"error": f"{label} returned {shown} ({type(value).__name__}); wanted a number"}
+            if not math.isfinite(float(value)):
+                return {"error": f"{label} returned {float(value)}; wanted a finite number"}
+            row.append(float(value))
+        scores.append(row)
+    return {"scores": scores}
+
+
+def main() -> None:
+    """Load the functions, say so, and score groups until the input ends."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    # Ctrl-C is for the trainer, which finishes its step.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    groups = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    def say(value: Any) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    given: list[dict[str, Any]] = json.loads(sys.argv[1])
+    functions: list[Score] = []
+    for function in given:
+        try:
+            functions.append(load_function(function))
+        except Unusable as error:
+            say({"error": str(error)})
+            return
+    say({"ready": len(functions)})
+    labels = [str(function["label"]) for function in given]
+    for line in groups:
+        say(score_group(functions, labels, json.loads(line)))
+
+
+if __name__ == "__main__":
+    main()

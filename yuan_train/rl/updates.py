@@ -1,0 +1,256 @@
+"""One batch of answers trained: log-probabilities that the loss needs, advantages, optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from yuan_train.config.errors import PlanError
+from yuan_train.config.rl import RLConfig
+from yuan_train.objectives.aggregate import BatchTotals
+from yuan_train.objectives.divergence import reward_penalty
+from yuan_train.parallel.apply import make_lane
+from yuan_train.parallel.executor import Executor
+from yuan_train.parallel.groups import as_training_error, guard_world_collective
+from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.rl.credit import lengths_of, token_advantages
+from yuan_train.rl.experience import Answers, Group, RowFeed, Rows, make_rows
+from yuan_train.rl.losses import SUMS, Batch, PolicyLoss, TokenScores
+from yuan_train.rl.reference import Reference
+from yuan_train.train.step import Trainer, begin_pass, train_step
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What came of a batch; the same on all ranks."""
+
+    loss: float
+    """Mean over the updates."""
+    grad_norm: float
+    steps: int
+    """Optimizer steps; fewer than updates where there was nothing to learn, or gradients overflowed."""
+    overflowed: bool
+    tokens: int
+    """Read in all."""
+    measures: dict[str, float | None]
+    """Means over tokens of the first update that was made, and `ratio_max` and `gap_max`."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The groups of one update."""
+
+    groups: Sequence[Group]
+    rows: Rows
+    first: int
+    """Of its tokens among those of the batch."""
+    count: int
+    """Its tokens."""
+
+    def of(self, values_N: Tensor | None) -> Tensor | None:
+        """Its share of values of the whole batch."""
+        return None if values_N is None else values_N[self.first : self.first + self.count]
+
+
+class Updater:
+    """Trains batches of answers with the engine of `train/`, under whatever plan."""
+
+    def __init__(
+        self,
+        run: RLConfig,
+        trainer: Trainer,
+        feed: RowFeed,
+        loss: PolicyLoss,
+        *,
+        sequence_length: int,
+        reference: Reference | None,
+        decoupled: bool,
+    ) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._feed = feed
+        self._loss = loss
+        self._length = sequence_length
+        self._reference = reference
+        self._needs_old = run.algorithm.updates > 1 or decoupled
+        self._answers = Answers([])
+        self._lanes: dict[tuple[int, ...], tuple[Trainer, tuple[int, ...]]] = {}
+
+    def train(
+        self, groups: Sequence[Group], *, lr: float, scale: float = 1.0, may_skip: bool = False
+    ) -> UpdateResult:
+        """The optimizer steps of one batch; collective over all ranks.
+
+        An update whose advantages are all 0, without a divergence in the loss, is left out: it would only
+        decay the weights. Raises TrainingError, as `train_step` does.
+        """
+        parts = self._parts(groups)
+        old = self._score(parts) if self._needs_old else None
+        reference = None
+        if self._reference is not None:
+            with self._reference.in_place():
+                reference = self._score(parts)
+        advantages = token_advantages(
+            groups, self._run.algorithm, penalty_N=self._penalty(groups, old, reference)
+        )
+        losses: list[float] = []
+        norms: list[float] = []
+        steps, overflowed, measures = 0, False, dict[str, float | None]()
+        for part in parts:
+            batch = self._batch(part, advantages, old, reference)
+            if not self._learns(batch):
+                losses.append(0.0)
+                norms.append(0.0)
+                continue
+            self._loss.begin(batch)
+            trainer = self._use(part.rows)
+            trainer.runtime.reducer.follow(trainer.runtime.program)
+            result = train_step(
+                trainer,
+                self._answers,
+                first_sample=0,
+                lr=lr,
+                clip=self._run.optimizer.clip_grad_norm,
+                stop=False,
+                scale=scale,
+                may_skip=may_skip,
+            )
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+            steps += not result.skipped
+            overflowed |= result.skipped
+            if not measures:
+                measures = self._measures(trainer)
+        return UpdateResult(
+            loss=math.fsum(losses) / len(losses),
+            grad_norm=max(norms) if all(map(math.isfinite, norms)) else math.inf,
+            steps=steps,
+            overflowed=overflowed,
+            tokens=sum(part.rows.used for part in parts),
+            measures=measures,
+        )
+
+    def log_probs(self, groups: Sequence[Group]) -> Tensor:
+        """The log-probability of each token under the weights as they are: fp64 [N] on the host."""
+        return self._score(self._parts(groups, updates=1))
+
+    def _parts(self, groups: Sequence[Group], *, updates: int | None = None) -> list[_Part]:
+        size = len(groups) // (updates or self._run.algorithm.updates)
+        parts: list[_Part] = []
+        first = 0
+        for start in range(0, len(groups), size):
+            members = groups[start : start + size]
+            count = sum(lengths_of(members))
+            rows = make_rows(members, length=self._length, packed=self._run.train.pack)
+            parts.append(_Part(members, rows, first, count))
+            first += count
+        return parts
+
+    def _batch(self, part: _Part, advantages: Tensor, old: Tensor | None, reference: Tensor | None) -> Batch:
+        device = self._trainer.device
+        lengths = lengths_of(part.groups)
+        sampled = [p for group in part.groups for sample in group.samples for p in sample.log_probs]
+
+        def put(values: Tensor | None) -> Tensor | None:
+            found = part.of(values)
+            return None if found is None else found.to(device)
+
+        return Batch(
+            place_RS=part.rows.place.to(device),
+            sampled=torch.tensor(sampled, dtype=torch.float64, device=device),
+            advantages=advantages[part.first : part.first + part.count].to(device),
+            lengths=torch.tensor(lengths, device=device).repeat_interleave(
+                torch.tensor(lengths, device=device)
+            ),
+            totals=BatchTotals(
+                samples=len(lengths),
+                tokens=part.count,
+                max_new_tokens=self._run.generation.max_new_tokens,
+            ),
+            old=put(old),
+            reference=put(reference),
+        )
+
+    def _learns(self, batch: Batch) -> bool:
+        kl = self._run.algorithm.kl
+        return bool(batch.advantages.any()) or (kl.coefficient > 0 and kl.where == "loss")
+
+    def _penalty(
+        self, groups: Sequence[Group], old: Tensor | None, reference: Tensor | None
+    ) -> Tensor | None:
+        """What the divergence from the reference takes from each token's reward: fp64 [N]."""
+        kl = self._run.algorithm.kl
+        if reference is None or kl.where != "reward":
+            return None
+        if old is None:
+            drawn = [p for group in groups for sample in group.samples for p in sample.log_probs]
+            old = torch.tensor(drawn, dtype=torch.float64)
+        return reward_penalty(old, reference, kl.estimator, coefficient=kl.coefficient)
+
+    def _use(self, rows: Rows) -> Trainer:
+        """The trainer of a lane as long as rows need; the feed has them."""
+        pipelines = self._trainer.runtime.grid.plan.pipelines
+        room = sum(pipeline.num_sequences for pipeline in pipelines)
+        counts = tuple(max(1, -(-pipeline.num_micro_batches * rows.count // room)) for pipeline in pipelines)
+        if counts not in self._lanes:
+            self._lanes[counts] = self._make_lane(counts)
+        trainer, counts = self._lanes[counts]
+        before = range(self._trainer.runtime.coord.pipeline)
+        self._feed.use(rows, first=sum(pipelines[p].micro_batch_size * counts[p] for p in before))
+        return trainer
+
+    def _make_lane(self, counts: tuple[int, ...]) -> tuple[Trainer, tuple[int, ...]]:
+        """The trainer of a lane of so many micro-batches of each pipeline, or of the plan's own lane."""
+        whole = self._trainer
+        planned = tuple(pipeline.num_micro_batches for pipeline in whole.runtime.grid.plan.pipelines)
+        if counts == planned:
+            return whole, planned
+        try:
+            runtime = make_lane(whole.runtime, counts)
+        except PlanError:
+            # Some schedules take some numbers only: the rows that are not needed are padding.
+            return whole, planned
+        executor = Executor(whole.runners, runtime.bridge, whole.stopwatch)
+        return replace(whole, runtime=runtime, executor=executor), counts
+
+    def _score(self, parts: Sequence[_Part]) -> Tensor:
+        """Log-probabilities of all tokens under the weights as they are; collective over all ranks."""
+        found: list[Tensor] = []
+        for part in parts:
+            trainer = self._use(part.rows)
+            place_RS = part.rows.place.to(trainer.device)
+            recorder = TokenScores(place_RS, part.count, temperature=self._run.generation.temperature)
+            for runner in trainer.runners.values():
+                runner.objective = recorder
+            begin_pass(trainer, self._answers, first_sample=0, then=None)
+            runtime = trainer.runtime
+            with as_training_error(runtime.coord):
+                trainer.executor.run(runtime.evaluation_program)
+            for runner in trainer.runners.values():
+                runner.objective = self._loss
+            # Each rank of a tensor-parallel group has recorded the same.
+            scores = recorder.scores * (runtime.coord.tensor_rank == 0)
+            sum_over_world(runtime.groups, runtime.coord, scores, "the sum of log-probabilities")
+            found.append(scores)
+        return torch.cat(found)
+
+    def _measures(self, trainer: Trainer) -> dict[str, float | None]:
+        """What the loss has measured, of all ranks."""
+        runtime = trainer.runtime
+        sums = self._loss.sums.cpu() * (runtime.coord.tensor_rank == 0)
+        sum_over_world(runtime.groups, runtime.coord, sums, "the sum of the loss's measures")
+        maxima = self._loss.maxima.cpu()
+        if dist.is_initialized():
+            with guard_world_collective(runtime.coord, "the maxima of the loss's measures"):
+                dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        totals = dict(zip(SUMS, sums.tolist(), strict=True))
+        tokens = totals.pop("tokens")
+        means: dict[str, float | None] = {name: total / tokens for name, total in totals.items()}
+        if self._reference is None:
+            means["kl"] = None
+        return means | {"ratio_max": float(maxima[0]), "gap_max": float(maxima[1])}
