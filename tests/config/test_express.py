@@ -70,6 +70,11 @@ def test_a_renumbered_plan_is_the_same_plan() -> None:
         ("1x8: 4@0 | 2@1", {"schedule": "gpipe"}, "schedule gpipe"),
         ("1x8: 4@0 | 2@1", {"in_flight": [4, 1]}, "in_flight; megatron-core's schedule decides"),
         ("1x8: 4@0 | 2@1", {"optimizer_offload": [0.5, 0]}, "optimizer_offload; not written"),
+        (
+            "1x8: 4@0 | 2@1",
+            {"activation_offload": [1, 0], "resident_parts": [2, None]},
+            "activation_offload; what sends activations to the host is our engine's",
+        ),
         ("1x8: 4@0 selective | 2@1", {}, "recompute: selective"),
         (
             "1x4: 6@0 / 1x4: 6@1",

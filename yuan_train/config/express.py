@@ -32,6 +32,9 @@ _SAID = {
     "in_flight",
     "experts",
     "optimizer_offload",
+    "activation_offload",
+    "resident_parts",
+    "fetch_ahead",
 }
 """Keys of a stage that the reasons below look at; any other one is refused unless it has its default."""
 
@@ -134,6 +137,8 @@ def _stage_reasons(stages: list[StagePlan]) -> Iterator[str]:
         yield "optimizer_share; megatron-core shards the optimizer's state equally"
     if any(stage.optimizer_offload for stage in stages):
         yield "optimizer_offload; not written for megatron-core's optimizers"
+    if any(stage.activation_offload for stage in stages):
+        yield "activation_offload; what sends activations to the host is our engine's"
     if any(stage.recompute == "selective" for stage in stages):
         yield "recompute: selective; megatron-core's makes other tensors again (none and full are the same)"
     further = {

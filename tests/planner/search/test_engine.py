@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.planner.search.test_search import TWO_SPEEDS, card, cluster, find, problem
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import is_expressible
 
-MEGATRON = {"engine": ("megatron",)}
+MEGATRON: dict[str, Any] = {"engine": ("megatron",)}
 EVERY = ("1f1b", "interleaved_1f1b", "zero_bubble", "gpipe")
 
 

@@ -1,0 +1,38 @@
+"""What the commands say and do about the second engine, without it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.project import make_project, parse_plan, run_config
+from yuan_train.cli import launch
+from yuan_train.cli.main import main
+from yuan_train.cli.plan import EnginePrice
+from yuan_train.config.plan_files import save_plan
+
+
+def test_what_the_restriction_costs() -> None:
+    assert EnginePrice(1.0, 1.0).words().startswith("search.engine=[megatron] costs nothing; both")
+    price = EnginePrice(1.25, 1.0)
+    assert "costs 25.0% of the step (1 s without it)" in price.words()
+    assert price.as_json() == {"step_seconds": 1.25, "free_step_seconds": 1.0}
+
+
+def test_the_rank_that_logs_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's rank 0 is the first stage's, whatever its number in the plan."""
+    run_file = make_project(tmp_path)
+    save_plan(tmp_path / "plan.yaml", parse_plan(run_config(run_file), "1x8: 4@1 | 2@0"))
+    heard: list[int] = []
+
+    def start(command: Any, rank: int, environment: Any, *, inherits_output: bool) -> Any:
+        heard.extend([rank] * inherits_output)
+        return launch._Child(rank, subprocess.Popen(["true"]), None)
+
+    monkeypatch.setattr(launch, "_start_rank", start)
+    words = ["launch", "--config", str(run_file), "--plan", str(tmp_path / "plan.yaml")]
+    assert main(words) == 0 and main([*words, "--engine", "megatron"]) == 0
+    assert heard == [0, 1]
