@@ -1,0 +1,64 @@
+"""plan, simulate, estimate and launch with a run of reinforcement learning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.rl import write_rl
+from yuan_train.cli.main import main
+from yuan_train.config.rl_plan import load_rl_plan
+
+CLUSTER = """\
+name: two
+nodes:
+  - {name: a, device: A100-40G, devices: 2, link: {bandwidth: 100 GB/s}, network: {bandwidth: 10 GB/s}}
+  - {name: b, device: L40S, devices: 1, network: {bandwidth: 10 GB/s}}
+"""
+SEARCH = (
+    "search.policy={schedule: [1f1b], tensor: [1], recompute: [none], replicas: [1], micro_batch_size: [1]}"
+)
+
+
+def test_the_way_of_an_rl_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, cluster, plan = write_rl(tmp_path), tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    cluster.write_text(CLUSTER)
+    given = ["--config", str(run), "--cluster", str(cluster)]
+    bf16 = ("train.precision=bf16", SEARCH)
+    out = ["--out", str(plan), "--report", str(tmp_path / "r.html"), "--json"]
+    assert main(["plan", *given, *out, *bf16, "search.modes=[async]"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["mode"], found["placement"]) == ("rl", "async", "apart")
+    assert load_rl_plan(plan).staleness == 1 and found["splits_priced"] <= found["splits"]
+    assert main(["simulate", "--plan", str(plan), "--trace", str(tmp_path / "t.json"), "--json"]) == 0
+    played = json.loads(capsys.readouterr().out)
+    assert played["step_seconds"] == pytest.approx(found["forecast"]["step_seconds"], rel=0.05)
+    assert main(["simulate", "--plan", str(plan), *given, "--json", *bf16]) == 0
+    priced = json.loads(capsys.readouterr().out)
+    assert priced["step_seconds"] == pytest.approx(found["forecast"]["step_seconds"], rel=1e-3)
+    assert main(["estimate", "--plan", str(plan), "--json"]) == 0
+    roles = json.loads(capsys.readouterr().out)["roles"]
+    assert {entry["role"] for entry in roles} == {"policy", "generation"} and all(e["fits"] for e in roles)
+    assert main(["launch", "--config", str(run), "--plan", str(plan), "algorithm.group=2", *bf16]) == 2
+    assert "global_batch_size: not the run's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("search.modes=[async]", "search.placement=[shared]"), "shared cards cannot be async"),
+        (("search.expected_new_tokens=9",), "expected_new_tokens: 9, but generation.max_new_tokens is 5"),
+        (("algorithm.name=ppo",), "has a critic, which is not placed yet"),
+        (("schedule.mode=async", "search.modes=[sync]"), "but schedule.mode is async"),
+        (("--largest",), "--largest: not with a run of reinforcement learning"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    run = write_rl(tmp_path)
+    assert main(["plan", "--config", str(run), "--cluster", str(tmp_path / "cluster.yaml"), *arguments]) == 2
+    assert message in capsys.readouterr().err
