@@ -34,6 +34,10 @@ class NoPlanFits(PlanError):
     exit_code = 3
 
 
+class SearchStopped(NoPlanFits):
+    """The time limit ended the search before it found a plan that fits; there may be one."""
+
+
 class DataError(YuanError):
     """Text, tokenizer or token files are missing, incomplete or in another format."""
 

@@ -95,10 +95,16 @@ def solve_shapes(
     best_seconds: float = float("inf"),
 ) -> Found:
     """Solve every small shape that no bound excludes, the most promising first; sketch the large ones, and
-    refine the best sketches. Once `stopped()` is true and there is a candidate, the other shapes are
-    skipped. There is a plan of `best_seconds` already."""
+    refine the best sketches. Once `stopped()` is true and one shape was tried, the others are skipped.
+    There is a plan of `best_seconds` already."""
     search = _Search(costs, options, stopped, best_seconds)
-    bounded = [(shape_bound(costs, shape, options), shape) for shape in shapes]
+    bounded: list[tuple[float, Shape]] = []
+    for shape in shapes:
+        # Without an external profile, `any_bound` covers the shapes that are left out.
+        if bounded and not costs.problem.has_external_profile and stopped():
+            search.exact = False
+            break
+        bounded.append((shape_bound(costs, shape, options), shape))
     # Estimates of stages with several replicas are too low, because no deeper warm-up hides their transfers;
     # so these shapes come second, and do not use up the budget of the others.
     for several in (False, True):
@@ -134,7 +140,7 @@ class _Search:
         self.candidates: list[Candidate] = []
         self.best, self.lower_bound = best_seconds, float("inf")
         self.exact = True
-        self.num_simulated = self.solved_steps = 0
+        self.num_simulated = self.solved_steps = self.num_tried = 0
         self.few = len(costs.problem.cluster.cards) <= FEW_CARDS
         self.many = len(costs.problem.cluster.cards) > MANY_CARDS
         self.max_steps = MAX_SMALL_STEPS_OF_FEW if self.few else MAX_SMALL_STEPS
@@ -144,17 +150,17 @@ class _Search:
     def prunes(self, scored: ScoredShape) -> bool:
         """Whether a shape is skipped: it cannot win, is unlikely to (on many cards), or the time is over."""
         unpromising = not self.few and scored.estimated_seconds > PRUNE_FACTOR * self.best
-        return (
-            scored.lower_bound_seconds >= self.best
-            or unpromising
-            or (self.stopped() and bool(self.candidates))
-        )
+        return scored.lower_bound_seconds >= self.best or unpromising or self.is_late()
+
+    def is_late(self) -> bool:
+        """Whether the time is over and a shape was tried: also where nothing fits, the limit holds."""
+        return self.num_tried > 0 and self.stopped()
 
     def explore(self, bounded: Sequence[tuple[float, Shape]], *, solving: bool) -> None:
         """Solve the small shapes, if `solving`, and sketch the others, the most promising first."""
         large = [item for item in bounded if not (solving and self.may_solve(item[1]))]
         small = [item for item in bounded if solving and self.may_solve(item[1])]
-        for scored in self.ranked(small, lambda: self.solved_steps >= self.max_solved):
+        for scored in self.ranked(small, lambda: self.solved_steps >= self.max_solved or self.is_late()):
             if self.prunes(scored):
                 self.skip(scored.lower_bound_seconds)
             elif not (self.may_solve(scored.shape) and self.solve(scored.shape)):
@@ -175,7 +181,7 @@ class _Search:
             estimate, bound, i, known = heapq.heappop(waiting)
             shape = bounded[i][1]
             hopeless = not self.few and estimate > PRUNE_FACTOR * self.best
-            if known or hopeless or is_over():
+            if known or hopeless or is_over() or self.stopped():
                 yield ScoredShape(shape=shape, lower_bound_seconds=bound, estimated_seconds=estimate)
                 continue
             seconds = relaxed_seconds(self.costs, shape, self.options)
@@ -202,6 +208,7 @@ class _Search:
         instance = make_instance(self.costs, shape, self.options)
         if not is_small(instance):
             return False
+        self.num_tried += 1
         solution = solve(instance, max_work=max(self.proof_work, 0), stopped=self.stopped)
         self.solved_steps += instance.num_slots * shape.num_micro_batches
         self.proof_work -= solution.work
@@ -220,7 +227,7 @@ class _Search:
         budget = SKETCH_WORK_PER_CARD * len(self.costs.problem.cluster.cards)
 
         def is_over() -> bool:
-            return bool(sketches or self.candidates) and (budget <= 0 or self.stopped())
+            return self.is_late() or (bool(sketches or self.candidates) and budget <= 0)
 
         for scored in self.ranked(large, is_over):
             least_of_shape = min(scored.lower_bound_seconds, scored.estimated_seconds / PRUNE_FACTOR)
@@ -228,6 +235,7 @@ class _Search:
                 self.skip(scored.lower_bound_seconds)
                 continue
             instance = make_instance(self.costs, scored.shape, self.options)
+            self.num_tried += 1
             found = sketch(instance)
             budget -= min(instance.num_slots, instance.num_units) * instance.num_units**2 * 40
             self.exact = False

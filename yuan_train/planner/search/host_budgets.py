@@ -24,6 +24,8 @@ def solve_with_hosts(
     First the hosts cost nothing, in the choice of cuts: what is then faster than the best plan shows what
     there is to gain, and bounds every plan that offloads. If nothing is, the others are not searched.
     """
+    if stopped():
+        return replace(found, exact=False)
     best = min((choice_seconds(costs, c.cost) for c in found.candidates), default=math.inf)
     many = len(costs.problem.cluster.cards) > MANY_CARDS
     if many and best < math.inf and not _is_short_of_memory(costs, found.candidates, best):

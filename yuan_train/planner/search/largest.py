@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.errors import NoPlanFits, SearchStopped
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.search.search import SearchResult, search_plan
 
 MOST_LAYERS = 4096
 PROBE_SECONDS = 2.0
-"""Time limit of a search that asks only whether a plan fits: it ends with the first one after that."""
+"""Time limit of a search that asks only whether a plan fits; undecided, it gets the whole limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,10 @@ def find_largest(problem: PlanProblem, search: SearchConfig, *, micro_batch_size
 
     def refusal(num_layers: int) -> str:
         try:
-            search_plan(_with_layers(problem, num_layers), quick, micro_batch_size=micro_batch_size)
+            try:
+                search_plan(_with_layers(problem, num_layers), quick, micro_batch_size=micro_batch_size)
+            except SearchStopped:
+                search_plan(_with_layers(problem, num_layers), search, micro_batch_size=micro_batch_size)
         except NoPlanFits as error:
             return str(error)
         return ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.collector import without_garbage_collector
-from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import Recompute, SearchConfig
@@ -92,7 +92,7 @@ def search_plan(
 
     `micro_batch_size` is the default of `search.micro_batch_size`; `clock` returns seconds, for the time
     limit. Raises ConfigError if the search keys, the batch or the precision exclude every plan, NoPlanFits
-    (with the nearest miss) if no plan fits the cards.
+    (with the nearest miss) if no plan fits the cards, SearchStopped if the time limit came first.
     """
     options = read_options(
         search,
@@ -135,6 +135,12 @@ def search_plan(
     ranked = rank(costs, [*ranked, *improve(costs, rank(costs, grouped), cards, options, stopped)])
     if options.offload_activations:
         ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
+    if not ranked and not before and stopped():
+        raise SearchStopped(
+            f"search.time_limit ({search.time_limit:g} s) ended the search before it found a plan that fits; "
+            f"there may be one. It had {len(shapes)} ways to assign the cards to look at: raise "
+            "search.time_limit, or allow fewer with search.tensor, search.pipelines or search.replicas"
+        )
     if not ranked:
         raise NoPlanFits(NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, options))
     lowest = found.lower_bound_seconds
@@ -260,14 +266,14 @@ def _more_plans(
         split = ((candidate.shape, list(split_stages(candidate.plan))) for candidate in plain)
         splittable = itertools.islice((item for item in split if item[1]), NUM_SPLIT)
         made += [(shape, plan) for shape, plans in splittable for plan in plans]
-    if _may_mix(options, cards) and not (ranked and stopped()):
+    if _may_mix(options, cards) and not stopped():
         limit = ranked[0].step_seconds if ranked else math.inf
         mixed = mix_pipelines(costs, cards, options, limit_seconds=limit)
         made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
     made += [(None, plan) for plan in alternating_plans(costs, cards, options)]
     result: list[Candidate] = []
     for shape, plan in made:
-        if stopped() and (ranked or result):
+        if stopped():
             break
         if not is_wanted(plan, options):
             continue
