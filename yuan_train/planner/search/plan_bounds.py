@@ -13,7 +13,7 @@ from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.shapes import Options
 
-WORK_OF_PAIRS, WORK_PER_CARD = 40_000, 2_000_000
+WORK_OF_PAIRS, WORK_PER_CARD = 40_000, 250_000
 """Budget of a bound, by cards squared and by cards: the smaller of both; see `search.lower_bounds`."""
 
 
