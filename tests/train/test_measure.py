@@ -55,7 +55,7 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     assert all(1e6 < link.bytes_per_second < 1e12 for link in profile.node_links)
     # Copies and sums of a reduction run on the cores that compute: less than a second for a megabyte.
     takes = [link.compute_seconds_per_byte for link in profile.links]
-    assert all(0 <= seconds < 1e-6 for seconds in takes) and max(takes) > 0
+    assert all(0 <= seconds < 1e-6 for seconds in takes)
     fast, half = entries["Fast", 1, "none"], entries["Slow", 2, "none"]
     # fp32: weights, gradients and two states of four bytes each.
     assert fast.layers[0].state_bytes == 16 * run.model.layer_parameters
