@@ -136,6 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         step = result.best.step_seconds
         changes = explain_plan(problem, search, micro_batch_size=size, step_seconds=step)
     reasons = {
+        **({"The engine": [price.words()]} if price else {}),
         **({"Rent": rent_lines(rent)} if rent else {}),
         **({"What limits this plan": change_lines(changes)} if changes else {}),
     }
@@ -154,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         for pipeline in result.best.plan.pipelines:
             print(to_layout(pipeline) if arguments.emit == "megatron" else to_blocks(pipeline))
     else:
-        print("\n".join([plan_table(result, problem), *([price.words()] if price is not None else [])]))
+        print(plan_table(result, problem))
         for name, lines in reasons.items():
             print("\n".join([f"{name}:", *(f" {line}" for line in lines)]))
     for path in (arguments.out, arguments.report):
