@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from yuan_train.config.model import ModelConfig
     from yuan_train.config.profile import Profile
     from yuan_train.config.run import RunConfig
+    from yuan_train.planner.costs.plan_problem import PlanProblem
     from yuan_train.planner.search.largest import Largest
+    from yuan_train.planner.search.rent import Rent
+    from yuan_train.planner.search.search import SearchResult
 
 DEFAULT_GLOBAL_BATCH_SIZE = 64
 """Sequences per step without a run file."""
@@ -75,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
     plan fits."""
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.express import to_layout
     from yuan_train.config.plan_files import save_plan
     from yuan_train.config.rl_files import is_rl_run
@@ -94,8 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
     from yuan_train.planner.report.terminal import plan_json, plan_table
     from yuan_train.planner.search.explain import explain_plan
-    from yuan_train.planner.search.largest import find_largest
-    from yuan_train.planner.search.rent import rent_plan
     from yuan_train.planner.search.search import search_plan
 
     problem = PlanProblem(
@@ -112,21 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         compile=run_config.train.compile,
     )
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
-    rent = None
-    if search.objective != "step_time" or (arguments.explain and _has_prices(cluster)):
-        if arguments.largest:
-            raise ConfigError(
-                f"--largest: search.objective: {search.objective} and --explain choose among parts of the "
-                "cluster, --largest among models; leave one of them out"
-            )
-        rent = rent_plan(problem, search, micro_batch_size=size, num_steps=run_config.train.steps)
-        result = rent.chosen.result
-    elif arguments.largest:
-        largest = find_largest(problem, search, micro_batch_size=size)
-        problem, result = largest.problem, largest.result
-        print(_largest_words(largest), file=sys.stderr)
-    else:
-        result = search_plan(problem, search, micro_batch_size=size)
+    problem, result, rent = _find_plan(problem, arguments, run_config)
     price = None
     if search.engine is not None and "yuan" not in search.engine:
         free = search_plan(problem, replace(search, engine=("yuan",)), micro_batch_size=size)
@@ -162,6 +148,31 @@ def run(arguments: argparse.Namespace) -> int:
         if path:
             print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+def _find_plan(
+    problem: PlanProblem, arguments: argparse.Namespace, run_config: RunConfig
+) -> tuple[PlanProblem, SearchResult, Rent | None]:
+    """The best plan, its problem, which `--largest` changes, and what parts of the cluster cost, if asked."""
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.planner.search.largest import find_largest
+    from yuan_train.planner.search.rent import rent_plan
+    from yuan_train.planner.search.search import search_plan
+
+    search, size = run_config.feasible_search, run_config.train.micro_batch_size
+    if search.objective != "step_time" or (arguments.explain and _has_prices(problem.cluster)):
+        if arguments.largest:
+            raise ConfigError(
+                f"--largest: search.objective: {search.objective} and --explain choose among parts of the "
+                "cluster, --largest among models; leave one of them out"
+            )
+        rent = rent_plan(problem, search, micro_batch_size=size, num_steps=run_config.train.steps)
+        return problem, rent.chosen.result, rent
+    if arguments.largest:
+        largest = find_largest(problem, search, micro_batch_size=size)
+        print(_largest_words(largest), file=sys.stderr)
+        return largest.problem, largest.result, None
+    return problem, search_plan(problem, search, micro_batch_size=size), None
 
 
 def _has_prices(cluster: Cluster) -> bool:

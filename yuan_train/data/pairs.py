@@ -5,8 +5,7 @@ its own, prompt and answer, padded on the right.
 """
 
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import numpy as np
 from yuan_train.config.errors import DataError
 from yuan_train.data.chat import Message, check_messages, encode_chat
 from yuan_train.data.loader import Batch
+from yuan_train.data.records import read_records
 from yuan_train.data.rules import IGNORED
 from yuan_train.data.sampler import hash_key, permuted
 from yuan_train.data.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def read_pairs(
     """
     rows: list[Row] = []
     too_long: list[str] = []
-    for where, record in _records(Path(path)):
+    for where, record in read_records(Path(path), keys="data.pairs"):
         pair = [_row(record, side, tokenizer, where) for side in SIDES]
         longest, largest = (max(f(row.tokens) for row in pair) for f in (len, np.max))
         if largest >= vocab_size or min(row.tokens.min() for row in pair) < 0:
@@ -144,23 +144,6 @@ def read_pairs(
         )
     pad_id = tokenizer.eod_id if tokenizer is not None else 0
     return Pairs(rows, sequence_length=sequence_length, seed=seed, pad_id=pad_id, trained=trained)
-
-
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; check data.pairs") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number}: not JSON ({error}); wanted one JSON object a line") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{path}:{number}: {type(record).__name__}; wanted a JSON object")
-        yield f"{path}:{number}", record
 
 
 def _row(record: dict[str, Any], side: str, tokenizer: Tokenizer | None, where: str) -> Row:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from yuan_train.config.errors import DataError
 from yuan_train.data.chat import check_messages, render_chat
+from yuan_train.data.records import read_records
 from yuan_train.data.sampler import hash_key, permuted
 from yuan_train.data.tokenizer import Tokenizer
 
@@ -76,7 +77,7 @@ def read_prompts(
     """
     found: list[Prompt] = []
     too_long: list[str] = []
-    for where, record in _records(Path(path)):
+    for where, record in read_records(Path(path), keys="data.prompts and data.evaluation"):
         prompt = _prompt(record, tokenizer, template, where)
         if not prompt.ids:
             raise DataError(f"{where}: an empty prompt; wanted at least one token")
@@ -106,23 +107,6 @@ def text_of(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return " ".join(map(str, ids))
     return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
-
-
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; check data.prompts and data.evaluation") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number}: not JSON ({error}); wanted one JSON object a line") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{path}:{number}: {type(record).__name__}; wanted a JSON object")
-        yield f"{path}:{number}", record
 
 
 def _prompt(record: dict[str, Any], tokenizer: Tokenizer | None, template: str, where: str) -> Prompt:
