@@ -60,6 +60,9 @@ class StagePlan:
     on all of them. None: as even as possible, where a model with experts has replicas of several ranks."""
     optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
     """Fraction of its optimizer state that each rank of the stage keeps in host memory and steps there."""
+    optimizer_disk: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Fraction of `optimizer_offload` that lies on the rank's disk, and is in host memory only while it is
+    stepped."""
     activation_offload: Index = 0
     """How many layers, counted from the first, send their activations to the host between a forward and its
     backward. Half a layer counts as one."""

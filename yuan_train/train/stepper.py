@@ -10,7 +10,7 @@ from typing import Protocol
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.data.loader import Samples
 from yuan_train.parallel.zero import OwnedState
-from yuan_train.train.build import build, checkpoint_tensors
+from yuan_train.train.build import build, checkpoint_tensors, late_weights
 from yuan_train.train.job import Job
 from yuan_train.train.reference import prepare_reference
 from yuan_train.train.state import Progress
@@ -129,7 +129,10 @@ class YuanStepper:
         return load.take() if load is not None else None
 
     def checkpoint_tensors(self) -> dict[str, LocalShard]:
-        return checkpoint_tensors(self.trainer, OwnedState.written_boxes)
+        return {
+            **checkpoint_tensors(self.trainer, OwnedState.written_boxes),
+            **late_weights(self.trainer, OwnedState.written_weights),
+        }
 
     def finish(self) -> None:
         for state in self.trainer.runtime.states:

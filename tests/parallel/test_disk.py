@@ -1,0 +1,103 @@
+"""Optimizer state on a disk, and updates that come a step late."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.test_optimizer import config, flat_bucket
+from yuan_train.config import disk as disk_sizes
+from yuan_train.config.errors import DiskError, TrainingError
+from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.optimizer_shards import Away, away_bytes
+from yuan_train.parallel.tiers import disk as disk_module
+from yuan_train.parallel.tiers import host_state
+from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
+from yuan_train.parallel.tiers.disk_state import chunk_elements
+from yuan_train.parallel.tiers.host_state import make_host_place
+from yuan_train.parallel.zero import STATES, OwnedState
+from yuan_train.train.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+
+
+def model_of(dtype: torch.dtype) -> FlatBucket:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(100, 66), torch.nn.LayerNorm(66), torch.nn.Linear(66, 40))
+    return flat_bucket(model.to(dtype))
+
+
+def state_of(
+    bucket: FlatBucket,
+    shares: tuple[float, ...] | None,
+    away: Away,
+    directory: Path,
+    *,
+    late: bool = False,
+) -> OwnedState:
+    needed = away_bytes(bucket, shares, away, late=late)
+    store = None
+    if needed.disk:
+        elements = needed.disk // (3 * bucket.gradient.itemsize)
+        store = DiskStore(
+            DiskFile(directory, needed.disk),
+            dtype=bucket.gradient.dtype,
+            chunk=chunk_elements(elements),
+            device=CPU,
+            timeout_seconds=60,
+        )
+    host = make_host_place(needed.host, device=CPU, disk=store, late=late)
+    return OwnedState(bucket, Groups({}, {}), shares, away=away, host=host)
+
+
+def reduce(bucket: FlatBucket, state: OwnedState) -> None:
+    bucket.gradient.normal_()
+    state.start_grad_reduce()
+    state.take_if_reduced()
+    state.finish_grad_reduce()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shares", [None, (1.0,)])
+@pytest.mark.parametrize("direct", [True, False])
+def test_state_on_a_disk_changes_no_bit(
+    dtype: torch.dtype,
+    shares: tuple[float, ...] | None,
+    direct: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disk_sizes, "DISK_CHUNK", 1024)
+    monkeypatch.setattr(host_state, "CHUNK", 1024)
+    if not direct:
+        monkeypatch.delattr(os, "O_DIRECT")
+
+    def trained(away: Away) -> tuple[OwnedState, FlatBucket]:
+        bucket = model_of(dtype)
+        state = state_of(bucket, shares, away, tmp_path)
+        optimizer = Optimizer([state], config(weight_decay=0.1))
+        for step in range(5):
+            reduce(bucket, state)
+            if step == 2:
+                # Skipped: not finite.
+                continue
+            optimizer.step(0.1, factor=0.5)
+            state.finish_weight_sync()
+        optimizer.settle()
+        return state, bucket
+
+    here, resident = trained(Away())
+    for away in (Away(1.0, 1.0), Away(0.5, 0.5), Away(0.01, 1.0)):
+        state, bucket = trained(away)
+        assert torch.equal(bucket.weights, resident.weights)
+        for kind in STATES:
+            ours = torch.cat([getattr(shard, kind) for shard in state.shards])
+            assert torch.equal(ours, torch.cat([getattr(shard, kind) for shard in here.shards]))
+        stepped = sum(shard.master.numel() for shard in state.shards if shard.on_host)
+        assert stepped == pytest.approx(away.share * bucket.weights.numel(), abs=64)
+    assert not list(tmp_path.iterdir())
