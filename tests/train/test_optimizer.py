@@ -13,9 +13,9 @@ from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.optimizer_shards import Away, away_bytes
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tiers import host_state
-from yuan_train.parallel.optimizer_shards import Away, away_bytes
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.optimizer import Optimizer, learning_rate
 

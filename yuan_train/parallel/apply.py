@@ -18,10 +18,10 @@ from yuan_train.parallel.experts import apply_expert_parallel
 from yuan_train.parallel.gradients import FlatBucket, FlatParameter
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
+from yuan_train.parallel.place import PLAIN, TierOptions, make_states
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_head_norms, shard_parameters
-from yuan_train.parallel.place import TierOptions, make_states
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
@@ -94,14 +94,16 @@ def parallelize(
     startup_timeout_seconds: float | None = None,
     bucket_size: int = BUCKET_SIZE,
     reduce_dtype: torch.dtype | None = None,
-    tiers: TierOptions = TierOptions(),
+    tiers: TierOptions = PLAIN,
 ) -> RankRuntime:
     """Build this rank's parts of the model, move their weights into flat buckets, create its process groups.
 
     `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another,
     `startup_timeout_seconds` (None: the same) how long in the first use of a link or a group. Gradients are
     reduced in buckets of at most `bucket_size` parameters, in `reduce_dtype` (None: as they are accumulated).
-    `tiers` are the run's options for state that is not on the card. Collective over all ranks. Raises TrainingError if a link or a group fails, PlanError for a schedule that
+    `tiers` are the run's options for state that is not on the card.
+
+    Collective over all ranks. Raises TrainingError if a link or a group fails, PlanError for a schedule that
     cannot run.
     """
     grid = Grid(plan, bucket_size)

@@ -1,4 +1,4 @@
-"""Where the optimizer state of consecutive weights lies: on the card, on the host, on a disk, in this order."""
+"""Where the optimizer state of consecutive weights lies: on the card, in host memory, on a disk."""
 
 from __future__ import annotations
 
@@ -113,8 +113,10 @@ class AwayBytes:
 def away_bytes(
     bucket: FlatBucket, shares: Sequence[float] | None, away: Away, *, late: bool = False
 ) -> AwayBytes:
-    """What this rank's state of a bucket takes of host memory and of a disk. `late`: updates come a step late,
-    for which the host holds another gradient."""
+    """What this rank's state of a bucket takes of host memory and of a disk.
+
+    `late`: updates come a step late, for which the host holds another gradient.
+    """
     if shares is None:
         layouts = [(bucket.weights.numel(), bucket.num_matrix_elements)]
     else:
@@ -133,7 +135,7 @@ def away_bytes(
 
 
 def disk_parts(n: int, num_matrix_elements: int, first: int) -> Iterator[tuple[int, int, bool]]:
-    """What lies on the disk of [first, n): (first, last, whether weights decay); matrices before vectors."""
+    """What lies on the disk, [first, n): (first, last, whether weights decay); matrices before vectors."""
     border = min(max(num_matrix_elements, first), n)
     for start, end, decays in ((first, border, True), (border, n, False)):
         if start < end:

@@ -29,6 +29,10 @@ class TierOptions:
     """How long the disk may take for one request."""
 
 
+PLAIN = TierOptions()
+"""Nothing comes late, and nothing is on a disk."""
+
+
 def make_states(
     plan: Plan,
     buckets: Sequence[FlatBucket],

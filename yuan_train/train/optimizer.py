@@ -38,8 +38,8 @@ class Optimizer:
     Weight decay applies to matrices and not to vectors (norms and biases), as in the published runs. What is
     on the host is stepped there, chunk by chunk, while the card steps its own part.
 
-    With `update: delayed` the host's part comes a step late: the host makes the update of step k, with its
-    gradient, learning rate and clip factor, while step k + 1 computes, and the model has it from step k + 2 on.
+    With `update: delayed` the host's part comes a step late: the update of step k, with its gradient,
+    learning rate and clip factor, is made while step k + 1 computes, and the model has it from step k + 2 on.
     """
 
     def __init__(self, states: Sequence[OwnedState], config: OptimizerConfig) -> None:

@@ -11,6 +11,7 @@ from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.data.loader import Samples
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.build import build, checkpoint_tensors, late_weights
+from yuan_train.train.disk_note import disk_note
 from yuan_train.train.job import Job
 from yuan_train.train.reference import prepare_reference
 from yuan_train.train.state import Progress
@@ -94,7 +95,8 @@ class YuanStepper:
         return self.trainer.feed
 
     def prepare(self, job: Job, progress: Progress) -> str | None:
-        return prepare_reference(job, self.trainer, progress)
+        notes = prepare_reference(job, self.trainer, progress), disk_note(job, self.trainer)
+        return "; ".join(filter(None, notes)) or None
 
     def step(
         self,

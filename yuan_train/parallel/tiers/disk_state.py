@@ -1,6 +1,6 @@
 """Chunks of optimizer state on a disk: read, stepped on the host and written back, side by side.
 
-Their gradient stays on the card until they have been read: host memory is taken for the chunks in flight only.
+Their gradient stays on the card until they have been read: only chunks in flight take host memory.
 """
 
 from __future__ import annotations

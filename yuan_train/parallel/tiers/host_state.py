@@ -66,8 +66,8 @@ class HostChunk:
     decays: bool
     links: HostLinks
     spare: torch.Tensor | None = None
-    """If updates come a step late: the gradient of the step before, from which the host's update is made; then
-    the rounded weights, on their way up."""
+    """If updates come a step late: the gradient of the step before, while the host makes its update; then the
+    rounded weights, on their way up."""
     _source: torch.Tensor | None = field(default=None, repr=False)
     """On the card, what comes down: its memory must not be used again before the copy has ended."""
     _coming: Transfer | None = field(default=None, repr=False)
