@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.parallel.test_plans import overrides, run_file, weights_in
-from tests.support.project import parse_plan, run_config
-from tests.support.ranks import Case, run_cases
+from tests.support.project import parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
+from yuan_train.parallel.tiers.host_state import HostChunk
 from yuan_train.train.job import Position, prepare
+from yuan_train.train.optimizer import Optimizer
 
 __all__ = ["run_file"]
 
@@ -74,6 +79,40 @@ def test_disks_change_no_bit_and_late_updates_resume_to_the_bit(run_file: Path, 
     before = {k: v for k, v in weights_in(half_way("late, resumed")).items() if k not in more}
     assert same(before, weights_in(half_way("no more late")))
     assert not list((tmp_path / "disks").iterdir())
+
+
+def test_a_killed_run_leaves_nothing_on_its_disk_and_resumes_to_the_bit(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_config(run_file)
+    plan = parse_plan(run, "1x8: 6@0", optimizer_offload=[1.0], optimizer_disk=[0.5])
+    disks = tmp_path / "disks"
+
+    def case(name: str, folder: str) -> Case:
+        keys = ("train.precision=bf16", "train.steps=4", "validation.every=0", "checkpoint.every=2")
+        own = (f"memory.disk_directory={disks}", f"checkpoint.directory={tmp_path / folder / 'ck'}")
+        return Case(run_file, tmp_path / name, plan, (*keys, *own))
+
+    def die_in_step_three() -> None:
+        step, taken = Optimizer._step_on_host, []  # pyright: ignore[reportPrivateUsage]
+
+        def step_or_die(self: Optimizer, chunk: HostChunk, gradient: torch.Tensor, *rest: Any) -> None:
+            taken.append(chunk)
+            if int(rest[0]) == 2 and len(taken) % 7 == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step(self, chunk, gradient, *rest)
+
+        monkeypatch.setattr(Optimizer, "_step_on_host", step_or_die)
+        run_alone(case("killed", "killed"))
+
+    process = torch.multiprocessing.get_context("fork").Process(target=die_in_step_three)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and not list(disks.iterdir())
+    assert [line["step"] for line in read_metrics(tmp_path / "killed")] == [1, 2]
+    run_alone(case("resumed", "killed"))
+    run_alone(case("whole", "whole"))
+    assert same(weights_in(tmp_path / "killed" / "ck"), weights_in(tmp_path / "whole" / "ck"))
 
 
 @pytest.mark.parametrize(
