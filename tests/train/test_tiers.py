@@ -97,8 +97,9 @@ def test_a_killed_run_leaves_nothing_on_its_disk_and_resumes_to_the_bit(
         step, taken = Optimizer._step_on_host, []  # pyright: ignore[reportPrivateUsage]
 
         def step_or_die(self: Optimizer, chunk: HostChunk, gradient: torch.Tensor, *rest: Any) -> None:
-            taken.append(chunk)
-            if int(rest[0]) == 2 and len(taken) % 7 == 3:
+            if int(rest[0]) == 2:
+                taken.append(chunk)
+            if len(taken) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             step(self, chunk, gradient, *rest)
 

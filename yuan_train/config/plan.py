@@ -181,6 +181,12 @@ class StageForecast:
     """The part of the backward that computes weight gradients, under a schedule that splits it."""
     peak_memory_bytes: float
     memory: MemoryForecast
+    host_memory_bytes: float = 0.0
+    """On the host, for each card."""
+    disk_bytes: float = 0.0
+    """On the node's disk; each step reads and writes them."""
+    stall_seconds: float = 0.0
+    """Of a step, what the card waits for copies of activations."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,8 @@ def test_a_found_plan_is_priced_with_late_updates_but_not_searched_so():
     late = with_late_updates(tight, exact)
     assert late.best.plan.pipelines == exact.best.plan.pipelines
     assert late.best.plan.forecast is not None
+    (stage,) = late.best.plan.forecast.stages
+    assert stage.host_memory_bytes == late.best.cost.stages[0].host_bytes > 0 == stage.stall_seconds
     assert late.best.plan.forecast.step_seconds == late.best.step_seconds < exact.best.step_seconds
     assert late.notes[-1].startswith("host updates come a step late; in time, a step takes")
     roomy = problem(cluster(Card=(1, card(80.0))), model=BIG)

@@ -239,7 +239,16 @@ def make_forecast(costs: Costs, plan: Plan, cost: PlanCost, *, lower_bound_secon
                 weight_seconds=stage.weight_seconds if splits else None,
                 peak_memory_bytes=stage.memory.total,
                 memory=stage.memory,
+                host_memory_bytes=stage.host_bytes,
+                disk_bytes=stage.disk_bytes,
+                stall_seconds=_stall_seconds(cost, stage),
             )
             for stage in cost.stages
         ),
     )
+
+
+def _stall_seconds(cost: PlanCost, stage: StageCost) -> float:
+    """The longest that a worker of a stage waits for copies."""
+    waits = cost.simulations[stage.pipeline].stall_seconds
+    return max(waits[worker] for worker in cost.workers[stage.pipeline][stage.stage])
