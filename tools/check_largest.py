@@ -4,8 +4,8 @@
 
 The card has MIB (64) MiB, 8 of them `reserved`, and is a process of this machine, whose memory is its host's.
 What counts as the card's is anonymous memory, sampled each millisecond: what the host holds is shared memory.
-The process first trains a model of one layer, so that libraries have what they take once; what is taken beyond
-that is the model's. Exits with 1 if that is more than the card has.
+The process first trains a model of one layer, so that libraries have what they take once; what is taken
+beyond that is the model's. Exits with 1 if that is more than the card has.
 """
 
 from __future__ import annotations

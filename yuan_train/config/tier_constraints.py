@@ -20,13 +20,19 @@ def disk_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
 
 
 def check_tiers(plan: Plan, run: RunConfig) -> None:
-    """Raise ConfigError unless the run's options for state that is not on the card suit the plan."""
+    """Check the run's options for state that is not on the card. Raises ConfigError, or PlanError for a plan
+    that needs a disk without a directory on one."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     on_disk = any(stage.optimizer_disk for stage in stages)
     if on_disk and run.memory.disk_directory is None:
         raise PlanError(
             "optimizer_disk: the plan puts optimizer state on disks, but memory.disk_directory is not given; "
             "give a directory on a local disk, or leave optimizer_disk out of the plan"
+        )
+    if on_disk and run.checkpoint.asynchronous:
+        raise ConfigError(
+            "checkpoint.asynchronous: true, but the plan puts optimizer state on disks, of which a copy would "
+            "fill the host's memory; set false, or leave optimizer_disk out of the plan"
         )
     if run.optimizer.update == "exact":
         return
