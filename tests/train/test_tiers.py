@@ -128,7 +128,7 @@ def test_a_killed_run_leaves_nothing_on_its_disk_and_resumes_to_the_bit(
         (
             {"optimizer_offload": [1.0], "optimizer_disk": [0.5]},
             ("checkpoint.asynchronous=true", "memory.disk_directory=disk"),
-            "of which a copy would fill the host's memory; set false",
+            "would fill the host's memory; set false",
         ),
         (
             {"optimizer_offload": [1.0], "optimizer_disk": [0.5]},

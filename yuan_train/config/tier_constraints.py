@@ -31,8 +31,8 @@ def check_tiers(plan: Plan, run: RunConfig) -> None:
         )
     if on_disk and run.checkpoint.asynchronous:
         raise ConfigError(
-            "checkpoint.asynchronous: true, but the plan puts optimizer state on disks, of which a copy would "
-            "fill the host's memory; set false, or leave optimizer_disk out of the plan"
+            "checkpoint.asynchronous: true, but the plan puts optimizer state on disks, of which a copy "
+            "would fill the host's memory; set false, or leave optimizer_disk out of the plan"
         )
     if run.optimizer.update == "exact":
         return
