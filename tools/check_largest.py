@@ -142,7 +142,7 @@ class _Peak:
     """The most that the process holds, sampled each millisecond."""
 
     def __init__(self) -> None:
-        self._most = dict.fromkeys(("RssAnon", "RssShmem"), 0)
+        self._most: dict[str, int] = {"RssAnon": 0, "RssShmem": 0}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()

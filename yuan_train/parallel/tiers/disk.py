@@ -79,11 +79,13 @@ class DiskFile:
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill bytes [n] from the file. Raises OSError, for a short read too."""
-        self._check(os.preadv(self.descriptor, [target.numpy()], offset), target.numel(), "read")
+        self._check(os.preadv(self.descriptor, [memoryview(target.numpy())], offset), target.numel(), "read")
 
     def write(self, source: torch.Tensor, offset: int) -> None:
         """Write bytes [n] into the file. Raises OSError, for a short write too."""
-        self._check(os.pwritev(self.descriptor, [source.numpy()], offset), source.numel(), "written")
+        self._check(
+            os.pwritev(self.descriptor, [memoryview(source.numpy())], offset), source.numel(), "written"
+        )
 
     @staticmethod
     def _check(done: int, wanted: int, what: str) -> None:

@@ -34,10 +34,11 @@ class DiskChunk(HostChunk):
         assert source is not None, "no gradient was reduced"
         self._slot, rows = self.store.load(self.number)
         self.master, self.exp_avg, self.exp_avg_sq, self.gradient = rows
-        copy = self.links.down.begin(
-            lambda: self.gradient.copy_(source, non_blocking=True), source.numel() * source.itemsize
-        )
-        copy.finish()
+
+        def copy() -> None:
+            self.gradient.copy_(source, non_blocking=True)
+
+        self.links.down.begin(copy, source.numel() * source.itemsize).finish()
         self._source = None
         self.finish_weights()
 
