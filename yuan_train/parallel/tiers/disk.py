@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -79,13 +79,13 @@ class DiskFile:
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill bytes [n] from the file. Raises OSError, for a short read too."""
-        self._check(os.preadv(self.descriptor, [memoryview(target.numpy())], offset), target.numel(), "read")
+        buffer: Any = target.numpy()
+        self._check(os.preadv(self.descriptor, [buffer], offset), target.numel(), "read")
 
     def write(self, source: torch.Tensor, offset: int) -> None:
         """Write bytes [n] into the file. Raises OSError, for a short write too."""
-        self._check(
-            os.pwritev(self.descriptor, [memoryview(source.numpy())], offset), source.numel(), "written"
-        )
+        buffer: Any = source.numpy()
+        self._check(os.pwritev(self.descriptor, [buffer], offset), source.numel(), "written")
 
     @staticmethod
     def _check(done: int, wanted: int, what: str) -> None:
