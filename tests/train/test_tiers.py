@@ -119,6 +119,11 @@ def test_a_killed_run_leaves_nothing_on_its_disk_and_resumes_to_the_bit(
 @pytest.mark.parametrize(
     ("keys", "changes", "message"),
     [
+        (
+            {"text": "1x4: 6@0 / 1x4: 6@1", "optimizer_offload": [1.0, 0.5]},
+            ("optimizer.update=delayed",),
+            "several ranks hold the same state .* set optimizer_sharding: true",
+        ),
         ({}, ("optimizer.update=delayed",), "delayed, but the plan offloads no optimizer state"),
         (
             {"optimizer_offload": [1.0], "optimizer_disk": [0.5]},
@@ -142,4 +147,4 @@ def test_options_that_do_not_suit_the_plan_are_refused(
 ) -> None:
     run = run_config(run_file, *changes)
     with pytest.raises((ConfigError, PlanError), match=message):
-        prepare(run, parse_plan(run, "1x8: 6@0", **keys), Position())
+        prepare(run, parse_plan(run, **{"text": "1x8: 6@0", **keys}), Position())

@@ -46,3 +46,16 @@ def check_tiers(plan: Plan, run: RunConfig) -> None:
             "optimizer.update: delayed, but the plan puts optimizer state on disks, whose gradients stay on "
             "the card until they are stepped; set exact, or leave optimizer_disk out of the plan"
         )
+    if not plan.optimizer_sharding and _has_peers(plan):
+        raise ConfigError(
+            "optimizer.update: delayed, but several ranks hold the same state (optimizer_sharding is false): "
+            "their weights would differ where one is late and another is not; set optimizer_sharding: true in "
+            "the plan, or exact"
+        )
+
+
+def _has_peers(plan: Plan) -> bool:
+    """Whether several ranks may hold the same part of the model."""
+    replicas = [stage.replicas for pipeline in plan.pipelines for stage in pipeline.stages]
+    tied = plan.model.tie_embeddings and len({replica for own in replicas for replica in own}) > 1
+    return tied or len(plan.pipelines) > 1 or any(len(own) > 1 for own in replicas)
