@@ -49,8 +49,8 @@ def check_tiers(plan: Plan, run: RunConfig) -> None:
     if not plan.optimizer_sharding and _has_peers(plan):
         raise ConfigError(
             "optimizer.update: delayed, but several ranks hold the same state (optimizer_sharding is false): "
-            "their weights would differ where one is late and another is not; set optimizer_sharding: true in "
-            "the plan, or exact"
+            "their weights would differ where one is late and another is not; set optimizer_sharding: true "
+            "in the plan, or exact"
         )
 
 
