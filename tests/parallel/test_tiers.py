@@ -35,6 +35,16 @@ def test_a_host_keeps_a_fifth_of_what_is_available(monkeypatch: pytest.MonkeyPat
     assert HostMemoryError.exit_code == 2
 
 
+def test_memory_that_may_not_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    with pytest.raises(HostMemoryError, match=r"CUDA cannot pin 4.0 KiB .*\(error 2\); raise .*`ulimit -l"):
+        HostSlab(4096, device=torch.device("cuda"), what="optimizer_offload")
+
+
 def test_what_is_available_is_the_least_of_kernel_and_control_group(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     assert available_bytes(meminfo, tmp_path) == math.inf

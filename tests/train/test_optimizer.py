@@ -13,9 +13,10 @@ from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.optimizer_shards import Away, away_bytes
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tiers import host_state
-from yuan_train.parallel.zero import OwnedState, host_bytes
+from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.optimizer import Optimizer, learning_rate
 
 
@@ -166,7 +167,7 @@ def test_chunks_on_the_host_change_no_bit_and_take_what_they_need(
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.LayerNorm(33)).to(dtype)
         bucket = flat_bucket(model)
-        state = OwnedState(bucket, Groups({}, {}), shares, offload=offload)
+        state = OwnedState(bucket, Groups({}, {}), shares, away=Away(offload))
         optimizer = Optimizer([state], config(weight_decay=0.1))
         for step in range(5):
             bucket.gradient.normal_()
@@ -187,4 +188,4 @@ def test_chunks_on_the_host_change_no_bit_and_take_what_they_need(
         elements = sum(chunk.master.numel() for chunk in chunks)
         assert elements == pytest.approx(offload * bucket.weights.numel(), abs=64)
         # Master, gradient and two moments in fp32, each rounded up to a cache line, and nothing beside them.
-        assert 16 * elements <= host_bytes(bucket, shares, offload) <= 16 * elements + 4 * 64
+        assert 16 * elements <= away_bytes(bucket, shares, Away(offload)).host <= 16 * elements + 4 * 64

@@ -96,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
     from yuan_train.planner.report.terminal import plan_json, plan_table
     from yuan_train.planner.search.explain import explain_plan
+    from yuan_train.planner.search.late import with_late_updates
     from yuan_train.planner.search.search import search_plan
 
     problem = PlanProblem(
@@ -113,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
     problem, result, rent = _find_plan(problem, arguments, run_config)
+    if run_config.optimizer.update == "delayed":
+        result = with_late_updates(problem, result)
     price = None
     if search.engine is not None and "yuan" not in search.engine:
         free = search_plan(problem, replace(search, engine=("yuan",)), micro_batch_size=size)

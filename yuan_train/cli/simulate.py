@@ -60,6 +60,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="the most parameters reduced in one operation, with --cluster; 40000000 if not given",
     )
     parser.add_argument(
+        "--update",
+        choices=("exact", "delayed"),
+        help="whether host updates come a step late (optimizer.update), with --cluster; exact if not given",
+    )
+    parser.add_argument(
         "--sends",
         choices=("overlapped", "blocking", "rendezvous"),
         help="who waits for a message between stages: nobody, its sender, or sender and receiver; if not "
@@ -91,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None and not arguments.cluster:
             name = option.replace("_", "-")
             raise ConfigError(f"--{name}: needs --cluster F too, for the links that gradients go over")
+    if arguments.update is not None and not arguments.cluster:
+        raise ConfigError("--update: needs --cluster F too, for the hosts that make late updates")
     if arguments.bucket_size is not None and arguments.bucket_size < 1:
         raise ConfigError(f"--bucket-size: wanted at least 1 parameter, got {arguments.bucket_size}")
     cost: PlanCost | None = None
@@ -130,8 +137,8 @@ def _read_plan(arguments: argparse.Namespace) -> Plan:
 def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     """The plan of --layout or --blocks: one pipeline, stage s on the cluster's card s.
 
-    Sets `precision`, `reduce_dtype`, `bucket_size` and `sends` of the arguments to the run's if they are not
-    given.
+    Sets `precision`, `reduce_dtype`, `bucket_size`, `update` and `sends` of the arguments to the run's if
+    they are not given.
     """
     from yuan_train.cli.plan import read_run_config
     from yuan_train.config.cluster import load_cluster
@@ -146,6 +153,7 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     arguments.precision = arguments.precision or run_config.train.precision
     arguments.reduce_dtype = arguments.reduce_dtype or run_config.optimizer.reduce_dtype
     arguments.bucket_size = arguments.bucket_size or run_config.optimizer.bucket_size
+    arguments.update = arguments.update or run_config.optimizer.update
     arguments.sends = arguments.sends or run_config.search.send_mode
     cluster = load_cluster(arguments.cluster)
     num_layers = run_config.model.num_layers
@@ -212,6 +220,7 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
         sends=arguments.sends,
         reduce_dtype=arguments.reduce_dtype or "fp32",
         bucket_size=arguments.bucket_size or BUCKET_SIZE,
+        late_updates=arguments.update == "delayed",
         # A plan does not say whether its run compiles the layers.
         compile=profile is not None and profile.compile,
     )
@@ -273,6 +282,10 @@ def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) 
         "compute_seconds": compute,
         "grad_reduce_seconds": cost.grad_reduce_seconds + cost.tied_embedding_seconds if cost else None,
         "update_seconds": cost.update_seconds if cost else None,
+        # Of the hosts' late updates, what outlasts the rest of the step.
+        "late_seconds": cost.late_seconds if cost else None,
+        # Written to all disks in a step, and read.
+        "disk_bytes": cost.disk_bytes if cost else None,
         "weight_sync_seconds": cost.weight_sync_seconds if cost else None,
         # Of waits for copies of activations; it is part of the compute above.
         "stall_seconds": cost.stall_seconds if cost else None,
@@ -302,6 +315,7 @@ def _stage_busy(simulation: Simulation) -> list[float]:
 
 
 def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object]) -> None:
+    from yuan_train.config.disk import written_words
     from yuan_train.config.units import show_seconds
 
     compute = document["compute_seconds"]
@@ -321,6 +335,9 @@ def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object
     step, bubble = document["step_seconds"], document["bubble_fraction"]
     assert isinstance(step, float) and isinstance(bubble, float)
     forecast = f" | forecast {show_seconds(plan.forecast.step_seconds)}" if plan.forecast else ""
+    written = document["disk_bytes"]
+    if isinstance(written, float) and written:
+        print(f" disks: {written_words(written, step)}")
     stall = document["stall_seconds"]
     copies = f" | waits for copies {show_seconds(stall)}" if isinstance(stall, float) and stall else ""
     print(f" step {show_seconds(step)} | bubble {bubble:.0%}{copies}{forecast}")

@@ -45,6 +45,16 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Disk:
+    """A node's local disk, which its cards share equally."""
+
+    read: BytesPerSecond
+    write: BytesPerSecond
+    capacity: Bytes | None = None
+    """What optimizer state may take of it; None: not checked."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeGroup:
     """`count` identical nodes of `devices` identical cards each."""
 
@@ -59,6 +69,8 @@ class NodeGroup:
     """The node's NIC, per direction, shared by its cards; required if the cluster has several nodes."""
     host: Host | None = None
     """None: how much the host holds is not checked, and it has the rates of the card's type for each card."""
+    disk: Disk | None = None
+    """For plans that put optimizer state there; None: its rates are taken to be those of `ASSUMED_DISK`."""
     price: Annotated[float, Gt(0)] | None = None
     """Rent of a card for an hour, in any currency; None: that of the card's type."""
 

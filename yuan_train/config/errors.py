@@ -50,6 +50,10 @@ class HostMemoryError(YuanError):
     """A host has not the memory that a plan puts there, or may not pin it."""
 
 
+class DiskError(YuanError):
+    """A disk cannot take the optimizer state that a plan puts there."""
+
+
 class TrainingError(YuanError):
     """Training failed: a loss that is not finite, or a rank that stopped responding."""
 

@@ -32,6 +32,7 @@ _SAID = {
     "in_flight",
     "experts",
     "optimizer_offload",
+    "optimizer_disk",
     "activation_offload",
     "resident_parts",
     "fetch_ahead",

@@ -60,6 +60,9 @@ class StagePlan:
     on all of them. None: as even as possible, where a model with experts has replicas of several ranks."""
     optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
     """Fraction of its optimizer state that each rank of the stage keeps in host memory and steps there."""
+    optimizer_disk: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Fraction of `optimizer_offload` that lies on the rank's disk, and is in host memory only while it is
+    stepped."""
     activation_offload: Index = 0
     """How many layers, counted from the first, send their activations to the host between a forward and its
     backward. Half a layer counts as one."""
@@ -178,6 +181,12 @@ class StageForecast:
     """The part of the backward that computes weight gradients, under a schedule that splits it."""
     peak_memory_bytes: float
     memory: MemoryForecast
+    host_memory_bytes: float = 0.0
+    """On the host, for each card."""
+    disk_bytes: float = 0.0
+    """On the node's disk; each step reads and writes them."""
+    stall_seconds: float = 0.0
+    """Of a step, what the card waits for copies of activations."""
 
 
 @dataclass(frozen=True, kw_only=True)

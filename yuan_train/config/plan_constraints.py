@@ -12,6 +12,7 @@ from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_mode
 from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.run import RunConfig, ScheduleName
+from yuan_train.config.tier_constraints import disk_constraints
 
 
 def validate_plan(plan: Plan) -> Iterator[Violation]:
@@ -27,6 +28,7 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
             _layer_constraints(pipeline, plan.model),
             _recompute_constraints(pipeline),
             _activation_constraints(pipeline, plan),
+            disk_constraints(pipeline),
             _depth_constraints(pipeline, plan.schedule),
             _replica_constraints(pipeline, plan),
             _share_constraints(pipeline, plan),

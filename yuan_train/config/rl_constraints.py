@@ -63,6 +63,10 @@ def _sizes(run: RLConfig) -> Iterator[Violation]:
         yield Violation(("train", "compile"), "layers are not compiled here yet; leave it out")
     if train.trace is not None:
         yield Violation(("train", "trace"), "steps are not traced here yet; leave it out")
+    if run.optimizer.update == "delayed":
+        yield Violation(
+            ("optimizer", "update"), "delayed: answers would be drawn by weights that lag behind; set exact"
+        )
     group = run.algorithm.group
     if train.prompts_per_step % run.algorithm.updates:
         yield Violation(

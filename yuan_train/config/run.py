@@ -17,7 +17,7 @@ from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
 from yuan_train.config.renamed import Renamed
-from yuan_train.config.run_constraints import compile_constraints, trace_constraints
+from yuan_train.config.run_constraints import compile_constraints, tier_constraints, trace_constraints
 from yuan_train.config.run_files import is_rl_document, with_model
 from yuan_train.config.search_objective import SearchObjective, deadline_constraints
 from yuan_train.config.sends import Sends
@@ -176,6 +176,9 @@ class OptimizerConfig:
     bucket_size: Count = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation. Smaller buckets start earlier in the
     backward, each at the cost of one latency; a layer is never divided."""
+    update: Literal["exact", "delayed"] = "exact"
+    """`delayed`: what the plan's stages keep on their hosts (`optimizer_offload`) is updated one step late,
+    while the next step computes. It changes the loss, for the worse; see docs/planning.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +278,8 @@ class MemoryConfig:
     host_reserved: Annotated[int, Ge(0), Unit("bytes")] = 8 * GIB
     """Host memory of each node that is left to other programs; it counts where the cluster file says how much
     a host has."""
+    disk_directory: str | None = None
+    """On a local disk of each machine, for plans that keep optimizer state there (`optimizer_disk`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +341,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
     yield from objective_constraints(run)
     yield from trace_constraints(run)
     yield from deadline_constraints(run.search.objective, run.search.deadline)
+    yield from tier_constraints(run)
     if train.compile:
         yield from compile_constraints(run)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:

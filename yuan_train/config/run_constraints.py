@@ -1,4 +1,4 @@
-"""Constraints between `train.trace`, `train.compile` and the rest of a run."""
+"""Constraints between `train.trace`, `train.compile`, `optimizer.update` and the rest of a run."""
 
 from __future__ import annotations
 
@@ -52,4 +52,13 @@ def compile_constraints(run: RunConfig) -> Iterator[Violation]:
             ("search", "tensor"),
             f"{list(search.tensor)}, but compiled layers (train.compile) are not sharded; set [1], or set "
             "train.compile: false",
+        )
+
+
+def tier_constraints(run: RunConfig) -> Iterator[Violation]:
+    """Yield what late updates exclude."""
+    if run.optimizer.update == "delayed" and run.engine == "megatron":
+        yield Violation(
+            ("optimizer", "update"),
+            "delayed, which megatron-core's optimizers do not know; set exact, or engine: yuan",
         )

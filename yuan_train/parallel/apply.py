@@ -18,11 +18,11 @@ from yuan_train.parallel.experts import apply_expert_parallel
 from yuan_train.parallel.gradients import FlatBucket, FlatParameter
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
+from yuan_train.parallel.place import PLAIN, TierOptions, make_states
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_head_norms, shard_parameters
-from yuan_train.parallel.tiers.host_state import HostPlace, make_host_place
-from yuan_train.parallel.zero import OwnedState, host_bytes
+from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
 from yuan_train.schedule.messages import arrivals_proven, post_early
@@ -94,12 +94,15 @@ def parallelize(
     startup_timeout_seconds: float | None = None,
     bucket_size: int = BUCKET_SIZE,
     reduce_dtype: torch.dtype | None = None,
+    tiers: TierOptions = PLAIN,
 ) -> RankRuntime:
     """Build this rank's parts of the model, move their weights into flat buckets, create its process groups.
 
     `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another,
     `startup_timeout_seconds` (None: the same) how long in the first use of a link or a group. Gradients are
     reduced in buckets of at most `bucket_size` parameters, in `reduce_dtype` (None: as they are accumulated).
+    `tiers` are the run's options for state that is not on the card.
+
     Collective over all ranks. Raises TrainingError if a link or a group fails, PlanError for a schedule that
     cannot run.
     """
@@ -127,7 +130,7 @@ def parallelize(
     for number, bucket in enumerate(buckets):
         for name in bucket.parameters:
             buckets_of.setdefault(name, []).append(number)
-    states = _make_states(
+    states = make_states(
         plan,
         buckets,
         groups,
@@ -136,6 +139,7 @@ def parallelize(
             for bucket in buckets
         ],
         reduce_dtype,
+        tiers,
     )
     for module in modules.values():
         _await_weights(module, states, buckets_of)
@@ -381,26 +385,6 @@ def _entries(parameter: str) -> tuple[str, ...]:
 
 def _finish_weight_sync(state: OwnedState) -> Callable[..., None]:
     return lambda module, inputs: state.finish_weight_sync()
-
-
-def _make_states(
-    plan: Plan,
-    buckets: Sequence[FlatBucket],
-    groups: Groups,
-    stages: Sequence[Sequence[StagePlan]],
-    reduce_dtype: torch.dtype | None,
-) -> tuple[OwnedState, ...]:
-    """The optimizer state of each bucket, which `stages` of this rank hold; one slab for all of them."""
-    shares = plan.optimizer_shares if plan.optimizer_sharding else None
-    offloads = [max(stage.optimizer_offload for stage in holding) for holding in stages]
-    host: HostPlace | None = None
-    if any(offloads):
-        needed = sum(host_bytes(bucket, shares, x) for bucket, x in zip(buckets, offloads, strict=True))
-        host = make_host_place(needed, device=buckets[0].weights.device)
-    return tuple(
-        OwnedState(bucket, groups, shares, offload=x, host=host, reduce_dtype=reduce_dtype)
-        for bucket, x in zip(buckets, offloads, strict=True)
-    )
 
 
 def _flatten(

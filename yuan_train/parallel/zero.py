@@ -6,6 +6,7 @@ from it while the next forward begins. Equal ranges take one reduce-scatter and 
 unequal ones an operation per owner, because gloo has no uneven all-gather. Not sharded, gradients are
 all-reduced, and every owner steps everything. A part of what a rank holds may be offloaded to the host, and
 is stepped there, chunk by chunk: a bucket's gradients begin to go down as soon as they are reduced.
+`optimizer_shards.py` says which elements lie where.
 
 Checkpoints store and fill what a rank holds as boxes of the global tensors, in place: nothing is gathered.
 """
@@ -19,53 +20,32 @@ from typing import Literal
 import torch
 
 from yuan_train.parallel.boxes import global_boxes
-from yuan_train.parallel.gradients import (
-    FlatBucket,
-    Piece,
-    Slice,
-    master_dtype,
-    squared_norm,
-    sum_of_squares,
-)
+from yuan_train.parallel.gradients import FlatBucket, Piece, squared_norm, sum_of_squares
 from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.optimizer_shards import (
+    HERE,
+    Away,
+    OptimizerShard,
+    away_bytes,
+    make_shards,
+    matrix_elements,
+    own_ranges,
+    owner_ranges,
+)
 from yuan_train.parallel.shard import TensorBox
-from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, chunk_ranges, make_host_place
-from yuan_train.parallel.tiers.slab import piece_bytes
-from yuan_train.parallel.transport import Pending, Ranges
+from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, make_host_place
+from yuan_train.parallel.transport import Pending
 
 State = Literal["master", "exp_avg", "exp_avg_sq"]
 STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
 """What is kept per element."""
 
 
-@dataclass(frozen=True)
-class OptimizerShard:
-    """Consecutive elements that this rank steps: flat buffers [k], k = end - start, matrices first.
-
-    They are [start, end) of a slice of a bucket; of the bucket, if the state is not sharded. On the host,
-    `chunks` are copied and stepped one after another.
-    """
-
-    start: int
-    end: int
-    master: torch.Tensor
-    gradient: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    num_matrix_elements: int
-    chunks: tuple[HostChunk, ...] = ()
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the buffers are in host memory."""
-        return bool(self.chunks)
-
-
 class OwnedState:
     """The optimizer state that this rank owns of a bucket, and the collectives that keep owners equal.
 
     `shares`, by rank, are the parts in which the owners of a slice share its state; None: each owner holds
-    all of it. Of its own part a rank keeps the fraction `offload` on the host. Gradients travel in
+    all of it. Of its own part a rank keeps `away` on the host and its disk. Gradients travel in
     `reduce_dtype` (None: as they are accumulated).
     """
 
@@ -75,7 +55,7 @@ class OwnedState:
         groups: Groups,
         shares: Sequence[float] | None,
         *,
-        offload: float = 0.0,
+        away: Away = HERE,
         host: HostPlace | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
@@ -90,15 +70,15 @@ class OwnedState:
         self._synced: list[torch.Tensor] = []
         """By slice, the buffers in which weights are on their way to this rank."""
         self._syncing: list[Pending] = []
-        self._ranges = None if shares is None else [_ranges(part, shares) for part in bucket.slices]
+        self._ranges = None if shares is None else [owner_ranges(part, shares) for part in bucket.slices]
         """By slice: the range of each owner."""
-        self._own = _own_ranges(bucket, shares)
-        if host is None:
-            host = make_host_place(host_bytes(bucket, shares, offload), device=bucket.weights.device)
+        self._own = own_ranges(bucket, shares)
+        if host is None and away.share:
+            host = make_host_place(away_bytes(bucket, shares, away).host, device=bucket.weights.device)
         if self._ranges is None:
-            self._held = [self._whole_shards(offload, host)]
+            self._held = [self._whole_shards(away, host)]
         else:
-            self._held = [self._range_shards(i, own, offload, host) for i, own in enumerate(self._own)]
+            self._held = [self._range_shards(i, own, away, host) for i, own in enumerate(self._own)]
         """By slice; one entry for the whole bucket where the state is not sharded."""
         self.shards = [shard for held in self._held for shard in held]
 
@@ -107,31 +87,31 @@ class OwnedState:
         """The chunks of all shards on the host, in the layouts' order."""
         return (chunk for shard in self.shards for chunk in shard.chunks)
 
-    def _whole_shards(self, offload: float, host: HostPlace | None) -> list[OptimizerShard]:
-        return _make_shards(
+    def _whole_shards(self, away: Away, host: HostPlace | None) -> list[OptimizerShard]:
+        return make_shards(
             self._bucket.weights,
             self._bucket.gradient,
             num_matrix_elements=self._bucket.num_matrix_elements,
-            offload=offload,
+            away=away,
             host=host,
             # Weights in full precision are their own master.
             own_master=self._bucket.is_low_precision,
         )
 
     def _range_shards(
-        self, index: int, own: tuple[int, int], offload: float, host: HostPlace | None
+        self, index: int, own: tuple[int, int], away: Away, host: HostPlace | None
     ) -> list[OptimizerShard]:
         bucket, part = self._bucket, self._bucket.slices[index]
         start, end = own
         alone = len(bucket.slices) == 1
-        return _make_shards(
+        return make_shards(
             bucket.pack(bucket.weights, part)[start:end],
             # A range of a slice that is not packed lies in the bucket itself.
             bucket.gradient[start:end] if alone else None,
             layout=index,
             start=start,
-            num_matrix_elements=_matrix_elements(part, own),
-            offload=offload,
+            num_matrix_elements=matrix_elements(part, own),
+            away=away,
             host=host,
             own_master=bucket.is_low_precision or not alone,
         )
@@ -195,14 +175,15 @@ class OwnedState:
         """Begin to bring the weights of a stepped chunk up, to where `start_weight_sync` wants them."""
         chunk.start_weights(self._sync_buffers()[chunk.layout])
 
-    def start_weight_sync(self) -> None:
+    def start_weight_sync(self, *, of_host: bool = True) -> None:
         """Set the model's weights from the masters; sharded, start to send them from their owners to all.
 
-        Until `finish_weight_sync` the weights must not be used.
+        Not `of_host`: what the host steps keeps the weights that the model has, of a step before. Until
+        `finish_weight_sync` the weights must not be used.
         """
         for held, buffer in zip(self._held, self._sync_buffers(), strict=True):
             for shard in held:
-                for chunk in shard.chunks:
+                for chunk in shard.chunks if of_host else ():
                     chunk.start_weights(buffer)
                 if not shard.on_host:
                     _copy(shard.master, buffer[shard.start : shard.end])
@@ -240,7 +221,7 @@ class OwnedState:
         """All that this rank holds of a state: names, and boxes of the global tensors, as views."""
         for pieces, held in zip(self._layouts(), self._held, strict=True):
             for shard in held:
-                yield from self._boxes(shard, state, pieces, shard.start, shard.end)
+                yield from _boxes(getattr(shard, state), shard.start, pieces, shard.start, shard.end)
 
     def written_boxes(self, state: State) -> Iterator[tuple[str, TensorBox]]:
         """What this rank writes into a checkpoint: over all owners, each element of the model once.
@@ -253,22 +234,45 @@ class OwnedState:
             written = [located for located in pieces if self._counts(located)]
             for shard in held:
                 first, last = max(start, shard.start), min(end, shard.end)
-                yield from self._boxes(shard, state, written, first, last)
+                yield from _boxes(getattr(shard, state), shard.start, written, first, last)
+
+    def late_boxes(self) -> Iterator[tuple[str, TensorBox]]:
+        """Of what the host steps, the weights that the model computes with, as views to be filled: before
+        `start_weight_sync`, which sends them."""
+        for pieces, held, buffer in zip(self._layouts(), self._held, self._sync_buffers(), strict=True):
+            for shard in held:
+                if shard.on_host:
+                    yield from _boxes(buffer, 0, pieces, shard.start, shard.end)
+
+    def written_weights(self) -> Iterator[tuple[str, TensorBox]]:
+        """The weights that the model computes with, as this rank writes them: over all owners, each once."""
+        self.finish_weight_sync()
+        written = [
+            located
+            for located in self._whole_layout()
+            if located.piece.shard.dim is not None or self._bucket.slices[0].index == 0
+        ]
+        yield from _boxes(self._bucket.weights, 0, written, *self._share_of_whole())
 
     def _layouts(self) -> list[list[_Located]]:
         """The parameters in each of `_held`'s flat layouts, and which part of the global tensor each is."""
         bucket = self._bucket
         if self._ranges is None:
-            return [[_Located(piece, piece.shard.index, piece.shard.count) for piece in bucket.pieces]]
+            return [self._whole_layout()]
         return [
             [_Located(piece, part.index, bucket.num_slices) for piece in part.pieces]
             for part in bucket.slices
         ]
 
+    def _whole_layout(self) -> list[_Located]:
+        return [_Located(piece, piece.shard.index, piece.shard.count) for piece in self._bucket.pieces]
+
     def _written_range(self, number: int) -> tuple[int, int]:
+        return self._share_of_whole() if self._ranges is None else self._own[number]
+
+    def _share_of_whole(self) -> tuple[int, int]:
+        """What this rank writes of the bucket, of which every owner has all."""
         bucket = self._bucket
-        if self._ranges is not None:
-            return self._own[number]
         total = bucket.weights.numel()
         if not bucket.owners_are_alike:
             return (0, total) if bucket.is_first_owner else (0, 0)
@@ -281,23 +285,6 @@ class OwnedState:
         if located.piece.shard.dim is not None:
             return True
         return located.index == 0 if self._ranges is not None else self._bucket.slices[0].index == 0
-
-    @staticmethod
-    def _boxes(
-        shard: OptimizerShard, state: State, layout: Sequence[_Located], start: int, end: int
-    ) -> Iterator[tuple[str, TensorBox]]:
-        """The boxes of the elements [start, end) of a layout, as views of a shard that holds them."""
-        flat: torch.Tensor = getattr(shard, state)
-        for located in layout:
-            piece = located.piece
-            first, last = max(start, piece.start), min(end, piece.start + piece.length)
-            if first >= last:
-                continue
-            run = (first - piece.start, last - piece.start)
-            for box in global_boxes(piece.shard, located.index, located.count, *run):
-                at = first - shard.start + box.start
-                view = flat[at : at + box.num_elements].view(box.sizes)
-                yield piece.name, TensorBox(box.offsets, box.sizes, view)
 
 
 @dataclass(frozen=True)
@@ -313,128 +300,20 @@ GRAD_REDUCE = "the gradient reduction over owners"
 WEIGHT_SYNC = "the sending of stepped weights to all owners"
 
 
-def _ranges(part: Slice, shares: Sequence[float]) -> Ranges:
-    """The range of a slice that each rank of its group holds, in proportion to its share."""
-    weights = [shares[rank] for rank in part.group]
-    total, done, start = sum(weights), 0.0, 0
-    sizes: list[int] = []
-    for weight in weights:
-        done += weight
-        end = round(part.num_elements * done / total)
-        sizes.append(end - start)
-        start = end
-    return Ranges(tuple(sizes))
-
-
-def _own_ranges(bucket: FlatBucket, shares: Sequence[float] | None) -> list[tuple[int, int]]:
-    """By slice: the range that this rank owns; none if the state is not sharded."""
-    if shares is None:
-        return []
-    return [_ranges(part, shares).of(part.group.index(bucket.rank)) for part in bucket.slices]
-
-
-def _matrix_elements(part: Slice, own: tuple[int, int]) -> int:
-    """How many elements of a range of a slice are of matrices: the first ones."""
-    start, end = own
-    return min(max(part.num_matrix_elements - start, 0), end - start)
-
-
-def host_bytes(bucket: FlatBucket, shares: Sequence[float] | None, offload: float) -> int:
-    """What this rank's state of a bucket takes of a slab, of which it offloads a fraction."""
-    if shares is None:
-        layouts = [(bucket.weights.numel(), bucket.num_matrix_elements)]
-    else:
-        owned = zip(bucket.slices, _own_ranges(bucket, shares), strict=True)
-        layouts = [(own[1] - own[0], _matrix_elements(part, own)) for part, own in owned]
-    elements = [n - _split(n, num_matrix, offload) for n, num_matrix in layouts]
-    return sum(NUM_BUFFERS * piece_bytes(n, bucket.gradient.dtype) for n in elements)
-
-
-NUM_BUFFERS = 4
-"""Master, gradient and AdamW's two moments."""
-
-_VECTOR = 64
-"""Elements; a multiple of what any processor steps at a time. AdamW rounds the remainder after the last full
-vector differently, so splitting at another element would change bits."""
-
-
-def _split(n: int, num_matrix_elements: int, offload: float) -> int:
-    """How many of `n` elements stay on the card: the first ones."""
-    split = n - round(n * offload)
-    if split < n:
-        split -= (split if split < num_matrix_elements else split - num_matrix_elements) % _VECTOR
-    return split
-
-
-def _make_shards(
-    weights: torch.Tensor,
-    gradient: torch.Tensor | None,
-    *,
-    num_matrix_elements: int,
-    offload: float,
-    host: HostPlace | None,
-    layout: int = 0,
-    start: int = 0,
-    own_master: bool = True,
-) -> list[OptimizerShard]:
-    """The shards of consecutive weights [n]: the part on the card, then the fraction `offload` on the host.
-
-    Without `gradient` [n] each shard gets a gradient buffer of its own; without `own_master` the weights on
-    the card are their own master.
-    """
-    n, dtype = weights.numel(), master_dtype(weights.dtype)
-    split = _split(n, num_matrix_elements, offload)
-    shards: list[OptimizerShard] = []
-    if split or not n:
-        own = weights[:split]
-        master = own.to(dtype, copy=True) if own_master else own
-        shards.append(
-            OptimizerShard(
-                start=start,
-                end=start + split,
-                master=master,
-                gradient=torch.zeros_like(master) if gradient is None else gradient[:split],
-                exp_avg=torch.zeros_like(master),
-                exp_avg_sq=torch.zeros_like(master),
-                num_matrix_elements=min(num_matrix_elements, split),
-            )
-        )
-    if split < n:
-        assert host is not None
-        num_matrix = max(num_matrix_elements - split, 0)
-        shards.append(_host_shard(weights[split:].to(dtype), host, layout, start + split, num_matrix))
-    return shards
-
-
-def _host_shard(
-    weights: torch.Tensor, host: HostPlace, layout: int, start: int, num_matrix_elements: int
-) -> OptimizerShard:
-    """The shard of weights [k], in the master's precision, in host memory."""
-    n = weights.numel()
-    master, gradient, exp_avg, exp_avg_sq = (host.slab.take(n, weights.dtype) for _ in range(NUM_BUFFERS))
-    master.copy_(weights)
-    return OptimizerShard(
-        start=start,
-        end=start + n,
-        master=master,
-        gradient=gradient,
-        exp_avg=exp_avg,
-        exp_avg_sq=exp_avg_sq,
-        num_matrix_elements=num_matrix_elements,
-        chunks=tuple(
-            HostChunk(
-                layout=layout,
-                start=start + first,
-                master=master[first:last],
-                gradient=gradient[first:last],
-                exp_avg=exp_avg[first:last],
-                exp_avg_sq=exp_avg_sq[first:last],
-                decays=decays,
-                links=host.links,
-            )
-            for first, last, decays in chunk_ranges(n, num_matrix_elements)
-        ),
-    )
+def _boxes(
+    flat: torch.Tensor, begin: int, layout: Sequence[_Located], start: int, end: int
+) -> Iterator[tuple[str, TensorBox]]:
+    """The boxes of the elements [start, end) of a layout, as views of a buffer that holds [begin, ...)."""
+    for located in layout:
+        piece = located.piece
+        first, last = max(start, piece.start), min(end, piece.start + piece.length)
+        if first >= last:
+            continue
+        run = (first - piece.start, last - piece.start)
+        for box in global_boxes(piece.shard, located.index, located.count, *run):
+            at = first - begin + box.start
+            view = flat[at : at + box.num_elements].view(box.sizes)
+            yield piece.name, TensorBox(box.offsets, box.sizes, view)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

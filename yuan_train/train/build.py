@@ -11,7 +11,7 @@ import torch
 
 from yuan_train.checkpoint.load import Checkpoint, holds_optimizer_state, load_tensors, tensor_names
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.checkpoint.names import WEIGHTS
+from yuan_train.checkpoint.names import LATE, WEIGHTS
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
@@ -21,6 +21,7 @@ from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.place import TierOptions
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
@@ -66,6 +67,11 @@ def build(
         startup_timeout_seconds=run.train.startup_timeout,
         bucket_size=run.optimizer.bucket_size,
         reduce_dtype=torch.bfloat16 if run.optimizer.reduce_dtype == "bf16" else None,
+        tiers=TierOptions(
+            late=run.optimizer.update == "delayed",
+            disk_directory=run.memory.disk_directory,
+            disk_timeout_seconds=run.train.timeout,
+        ),
     )
     device_type = plan.device_type(rank)
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
@@ -179,10 +185,10 @@ def _load_start(checkpoint: Checkpoint, trainer: Trainer) -> None:
     _publish(trainer)
 
 
-def _publish(trainer: Trainer) -> None:
-    """Make the weights of the masters on all ranks."""
+def _publish(trainer: Trainer, *, of_host: bool = True) -> None:
+    """Make the weights of the masters on all ranks; not `of_host`: of those that cards step."""
     for state in trainer.runtime.states:
-        state.start_weight_sync()
+        state.start_weight_sync(of_host=of_host)
         state.finish_weight_sync()
 
 
@@ -210,8 +216,10 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progres
     tensors = checkpoint_tensors(trainer, OwnedState.held_boxes, kinds)
     if checkpoint.model.balance != "bias":
         tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(".router.bias")}
-    load_tensors(checkpoint, tensors)
-    _publish(trainer)
+    late = late_weights(trainer, OwnedState.late_boxes)
+    has_late = late.keys() <= tensor_names(checkpoint)
+    load_tensors(checkpoint, tensors | (late if has_late else {}))
+    _publish(trainer, of_host=not late or not has_late)
     progress = from_state(checkpoint.state, run)
     trainer.optimizer.set_step(progress.step - progress.skipped)
     return progress
@@ -226,6 +234,7 @@ def checkpoint_tensors(
 
     `boxes_of` is `OwnedState.written_boxes` for a save, `OwnedState.held_boxes` for a load.
     """
+    trainer.optimizer.settle()
     found: dict[str, list[TensorBox]] = {}
     for kind in kinds:
         prefix = WEIGHTS if kind == "master" else kind
@@ -238,3 +247,23 @@ def checkpoint_tensors(
         found[f"{WEIGHTS}.{name}"] = [TensorBox((0,), tuple(bias.shape), bias)]
         shapes[name] = bias.shape
     return {key: LocalShard(shapes[key.partition(".")[2]], tuple(boxes)) for key, boxes in found.items()}
+
+
+def late_weights(
+    trainer: Trainer, boxes_of: Callable[[OwnedState], Iterator[tuple[str, TensorBox]]]
+) -> dict[str, LocalShard]:
+    """The weights that the next step computes with, by global name, if the masters may be ahead of them.
+
+    `boxes_of` is `OwnedState.written_weights` for a save, `OwnedState.late_boxes` for a load.
+    """
+    if not trainer.optimizer.is_late:
+        return {}
+    found: dict[str, list[TensorBox]] = {}
+    for state in trainer.runtime.states:
+        for name, box in boxes_of(state):
+            found.setdefault(name, []).append(box)
+    shards = trainer.runtime.shards
+    return {
+        f"{LATE}.{name}": LocalShard(torch.Size(shards[name].shape), tuple(boxes))
+        for name, boxes in found.items()
+    }

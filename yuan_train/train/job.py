@@ -18,6 +18,7 @@ from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision
 from yuan_train.config.run import RunConfig
+from yuan_train.config.tier_constraints import check_tiers
 from yuan_train.data.loader import Blend, Samples, open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
@@ -90,6 +91,7 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[torc
     check_precision(plan, run)
     check_compile(plan, run)
     check_engine(plan, run)
+    check_tiers(plan, run)
     if plan.world_size != position.world_size:
         raise PlanError(
             f"the plan has {plan.world_size} ranks, but {position.world_size} "

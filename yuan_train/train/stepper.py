@@ -10,7 +10,8 @@ from typing import Protocol
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.data.loader import Samples
 from yuan_train.parallel.zero import OwnedState
-from yuan_train.train.build import build, checkpoint_tensors
+from yuan_train.train.build import build, checkpoint_tensors, late_weights
+from yuan_train.train.disk_note import disk_note
 from yuan_train.train.job import Job
 from yuan_train.train.reference import prepare_reference
 from yuan_train.train.state import Progress
@@ -94,7 +95,8 @@ class YuanStepper:
         return self.trainer.feed
 
     def prepare(self, job: Job, progress: Progress) -> str | None:
-        return prepare_reference(job, self.trainer, progress)
+        notes = prepare_reference(job, self.trainer, progress), disk_note(job, self.trainer)
+        return "; ".join(filter(None, notes)) or None
 
     def step(
         self,
@@ -129,7 +131,10 @@ class YuanStepper:
         return load.take() if load is not None else None
 
     def checkpoint_tensors(self) -> dict[str, LocalShard]:
-        return checkpoint_tensors(self.trainer, OwnedState.written_boxes)
+        return {
+            **checkpoint_tensors(self.trainer, OwnedState.written_boxes),
+            **late_weights(self.trainer, OwnedState.written_weights),
+        }
 
     def finish(self) -> None:
         for state in self.trainer.runtime.states:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from yuan_train.parallel.tiers.disk import DiskStore
 from yuan_train.parallel.tiers.link import Link, Transfer, make_link
 from yuan_train.parallel.tiers.slab import HostSlab
 
@@ -29,21 +30,25 @@ class HostLinks:
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Where offloaded state goes: memory of the host, and the links to it."""
+    """Where offloaded state goes: memory of the host, a disk, and the links to it."""
 
     slab: HostSlab
     links: HostLinks
+    disk: DiskStore | None = None
+    late: bool = False
+    """Whether the host's updates come a step late."""
 
 
-def make_host_place(num_bytes: int, *, device: torch.device) -> HostPlace | None:
-    """The host memory for so much offloaded state of a rank; None if there is none.
+def make_host_place(
+    num_bytes: int, *, device: torch.device, disk: DiskStore | None = None, late: bool = False
+) -> HostPlace:
+    """The host memory for so much offloaded state of a rank, beside what is on its disk.
 
     Raises HostMemoryError if the host has not so much.
     """
-    if not num_bytes:
-        return None
     slab = HostSlab(num_bytes, device=device, what="optimizer_offload")
-    return HostPlace(slab, HostLinks(down=make_link(device), up=make_link(device)))
+    links = HostLinks(down=make_link(device), up=make_link(device))
+    return HostPlace(slab, links, disk, late)
 
 
 @dataclass
@@ -60,6 +65,9 @@ class HostChunk:
     exp_avg_sq: torch.Tensor
     decays: bool
     links: HostLinks
+    spare: torch.Tensor | None = None
+    """If updates come a step late: the gradient of the step before, while the host makes its update; then the
+    rounded weights, on their way up."""
     _source: torch.Tensor | None = field(default=None, repr=False)
     """On the card, what comes down: its memory must not be used again before the copy has ended."""
     _coming: Transfer | None = field(default=None, repr=False)
@@ -70,6 +78,9 @@ class HostChunk:
         source = self._of(reduced)
         # A step that was skipped has not waited.
         self._finish_coming()
+        if self.spare is not None:
+            # On their way up from the buffer that is filled now.
+            self.finish_weights()
         self._source = source
         self._coming = self.links.down.begin(
             lambda: _copy(source, self.gradient), source.numel() * source.itemsize
@@ -89,16 +100,26 @@ class HostChunk:
         if self._going is not None:
             return
         target, source = self._of(weights), self.master
-        if target.dtype != source.dtype:
-            source = self.gradient.view(target.dtype)[: target.numel()]
+        if target.dtype != source.dtype or self.spare is not None:
+            room = self.gradient if self.spare is None else self.spare
+            source = room.view(target.dtype)[: target.numel()]
             source.copy_(self.master)
         self._going = self.links.up.begin(lambda: _copy(source, target), target.numel() * target.itemsize)
+
+    def take_late_gradient(self) -> None:
+        """Block the host until the gradient is there, and set it aside as `spare`, for the late update."""
+        assert self.spare is not None
+        self._finish_coming()
+        self.gradient, self.spare = self.spare, self.gradient
 
     def finish_weights(self) -> None:
         """Make the compute wait until the weights are there."""
         if self._going is not None:
             self._going.wait()
             self._going = None
+
+    def settle(self) -> None:
+        """Wait until the buffers have what was stepped: at once, in host memory."""
 
     def _finish_coming(self) -> None:
         if self._coming is not None:

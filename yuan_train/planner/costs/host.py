@@ -1,8 +1,8 @@
-"""What a card has of its node's host: memory, bandwidth, and the seconds of an optimizer step there.
+"""What a card has of its node's host and disk: room, bandwidth, and the seconds of an optimizer step there.
 
-The cards of a node share its host equally. An offloaded part of the optimizer step copies gradients down,
-steps on the host and copies weights up, chunk by chunk and so side by side; the card steps its own part
-meanwhile.
+The cards of a node share its host and its disk equally. An offloaded part of the optimizer step copies
+gradients down, steps on the host and copies weights up, chunk by chunk and so side by side; the card steps
+its own part meanwhile.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from yuan_train.config.cluster import NodeGroup
+from yuan_train.config.cluster import Disk, NodeGroup
 from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.disk import DISK_CHUNK, DISK_SLOTS, DISK_STATES
 from yuan_train.planner.costs.workload import STATE_BYTES
 
 
@@ -42,6 +43,30 @@ def host_share(device: DeviceType, group: NodeGroup, *, reserved_bytes: float) -
     )
 
 
+ASSUMED_DISK = Disk(read=2e9, write=1e9)
+"""Of a node whose cluster file says nothing: a modest NVMe disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskShare:
+    """A card's share of its node's disk."""
+
+    capacity_bytes: float
+    """Inf if the cluster file does not say."""
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+
+
+def disk_share(group: NodeGroup) -> DiskShare:
+    """The share in its disk of a card of such a node."""
+    disk, count = group.disk or ASSUMED_DISK, group.devices
+    return DiskShare(
+        capacity_bytes=disk.capacity / count if disk.capacity else math.inf,
+        read_bytes_per_second=disk.read / count,
+        write_bytes_per_second=disk.write / count,
+    )
+
+
 def host_step_seconds(share: HostShare, precision: Precision) -> float:
     """Seconds by parameter of an optimizer step on the host: of the slowest of gradients on their way down,
     the step itself, and weights on their way up. A link takes both directions at once."""
@@ -53,7 +78,23 @@ def host_step_seconds(share: HostShare, precision: Precision) -> float:
     )
 
 
-def host_bytes(precision: Precision) -> float:
+def host_bytes(precision: Precision, *, late: bool = False) -> float:
     """Bytes that the host holds by offloaded parameter: its master, its gradient and AdamW's two moments, all
-    in the gradient's precision."""
-    return 4.0 * STATE_BYTES[precision].gradients
+    in the gradient's precision; another gradient if updates come a step `late`."""
+    return (5.0 if late else 4.0) * STATE_BYTES[precision].gradients
+
+
+def disk_bytes(precision: Precision) -> float:
+    """Bytes by parameter on a disk: its master and AdamW's two moments. Each step reads and writes them."""
+    return float(DISK_STATES * STATE_BYTES[precision].gradients)
+
+
+def disk_step_seconds(share: DiskShare, precision: Precision) -> float:
+    """Seconds by parameter in which a disk reads and writes; it does one of the two at a time."""
+    each = disk_bytes(precision)
+    return each / share.read_bytes_per_second + each / share.write_bytes_per_second
+
+
+def slot_bytes(precision: Precision, num_parameters: float) -> float:
+    """Host memory of the chunks in flight of so many parameters on a disk."""
+    return DISK_SLOTS * host_bytes(precision) * min(DISK_CHUNK, num_parameters)

@@ -18,7 +18,7 @@ from yuan_train.config.profile import Profile
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
 from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
-from yuan_train.planner.costs.host import HostShare, host_share
+from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology, make_topology
 from yuan_train.planner.costs.unit_costs import (
@@ -53,6 +53,8 @@ class PlanProblem:
     """The most parameters whose gradients are reduced in one operation."""
     host_reserved: int = 0
     """Bytes of each host's memory that are left to other programs; see `MemoryConfig`."""
+    late_updates: bool = False
+    """Whether what the hosts step comes a step late (`optimizer.update: delayed`)."""
     compile: bool = False
     """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
 
@@ -231,6 +233,10 @@ class Costs:
         """A card's share of its node's host."""
         problem, group = self.problem, self.topology.groups[card.node]
         return host_share(problem.cluster.device_type(card.type), group, reserved_bytes=problem.host_reserved)
+
+    def disk_of(self, card: Card) -> DiskShare:
+        """A card's share of its node's disk."""
+        return disk_share(self.topology.groups[card.node])
 
     def hidden_bytes(self, micro_batch_size: int) -> float:
         """Bytes of one hidden state, as it is sent between stages and inside a tensor-parallel group."""

@@ -55,8 +55,17 @@ class PlanCost:
     """How long forwards wait for the weights of a sharded optimizer."""
 
     @property
+    def late_seconds(self) -> float:
+        """What the hosts' updates, where they come a step late, outlast the rest of the step."""
+        return max(0.0, max(stage.late_seconds for stage in self.stages) - self._seconds)
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of the whole step."""
+        return self._seconds + self.late_seconds
+
+    @property
+    def _seconds(self) -> float:
         return (
             self.compute_seconds
             + self.grad_reduce_seconds
@@ -69,6 +78,14 @@ class PlanCost:
     def stall_seconds(self) -> float:
         """The longest that a worker waits for copies of activations; it is part of `compute_seconds`."""
         return max(max(simulation.stall_seconds) for simulation in self.simulations)
+
+    @property
+    def disk_bytes(self) -> float:
+        """What all cards write to disks in a step, and read."""
+        cards: dict[str, float] = {}
+        for stage in self.stages:
+            cards |= {card.name: stage.disk_bytes for card in stage.cards}
+        return sum(cards.values())
 
     @property
     def fits(self) -> bool:
@@ -222,7 +239,16 @@ def make_forecast(costs: Costs, plan: Plan, cost: PlanCost, *, lower_bound_secon
                 weight_seconds=stage.weight_seconds if splits else None,
                 peak_memory_bytes=stage.memory.total,
                 memory=stage.memory,
+                host_memory_bytes=stage.host_bytes,
+                disk_bytes=stage.disk_bytes,
+                stall_seconds=_stall_seconds(cost, stage),
             )
             for stage in cost.stages
         ),
     )
+
+
+def _stall_seconds(cost: PlanCost, stage: StageCost) -> float:
+    """The longest that a worker of a stage waits for copies."""
+    waits = cost.simulations[stage.pipeline].stall_seconds
+    return max(waits[worker] for worker in cost.workers[stage.pipeline][stage.stage])

@@ -12,8 +12,8 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.away import away_cost, disk_capacity
 from yuan_train.planner.costs.expert_costs import held_expert_parameters, stage_experts
-from yuan_train.planner.costs.host import host_bytes, host_step_seconds
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.owners import StateShares
 from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
@@ -65,6 +65,12 @@ class StageCost:
     """What each card holds on its host."""
     host_capacity_bytes: float
     """The smallest share of a host's memory that one of its cards has; inf if not known, or not needed."""
+    late_seconds: float
+    """Of the host's update that is made while the next step computes; 0 where no update comes late."""
+    disk_bytes: float
+    """What each card holds on its node's disk, and reads and writes in each step."""
+    disk_capacity_bytes: float
+    """The smallest share of a disk that one of its cards has; inf if not known, or not needed."""
     leaving: LeavingActivations | None
     """Its activations that leave the card; None if all stay."""
     one_more_layer_bytes: float
@@ -84,8 +90,9 @@ class StageCost:
 
     @property
     def fits(self) -> bool:
-        """Whether each card's memory suffices, and its share of the host's."""
+        """Whether each card's memory suffices, and its shares of the host's and the disk."""
         on_host = self.host_bytes <= self.host_capacity_bytes
+        on_host = on_host and self.disk_bytes <= self.disk_capacity_bytes
         return on_host and self.memory.total <= self.capacity_bytes
 
 
@@ -174,6 +181,17 @@ def stage_cost(
         by_position[part.position] = min(memory, by_position.get(part.position, memory), key=_slack)
     tightest = min(by_position.values(), key=_slack)
     layer = slowest.units.layer
+    aways = [
+        away_cost(
+            costs,
+            stage,
+            part.cards if divides else cards,
+            _owned_parameters(part, shares, twice=twice),
+            card_seconds=STATE_BYTES[costs.problem.precision].update_traffic
+            / part.units.update_bytes_per_second,
+        )
+        for part in parts
+    ]
     return StageCost(
         pipeline=p,
         stage=s,
@@ -190,21 +208,17 @@ def stage_cost(
         units=units,
         shares=shares,
         experts=stage_experts(plan, stage) if divides else (),
-        update_seconds=max(
-            _owned_parameters(part, shares, twice=twice)
-            * _update_seconds(costs, part.units, part.cards if divides else cards, stage.optimizer_offload)
-            for part in parts
-        ),
+        update_seconds=max(away.update_seconds for away in aways),
+        late_seconds=max(away.late_seconds for away in aways),
         memory=tightest[0],
         capacity_bytes=tightest[1],
         positions=tuple(by_position.values()),
-        host_bytes=max(_owned_parameters(part, shares, twice=twice) for part in parts)
-        * stage.optimizer_offload
-        * host_bytes(costs.problem.precision)
-        + (0.0 if leaving is None else leaving.host_bytes),
+        host_bytes=max(away.host_bytes for away in aways) + (0.0 if leaving is None else leaving.host_bytes),
         host_capacity_bytes=min(costs.host_of(card).memory_bytes for card in cards)
         if stage.optimizer_offload or leaving is not None
         else math.inf,
+        disk_bytes=max(away.disk_bytes for away in aways),
+        disk_capacity_bytes=disk_capacity(costs, stage, cards),
         leaving=leaving,
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
         source=slowest.units.source,
@@ -271,17 +285,6 @@ def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stag
     return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
 
 
-def _update_seconds(costs: Costs, part: StageUnits, cards: Sequence[Card], offload: float) -> float:
-    """Seconds of the optimizer step per parameter: on the card, and at the same time on the slowest host for
-    the fraction `offload`."""
-    precision = costs.problem.precision
-    on_card = STATE_BYTES[precision].update_traffic / part.update_bytes_per_second
-    if not offload:
-        return on_card
-    on_host = max(host_step_seconds(costs.host_of(card), precision) for card in cards)
-    return max((1.0 - offload) * on_card, offload * on_host)
-
-
 def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
     """Most micro-batches in flight on a stage: by formula where there is one, else counted in a schedule."""
     replicas = [len(stage.replicas) for stage in pipeline.stages]
@@ -300,6 +303,10 @@ def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
     return max(peak_in_flight(schedule[worker], s) for worker in workers[s])
 
 
+OF_A_CARD = ("update_seconds", "late_seconds", "host_bytes", "disk_bytes")
+"""Of a card with several stages, what is the sum of theirs."""
+
+
 def sum_over_cards(
     plan: Plan, pipeline: PipelinePlan, workers: Workers, stages: Sequence[StageCost]
 ) -> list[StageCost]:
@@ -310,8 +317,7 @@ def sum_over_cards(
         return list(stages)
     schedule = make_schedule(plan.schedule, num_micro_batches=pipeline.num_micro_batches, workers=workers)
     memory: dict[int, tuple[MemoryForecast, float]] = {}
-    update_seconds: dict[int, float] = {}
-    on_host: dict[int, float] = {}
+    sums: dict[str, dict[int, float]] = {name: {} for name in OF_A_CARD}
     for worker in range(num_workers(workers)):
         on_card = [stage for stage in stages if worker in workers[stage.stage]]
         positions = zip(*(stage.positions for stage in on_card), strict=True)
@@ -322,15 +328,14 @@ def sum_over_cards(
             ),
             key=_slack,
         )
-        update_seconds[worker] = math.fsum(stage.update_seconds for stage in on_card)
-        on_host[worker] = math.fsum(stage.host_bytes for stage in on_card)
+        for name in OF_A_CARD:
+            sums[name][worker] = math.fsum(getattr(stage, name) for stage in on_card)
     return [
         replace(
             stage,
             memory=memory[workers[stage.stage][0]][0],
             capacity_bytes=memory[workers[stage.stage][0]][1],
-            update_seconds=max(update_seconds[worker] for worker in workers[stage.stage]),
-            host_bytes=max(on_host[worker] for worker in workers[stage.stage]),
+            **{name: max(sums[name][worker] for worker in workers[stage.stage]) for name in OF_A_CARD},
         )
         for stage in stages
     ]

@@ -1,0 +1,184 @@
+"""Optimizer state on a disk, and updates that come a step late."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.test_optimizer import config, flat_bucket
+from yuan_train.config import disk as disk_sizes
+from yuan_train.config.errors import DiskError, TrainingError
+from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.optimizer_shards import Away, away_bytes
+from yuan_train.parallel.tiers import host_state
+from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
+from yuan_train.parallel.tiers.disk_state import chunk_elements
+from yuan_train.parallel.tiers.host_state import make_host_place
+from yuan_train.parallel.zero import STATES, OwnedState
+from yuan_train.train.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+
+
+def model_of(dtype: torch.dtype) -> FlatBucket:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(100, 66), torch.nn.LayerNorm(66), torch.nn.Linear(66, 40))
+    return flat_bucket(model.to(dtype))
+
+
+def state_of(
+    bucket: FlatBucket,
+    shares: tuple[float, ...] | None,
+    away: Away,
+    directory: Path,
+    *,
+    late: bool = False,
+    timeout_seconds: float = 60.0,
+) -> OwnedState:
+    needed = away_bytes(bucket, shares, away, late=late)
+    store = None
+    if needed.disk:
+        elements = needed.disk // (3 * bucket.gradient.itemsize)
+        store = DiskStore(
+            DiskFile(directory, needed.disk),
+            dtype=bucket.gradient.dtype,
+            chunk=chunk_elements(elements),
+            device=CPU,
+            timeout_seconds=timeout_seconds,
+        )
+    host = make_host_place(needed.host, device=CPU, disk=store, late=late)
+    return OwnedState(bucket, Groups({}, {}), shares, away=away, host=host)
+
+
+def reduce(bucket: FlatBucket, state: OwnedState) -> None:
+    bucket.gradient.normal_()
+    state.start_grad_reduce()
+    state.take_if_reduced()
+    state.finish_grad_reduce()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shares", [None, (1.0,)])
+@pytest.mark.parametrize("direct", [True, False])
+def test_state_on_a_disk_changes_no_bit(
+    dtype: torch.dtype,
+    shares: tuple[float, ...] | None,
+    direct: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disk_sizes, "DISK_CHUNK", 1024)
+    monkeypatch.setattr(host_state, "CHUNK", 1024)
+    if not direct:
+        monkeypatch.delattr(os, "O_DIRECT")
+
+    def trained(away: Away) -> tuple[OwnedState, FlatBucket]:
+        bucket = model_of(dtype)
+        state = state_of(bucket, shares, away, tmp_path)
+        optimizer = Optimizer([state], config(weight_decay=0.1))
+        for step in range(5):
+            reduce(bucket, state)
+            if step == 2:
+                # Skipped: not finite.
+                continue
+            optimizer.step(0.1, factor=0.5)
+            state.finish_weight_sync()
+        optimizer.settle()
+        return state, bucket
+
+    here, resident = trained(Away())
+    for away in (Away(1.0, 1.0), Away(0.5, 0.5), Away(0.01, 1.0)):
+        state, bucket = trained(away)
+        assert torch.equal(bucket.weights, resident.weights)
+        for kind in STATES:
+            ours = torch.cat([getattr(shard, kind) for shard in state.shards])
+            assert torch.equal(ours, torch.cat([getattr(shard, kind) for shard in here.shards]))
+        stepped = sum(shard.master.numel() for shard in state.shards if shard.on_host)
+        assert stepped == pytest.approx(away.share * bucket.weights.numel(), abs=64)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_late_updates_are_those_of_the_definition(share: float, sharded: bool, tmp_path: Path) -> None:
+    """Masters get every gradient; what the host steps reaches the model one step later."""
+    shares = (1.0,) if sharded else None
+
+    def trained(update: str) -> torch.Tensor:
+        bucket = model_of(torch.float64)
+        state = state_of(bucket, shares, Away(share), tmp_path, late=update == "delayed")
+        optimizer = Optimizer([state], config(weight_decay=0.1, update=update))
+        for step in range(6):
+            bucket.gradient.copy_(torch.sin(3 * bucket.weights) + 0.1)
+            state.start_grad_reduce()
+            state.finish_grad_reduce()
+            optimizer.step(0.01 * (step + 1), factor=0.5)
+            state.finish_weight_sync()
+        optimizer.settle()
+        return bucket.weights.clone()
+
+    bucket = model_of(torch.float64)
+    n, num_matrix = bucket.weights.numel(), bucket.num_matrix_elements
+    on_card, _ = Away(share).cuts(n, num_matrix)
+    model = bucket.weights.clone()
+    master = model.clone()
+    parts = [master[:num_matrix], master[num_matrix:]]
+    adamw = torch.optim.AdamW(
+        [{"params": parts[:1], "weight_decay": 0.1}, {"params": parts[1:], "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
+    for step in range(6):
+        gradient = 0.5 * (torch.sin(3 * model) + 0.1)
+        before = master.clone()
+        parts[0].grad, parts[1].grad = gradient[:num_matrix], gradient[num_matrix:]
+        for group in adamw.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        adamw.step()
+        model = torch.cat([master[:on_card], before[on_card:]])
+    torch.testing.assert_close(trained("delayed"), model, rtol=1e-12, atol=1e-12)
+    assert (trained("exact") - model).abs().max() > 1e-3
+
+
+def test_a_full_disk_and_one_that_cannot_be_used_are_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match="memory.disk_directory: .*file: "):
+        DiskFile(tmp_path / "file", 4096)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskError, match=r"this rank needs 12.0 KiB of the disk, and .* are free \(No space"):
+        DiskFile(tmp_path, 3 * 4096)
+    assert DiskError.exit_code == 2 and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("fault", ["short read", "short write", "stalls"])
+def test_a_disk_that_fails_ends_the_step(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_sizes, "DISK_CHUNK", 1024)
+    bucket = model_of(torch.float32)
+    state = state_of(bucket, None, Away(1.0, 1.0), tmp_path, timeout_seconds=0.05)
+    optimizer = Optimizer([state], config())
+    reduce(bucket, state)
+    ended = threading.Event()
+    call = "pwritev" if fault == "short write" else "preadv"
+    monkeypatch.setattr(os, call, lambda *_: ended.wait(60) if fault == "stalls" else 512)
+    wanted = {
+        "short read": "a read failed: 512 of 4096 bytes were read",
+        "short write": "a write failed: 512 of 4096 bytes were written",
+        "stalls": r"has not answered a read in 50 ms \(train.timeout\)",
+    }[fault]
+    with pytest.raises(TrainingError, match=wanted):
+        for _ in range(2):
+            optimizer.step(0.1)
+            optimizer.settle()
+            reduce(bucket, state)
+    ended.set()

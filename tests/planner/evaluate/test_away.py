@@ -1,0 +1,122 @@
+"""Optimizer state on disks, and updates that come a step late, in the forecast."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planner.evaluate.test_any_plan import EIGHT, PAIR, plan_of
+from tests.planner.search.test_offload import BIG, memory_of
+from tests.planner.search.test_search import MODEL, card, cluster, find, problem
+from yuan_train.cli.main import main
+from yuan_train.config.cluster import Cluster, Disk, Host
+from yuan_train.config.disk import DISK_CHUNK, written_words
+from yuan_train.config.dump import dump
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.plan_files import save_plan
+from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.search.late import NOTHING_LATE, with_late_updates
+
+GIB = 2**30
+N = 4 * MODEL.layer_parameters + MODEL.embedding_parameters
+"""Parameters of the first stage of PAIR."""
+
+
+def away(x: float, on_disk: float = 0.0) -> Plan:
+    plan = plan_of((4, PAIR))
+    (pipeline,) = plan.pipelines
+    stages = tuple(replace(s, optimizer_offload=x, optimizer_disk=on_disk) for s in pipeline.stages)
+    return replace(plan, pipelines=(replace(pipeline, stages=stages),))
+
+
+def cost_on(nodes: Cluster, plan: Plan, *, late: bool = False) -> PlanCost:
+    own = replace(problem(nodes, global_batch_size=plan.global_batch_size), late_updates=late)
+    return cost_plan(make_costs(own), plan)
+
+
+def with_disk(disk: Disk | None, host: Host | None = None) -> Cluster:
+    return replace(EIGHT, nodes=tuple(replace(node, disk=disk, host=host) for node in EIGHT.nodes))
+
+
+def test_a_disk_is_read_and_written_once_a_step_and_spares_the_host():
+    disk = Disk(read=2e9, write=1e9, capacity=4 * GIB)
+    found = cost_on(with_disk(disk), away(0.5, 0.8))
+    first = found.stages[0]
+    # The four cards of a node share its disk: 12 bytes of each of these parameters come and go.
+    assert found.update_seconds == pytest.approx(0.5 * 0.8 * N * 12 * (4 / 2e9 + 4 / 1e9), rel=0.01)
+    assert first.disk_bytes == pytest.approx(0.5 * 0.8 * N * 12, rel=0.01)
+    slots = 4 * 16 * min(DISK_CHUNK, 0.5 * 0.8 * N)
+    assert first.host_bytes == pytest.approx(0.5 * 0.2 * N * 16 + slots, rel=0.01)
+    assert found.disk_bytes == pytest.approx(sum(stage.disk_bytes for stage in found.stages))
+    # The card holds what it held before.
+    on_host = cost_on(EIGHT, away(0.5))
+    assert [stage.memory for stage in found.stages] == [stage.memory for stage in on_host.stages]
+    assert on_host.disk_bytes == 0.0 and on_host.step_seconds < found.step_seconds
+    # A node's default, which is of four cards.
+    assert cost_on(EIGHT, away(0.5, 0.8)).update_seconds == pytest.approx(found.update_seconds)
+
+
+def test_a_disk_that_is_too_small_does_not_fit():
+    plan = away(0.5, 1.0)
+    needed = 4 * max(stage.disk_bytes for stage in cost_on(EIGHT, plan).stages)
+    assert cost_on(with_disk(Disk(read=1e9, write=1e9, capacity=round(needed) + 1)), plan).fits
+    assert not cost_on(with_disk(Disk(read=1e9, write=1e9, capacity=round(needed) - 9)), plan).fits
+
+
+def test_late_updates_cost_what_outlasts_the_step_and_another_gradient():
+    plan = away(1.0)
+    slow = with_disk(None, Host(memory=100 * GIB, bandwidth=4e9))
+    exact, late = cost_on(slow, plan), cost_on(slow, plan, late=True)
+    host = max(4 / 16e9, (4 + 2 * 12 + 2) / 1e9, 2 / 16e9)
+    assert exact.update_seconds == pytest.approx(N * host, rel=0.01) and exact.late_seconds == 0.0
+    # The next step waits for the weights' way up alone; but no step is shorter than the hosts' update.
+    assert late.update_seconds == pytest.approx(N * 2 / 16e9, rel=0.01)
+    assert late.step_seconds == pytest.approx(exact.update_seconds)
+    rest = late.step_seconds - late.late_seconds
+    assert rest == pytest.approx(exact.step_seconds - exact.update_seconds + late.update_seconds)
+    ratios = [b.host_bytes / a.host_bytes for a, b in zip(exact.stages, late.stages, strict=True)]
+    assert ratios == pytest.approx([20 / 16, 20 / 16])
+    fast = cost_on(EIGHT, plan, late=True)
+    assert fast.late_seconds == 0.0 and fast.step_seconds < cost_on(EIGHT, plan).step_seconds
+
+
+def test_a_found_plan_is_priced_with_late_updates_but_not_searched_so():
+    whole = memory_of(BIG)
+    tight = problem(cluster(Card=(1, card((whole.total - 0.9 * whole.optimizer) / GIB))), model=BIG)
+    exact = find(tight, recompute=("none",), offload=("optimizer",))
+    late = with_late_updates(tight, exact)
+    assert late.best.plan.pipelines == exact.best.plan.pipelines
+    assert late.best.plan.forecast is not None
+    (stage,) = late.best.plan.forecast.stages
+    assert stage.host_memory_bytes == late.best.cost.stages[0].host_bytes > 0 == stage.stall_seconds
+    assert late.best.plan.forecast.step_seconds == late.best.step_seconds < exact.best.step_seconds
+    assert late.notes[-1].startswith("host updates come a step late; in time, a step takes")
+    roomy = problem(cluster(Card=(1, card(80.0))), model=BIG)
+    assert with_late_updates(roomy, find(roomy)).notes[-1] == NOTHING_LATE
+
+
+def test_state_on_a_disk_is_a_part_of_what_is_offloaded():
+    violation = next(iter(validate_plan(away(0.0, 0.5))))
+    assert (
+        violation.path[-1] == "optimizer_disk" and "optimizer_offload is 0; set it too" in violation.message
+    )
+
+
+def test_simulate_says_what_a_day_writes_to_disks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_plan(tmp_path / "plan.yaml", away(1.0, 1.0))
+    (tmp_path / "cluster.yaml").write_text(dump(EIGHT))
+    given = ["simulate", "--plan", str(tmp_path / "plan.yaml"), "--cluster", str(tmp_path / "cluster.yaml")]
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(given) == 0
+    assert written_words(found["disk_bytes"], found["step_seconds"]) in capsys.readouterr().out
+    assert main([*given, "--update", "delayed", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["late_seconds"] > 0
+    assert main([*given[:3], "--update", "delayed"]) == 2
+    assert written_words(12e9, 31.0) == "11.2 GiB written a step, 30.4 TiB a day"
+    assert written_words(12e9, None) == "11.2 GiB written a step"

@@ -1,0 +1,150 @@
+"""Runs with optimizer state on disks, and with updates that come a step late."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.test_plans import overrides, run_file, weights_in
+from tests.support.project import parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases
+from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.plan import Plan
+from yuan_train.parallel.tiers.host_state import HostChunk
+from yuan_train.train.job import Position, prepare
+from yuan_train.train.optimizer import Optimizer
+
+__all__ = ["run_file"]
+
+TEXT = "1x4: 6@0,1 / 1x4: 2@2 | 4@3"
+SHARDED = {"optimizer_sharding": True, "optimizer_share": [1, 3, 2]}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_disks_change_no_bit_and_late_updates_resume_to_the_bit(run_file: Path, tmp_path: Path) -> None:
+    run = run_config(run_file, *overrides("bf16"))
+    here = parse_plan(run, TEXT, **SHARDED)
+    on_disk = parse_plan(
+        run, TEXT, optimizer_offload=[0.6, 1.0, 0.5], optimizer_disk=[0.5, 1.0, 1.0], **SHARDED
+    )
+    alone = parse_plan(run, "1x8: 6@0", optimizer_offload=[1.0], optimizer_disk=[1.0])
+    late = parse_plan(run, TEXT, optimizer_offload=[0.6, 0, 1.0], **SHARDED)
+
+    def case(name: str, plan: Plan, steps: int, *changes: str, saves: str | None = None) -> Case:
+        keys = (
+            "validation.every=0",
+            "optimizer.decay_steps=10",
+            f"train.steps={steps}",
+            f"memory.disk_directory={tmp_path / 'disks'}",
+        )
+        folder = tmp_path / (saves or name) / "ck"
+        return Case(run_file, tmp_path / name, plan, (*overrides("bf16", folder), *keys, *changes))
+
+    def half_way(name: str) -> Path:
+        return tmp_path / name / "ck" / "step-00000002"
+
+    delayed = "optimizer.update=delayed"
+    run_cases(
+        [
+            case("here", here, 4),
+            case("first half on disk", on_disk, 2, saves="on disk"),
+            # Saved by several ranks, sharded; loaded by one, all of it on its disk, and saved without a step.
+            case("alone", alone, 2, f"checkpoint.resume={half_way('on disk')}"),
+            case("on disk", on_disk, 4),
+            case("late", late, 4, delayed),
+            case("first half late", late, 2, delayed, saves="late, resumed"),
+            case("late, resumed", late, 4, delayed),
+            case("no more late", alone, 2, f"checkpoint.resume={half_way('late, resumed')}"),
+        ]
+    )
+    saved = ("here", "on disk", "late", "late, resumed")
+    found = {name: weights_in(tmp_path / name / "ck") for name in saved}
+    assert same(found["on disk"], found["here"])
+    assert same(found["late, resumed"], found["late"])
+    assert same(weights_in(half_way("on disk")), weights_in(half_way("alone")))
+    # Late updates are others; their checkpoints have the masters under the same names, and the late weights.
+    more = found["late"].keys() - found["here"].keys()
+    assert more == {key.replace("weights", "late", 1) for key in found["here"] if key.startswith("weights.")}
+    assert not any(
+        same({k: found["late"][k]}, {k: found["here"][k]}) for k in found["here"] if "norm" not in k
+    )
+    before = {k: v for k, v in weights_in(half_way("late, resumed")).items() if k not in more}
+    assert same(before, weights_in(half_way("no more late")))
+    assert not list((tmp_path / "disks").iterdir())
+
+
+def test_a_killed_run_leaves_nothing_on_its_disk_and_resumes_to_the_bit(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_config(run_file)
+    plan = parse_plan(run, "1x8: 6@0", optimizer_offload=[1.0], optimizer_disk=[0.5])
+    disks = tmp_path / "disks"
+
+    def case(name: str, folder: str) -> Case:
+        keys = ("train.precision=bf16", "train.steps=4", "validation.every=0", "checkpoint.every=2")
+        own = (f"memory.disk_directory={disks}", f"checkpoint.directory={tmp_path / folder / 'ck'}")
+        return Case(run_file, tmp_path / name, plan, (*keys, *own))
+
+    def die_in_step_three() -> None:
+        step, taken = Optimizer._step_on_host, []  # pyright: ignore[reportPrivateUsage]
+
+        def step_or_die(self: Optimizer, chunk: HostChunk, gradient: torch.Tensor, *rest: Any) -> None:
+            if int(rest[0]) == 2:
+                taken.append(chunk)
+            if len(taken) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step(self, chunk, gradient, *rest)
+
+        monkeypatch.setattr(Optimizer, "_step_on_host", step_or_die)
+        run_alone(case("killed", "killed"))
+
+    process = torch.multiprocessing.get_context("fork").Process(target=die_in_step_three)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and not list(disks.iterdir())
+    assert [line["step"] for line in read_metrics(tmp_path / "killed")] == [1, 2]
+    run_alone(case("resumed", "killed"))
+    run_alone(case("whole", "whole"))
+    assert same(weights_in(tmp_path / "killed" / "ck"), weights_in(tmp_path / "whole" / "ck"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "message"),
+    [
+        (
+            {"text": "1x4: 6@0 / 1x4: 6@1", "optimizer_offload": [1.0, 0.5]},
+            ("optimizer.update=delayed",),
+            "several ranks hold the same state .* set optimizer_sharding: true",
+        ),
+        ({}, ("optimizer.update=delayed",), "delayed, but the plan offloads no optimizer state"),
+        (
+            {"optimizer_offload": [1.0], "optimizer_disk": [0.5]},
+            ("optimizer.update=delayed", "memory.disk_directory=disk"),
+            "delayed, but the plan puts optimizer state on disks",
+        ),
+        (
+            {"optimizer_offload": [1.0], "optimizer_disk": [0.5]},
+            ("checkpoint.asynchronous=true", "memory.disk_directory=disk"),
+            "would fill the host's memory; set false",
+        ),
+        (
+            {"optimizer_offload": [1.0], "optimizer_disk": [0.5]},
+            (),
+            "memory.disk_directory is not given; give a directory on a local disk",
+        ),
+    ],
+)
+def test_options_that_do_not_suit_the_plan_are_refused(
+    run_file: Path, keys: dict, changes: tuple[str, ...], message: str
+) -> None:
+    run = run_config(run_file, *changes)
+    with pytest.raises((ConfigError, PlanError), match=message):
+        prepare(run, parse_plan(run, **{"text": "1x8: 6@0", **keys}), Position())

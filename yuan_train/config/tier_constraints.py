@@ -1,0 +1,61 @@
+"""Constraints on where a plan puts optimizer state, alone and together with its run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from yuan_train.config.errors import ConfigError, PlanError, Violation
+from yuan_train.config.plan import PipelinePlan, Plan
+from yuan_train.config.run import RunConfig
+
+
+def disk_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
+    """Yield what is wrong with the state of a pipeline's stages on disks."""
+    for s, stage in enumerate(pipeline.stages):
+        if stage.optimizer_disk and not stage.optimizer_offload:
+            yield Violation(
+                ("stages", s, "optimizer_disk"),
+                f"{stage.optimizer_disk:g} of the offloaded state, but optimizer_offload is 0; set it too",
+            )
+
+
+def check_tiers(plan: Plan, run: RunConfig) -> None:
+    """Check the run's options for state that is not on the card. Raises ConfigError, or PlanError for a plan
+    that needs a disk without a directory on one."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    on_disk = any(stage.optimizer_disk for stage in stages)
+    if on_disk and run.memory.disk_directory is None:
+        raise PlanError(
+            "optimizer_disk: the plan puts optimizer state on disks, but memory.disk_directory is not given; "
+            "give a directory on a local disk, or leave optimizer_disk out of the plan"
+        )
+    if on_disk and run.checkpoint.asynchronous:
+        raise ConfigError(
+            "checkpoint.asynchronous: true, but the plan puts optimizer state on disks, of which a copy "
+            "would fill the host's memory; set false, or leave optimizer_disk out of the plan"
+        )
+    if run.optimizer.update == "exact":
+        return
+    if not any(stage.optimizer_offload for stage in stages):
+        raise ConfigError(
+            "optimizer.update: delayed, but the plan offloads no optimizer state, so that nothing could come "
+            "late; set exact, or a stage's optimizer_offload"
+        )
+    if on_disk:
+        raise ConfigError(
+            "optimizer.update: delayed, but the plan puts optimizer state on disks, whose gradients stay on "
+            "the card until they are stepped; set exact, or leave optimizer_disk out of the plan"
+        )
+    if not plan.optimizer_sharding and _has_peers(plan):
+        raise ConfigError(
+            "optimizer.update: delayed, but several ranks hold the same state (optimizer_sharding is false): "
+            "their weights would differ where one is late and another is not; set optimizer_sharding: true "
+            "in the plan, or exact"
+        )
+
+
+def _has_peers(plan: Plan) -> bool:
+    """Whether several ranks may hold the same part of the model."""
+    replicas = [stage.replicas for pipeline in plan.pipelines for stage in pipeline.stages]
+    tied = plan.model.tie_embeddings and len({replica for own in replicas for replica in own}) > 1
+    return tied or len(plan.pipelines) > 1 or any(len(own) > 1 for own in replicas)
