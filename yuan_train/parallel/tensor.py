@@ -44,8 +44,11 @@ class ShardSpec:
     """Where ranks share experts: those of this rank, [first, last) of each layer; all else is whole."""
 
 
-def shard_parameters(model: torch.nn.Module, spec: ShardSpec, *, device: torch.device) -> dict[str, Shard]:
-    """Replace every parameter of a model on the meta device by this rank's shard, uninitialised on `device`.
+def shard_parameters(
+    model: torch.nn.Module, spec: ShardSpec, *, device: torch.device, on_host: Collection[str] = ()
+) -> dict[str, Shard]:
+    """Replace every parameter of a model on the meta device by this rank's shard, uninitialised on `device`;
+    those of the units `on_host` in host memory.
 
     Buffers are whole, and zeros. Returns the shards by parameter name. Shapes must divide, as a valid plan
     ensures.
@@ -63,7 +66,8 @@ def shard_parameters(model: torch.nn.Module, spec: ShardSpec, *, device: torch.d
                 count=spec.count,
                 experts=spec.experts,
             )
-            local = torch.empty(shard.local_shape, dtype=parameter.dtype, device=device)
+            place = "cpu" if unit_of(name) in on_host else device
+            local = torch.empty(shard.local_shape, dtype=parameter.dtype, device=place)
             setattr(module, kind, torch.nn.Parameter(local))
             shards[name] = shard
         for kind, buffer in list(module.named_buffers(recurse=False)):
