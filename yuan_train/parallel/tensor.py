@@ -15,7 +15,7 @@ full activations between modules; f and g are Megatron's operators (`collectives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from yuan_kernels import ops
 
 from yuan_train.parallel.collectives import copy_to_tp, reduce_from_tp
 from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.grid import unit_of
 from yuan_train.parallel.shard import Shard, find_shard, sharding_style
 from yuan_train.parallel.transport import blame_peers
 
