@@ -56,7 +56,7 @@ def _stage_faults(stage: StagePlan) -> Iterator[str]:
             "set recompute: full for these layers"
         )
     if stage.activation_offload:
-        yield "not together with activation_offload, which full recompute leaves nothing to do; leave that out"
+        yield "not with activation_offload: full recompute leaves it nothing to do; leave that out"
 
 
 def _plan_faults(pipeline: PipelinePlan, plan: Plan) -> Iterator[str]:
@@ -65,9 +65,11 @@ def _plan_faults(pipeline: PipelinePlan, plan: Plan) -> Iterator[str]:
     if any(len(stage.replicas[0]) > 1 for stage in pipeline.stages):
         yield "not in a pipeline with tensor parallelism; use replicas of one rank"
     if len(plan.pipelines) > 1 or any(len(stage.replicas) > 1 for stage in pipeline.stages):
-        yield "not with data parallelism, whose reductions need gradients on the card; use one pipeline of "\
-              "stages with one replica each"
+        yield (
+            "not with data parallelism, whose reductions need gradients on the card; use one pipeline of "
+            "stages with one replica each"
+        )
     if plan.optimizer_sharding:
-        yield "not with optimizer_sharding: a layer has one owner, and its state is on the host; set it to false"
+        yield "not with optimizer_sharding, for a layer has one owner; set it to false"
     if plan.model.num_experts:
         yield "not for a model with experts; leave it out"

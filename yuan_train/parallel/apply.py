@@ -142,6 +142,7 @@ def parallelize(
             for bucket in buckets
         ],
         reduce_dtype,
+        device,
     )
     for module in modules.values():
         _await_weights(module, states, buckets_of)
@@ -402,10 +403,11 @@ def _make_states(
     groups: Groups,
     stages: Sequence[Sequence[StagePlan]],
     reduce_dtype: torch.dtype | None,
+    device: torch.device,
 ) -> tuple[OwnedState, ...]:
-    """The optimizer state of each bucket, which `stages` of this rank hold; one slab for all of them."""
+    """The optimizer state of each bucket, which `stages` of this rank hold; one slab for all that is
+    offloaded. That of a page is beside its weights."""
     shares = plan.optimizer_shares if plan.optimizer_sharding else None
-    # A page's state is made beside its weights, on the host.
     offloads = [
         0.0 if bucket.is_paged else max(stage.optimizer_offload for stage in holding)
         for bucket, holding in zip(buckets, stages, strict=True)
@@ -413,9 +415,7 @@ def _make_states(
     host: HostPlace | None = None
     if any(offloads):
         needed = sum(host_bytes(bucket, shares, x) for bucket, x in zip(buckets, offloads, strict=True))
-        # Some bucket is not a page: the one that offloads.
-        on_card = next(bucket for bucket in buckets if not bucket.is_paged)
-        host = make_host_place(needed, device=on_card.weights.device)
+        host = make_host_place(needed, device=device)
     return tuple(
         OwnedState(bucket, groups, shares, offload=x, host=host, reduce_dtype=reduce_dtype)
         for bucket, x in zip(buckets, offloads, strict=True)

@@ -43,7 +43,7 @@ class GroupWork(Protocol):
     """A stage that takes several micro-batches together, when the last of them has arrived."""
 
     def hold(self, kind: Kind, micro_batch: int, tensor: torch.Tensor | None) -> None:
-        """Keep what the forward or backward of a member takes: the message, or nothing at the model's ends."""
+        """Keep what the forward or backward of a member takes: its message; None at the model's ends."""
         ...
 
     def ends_group(self, kind: Kind, micro_batch: int, *, training: bool) -> bool:

@@ -30,8 +30,8 @@ class GradReducer:
 
     `parameters` are those of this rank by stage and name, `buckets_of` gives the numbers of the buckets of
     each, in the model's order. The weight gradients of `deferred` are computed in the `backward_weight` steps
-    of a program that has them. Gradients of the stages `late` are complete when their last backward has ended,
-    and not before. `start(number)` starts the reduction of a bucket and must not wait.
+    of a program that has them. Gradients of the stages `late` are complete when their last backward step has
+    ended, and not before. `start(number)` starts the reduction of a bucket and must not wait.
     """
 
     def __init__(

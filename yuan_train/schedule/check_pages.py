@@ -1,4 +1,4 @@
-"""Checks a program with pages before it runs: every page is where it is needed, and never too many are there."""
+"""Checks a program with pages before it runs: each page is where it is needed, and never too many are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights and gradients in pages of a layer, on the host but for their use: copies as steps of a rank program.
+"""Weights and gradients in pages of a layer, on the host but for their use: copies as steps of a program.
 
 The first layers of a stage live on the host, one page each; `slots` of them may be on the card. The stage is
 a chain of parts: a page each, and last what stays on the card. A group of micro-batches passes part by part,

@@ -188,7 +188,7 @@ def forward_only(
     workers: Workers | None = None,
     group: int = 1,
 ) -> Schedule:
-    """The schedule of an evaluation: every stage forwards every micro-batch; `group` as in `make_schedule`."""
+    """The schedule of an evaluation: every stage forwards every micro-batch, `group` of them together."""
     workers = _workers(num_stages, workers)
     if group > 1:
         of_groups = forward_only(num_micro_batches=-(-num_micro_batches // group), workers=workers)

@@ -56,9 +56,7 @@ class PagedRunner(StageRunner):
         """Whether a micro-batch is the last of its group."""
         return (kind, micro_batch) in self._groups(training)
 
-    def run_group(
-        self, kind: Kind, micro_batch: int, *, training: bool
-    ) -> dict[int, torch.Tensor | None]:
+    def run_group(self, kind: Kind, micro_batch: int, *, training: bool) -> dict[int, torch.Tensor | None]:
         """Take all steps of the group that a micro-batch ends; by member the hidden state [B, S, H] or the
         loss of a forward, the gradient of the stage's input (None on the first stage) of a backward."""
         groups = self._groups(training)

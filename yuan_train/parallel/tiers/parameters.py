@@ -87,7 +87,7 @@ class ParameterPages:
             self._page_out(step, page)
 
     def need(self, step: Step) -> None:
-        """A forward or backward of a part begins: wait for its page, and let the parameters be in its slot."""
+        """A forward or backward of a part begins: wait for its page, and use its slot."""
         page = self._pages[step.part]
         assert page.slot is not None, "the program fetches nothing before this part"
         for transfer in page.coming:
