@@ -405,8 +405,7 @@ def _make_states(
     reduce_dtype: torch.dtype | None,
     device: torch.device,
 ) -> tuple[OwnedState, ...]:
-    """The optimizer state of each bucket, which `stages` of this rank hold; one slab for all that is
-    offloaded. That of a page is beside its weights."""
+    """The optimizer state of each bucket, which `stages` of this rank hold; one slab for all but pages."""
     shares = plan.optimizer_shares if plan.optimizer_sharding else None
     offloads = [
         0.0 if bucket.is_paged else max(stage.optimizer_offload for stage in holding)

@@ -17,7 +17,7 @@ ONE = cluster(Card=(1, card()))
 
 
 def one_worker(weight, gradient, *, slots=3, group=4):
-    """A stage of four pages of 1 s forward and 2 s backward, and of 1 s and 1 s besides, four micro-batches."""
+    """Four micro-batches on four pages of 1 s forward and 2 s backward, and on what takes 1 s and 1 s."""
     paging = Paging(num_pages=4, slots=slots, group=group)
     program = make_schedule("1f1b", num_micro_batches=4, num_stages=1, group=group)[0]
     times = PageTimes(
