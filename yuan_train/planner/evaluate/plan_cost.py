@@ -29,7 +29,8 @@ from yuan_train.planner.evaluate.copies import PartTimes
 from yuan_train.planner.evaluate.flows import MessageFlow
 from yuan_train.planner.evaluate.messages import edge_seconds, message_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
-from yuan_train.planner.evaluate.page_tiers import PageTimes, pipeline_pages
+from yuan_train.planner.evaluate.page_clock import PageTimes
+from yuan_train.planner.evaluate.page_tiers import pipeline_pages
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of, stage_cost, sum_over_cards
 from yuan_train.schedule.step import Workers

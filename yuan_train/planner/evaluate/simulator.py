@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from yuan_train.config.sends import Sends
 from yuan_train.planner.evaluate.copies import CopyClock, Groups, PartTimes
 from yuan_train.planner.evaluate.operations import Operation, order_operations, order_rendezvous
-from yuan_train.planner.evaluate.page_tiers import PageClock, PageTimes
+from yuan_train.planner.evaluate.page_clock import PageClock, PageTimes
 from yuan_train.schedule.pages import PagedGroups
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import COMPUTE, Kind, Schedule, Step, Workers, num_workers, one_worker_each
