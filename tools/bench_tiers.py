@@ -1,10 +1,11 @@
-"""Stalls of activations that leave the card: forecast against measured, with parts that sleep and slow links.
+"""Stalls of what leaves the card: forecast against measured, with parts that sleep and slow links.
 
-    python tools/bench_tiers.py [--seconds 0.02]
+    python tools/bench_tiers.py [--seconds 0.02] [--pages]
 
 Each line is one optimizer step of one worker. The copies are real, between anonymous memory (the "card") and
 the host's slab, over links that take as long as their rate says; the compute of a part is a sleep, so that a
-machine with other work on it measures the same. `yuan_train/planner/evaluate/copies.py` forecasts the step.
+machine with other work on it measures the same. `yuan_train/planner/evaluate/copies.py` forecasts the step;
+with `--pages`, of parameters in pages instead of activations, `yuan_train/planner/evaluate/page_clock.py`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from contextlib import contextmanager
 
 import torch
 
+from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.grid import Bucket
+from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import make_link
+from yuan_train.parallel.tiers.parameters import ParameterPages
+from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.planner.evaluate.copies import PartTimes
+from yuan_train.planner.evaluate.page_clock import PageTimes
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.schedule.copies import Offload, Offloads, group_copies, with_copies
+from yuan_train.schedule.pages import PagedGroups, Paging, by_group, with_pages
 from yuan_train.schedule.schedules import make_schedule
-from yuan_train.schedule.step import RankProgram
+from yuan_train.schedule.step import PAGING, RankProgram
 
 PARTS, MICRO_BATCHES, IN_FLIGHT = 8, 12, 4
 PART_BYTES = 1 << 20
@@ -31,11 +39,20 @@ CPU = torch.device("cpu")
 
 
 def main() -> None:
-    """Print a line for each ratio of copy to compute, and number of parts that may stay."""
+    """Print a line for each ratio of copy to compute, and number of parts or pages that may stay."""
     parser = argparse.ArgumentParser(description="Stalls of activations that leave the card.")
     parser.add_argument("--seconds", type=float, default=0.02, help="of a part's forward (0.02)")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--pages", action="store_true", help="parameters in pages, not activations")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.pages:
+        pages(arguments.seconds)
+    else:
+        activations(arguments.seconds)
+
+
+def activations(seconds: float) -> None:
+    """Halves of layers whose activations leave."""
     program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, num_stages=1, in_flight=(IN_FLIGHT,))[0]
     print(f"1F1B, {IN_FLIGHT} of {MICRO_BATCHES} micro-batches in flight, {PARTS} parts, {seconds} s each")
     print("copy / compute | may stay | step forecast, measured | stalls forecast, measured | most kept")
@@ -82,26 +99,11 @@ def measure(
     program: RankProgram, copies: RankProgram, offloads: Offloads, seconds: float, rate: float
 ) -> tuple[float, float, int]:
     """(seconds of a step, of that waits for copies, most bytes on the card) of the engine's own copies."""
-    stalled, due = 0.0, 0.0
-
-    def compute(seconds: float) -> None:
-        # To a time, not for a time: what a loaded machine oversleeps must not add up.
-        nonlocal due
-        due += seconds
-        time.sleep(max(0.0, due - time.perf_counter()))
-
-    @contextmanager
-    def pause() -> Iterator[None]:
-        nonlocal stalled, due
-        yield
-        # A copy that ended while the part before was still due is no stall.
-        late = max(0.0, time.perf_counter() - due)
-        stalled, due = stalled + late, due + late
-
+    clock = SleepClock()
     links = HostLinks(down=make_link(CPU, bytes_per_second=rate), up=make_link(CPU, bytes_per_second=rate))
-    tiers = ActivationTiers(copies, offloads, [], links, device=CPU, pause=pause)
+    tiers = ActivationTiers(copies, offloads, [], links, device=CPU, pause=clock.pause)
     hidden = torch.zeros(1, requires_grad=True)
-    began = due = time.perf_counter()
+    began = clock.start()
     for step in program:
         if step.kind == "forward":
             with tiers.forward(0, step.micro_batch) as parts:
@@ -109,14 +111,108 @@ def measure(
                 for _ in range(PARTS):
                     parts.enter(hidden)
                     parts.pack(torch.ones(PART_BYTES, dtype=torch.uint8))
-                    compute(seconds)
+                    clock.compute(seconds)
         else:
             with tiers.backward(0, step.micro_batch, split=False):
                 for part in reversed(range(PARTS)):
-                    compute(2 * seconds)
+                    clock.compute(2 * seconds)
                     if part:
                         tiers.part_has_ended(0, step.micro_batch, part)
-    return time.perf_counter() - began, stalled, tiers.most_bytes_here
+    return time.perf_counter() - began, clock.stalled, tiers.most_bytes_here
+
+
+def pages(seconds: float) -> None:
+    """Layers whose parameters are in pages; of each micro-batch a page takes `seconds` and twice that."""
+    print(f"1F1B, {MICRO_BATCHES} micro-batches, {PARTS} pages, {seconds} s each")
+    print("group | copy / compute | slots | step forecast, measured | stalls forecast, measured | most pages")
+    for group in (1, 4, 12):
+        for ratio, slots in ((0.1, 3), (0.1, 2), (0.4, 3), (0.4, 2)):
+            paging = Paging(num_pages=PARTS, slots=slots, group=group)
+            program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, num_stages=1, group=group)[0]
+            groups = by_group(with_pages(program, paging))
+            # Of a page: its weights, one way, against the forwards of all micro-batches.
+            rate = PART_BYTES / (ratio * MICRO_BATCHES * seconds)
+            found = forecast_pages(groups, seconds, PART_BYTES / rate, group)
+            took, stalled, most = measure_pages(groups, paging, seconds, rate)
+            print(
+                f"{group:5} | {ratio:14.1f} | {slots:5} | {found.step_seconds:.3f} s, {took:.3f} s "
+                f"({found.step_seconds / took - 1:+.1%}) | {found.stall_seconds[0]:.3f} s, {stalled:.3f} s | "
+                f"{most} of {PARTS}"
+            )
+
+
+def forecast_pages(groups: PagedGroups, seconds: float, copy_seconds: float, group: int) -> Simulation:
+    """The step in virtual time."""
+    own = PageTimes(
+        forward_seconds=(seconds,) * PARTS + (0.0,),
+        backward_seconds=(2 * seconds,) * PARTS + (0.0,),
+        weight_seconds=(copy_seconds,) * PARTS,
+        gradient_seconds=(copy_seconds,) * PARTS,
+    )
+    times = StageTimes(
+        forward_seconds=(PARTS * seconds,),
+        backward_seconds=(2 * PARTS * seconds,),
+        send_activation_seconds=(),
+        send_gradient_seconds=(),
+        pages=(own,),
+    )
+    return simulate_schedule("1f1b", times, num_micro_batches=MICRO_BATCHES, group=group, pages={0: groups})
+
+
+def measure_pages(
+    groups: PagedGroups, paging: Paging, seconds: float, rate: float
+) -> tuple[float, float, int]:
+    """(seconds of a step, of that waits for copies, most pages on the card) of the engine's own copies."""
+    clock = SleepClock()
+    links = HostLinks(down=make_link(CPU, bytes_per_second=rate), up=make_link(CPU, bytes_per_second=rate))
+    slab = HostSlab(2 * PARTS * PART_BYTES, device=CPU, what="bench")
+    buckets = [
+        FlatBucket(
+            Bucket((f"layers.{i}",), ((0,),)),
+            {"weight": torch.nn.Parameter(torch.zeros(PART_BYTES // 4))},
+            {"weight": Shard((PART_BYTES // 4,))},
+            rank=0,
+            slab=slab,
+        )
+        for i in range(PARTS)
+    ]
+    own = ParameterPages(buckets, paging.slots, links, device=CPU, pause=clock.pause)
+    began = clock.start()
+    for group in groups.values():
+        for step in group.steps:
+            if step.kind in PAGING:
+                own.take(step)
+            elif step.part < PARTS:
+                own.need(step)
+                clock.compute(seconds if step.kind == "forward" else 2 * seconds)
+    took = time.perf_counter() - began
+    own.finish()
+    return took, clock.stalled, own.most_pages_here
+
+
+class SleepClock:
+    """Compute that sleeps, and how long copies keep it waiting."""
+
+    def __init__(self) -> None:
+        self.stalled = self._due = 0.0
+
+    def start(self) -> float:
+        """Begin now."""
+        self._due = time.perf_counter()
+        return self._due
+
+    def compute(self, seconds: float) -> None:
+        # To a time, not for a time: what a loaded machine oversleeps must not add up.
+        self._due += seconds
+        time.sleep(max(0.0, self._due - time.perf_counter()))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around a wait for a copy."""
+        yield
+        # A copy that ended while the part before was still due is no stall.
+        late = max(0.0, time.perf_counter() - self._due)
+        self.stalled, self._due = self.stalled + late, self._due + late
 
 
 if __name__ == "__main__":

@@ -126,6 +126,10 @@ def test_ranks_run_role_by_role() -> None:
         (with_engines(model=replace(MODEL, rope_base=5.0)), "rope_base: not the policy's"),
         (with_stage(recompute="full"), r"pipelines\[0\].stages\[0\].recompute: full: backwards"),
         (with_stage(optimizer_offload=0.5), r"stages\[0\].optimizer_offload: 0.5"),
+        (
+            with_stage(parameter_offload=1, page_slots=1, recompute="full"),
+            r"parameter_offload: 1: pages are written for pretraining alone",
+        ),
         (with_engines(global_batch_size=9), "roles.generation.plan.global_batch_size: 9, but the pipelines"),
         (
             with_engines(ranks=(ENGINES.ranks[0], replace(ENGINES.ranks[1], device="a/0"))),

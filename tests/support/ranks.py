@@ -22,6 +22,7 @@ from yuan_train.parallel import apply, collectives, experts, transport
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostChunk
+from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
 from yuan_train.train.job import Job, Position, prepare
@@ -118,6 +119,7 @@ def disabled(key: str) -> Iterator[None]:
         "sharded_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
         "host_weight_sync": (HostChunk, "start_weights", lambda self, weights: None),
         "operation_per_owner": (transport, "_is_coalesced", _is_coalesced_where_equal),
+        "page_gradient_up": (ParameterPages, "take", _forget_sums),
         "activation_fetch": (ActivationTiers, "_fetch", _fetch_nothing),
         "host_copy": (transport, "_host_copy", torch.zeros_like),
         "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
@@ -140,6 +142,12 @@ def disabled(key: str) -> Iterator[None]:
 
 def _is_coalesced_where_equal(ranges: transport.Ranges, group: object) -> bool:
     return ranges.are_equal
+
+
+def _forget_sums(self: Any, step: Step, take: Any = ParameterPages.take) -> None:
+    """Leave what earlier groups have summed on the host."""
+    if step.kind != "gradient_up":
+        take(self, step)
 
 
 def _fetch_nothing(self: Any, part: Any, fetch: Any = ActivationTiers._fetch) -> None:  # pyright: ignore

@@ -389,7 +389,7 @@ def _host_line(host: Facts) -> str:
     limit = "no limit of locked memory"
     if locked is not None:
         limit = f"locked memory is limited to {show_bytes(locked)} (`ulimit -l`): CUDA may not pin it"
-    return f"host memory for optimizer_offload and activation_offload: {room}; {limit}"
+    return f"host memory for optimizer_offload, activation_offload and parameter_offload: {room}; {limit}"
 
 
 def _shared_lines(saving: Facts | None) -> Iterator[str]:

@@ -242,6 +242,7 @@ def simulate_forecast(plan: Plan, *, sends: Sends = "overlapped") -> list[Simula
             workers=pipeline.workers,
             in_flight=pipeline.depths(plan.schedule),
             sends=sends,
+            group=pipeline.page_group,
         )
         for p, pipeline in enumerate(plan.pipelines)
     ]

@@ -71,6 +71,12 @@ class StagePlan:
     wanted with activation_offload."""
     fetch_ahead: Count | None = None
     """How many halves of layers before they are needed activations begin to come back; None: 2."""
+    parameter_offload: Index = 0
+    """How many layers, counted from the first, keep their weights, gradients and optimizer state in host
+    memory, a page for each layer."""
+    page_slots: Count | None = None
+    """How many of these pages may be on the card at a time; wanted with parameter_offload. With 3, one is in
+    use, one on its way up and one on its way down."""
 
     def __post_init__(self) -> None:
         whole = tuple(int(border) if float(border).is_integer() else border for border in self.layers)
@@ -118,6 +124,9 @@ class PipelinePlan:
     micro_batch_size: Count
     num_micro_batches: Count
     stages: Annotated[tuple[StagePlan, ...], MinLen(1)]
+    page_group: Count = 1
+    """With parameter_offload: how many micro-batches pass a stage together, layer by layer, so that a page is
+    fetched once for all of them."""
 
     @property
     def num_sequences(self) -> int:
@@ -140,7 +149,9 @@ class PipelinePlan:
         if schedule != "1f1b":
             return None
         counts = [len(stage.replicas) for stage in self.stages]
-        return tuple(stage.in_flight or sum(counts[s:]) for s, stage in enumerate(self.stages))
+        return tuple(
+            stage.in_flight or sum(counts[s:]) * self.page_group for s, stage in enumerate(self.stages)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

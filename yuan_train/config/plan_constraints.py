@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
+from yuan_train.config.page_constraints import page_constraints
 from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.run import RunConfig, ScheduleName
@@ -29,6 +30,7 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
             _recompute_constraints(pipeline),
             _activation_constraints(pipeline, plan),
             disk_constraints(pipeline),
+            page_constraints(pipeline, plan),
             _depth_constraints(pipeline, plan.schedule),
             _replica_constraints(pipeline, plan),
             _share_constraints(pipeline, plan),
@@ -315,6 +317,11 @@ def check_compile(plan: Plan, run: RunConfig) -> None:
                 faults.append(
                     f"pipelines[{p}].stages[{s}]: activation_offload works on halves of layers, and a "
                     "compiled layer is one piece"
+                )
+            if stage.parameter_offload:
+                faults.append(
+                    f"pipelines[{p}].stages[{s}]: parameter_offload moves weights, and a compiled layer "
+                    "expects them where they were"
                 )
             if len(stage.replicas[0]) > 1:
                 faults.append(

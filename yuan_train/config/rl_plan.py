@@ -167,6 +167,7 @@ def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
     for name, own in plan.plans.items():
         for violation in validate_plan(own):
             yield replace(violation, path=("roles", name, "plan", *violation.path))
+        yield from _no_pages(name, own)
     yield from _mode_constraints(plan)
     yield from _card_constraints(plan)
     yield from _generation_constraints(plan.roles.generation)
@@ -177,6 +178,16 @@ def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
         yield Violation(
             ("roles", "reference"), f"{given} of where and plan; give `where: host`, or a plan of its own"
         )
+
+
+def _no_pages(name: str, plan: Plan) -> Iterator[Violation]:
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            if stage.parameter_offload:
+                yield Violation(
+                    ("roles", name, "plan", "pipelines", p, "stages", s, "parameter_offload"),
+                    f"{stage.parameter_offload}: pages are written for pretraining alone; leave it out",
+                )
 
 
 def _mode_constraints(plan: RlPlan) -> Iterator[Violation]:

@@ -46,6 +46,11 @@ def check_tiers(plan: Plan, run: RunConfig) -> None:
             "optimizer.update: delayed, but the plan puts optimizer state on disks, whose gradients stay on "
             "the card until they are stepped; set exact, or leave optimizer_disk out of the plan"
         )
+    if any(stage.parameter_offload for stage in stages):
+        raise ConfigError(
+            "optimizer.update: delayed, but the plan has pages of parameters (parameter_offload), which are "
+            "stepped before the next step fetches them; set exact, or leave the pages out of the plan"
+        )
     if not plan.optimizer_sharding and _has_peers(plan):
         raise ConfigError(
             "optimizer.update: delayed, but several ranks hold the same state (optimizer_sharding is false): "

@@ -161,6 +161,7 @@ class Transformer(nn.Module):
         document_ranges: DocumentRanges | None = None,
         dropout_seed: DropoutSeed | None = None,
         parts: Parts | None = None,
+        first: int = 0,
     ) -> Tensor:
         """Return the hidden state [B, S, H] after this part; after the final norm if it has the head.
 
@@ -173,12 +174,13 @@ class Transformer(nn.Module):
             dropout_seed: seed of the masks of `config.hidden_dropout`; None disables dropout.
             parts: is told of the parts of the forward, and keeps what the layers save for the backward; not
                 with compiled layers, nor with recompute `full`.
+            first: if not 0, begin with layer number `first` of this part, on the hidden state before it.
         """
-        x_BSH = self.embedding(x) if self.has_embedding else x
+        x_BSH = self.embedding(x) if self.has_embedding and not first else x
         rotary = self._rotary(x_BSH, positions, x_BSH.shape[1])
         if parts is not None:
             parts.share(x, positions, document_start, rotary.cos, rotary.sin)
-        for i, (layer, block) in enumerate(self.blocks.items()):
+        for i, (layer, block) in list(enumerate(self.blocks.items()))[first:]:
             drop, recompute = self._dropout(dropout_seed, layer), self.recompute_of(i)
             inputs = (rotary, document_start, document_ranges)
             if parts is None:
@@ -189,6 +191,24 @@ class Transformer(nn.Module):
             with policy.saving():
                 x_BSH = block(x_BSH, *inputs, policy, drop)
         return self.final_norm(x_BSH) if self.has_head else x_BSH
+
+    def forward_layer(
+        self,
+        index: int,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        document_start: Tensor | None = None,
+        document_ranges: DocumentRanges | None = None,
+        dropout_seed: DropoutSeed | None = None,
+    ) -> Tensor:
+        """Return the hidden state [B, S, H] after layer number `index` of this part, of the one before it; of
+        what `forward` takes if it is the first. All is kept for the backward."""
+        layer, block = list(self.blocks.items())[index]
+        x_BSH = self.embedding(x) if self.has_embedding and index == 0 else x
+        rotary = self._rotary(x_BSH, positions, x_BSH.shape[1])
+        drop = self._dropout(dropout_seed, layer)
+        return block(x_BSH, rotary, document_start, document_ranges, drop=drop)
 
     def recompute_of(self, index: int) -> str:
         """How layer number `index` of this part is recomputed."""

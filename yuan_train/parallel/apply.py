@@ -18,10 +18,12 @@ from yuan_train.parallel.experts import apply_expert_parallel
 from yuan_train.parallel.gradients import FlatBucket, FlatParameter
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
+from yuan_train.parallel.paging import StagePages, page_slab, stage_pages
 from yuan_train.parallel.place import PLAIN, TierOptions, make_states
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_head_norms, shard_parameters
+from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
@@ -81,6 +83,8 @@ class RankRuntime:
     """What this rank's stages offload of their activations."""
     copies: RankProgram | None
     """`program` in parts, with the copies of activations; None if nothing is offloaded."""
+    pages: Mapping[int, StagePages]
+    """Of this rank's stages whose parameters are in pages of the host."""
 
 
 def parallelize(
@@ -125,7 +129,9 @@ def parallelize(
         stage: {name: p for name, p in module.named_parameters() if p.numel()}
         for stage, module in modules.items()
     }
-    buckets = _flatten(grid, rank, {n: p for held in parameters.values() for n, p in held.items()}, shards)
+    all_parameters = {n: p for held in parameters.values() for n, p in held.items()}
+    slab = page_slab(all_parameters, shards, grid.paged_units, device)
+    buckets = _flatten(grid, rank, all_parameters, shards, slab)
     buckets_of: dict[str, list[int]] = {}
     for number, bucket in enumerate(buckets):
         for name in bucket.parameters:
@@ -146,6 +152,7 @@ def parallelize(
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
     offloads = offloads_of({s: pipeline.stages[s] for s in coord.stages})
     program, evaluation_program, bridge = _make_programs(grid, coord, groups, Boundary(shape, dtype, device))
+    pages = stage_pages(grid, coord, (program, evaluation_program), buckets)
     return RankRuntime(
         grid=grid,
         coord=coord,
@@ -161,12 +168,14 @@ def parallelize(
             parameters,
             buckets_of,
             deferred=set().union(*added),
+            late=pages.keys(),
             start=_start_reduction(grid, coord, buckets, states, spec, groups),
         ),
         groups=groups,
         bridge=bridge,
         offloads=offloads,
         copies=_copies_of(program, offloads, coord.pipeline) if offloads else None,
+        pages=pages,
     )
 
 
@@ -218,7 +227,9 @@ def _make_programs(
     """This rank's programs for training and evaluation, and the bridge of a pipeline of several stages."""
     pipeline, workers = grid.pipeline(coord), grid.workers(coord.pipeline)
     schedule = pipeline_schedule(grid.plan, coord.pipeline)
-    evaluation = forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)
+    evaluation = forward_only(
+        workers=workers, num_micro_batches=pipeline.num_micro_batches, group=pipeline.page_group
+    )
     check_schedule(evaluation, workers)
     programs = schedule[coord.worker], evaluation[coord.worker]
     if len(pipeline.stages) == 1:
@@ -287,6 +298,7 @@ def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
         workers=workers,
         num_micro_batches=part.num_micro_batches,
         in_flight=part.depths(plan.schedule),
+        group=part.page_group,
     )
     try:
         check_schedule(schedule, workers)
@@ -316,7 +328,8 @@ def _build_parts(
         stage = grid.pipeline(coord).stages[number]
         module = parts.build(stage)
         experts = _experts_of(grid.plan, stage, coord.tensor_rank)
-        found = shard_parameters(module, replace(spec, experts=experts), device=device)
+        own_spec = replace(spec, experts=experts)
+        found = shard_parameters(module, own_spec, device=device, on_host=grid.paged_units)
         if parts.initial is not None:
             for name, parameter in module.named_parameters():
                 init_shard(name, parameter, found[name], parts.initial)
@@ -388,8 +401,13 @@ def _finish_weight_sync(state: OwnedState) -> Callable[..., None]:
 
 
 def _flatten(
-    grid: Grid, rank: int, parameters: dict[str, torch.nn.Parameter], shards: Mapping[str, Shard]
+    grid: Grid,
+    rank: int,
+    parameters: dict[str, torch.nn.Parameter],
+    shards: Mapping[str, Shard],
+    slab: HostSlab | None,
 ) -> list[FlatBucket]:
+    """The buckets of a rank; pages in `slab`."""
     flat: list[FlatBucket] = []
     whole: dict[str, FlatParameter] = {}
     divided, apart = grid.plan.divided_layers, divides_experts(grid.plan)
@@ -398,7 +416,8 @@ def _flatten(
         if not held or not bucket.slices_of(rank):
             continue
         if bucket.experts is None:
-            flat.append(FlatBucket(bucket, held, shards, rank=rank))
+            paged = not grid.paged_units.isdisjoint(bucket.units)
+            flat.append(FlatBucket(bucket, held, shards, rank=rank, slab=slab if paged else None))
             continue
         for name, parameter in held.items():
             # One parameter a bucket: its rows lie together, those of two parameters do not.

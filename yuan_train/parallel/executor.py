@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.bridge import Bridge
-from yuan_train.schedule.step import RECEIVE_OF, SEND_OF, RankProgram, Step, receive_of
+from yuan_train.schedule.step import RECEIVE_OF, SEND_OF, Kind, RankProgram, Step, receive_of
 
 
 class StageWork(Protocol):
@@ -35,6 +35,24 @@ class StageWork(Protocol):
 
     def backward_weight(self, micro_batch: int) -> None:
         """Compute the weight gradients that a split backward deferred."""
+        ...
+
+
+@runtime_checkable
+class GroupWork(Protocol):
+    """A stage that takes several micro-batches together, when the last of them has arrived."""
+
+    def hold(self, kind: Kind, micro_batch: int, tensor: torch.Tensor | None) -> None:
+        """Keep what the forward or backward of a member takes: its message; None at the model's ends."""
+        ...
+
+    def ends_group(self, kind: Kind, micro_batch: int, *, training: bool) -> bool:
+        """Whether a micro-batch is the last of its group."""
+        ...
+
+    def run_group(self, kind: Kind, micro_batch: int, *, training: bool) -> dict[int, torch.Tensor | None]:
+        """Run the group that a micro-batch ends; by member, what `StageWork.forward` returns, or the gradient
+        of what it takes (None on the first stage)."""
         ...
 
 
@@ -167,8 +185,10 @@ class Executor:
         return self._tasks[id(program)][1]
 
     def _run(self, task: _Task, *, training: bool) -> None:
-        step = task.step
-        if step.kind == "forward":
+        step, work = task.step, self._works[task.step.stage]
+        if isinstance(work, GroupWork) and step.is_compute:
+            self._member(task, work, training=training)
+        elif step.kind == "forward":
             self._forward(task, training=training)
         elif step.kind in ("backward", "backward_input"):
             self._backward(task)
@@ -197,6 +217,22 @@ class Executor:
             self._kept[stage, micro_batch] = (hidden_BSH, output)
         if output.dim() > 0:
             self._put_result(task.departure, output)
+
+    def _member(self, task: _Task, work: GroupWork, *, training: bool) -> None:
+        """A forward or backward of a member of a group: what it takes is kept; the last one runs them all."""
+        kind, stage, micro_batch, _ = task.step
+        assert task.departure is not None
+        if task.loading is not None:
+            with during(task.loading):
+                self._works[stage].load(micro_batch)
+        work.hold(kind, micro_batch, self._take_input(task))
+        if not work.ends_group(kind, micro_batch, training=training):
+            return
+        with during(task.activity), self._stopwatch.running():
+            results = work.run_group(kind, micro_batch, training=training)
+        for member, result in results.items():
+            if result is not None and result.dim() > 0:
+                self._put_result(task.departure._replace(micro_batch=member), result)
 
     def _backward(self, task: _Task) -> None:
         kind, stage, micro_batch, _ = task.step

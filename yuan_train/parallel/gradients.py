@@ -10,6 +10,7 @@ import torch
 
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard, num_elements, part_of
+from yuan_train.parallel.tiers.slab import HostSlab
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -78,8 +79,11 @@ class FlatBucket:
         *,
         rank: int,
         whole: FlatParameter | None = None,
+        slab: HostSlab | None = None,
     ) -> None:
+        """`slab`: the bucket is a page of the host, whose buffers are pieces of it."""
         self.rank = rank
+        self.is_paged = slab is not None
         self.num_slices = bucket.num_slices
         self.owners_are_alike = len({len(owner) for owner in bucket.owners}) == 1
         """Whether all owners have the same tensor-parallel width, so that each holds a single slice."""
@@ -98,8 +102,12 @@ class FlatBucket:
         if whole is not None:
             self.weights, self.gradient = whole.rows_of(next(iter(self.shards.values())))
             return
-        self.weights = torch.empty(total, dtype=first.dtype, device=first.device)
-        self.gradient = torch.zeros(total, dtype=master_dtype(first.dtype), device=first.device)
+        if slab is not None:
+            self.weights = slab.take(total, first.dtype)
+            self.gradient = slab.take(total, master_dtype(first.dtype))
+        else:
+            self.weights = torch.empty(total, dtype=first.dtype, device=first.device)
+            self.gradient = torch.zeros(total, dtype=master_dtype(first.dtype), device=first.device)
         for name, parameter in self.parameters.items():
             _move(parameter, self.view(self.weights, name), self.view(self.gradient, name))
 
@@ -169,7 +177,8 @@ def _move(parameter: torch.nn.Parameter, weights: torch.Tensor, gradient: torch.
         if p.grad is None:
             # torch calls this without a gradient too: for the head, and in a split backward's first part.
             return
-        gradient.add_(p.grad)
+        # Where it is now: that of a page moves.
+        p.main_gradient.add_(p.grad)  # pyright: ignore[reportAttributeAccessIssue]
         p.grad = None
 
     parameter.register_post_accumulate_grad_hook(add)

@@ -160,8 +160,31 @@ class Grid:
         """All units of the model, in the model's order; see `schedule.buckets.group_units`."""
         units, owners = zip(*self._owners(), strict=True)
         groups = group_units(owners, self._unit_parameters(units), bucket_size=self.bucket_size)
-        found = [Bucket(units[group.start : group.stop], owners[group.start]) for group in groups]
+        runs = [run for group in groups for run in self._pages_apart(units, group)]
+        found = [Bucket(units[run.start : run.stop], owners[run.start]) for run in runs]
         return tuple(self._with_experts(found)) if divides_experts(self.plan) else tuple(found)
+
+    def _pages_apart(self, units: Sequence[str], group: range) -> Iterator[range]:
+        """A group of units, divided where one is a page of the host: that is a bucket of its own."""
+        start = group.start
+        for unit in group:
+            if units[unit] in self.paged_units:
+                if start < unit:
+                    yield range(start, unit)
+                yield range(unit, unit + 1)
+                start = unit + 1
+        if start < group.stop:
+            yield range(start, group.stop)
+
+    @cached_property
+    def paged_units(self) -> frozenset[str]:
+        """The layers that are pages of their hosts; their stages hold whole layers."""
+        return frozenset(
+            f"layers.{int(stage.layers[0]) + layer}"
+            for pipeline in self.plan.pipelines
+            for stage in pipeline.stages
+            for layer in range(stage.parameter_offload)
+        )
 
     def _unit_parameters(self, units: Sequence[str]) -> tuple[int, ...]:
         """Parameters of each unit; experts that ranks share are in buckets of their own."""

@@ -41,12 +41,15 @@ def make_states(
     reduce_dtype: torch.dtype | None,
     options: TierOptions,
 ) -> tuple[OwnedState, ...]:
-    """The optimizer state of each bucket, which `stages` of this rank hold; one slab and one file for all.
+    """The optimizer state of each bucket, which `stages` of this rank hold; one slab and one file for all but
+    pages, which are stepped where they lie.
 
     Raises HostMemoryError and DiskError if these have not enough room.
     """
     shares = plan.optimizer_shares if plan.optimizer_sharding else None
-    aways = [_away(holding) for holding in stages]
+    aways = [
+        Away() if bucket.is_paged else _away(holding) for bucket, holding in zip(buckets, stages, strict=True)
+    ]
     host: HostPlace | None = None
     if any(away.share for away in aways):
         bills = [

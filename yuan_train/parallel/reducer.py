@@ -30,7 +30,8 @@ class GradReducer:
 
     `parameters` are those of this rank by stage and name, `buckets_of` gives the numbers of the buckets of
     each, in the model's order. The weight gradients of `deferred` are computed in the `backward_weight` steps
-    of a program that has them. `start(number)` starts the reduction of a bucket and must not wait.
+    of a program that has them. Gradients of the stages `late` are complete when their last backward step has
+    ended, and not before. `start(number)` starts the reduction of a bucket and must not wait.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class GradReducer:
         buckets_of: Mapping[str, Collection[int]],
         *,
         deferred: Collection[str] = (),
+        late: Collection[int] = (),
         start: Callable[[int], None],
     ) -> None:
         self.follow(program)
         self._buckets_of = buckets_of
         self._deferred = frozenset(deferred)
+        self._late = frozenset(late)
         self._start = start
         self._needed: list[frozenset[StageParameter]] = _by_bucket(parameters, buckets_of)
         self._missing: list[set[StageParameter]] = []
@@ -74,7 +77,8 @@ class GradReducer:
         """A step begins: if it is the last of its stage that completes gradients, count those that arrive."""
         if step.is_compute:
             self._end_stages()
-        self._step = step if self._closing.get(step.stage) == step else None
+        closing = self._closing.get(step.stage) == step and step.stage not in self._late
+        self._step = step if closing else None
         if self._step is not None:
             # Torch runs a card's backward in a thread of its own, where the trace would not hear of a start.
             self._context = copy_context()

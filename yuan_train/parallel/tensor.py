@@ -15,7 +15,7 @@ full activations between modules; f and g are Megatron's operators (`collectives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from yuan_kernels import ops
 
 from yuan_train.parallel.collectives import copy_to_tp, reduce_from_tp
 from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.grid import unit_of
 from yuan_train.parallel.shard import Shard, find_shard, sharding_style
 from yuan_train.parallel.transport import blame_peers
 
@@ -44,8 +45,11 @@ class ShardSpec:
     """Where ranks share experts: those of this rank, [first, last) of each layer; all else is whole."""
 
 
-def shard_parameters(model: torch.nn.Module, spec: ShardSpec, *, device: torch.device) -> dict[str, Shard]:
-    """Replace every parameter of a model on the meta device by this rank's shard, uninitialised on `device`.
+def shard_parameters(
+    model: torch.nn.Module, spec: ShardSpec, *, device: torch.device, on_host: Collection[str] = ()
+) -> dict[str, Shard]:
+    """Replace every parameter of a model on the meta device by this rank's shard, uninitialised on `device`;
+    those of the units `on_host` in host memory.
 
     Buffers are whole, and zeros. Returns the shards by parameter name. Shapes must divide, as a valid plan
     ensures.
@@ -63,7 +67,8 @@ def shard_parameters(model: torch.nn.Module, spec: ShardSpec, *, device: torch.d
                 count=spec.count,
                 experts=spec.experts,
             )
-            local = torch.empty(shard.local_shape, dtype=parameter.dtype, device=device)
+            place = "cpu" if unit_of(name) in on_host else device
+            local = torch.empty(shard.local_shape, dtype=parameter.dtype, device=place)
             setattr(module, kind, torch.nn.Parameter(local))
             shards[name] = shard
         for kind, buffer in list(module.named_buffers(recurse=False)):

@@ -32,15 +32,22 @@ def make_schedule(
     num_stages: int | None = None,
     workers: Workers | None = None,
     in_flight: tuple[int, ...] | None = None,
+    group: int = 1,
 ) -> Schedule:
     """The schedule of the given name, messages included.
 
-    Give either `num_stages`, for one worker per stage, or `workers`; `in_flight` is for 1f1b alone. Raises
+    Give either `num_stages`, for one worker per stage, or `workers`; `in_flight` is for 1f1b alone. With
+    `group`, so many micro-batches in a row pass each stage together, on stages of one replica. Raises
     ValueError for a name that is not in SCHEDULES, and for virtual stages under 1f1b and gpipe.
     """
     if workers is None:
         assert num_stages is not None
         workers = one_worker_each(num_stages)
+    if group > 1:
+        count = -(-num_micro_batches // group)
+        depths = None if in_flight is None else tuple(-(-depth // group) for depth in in_flight)
+        of_groups = make_schedule(schedule, num_micro_batches=count, workers=workers, in_flight=depths)
+        return in_groups(of_groups, workers, group=group, num_micro_batches=num_micro_batches)
     if schedule == "1f1b":
         return one_forward_one_backward(
             workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight
@@ -157,17 +164,41 @@ def zero_bubble(*, workers: Workers, num_micro_batches: int) -> Schedule:
     return with_messages(list_schedule(workers, num_micro_batches, limits), workers)
 
 
+def in_groups(of_groups: Schedule, workers: Workers, *, group: int, num_micro_batches: int) -> Schedule:
+    """The schedule of micro-batches from one of groups of them: every step becomes those of its members, one
+    after another, so that a stage has received a group before it begins, and sends it when it has ended.
+
+    The last group may be smaller. Messages keep their order at both ends, so that nothing waits that did not.
+    """
+    assert all(len(replicas) == 1 for replicas in workers), "groups need stages of one replica"
+    return tuple(
+        tuple(
+            step._replace(micro_batch=m)
+            for step in program
+            for m in range(step.micro_batch * group, min((step.micro_batch + 1) * group, num_micro_batches))
+        )
+        for program in of_groups
+    )
+
+
 def forward_only(
-    *, num_micro_batches: int, num_stages: int | None = None, workers: Workers | None = None
+    *,
+    num_micro_batches: int,
+    num_stages: int | None = None,
+    workers: Workers | None = None,
+    group: int = 1,
 ) -> Schedule:
-    """The schedule of an evaluation: every stage forwards every micro-batch."""
+    """The schedule of an evaluation: every stage forwards every micro-batch, `group` of them together."""
     workers = _workers(num_stages, workers)
+    if group > 1:
+        of_groups = forward_only(num_micro_batches=-(-num_micro_batches // group), workers=workers)
+        return in_groups(of_groups, workers, group=group, num_micro_batches=num_micro_batches)
     programs: list[list[Step]] = [[] for _ in range(num_workers(workers))]
-    group = len(programs)
-    for first in range(0, num_micro_batches, group):
-        # A worker of several stages runs one stage for the whole group before the next stage.
+    count = len(programs)
+    for first in range(0, num_micro_batches, count):
+        # A worker of several stages runs one stage for so many micro-batches before the next stage.
         for stage in range(len(workers)):
-            for m in range(first, min(first + group, num_micro_batches)):
+            for m in range(first, min(first + count, num_micro_batches)):
                 programs[worker_of(workers, stage, m)].append(Step("forward", stage, m))
     return with_messages(map(tuple, programs), workers)
 

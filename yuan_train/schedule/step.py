@@ -16,12 +16,18 @@ Kind = Literal[
     "offload",
     "evict",
     "fetch",
+    "page_in",
+    "gradient_up",
+    "gradient_down",
+    "page_out",
 ]
 COMPUTE: frozenset[Kind] = frozenset({"forward", "backward", "backward_input", "backward_weight"})
 """A `backward` computes all gradients. Split, it becomes `backward_input`, whose result the previous stage
 waits for, and `backward_weight`, which no other step waits for."""
 COPIES: frozenset[Kind] = frozenset({"offload", "evict", "fetch"})
 """Of what the forward of a part keeps, between the card and its host; see `copies.py`."""
+PAGING: frozenset[Kind] = frozenset({"page_in", "gradient_up", "gradient_down", "page_out"})
+"""Of the weights and gradients of a layer, between the card and its host; see `pages.py`."""
 
 
 class Step(NamedTuple):

@@ -26,12 +26,14 @@ from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import make_link
+from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.zero import STATES, OwnedState, State
 from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Feed, Passes, Share
 from yuan_train.train.job import Job
 from yuan_train.train.objective import Objective, PairLoss
 from yuan_train.train.optimizer import Optimizer
+from yuan_train.train.paged_stage import PagedRunner
 from yuan_train.train.stage import StageRunner, stage_needs
 from yuan_train.train.state import Progress, from_state
 from yuan_train.train.step import Trainer
@@ -81,7 +83,7 @@ def build(
     stopwatch = Stopwatch(job.device, slowdown=slowdown)
     tiers = _tiers(job, runtime, stopwatch)
     runners = {
-        stage: StageRunner(
+        stage: _runner_of(job, runtime, stage, stopwatch)(
             cast(Transformer, part),
             feed,
             micro_batch_size=runtime.grid.pipeline(runtime.coord).micro_batch_size,
@@ -113,19 +115,40 @@ def build(
     return trainer, restore(job.checkpoint, trainer, run)
 
 
-def _tiers(job: Job, runtime: RankRuntime, stopwatch: Stopwatch) -> ActivationTiers | None:
-    """The copies of this rank's activations; None if they all stay. A simulated card has a simulated link."""
-    if runtime.copies is None:
-        return None
+def _runner_of(
+    job: Job, runtime: RankRuntime, stage: int, stopwatch: Stopwatch
+) -> Callable[..., StageRunner]:
+    """What makes the runner of a stage: with pages of the host, or all on the card."""
+    steps = runtime.pages.get(stage)
+    if steps is None:
+        return StageRunner
+    pages = ParameterPages(
+        steps.buckets,
+        steps.paging.slots,
+        _host_links(job),
+        device=job.device,
+        pause=stopwatch.paused,
+    )
+    return partial(PagedRunner, pages=pages, steps=steps)
+
+
+def _host_links(job: Job) -> HostLinks:
+    """Links of this rank's own; a simulated card has simulated ones."""
     card = job.plan.device_type(job.position.rank)
     rate = card.host_link if card is not None and card.slowdown is not None else None
+    down, up = (make_link(job.device, bytes_per_second=rate) for _ in range(2))
+    return HostLinks(down=down, up=up)
+
+
+def _tiers(job: Job, runtime: RankRuntime, stopwatch: Stopwatch) -> ActivationTiers | None:
+    """The copies of this rank's activations; None if they all stay."""
+    if runtime.copies is None:
+        return None
     return ActivationTiers(
         runtime.copies,
         runtime.offloads,
         [parameter for part in runtime.parts.values() for parameter in part.parameters()],
-        HostLinks(
-            down=make_link(job.device, bytes_per_second=rate), up=make_link(job.device, bytes_per_second=rate)
-        ),
+        _host_links(job),
         device=job.device,
         pause=stopwatch.paused,
     )

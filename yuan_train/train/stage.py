@@ -18,7 +18,7 @@ from yuan_train.train.objective import Objective, Targets, TokenLoss
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class Loaded:
     """What a forward needs of its samples, on the device; int64 [B, S]."""
 
     tokens_BS: torch.Tensor | None = None
@@ -64,7 +64,7 @@ class StageRunner:
         self.objective: Objective = objective or TokenLoss()
         self._scale = 1.0
         self._takes = any(stage_needs(model, resets=resets))
-        self._loaded = _Loaded()
+        self._loaded = Loaded()
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
 
@@ -90,7 +90,7 @@ class StageRunner:
         """
         if self._takes:
             batch = self._source.take(micro_batch)
-            self._loaded = _Loaded(
+            self._loaded = Loaded(
                 None if batch.tokens_BS is None else batch.tokens_BS.to(self._device, non_blocking=True),
                 None
                 if batch.targets_BS is None
@@ -104,7 +104,7 @@ class StageRunner:
         `hidden_BSH` is the output of the stage before; None on the first stage. `load` must have been called.
         """
         first = self._first_sample + micro_batch * self._micro_batch_size
-        batch, self._loaded = self._loaded, _Loaded()
+        batch, self._loaded = self._loaded, Loaded()
         if hidden_BSH is None:
             assert batch.tokens_BS is not None
             hidden_BSH = batch.tokens_BS
@@ -122,14 +122,17 @@ class StageRunner:
             )
             if self._model.has_head:
                 assert batch.targets is not None
-                gradient_scale = self._scale / self._num_terms
-                output = self.objective.total(
-                    self._model, output, batch.targets, gradient_scale=gradient_scale
-                )
-                output = output / self._num_terms
-                self.loss += output.detach()
+                output = self._mean_loss(output, batch.targets)
         self.finite &= torch.isfinite(output.detach()).all()
         return output * self._scale if self._model.has_head else output
+
+    def _mean_loss(self, hidden_BSH: torch.Tensor, targets: Targets) -> torch.Tensor:
+        """A micro-batch's share of the batch's mean loss, which is counted."""
+        gradient_scale = self._scale / self._num_terms
+        total = self.objective.total(self._model, hidden_BSH, targets, gradient_scale=gradient_scale)
+        mean = total / self._num_terms
+        self.loss += mean.detach()
+        return mean
 
     @contextmanager
     def splitting(self, micro_batch: int, split: bool) -> Iterator[None]:

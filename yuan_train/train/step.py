@@ -101,7 +101,9 @@ def train_step(
     """
     runtime = trainer.runtime
     for bucket in runtime.buckets:
-        bucket.gradient.zero_()
+        # The first sum of a page replaces what is there.
+        if not bucket.is_paged:
+            bucket.gradient.zero_()
     next_sample = first_sample + runtime.grid.plan.global_batch_size
     begin_pass(trainer, blend, first_sample=first_sample, then=next_sample, scale=scale)
     squares = torch.zeros((), dtype=torch.float64, device=trainer.device)

@@ -29,6 +29,8 @@ from yuan_train.planner.evaluate.copies import PartTimes
 from yuan_train.planner.evaluate.flows import MessageFlow
 from yuan_train.planner.evaluate.messages import edge_seconds, message_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
+from yuan_train.planner.evaluate.page_clock import PageTimes
+from yuan_train.planner.evaluate.page_tiers import pipeline_pages
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of, stage_cost, sum_over_cards
 from yuan_train.schedule.step import Workers
@@ -76,7 +78,8 @@ class PlanCost:
 
     @property
     def stall_seconds(self) -> float:
-        """The longest that a worker waits for copies of activations; it is part of `compute_seconds`."""
+        """The longest that a worker waits for copies of activations or pages; it is part of
+        `compute_seconds`."""
         return max(max(simulation.stall_seconds) for simulation in self.simulations)
 
     @property
@@ -125,7 +128,8 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         depths = pipeline.depths(plan.schedule)
         leaves = any(stage.activation_offload for stage in pipeline.stages)
         copies = pipeline_copies(plan, p) if leaves else None
-        key = (times[-1], workers[p], pipeline.num_micro_batches, depths, p if leaves else -1)
+        pages = pipeline_pages(plan, p)
+        key = (times[-1], workers[p], pipeline.num_micro_batches, depths, p if leaves or pages else -1)
         if key not in simulated:
             simulated[key] = simulate_schedule(
                 plan.schedule,
@@ -135,6 +139,8 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
                 in_flight=depths,
                 sends=costs.problem.send_mode,
                 copies=copies,
+                group=pipeline.page_group,
+                pages=pages,
             )
         simulations.append(simulated[key])
         stages += pipeline_stages
@@ -210,6 +216,7 @@ def _stage_times(
         backward_seconds=tuple(stage.backward_seconds for stage in pipeline_stages),
         weight_seconds=tuple(stage.weight_seconds for stage in pipeline_stages),
         parts=_part_times(pipeline_stages),
+        pages=_page_times(pipeline_stages),
         send_activation_seconds=activation_seconds,
         send_gradient_seconds=gradient_seconds,
     )
@@ -219,6 +226,12 @@ def _part_times(stages: Sequence[StageCost]) -> tuple[PartTimes | None, ...]:
     if all(stage.leaving is None for stage in stages):
         return ()
     return tuple(None if stage.leaving is None else stage.leaving.times for stage in stages)
+
+
+def _page_times(stages: Sequence[StageCost]) -> tuple[PageTimes | None, ...]:
+    if all(stage.pages is None for stage in stages):
+        return ()
+    return tuple(None if stage.pages is None else stage.pages.times for stage in stages)
 
 
 def make_forecast(costs: Costs, plan: Plan, cost: PlanCost, *, lower_bound_seconds: float) -> Forecast:

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING
 from yuan_train.config.sends import Sends
 from yuan_train.planner.evaluate.copies import CopyClock, Groups, PartTimes
 from yuan_train.planner.evaluate.operations import Operation, order_operations, order_rendezvous
+from yuan_train.planner.evaluate.page_clock import PageClock, PageTimes
+from yuan_train.schedule.pages import PagedGroups
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import COMPUTE, Kind, Schedule, Step, Workers, num_workers, one_worker_each
 from yuan_train.schedule.trace import TimedStep
@@ -52,6 +54,8 @@ class StageTimes:
     """The weight-gradient part of the backward, for schedules that split it; half of it if empty."""
     parts: tuple[PartTimes | None, ...] = ()
     """Of stages whose activations leave the card; None for the others. Empty if there are none."""
+    pages: tuple[PageTimes | None, ...] = ()
+    """The same of stages whose parameters are pages of the host."""
 
     @property
     def num_stages(self) -> int:
@@ -84,7 +88,7 @@ class Simulation:
     spans: tuple[tuple[float, float], ...]
     """Start and end of each of `operations`."""
     stall_seconds: tuple[float, ...]
-    """Of each worker: how long it waits for copies of activations, inside its compute steps."""
+    """Of each worker: how long it waits for copies of activations or pages, inside its compute steps."""
 
     @property
     def stage_start_seconds(self) -> tuple[float, ...]:
@@ -130,12 +134,15 @@ def simulate_schedule(
     in_flight: tuple[int, ...] | None = None,
     sends: Sends = "overlapped",
     copies: Mapping[int, Groups] | None = None,
+    group: int = 1,
+    pages: Mapping[int, PagedGroups] | None = None,
 ) -> Simulation:
     """The same for a named schedule; `in_flight`, if given, is the depth of each stage under 1f1b. `copies`,
-    by worker, of those with stages that offload activations, whose `times` then have parts."""
+    by worker, of those with stages that offload activations, whose `times` then have parts. With `group`, so
+    many micro-batches pass each stage together; `pages`, by worker, of those with pages of the host."""
     workers = workers or one_worker_each(times.num_stages)
-    operations = _operations(schedule, workers, num_micro_batches, in_flight, sends == "rendezvous")
-    return _run(operations, workers, times, sends=sends, copies=copies)
+    operations = _operations(schedule, workers, num_micro_batches, in_flight, sends == "rendezvous", group)
+    return _run(operations, workers, times, sends=sends, copies=copies, pages=pages)
 
 
 def simulate_many(
@@ -210,9 +217,10 @@ def _operations(
     num_micro_batches: int,
     in_flight: tuple[int, ...] | None,
     rendezvous: bool,
+    group: int = 1,
 ) -> tuple[Operation, ...]:
     programs = make_schedule(
-        schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight
+        schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight, group=group
     )
     return (order_rendezvous if rendezvous else order_operations)(programs, workers)
 
@@ -224,9 +232,9 @@ def _run(
     *,
     sends: Sends,
     copies: Mapping[int, Groups] | None = None,
+    pages: Mapping[int, PagedGroups] | None = None,
 ) -> Simulation:
-    parts = {stage: part for stage, part in enumerate(times.parts) if part is not None}
-    clocks = {worker: CopyClock(groups, parts) for worker, groups in (copies or {}).items()}
+    clocks = _clocks(workers, times, copies or {}, pages or {})
     count, stages = num_workers(workers), range(len(workers))
     free, busy, last = [0.0] * count, [0.0] * count, [0.0] * count
     ends = [0.0] * len(workers)
@@ -273,3 +281,21 @@ def _run(
             clocks[worker].stall_seconds if worker in clocks else 0.0 for worker in range(count)
         ),
     )
+
+
+def _clocks(
+    workers: Workers,
+    times: StageTimes,
+    copies: Mapping[int, Groups],
+    pages: Mapping[int, PagedGroups],
+) -> dict[int, CopyClock | PageClock]:
+    """The links of the workers that copy anything."""
+    parts = {stage: part for stage, part in enumerate(times.parts) if part is not None}
+    clocks: dict[int, CopyClock | PageClock] = {
+        worker: CopyClock(groups, parts) for worker, groups in copies.items()
+    }
+    for stage, own in enumerate(times.pages):
+        if own is not None:
+            (worker,) = workers[stage]
+            clocks[worker] = PageClock(pages[worker], own)
+    return clocks

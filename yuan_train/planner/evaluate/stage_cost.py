@@ -20,6 +20,7 @@ from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
 from yuan_train.planner.costs.unit_costs import Source, UnitCost
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.activation_tiers import LeavingActivations, leaving_activations
+from yuan_train.planner.evaluate.page_tiers import LeavingParameters, group_bytes, leaving_parameters
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.in_flight import in_flight
 from yuan_train.schedule.schedules import make_schedule
@@ -73,6 +74,8 @@ class StageCost:
     """The smallest share of a disk that one of its cards has; inf if not known, or not needed."""
     leaving: LeavingActivations | None
     """Its activations that leave the card; None if all stay."""
+    pages: LeavingParameters | None
+    """Its parameters that are pages of the host; None if all stay."""
     one_more_layer_bytes: float
     """What another layer would add."""
     source: Source
@@ -171,6 +174,7 @@ def stage_cost(
     count = _stage_in_flight(plan, pipeline, s)
     divides = divides_experts(plan)
     leaving = leaving_activations(costs, plan, p, s, slowest.cards) if stage.activation_offload else None
+    pages = _pages(costs, stage, units, cards) if stage.parameter_offload else None
     by_position: dict[int, tuple[MemoryForecast, float]] = {}
     for part in parts if divides else [replace(slowest, cards=cards)]:
         memory = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
@@ -178,6 +182,8 @@ def stage_cost(
             # Not where cards share experts: what they keep varies.
             away = count * leaving.bytes_per_micro_batch - leaving.card_bytes
             memory = (replace(memory[0], activations=max(0.0, memory[0].activations - away)), memory[1])
+        if pages is not None or pipeline.page_group > 1:
+            memory = (_with_pages(memory[0], pipeline, stage, pages, part.units.boundary_bytes), memory[1])
         by_position[part.position] = min(memory, by_position.get(part.position, memory), key=_slack)
     tightest = min(by_position.values(), key=_slack)
     layer = slowest.units.layer
@@ -186,7 +192,7 @@ def stage_cost(
             costs,
             stage,
             part.cards if divides else cards,
-            _owned_parameters(part, shares, twice=twice),
+            _owned_parameters(part, shares, twice=twice) - (0 if pages is None else pages.parameters),
             card_seconds=STATE_BYTES[costs.problem.precision].update_traffic
             / part.units.update_bytes_per_second,
         )
@@ -208,18 +214,20 @@ def stage_cost(
         units=units,
         shares=shares,
         experts=stage_experts(plan, stage) if divides else (),
-        update_seconds=max(away.update_seconds for away in aways),
+        update_seconds=_update_seconds(max(away.update_seconds for away in aways), stage, pages),
         late_seconds=max(away.late_seconds for away in aways),
         memory=tightest[0],
         capacity_bytes=tightest[1],
         positions=tuple(by_position.values()),
-        host_bytes=max(away.host_bytes for away in aways) + (0.0 if leaving is None else leaving.host_bytes),
+        host_bytes=max(away.host_bytes for away in aways)
+        + sum(tier.host_bytes for tier in (leaving, pages) if tier is not None),
         host_capacity_bytes=min(costs.host_of(card).memory_bytes for card in cards)
-        if stage.optimizer_offload or leaving is not None
+        if stage.optimizer_offload or leaving is not None or pages is not None
         else math.inf,
         disk_bytes=max(away.disk_bytes for away in aways),
         disk_capacity_bytes=disk_capacity(costs, stage, cards),
         leaving=leaving,
+        pages=pages,
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
         source=slowest.units.source,
         note=slowest.units.note,
@@ -283,6 +291,51 @@ def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stag
     if not plan.model.tie_embeddings or costs.problem.has_external_profile:
         return False
     return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
+
+
+def _update_seconds(seconds: float, stage: StagePlan, pages: LeavingParameters | None) -> float:
+    """With the step of a stage's pages: beside the card's own, and after what else its host steps."""
+    if pages is None:
+        return seconds
+    return seconds + pages.update_seconds if stage.optimizer_offload else max(seconds, pages.update_seconds)
+
+
+def _pages(
+    costs: Costs, stage: StagePlan, units: Sequence[UnitCost], cards: Sequence[Card]
+) -> LeavingParameters:
+    """Raises PlanError for a profile of another tool, which does not say what a layer's weights are."""
+    if costs.problem.has_external_profile:
+        raise PlanError(
+            "parameter_offload: the profile gives state_bytes, and not the parameters that pages hold; "
+            "profile with yuan-train, or plan without --profile"
+        )
+    hosts = [costs.host_of(card) for card in cards]
+    return leaving_parameters(
+        stage,
+        units,
+        link_bytes_per_second=min(host.link_bytes_per_second for host in hosts),
+        update_bytes_per_second=min(host.memory_bytes_per_second for host in hosts),
+        update_traffic=STATE_BYTES[costs.problem.precision].update_traffic,
+    )
+
+
+def _with_pages(
+    memory: MemoryForecast,
+    pipeline: PipelinePlan,
+    stage: StagePlan,
+    pages: LeavingParameters | None,
+    boundary_bytes: float,
+) -> MemoryForecast:
+    """The bytes of a card in a pipeline of groups, without what its host holds."""
+    memory = replace(memory, buffers=memory.buffers + group_bytes(pipeline, stage, boundary_bytes))
+    if pages is None:
+        return memory
+    return replace(
+        memory,
+        parameters=memory.parameters - pages.parameter_bytes,
+        gradients=memory.gradients - pages.gradient_bytes,
+        optimizer=memory.optimizer - pages.optimizer_bytes * (1.0 - stage.optimizer_offload),
+    )
 
 
 def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:

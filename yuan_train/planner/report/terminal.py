@@ -296,6 +296,7 @@ def host_lines(cost: PlanCost) -> list[str]:
             limit = stage.host_capacity_bytes
             of = "host memory not checked" if math.isinf(limit) else f"of {show_bytes(limit)}"
             what = "optimizer state" if stage.leaving is None else "optimizer state and activations"
+            what = what if stage.pages is None else f"parameters in pages, {what}"
             lines.append(f"{what} on the host: at most {show_bytes(stage.host_bytes)} per {name} ({of})")
     return lines
 

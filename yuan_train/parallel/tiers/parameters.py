@@ -1,0 +1,149 @@
+"""Weights and gradients in host memory, a page for each layer: on the card only around their use.
+
+A page is a bucket whose flat buffers lie on the host. Its parameters are views of them or, while the page is
+on the card, of a slot: memory for the weights and the gradient of the largest page, taken once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from yuan_train.parallel.activity import Activity, during
+from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.tiers.host_state import HostLinks
+from yuan_train.parallel.tiers.link import Transfer
+from yuan_train.schedule.step import Step
+
+
+class _Slot:
+    """Memory of the card for one page: weights and gradient, flat [n]."""
+
+    __slots__ = ("gradient", "weights")
+
+    def __init__(self, num_elements: int, bucket: FlatBucket, device: torch.device) -> None:
+        self.weights = torch.empty(num_elements, dtype=bucket.weights.dtype, device=device)
+        self.gradient = torch.empty(num_elements, dtype=bucket.gradient.dtype, device=device)
+
+
+class _Page:
+    """One page: where it is, and what is under way."""
+
+    __slots__ = ("bucket", "coming", "going", "is_ready", "is_summed", "slot")
+
+    def __init__(self, bucket: FlatBucket) -> None:
+        self.bucket = bucket
+        self.slot: _Slot | None = None
+        self.coming: list[Transfer] = []
+        self.going: Transfer | None = None
+        self.is_summed = False
+        """Some group's gradient is on the host, or on its way."""
+        self.is_ready = False
+        """The slot's gradient is what the next backward adds to."""
+
+
+class ParameterPages:
+    """Copies the pages of one stage between its host and the card, step by step of its program.
+
+    `buckets` are the pages, in the order of layers; `pause` is entered while the host waits for a copy, whose
+    time is none of the compute.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        num_slots: int,
+        links: HostLinks,
+        *,
+        device: torch.device,
+        pause: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._pages = [_Page(bucket) for bucket in buckets]
+        largest = max(bucket.weights.numel() for bucket in buckets)
+        self._free = [_Slot(largest, buckets[0], device) for _ in range(min(num_slots, len(buckets)))]
+        self._links = links
+        self._pause = pause
+        self.most_pages_here = 0
+
+    def take(self, step: Step) -> None:
+        """Take a copy of the program."""
+        page = self._pages[step.part]
+        if step.kind == "page_in":
+            assert page.slot is None, "the page is on the card"
+            page.slot = self._free.pop()
+            page.is_ready = False
+            self._up(page, page.bucket.weights, page.slot.weights)
+            here = sum(other.slot is not None for other in self._pages)
+            self.most_pages_here = max(self.most_pages_here, here)
+        elif step.kind == "gradient_up":
+            assert page.slot is not None and page.is_summed
+            self._up(page, page.bucket.gradient, page.slot.gradient)
+            page.is_ready = True
+        elif step.kind == "gradient_down":
+            self._down(page)
+        else:
+            self._page_out(step, page)
+
+    def need(self, step: Step) -> None:
+        """A forward or backward of a part begins: wait for its page, and use its slot."""
+        page = self._pages[step.part]
+        assert page.slot is not None, "the program fetches nothing before this part"
+        for transfer in page.coming:
+            self._wait(step._replace(kind="page_in"), transfer)
+        page.coming.clear()
+        if step.kind == "backward" and not page.is_ready:
+            page.slot.gradient.zero_()
+            page.is_ready = True
+        _place(page.bucket, page.slot.weights, page.slot.gradient)
+
+    def finish(self) -> None:
+        """A pass has ended: wait until the host may read all gradients; the next pass sums anew."""
+        for page in self._pages:
+            assert page.slot is None, "the program leaves a page on the card"
+            if page.going is not None:
+                with self._pause():
+                    page.going.finish()
+            page.going = None
+            page.is_summed = False
+
+    def _up(self, page: _Page, host: torch.Tensor, slot: torch.Tensor) -> None:
+        target = slot[: host.numel()]
+        page.coming.append(self._links.up.begin(lambda: _copy(host, target), host.numel() * host.itemsize))
+
+    def _down(self, page: _Page) -> None:
+        assert page.slot is not None and page.is_ready
+        host = page.bucket.gradient
+        source = page.slot.gradient[: host.numel()]
+        page.going = self._links.down.begin(lambda: _copy(source, host), host.numel() * host.itemsize)
+        page.is_summed = True
+
+    def _page_out(self, step: Step, page: _Page) -> None:
+        assert page.slot is not None and not page.coming
+        if page.going is not None:
+            # Whatever takes the slot, or fetches the sum again, begins after what is enqueued here.
+            self._wait(step, page.going)
+        _place(page.bucket, page.bucket.weights, page.bucket.gradient)
+        self._free.append(page.slot)
+        page.slot = None
+
+    def _wait(self, step: Step, transfer: Transfer) -> None:
+        with during(Activity("wait_copy", step)), self._pause():
+            transfer.wait()
+
+
+def _place(bucket: FlatBucket, weights: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Let the parameters of a bucket be views of these flat buffers."""
+    for name, parameter in bucket.parameters.items():
+        # Without its gradient: one on another device than the weights is refused.
+        parameter.grad = None
+        parameter.data = bucket.view(weights, name)
+        own = bucket.view(gradient, name)
+        parameter.main_gradient = own  # pyright: ignore[reportAttributeAccessIssue]
+        if not bucket.is_low_precision:
+            parameter.grad = own
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
