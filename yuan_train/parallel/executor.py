@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -52,21 +53,32 @@ class Stopwatch:
         self._since: tuple[float, float] | None = None
         """Wall and processor seconds at the start of the piece of work that is running, or resumed."""
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._begun: torch.cuda.Event | None = None
+        """The first event of a piece of work that is running on a card."""
+        self._running = _Running(self)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around a piece of work: count its seconds."""
+    def running(self) -> AbstractContextManager[None]:
+        """Around a piece of work: count its seconds. Pieces do not nest; one that raises is not counted."""
+        return self._running
+
+    def start(self) -> None:
+        """A piece of work begins."""
         if self._cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
+            self._begun = torch.cuda.Event(enable_timing=True)
+            self._begun.record()
+        else:
+            self._since = self._now()
+
+    def stop(self) -> None:
+        """The piece of work has ended."""
+        if self._begun is not None:
+            end = torch.cuda.Event(enable_timing=True)
             end.record()
-            self._events.append((start, end))
-            return
-        self._since = time.perf_counter(), time.thread_time()
-        yield
-        self._count()
-        self._since = None
+            self._events.append((self._begun, end))
+            self._begun = None
+        else:
+            self._count()
+            self._since = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -76,7 +88,11 @@ class Stopwatch:
             return
         self._count()
         yield
-        self._since = time.perf_counter(), time.thread_time()
+        self._since = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        """Wall seconds, and the thread's processor seconds if a simulated card needs them: a system call."""
+        return time.perf_counter(), time.thread_time() if self._slowdown > 1 else 0.0
 
     def _count(self) -> None:
         assert self._since is not None
@@ -94,6 +110,24 @@ class Stopwatch:
             self._events.clear()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+class _Running:
+    """Around a piece of work: a context manager that is made once, for there are two with each micro-batch."""
+
+    __slots__ = ("_stopwatch",)
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+
+    def __enter__(self) -> None:
+        self._stopwatch.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._stopwatch.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +225,7 @@ class Executor:
         hidden_BSH = self._take_input(task)
         if hidden_BSH is not None and training:
             hidden_BSH.requires_grad_()
-        with torch.set_grad_enabled(training), during(task.activity), self._stopwatch.running():
+        with _grad_enabled(training), during(task.activity), self._stopwatch.running():
             output = self._works[stage].forward(micro_batch, hidden_BSH)
         if training:
             self._kept[stage, micro_batch] = (hidden_BSH, output)
@@ -224,6 +258,11 @@ class Executor:
     def _need_bridge(self) -> Bridge:
         assert self._bridge is not None, "a rank program with messages needs a bridge"
         return self._bridge
+
+
+def _grad_enabled(wanted: bool) -> AbstractContextManager[object]:
+    """As `torch.set_grad_enabled`, which takes longer than the rest of a step's way where it changes nothing."""
+    return nullcontext() if torch.is_grad_enabled() == wanted else torch.set_grad_enabled(wanted)
 
 
 def _task(step: Step, program: frozenset[Step]) -> _Task:
