@@ -21,7 +21,14 @@ from yuan_train.data.loader import Samples
 from yuan_train.megatron import core, shim
 from yuan_train.megatron.batches import Batches, LayerInputs
 from yuan_train.megatron.fill import fill
-from yuan_train.megatron.model import Chunk, build_chunks, named_parameters, routers_of, sum_head_norms, unwrap
+from yuan_train.megatron.model import (
+    Chunk,
+    build_chunks,
+    named_parameters,
+    routers_of,
+    sum_head_norms,
+    unwrap,
+)
 from yuan_train.megatron.state import KINDS, Held, as_shards, hold_states
 from yuan_train.megatron.timers import Timers
 from yuan_train.models.documents import DocumentResets
