@@ -13,8 +13,9 @@ A choice is the name of an implementation of the op's own file:
     grouped     matrix products of groups in one call of torch: CUDA from compute capability 9.0
 
 `YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=rms_norm=liger` (or `apex`,
-`transformer_engine`) another package's norm, `YUAN_KERNELS=grouped_linear=triton` our kernel for products of groups. The variable is read at each
-call. Unset or empty, this module chooses; any other value is a ValueError.
+`transformer_engine`) another package's norm, `YUAN_KERNELS=grouped_linear=triton` our kernel for products of
+groups. The variable is read at each call. Unset or empty, this module chooses; any other value is a
+ValueError.
 An implementation that depends on Triton or on another package must first pass a test on a small case.
 
 Triton's block sizes and warps are fixed for each kernel. Nothing is tuned at run time: a restart tunes

@@ -8,8 +8,8 @@ setting that selects the package.
 
 A package is identified by the function that we call, not by its name: PyPI's `apex` is another project.
 
-Of TransformerEngine we call the two kernels, not its module: that holds its own weight, and in the backward it
-frees the memory of its input, which other ops still read.
+Of TransformerEngine we call the two kernels, not its module: that holds its own weight, and in the backward
+it frees the memory of its input, which other ops still read.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ PACKAGES = {
 class _TransformerEngineNorm(torch.autograd.Function):
     """TransformerEngine's kernels for x [..., H], as the releases from 2.0 on have them.
 
-    Their arguments after epsilon: output, quantizer, type of the output, processors to leave free, whether the
-    weight is an offset from 1; the backward has the last two.
+    Their arguments after epsilon: output, quantizer, type of the output, processors to leave free, whether
+    the weight is an offset from 1; the backward has the last two.
     """
 
     @staticmethod

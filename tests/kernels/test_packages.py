@@ -44,7 +44,7 @@ def apex(x: Tensor, w: Tensor, normalized_shape: tuple[int, ...], *, eps: float)
 def transformer_engine(
     x: Tensor, w: Tensor, eps: float, out: None, quantizer: None, otype: str, sm_margin: int, centred: bool
 ) -> tuple[Tensor, None, Tensor]:
-    """TransformerEngine's forward kernel: of rows one after another; (y, no mean, scale), without a gradient."""
+    """TransformerEngine's forward kernel, of contiguous rows: (y, no mean, scale), without a gradient."""
     assert x.dim() == 2 and x.is_contiguous() and not torch.is_grad_enabled()
     assert (out, quantizer, sm_margin, centred) == (None, None, 0, False)
     assert otype == {torch.float32: "f4", torch.bfloat16: "b2", torch.float16: "f2"}[x.dtype]

@@ -113,7 +113,7 @@ class Stopwatch:
 
 
 class _Running:
-    """Around a piece of work: a context manager that is made once, for there are two with each micro-batch."""
+    """Around a piece of work. It is made once, for there are two with each micro-batch."""
 
     __slots__ = ("_stopwatch",)
 
@@ -261,7 +261,7 @@ class Executor:
 
 
 def _grad_enabled(wanted: bool) -> AbstractContextManager[object]:
-    """As `torch.set_grad_enabled`, which takes longer than the rest of a step's way where it changes nothing."""
+    """As `torch.set_grad_enabled`, which takes microseconds also where it changes nothing."""
     return nullcontext() if torch.is_grad_enabled() == wanted else torch.set_grad_enabled(wanted)
 
 
