@@ -6,14 +6,16 @@ A choice is the name of an implementation of the op's own file:
     torch       our implementation in torch operations over whole tensors
     blocks      the same in blocks of rows that stay in a core's cache: CPUs
     triton      the same with our Triton kernels between torch's matrix products: CUDA
-    liger, apex the norm of another package (`packages.py`): CUDA, only on request
+    liger, apex, transformer_engine
+                the norm of another package (`packages.py`): CUDA, only on request
     varlen      attention over documents in one call of torch's variable-length attention: CUDA
     loop        the same by one call per document: any device. Also: matrix products group by group
     grouped     matrix products of groups in one call of torch: CUDA from compute capability 9.0
 
-`YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=rms_norm=liger` (or `apex`) another package's
-norm, `YUAN_KERNELS=grouped_linear=triton` our kernel for products of groups. The variable is read at each
-call. Unset or empty, this module chooses; any other value is a ValueError.
+`YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=rms_norm=liger` (or `apex`,
+`transformer_engine`) another package's norm, `YUAN_KERNELS=grouped_linear=triton` our kernel for products of
+groups. The variable is read at each call. Unset or empty, this module chooses; any other value is a
+ValueError.
 An implementation that depends on Triton or on another package must first pass a test on a small case.
 
 Triton's block sizes and warps are fixed for each kernel. Nothing is tuned at run time: a restart tunes

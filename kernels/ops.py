@@ -1,8 +1,8 @@
 """One public function per op; `dispatch.py` chooses the implementation.
 
 The environment variable `YUAN_KERNELS` is read at each call: `reference` selects the definitions in
-`reference.py`, `rms_norm=liger` or `rms_norm=apex` another package's norm on CUDA devices. Unset or empty
-selects our fast implementations; any other value is a ValueError.
+`reference.py`, `rms_norm=liger` (or `apex`, `transformer_engine`) another package's norm on CUDA devices.
+Unset or empty selects our fast implementations; any other value is a ValueError.
 
 The ops are registered with torch.library (namespace `yuan`) and so support torch.compile, fake tensors and
 autograd. While torch.compile is tracing, norms, rotary embedding and SwiGLU are their definitions, which it

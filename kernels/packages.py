@@ -1,4 +1,5 @@
-"""RMS norms of other packages, used only if installed and requested: Liger's and NVIDIA apex's.
+"""RMS norms of other packages, used only if installed and requested: Liger's, NVIDIA's apex's and
+TransformerEngine's.
 
 `YUAN_KERNELS=rms_norm=liger` requests one. It is used on CUDA devices, after it has matched the definition on
 a small case. A timing never decides: ranks that hold the same weights must round alike, and a resumed run
@@ -7,8 +8,8 @@ setting that selects the package.
 
 A package is identified by the function that we call, not by its name: PyPI's `apex` is another project.
 
-Not used: TransformerEngine's norm, a module that holds its own weight and in the backward frees the memory of
-its input, which other ops still read.
+Of TransformerEngine we call the two kernels, not its module: that holds its own weight, and in the backward
+it frees the memory of its input, which other ops still read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,38 @@ PACKAGES = {
         "fused_rms_norm_affine",
         lambda norm, x, w, epsilon: norm(x, w, tuple(w.shape), eps=epsilon),
     ),
+    "transformer_engine": Package(
+        "transformer_engine.pytorch.cpp_extensions",
+        "rmsnorm_fwd",
+        lambda _, x, w, epsilon: _TransformerEngineNorm.apply(x, w, epsilon),
+    ),
 }
+
+
+class _TransformerEngineNorm(torch.autograd.Function):
+    """TransformerEngine's kernels for x [..., H], as the releases from 2.0 on have them.
+
+    Their arguments after epsilon: output, quantizer, type of the output, processors to leave free, whether
+    the weight is an offset from 1; the backward has the last two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        kernels: Any = importlib.import_module(PACKAGES["transformer_engine"].module)
+        types = {torch.float32: "kFloat32", torch.float16: "kFloat16", torch.bfloat16: "kBFloat16"}
+        x_TH = x.reshape(-1, x.shape[-1]).contiguous()
+        dtype = getattr(kernels.DType, types[x.dtype])
+        y_TH, _, scale_T = kernels.rmsnorm_fwd(x_TH, weight, epsilon, None, None, dtype, 0, False)
+        ctx.save_for_backward(x_TH, scale_T, weight)
+        ctx.kernels = kernels
+        return y_TH.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TH, scale_T, weight = ctx.saved_tensors
+        dy_TH = gradients[0].reshape(x_TH.shape).contiguous()
+        dx_TH, dweight = ctx.kernels.rmsnorm_bwd(dy_TH, x_TH, scale_T, weight, 0, False)
+        return dx_TH.view(gradients[0].shape), dweight, None
 
 
 def find_norm(name: str) -> Norm | None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class Row:
     options: tuple[tuple[str, Any], ...] = ()
     overrides: tuple[str, ...] = ()
     bar: float = BAR
+    same_experts: bool = False
+    """megatron-core is made to choose the experts that our engine, in one process, has chosen."""
 
 
 LLAMA = ("model.architecture=llama", "model.attention=plain", "model.num_key_value_heads=2")
@@ -63,6 +65,7 @@ ROWS = (
     Row("Qwen 3, tensor 2", "1x8: 4@0,1 | 2@2,3", (), QWEN3),
     # A rounding changes a token's choice of experts, and after it the losses are of two runs.
     Row("M32's experts", "1x8: 4@0 | 2@1", (), M32, bar=1e-2),
+    Row("M32's experts, the same chosen", "1x8: 4@0 | 2@1", (), M32, bar=1e-4, same_experts=True),
 )
 COMMON = ("model.init_std=0.3", "validation.every=0", "data.split=null", "log.every=1000")
 
@@ -94,7 +97,12 @@ def compare(rows: Sequence[Row], folder: Path, steps: int) -> Any:
             Case(run_file, folder / row.name / engine, plan, (*words, f"engine={engine}"))
             for engine in ("yuan", "megatron")
         ]
-        run_forked_cases(cases)
+        if row.same_experts:
+            chosen, alone = folder / f"{row.name}.pt", parse_plan(run_config(run_file, *words), "1x8: 6@0")
+            cases = [replace(cases[0], plan=alone, record=chosen), replace(cases[1], replay=chosen)]
+        # Choices are read when a rank begins, so they must have been written.
+        for together in [cases[:1], cases[1:]] if row.same_experts else [cases]:
+            run_forked_cases(together)
         ours, theirs = (read_metrics(case.folder) for case in cases)
         assert len(ours) == len(theirs) == steps
         pairs = list(zip(ours, theirs, strict=True))

@@ -50,7 +50,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert {op["op"] for op in ops} >= {"localized_filter", "rms_norm", "linear_cross_entropy"}
     assert all(op["implementation"] and op["reason"] for op in ops)
     on_cpu = [norm for norm in facts["other_norms"] if norm["device"] == "cpu"]
-    assert [norm["package"] for norm in on_cpu] == ["liger", "apex"]
+    assert [norm["package"] for norm in on_cpu] == ["liger", "apex", "transformer_engine"]
     assert {norm["fault"] for norm in on_cpu} == {"it is for CUDA devices"}
     assert facts["host"].keys() == {"available_bytes", "memlock_bytes"}
     assert facts["fp32_products"] in ("oneDNN", "torch")

@@ -41,12 +41,39 @@ def apex(x: Tensor, w: Tensor, normalized_shape: tuple[int, ...], *, eps: float)
     return reference.rms_norm(x, w, epsilon=eps)
 
 
-CORRECT = {"liger": liger, "apex": apex}
+def transformer_engine(
+    x: Tensor, w: Tensor, eps: float, out: None, quantizer: None, otype: str, sm_margin: int, centred: bool
+) -> tuple[Tensor, None, Tensor]:
+    """TransformerEngine's forward kernel, of contiguous rows: (y, no mean, scale), without a gradient."""
+    assert x.dim() == 2 and x.is_contiguous() and not torch.is_grad_enabled()
+    assert (out, quantizer, sm_margin, centred) == (None, None, 0, False)
+    assert otype == {torch.float32: "f4", torch.bfloat16: "b2", torch.float16: "f2"}[x.dtype]
+    scale = torch.rsqrt(x.float().square().mean(-1) + eps)
+    return reference.rms_norm(x, w, epsilon=eps), None, scale
+
+
+def transformer_engine_backward(
+    dy: Tensor, x: Tensor, scale: Tensor, w: Tensor, sm_margin: int, centred: bool
+) -> tuple[Tensor, Tensor]:
+    assert dy.shape == x.shape and dy.is_contiguous() and (sm_margin, centred) == (0, False)
+    g, s, r = dy.float() * w.float(), x.float(), scale.unsqueeze(1)
+    dx = r * g - s * r**3 * (g * s).mean(-1, keepdim=True)
+    return dx.to(x.dtype), (dy.float() * s * r).sum(0).to(w.dtype)
+
+
+CORRECT = {"liger": liger, "apex": apex, "transformer_engine": transformer_engine}
 
 
 def install_norm(monkeypatch, name: str, function: object) -> None:
     package = packages.PACKAGES[name]
-    install(monkeypatch, package.module, **{package.attribute: function})
+    types_ = types.SimpleNamespace(kFloat32="f4", kBFloat16="b2", kFloat16="f2")
+    beside = {"rmsnorm_bwd": transformer_engine_backward, "DType": types_}
+    install(
+        monkeypatch,
+        package.module,
+        **{package.attribute: function},
+        **(beside if name == "transformer_engine" else {}),
+    )
 
 
 def treat_cpu_as_gpu(monkeypatch) -> None:

@@ -101,6 +101,10 @@ def test_the_losses_are_ours_also_after_a_change_of_engine(run_file: Path, tmp_p
     assert [a["validation_loss"] is None for a in lines] == [True, False] * 3
     assert lines[5]["validation_loss"] == pytest.approx(wanted[5]["validation_loss"], rel=BAR)
     assert all(len(line["stage_seconds"]) == 2 for line in lines)
+    counted, expected = (read_metrics(tmp_path / name) for name in ("virtual", "virtual-ours"))
+    # Only a logged line has them: here the last, of two steps.
+    assert counted[-1]["expert_tokens"] == expected[-1]["expert_tokens"]
+    assert {sum(layer) for layer in counted[-1]["expert_tokens"]} == {2 * 2 * 8 * 16}
 
 
 INTERLEAVED = "interleaved_1f1b"

@@ -7,6 +7,7 @@ sequence in the run, which all plans share, and its layer.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,18 @@ def decisions(*, record: Path | None = None, replay: Path | None = None) -> Iter
         known.update(zip(keys, chosen.chunk(len(keys)), strict=True))
         return chosen
 
+    def run_chunk(self: Any, micro_batches: Any, module: Any) -> Any:
+        number, size = next(micro_batches), self.world.grid.pipeline(self.world.coord).micro_batch_size
+        now["first"], now["size"] = self._pass.first_sample + number * size, size
+        now["layers"] = {id(router): i for i, router in megatron.model.routers_of(self.chunks)}
+        return forward_chunk(self, iter([number]), module)
+
+    # Only where it was imported: that takes seconds.
+    megatron: Any = sys.modules.get("yuan_train.megatron")
     with pytest.MonkeyPatch.context() as patch:
+        if megatron is not None:
+            forward_chunk = megatron.engine.MegatronStepper._forward
+            patch.setattr(megatron.engine.MegatronStepper, "_forward", run_chunk)
         patch.setattr(Router, "best", choose)
         patch.setattr(StageRunner, "forward", run_stage)
         yield

@@ -70,10 +70,10 @@ PACKAGES = (
     ),
     Package(
         name="TransformerEngine",
-        module="transformer_engine.pytorch",
-        attribute="RMSNorm",
-        mistaken_for="transformer_engine without its PyTorch part",
-        without="nothing: no op uses it, as its norm owns its weight",
+        module="transformer_engine.pytorch.cpp_extensions",
+        attribute="rmsnorm_fwd",
+        mistaken_for="transformer_engine without its PyTorch part, or it cannot be imported",
+        without="nothing: our norms are already fused; it only adds one to compare with",
     ),
     Package(
         name="liger-kernel",

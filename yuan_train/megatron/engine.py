@@ -21,7 +21,14 @@ from yuan_train.data.loader import Samples
 from yuan_train.megatron import core, shim
 from yuan_train.megatron.batches import Batches, LayerInputs
 from yuan_train.megatron.fill import fill
-from yuan_train.megatron.model import Chunk, build_chunks, named_parameters, sum_head_norms, unwrap
+from yuan_train.megatron.model import (
+    Chunk,
+    build_chunks,
+    named_parameters,
+    routers_of,
+    sum_head_norms,
+    unwrap,
+)
 from yuan_train.megatron.state import KINDS, Held, as_shards, hold_states
 from yuan_train.megatron.timers import Timers
 from yuan_train.models.documents import DocumentResets
@@ -32,6 +39,7 @@ from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import Groups, enter_world_as, make_world_groups
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.train.build import DTYPES
+from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Feed, MicroBatch, Share
 from yuan_train.train.job import Job
 from yuan_train.train.state import Progress
@@ -104,6 +112,7 @@ def _make_stepper(job: Job, world: MegatronWorld, expression: Expression) -> Meg
         timers=timers,
         device=job.device,
         resets=resets,
+        expert_load=ExpertLoad(run.model, world, routers_of(chunks)) if run.model.num_experts else None,
     )
     for chunk in chunks:
         chunk.model.config.finalize_model_grads_func = stepper.finalize
@@ -174,6 +183,7 @@ class MegatronStepper:
     device: torch.device
     resets: bool
     """The run resets something at document ends."""
+    expert_load: ExpertLoad | None
     _pass: _Pass = field(default_factory=lambda: _Pass())
 
     def reading(self) -> AbstractContextManager[object]:
@@ -255,7 +265,7 @@ class MegatronStepper:
         return self.stopwatch.read()
 
     def take_expert_tokens(self) -> list[list[int]] | None:
-        return None
+        return self.expert_load.take() if self.expert_load is not None else None
 
     def checkpoint_tensors(self) -> dict[str, LocalShard]:
         return as_shards(self.held, KINDS, written_by=self.world.coord.tensor_rank)

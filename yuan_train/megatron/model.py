@@ -14,7 +14,8 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.megatron import core
 from yuan_train.megatron.batches import Batches
 from yuan_train.megatron.names import global_name, shard_of
-from yuan_train.megatron.spec import block_spec
+from yuan_train.megatron.spec import ExpertLayer, block_spec
+from yuan_train.models.experts import Router
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.shard import Shard
 from yuan_train.train.build import DTYPES
@@ -164,6 +165,14 @@ def named_parameters(model: Any, plan: Plan, stage: StagePlan, index: int, count
         own = global_name(name, first_layer=int(stage.layers[0]), tied=tied)
         shard = shard_of(plan.model, own, tuple(parameter.shape), index=index, count=count)
         yield Named(own, shard, parameter, is_copy=tied and name.endswith("output_layer.weight"))
+
+
+def routers_of(chunks: tuple[Chunk, ...]) -> Iterator[tuple[int, Router]]:
+    """The routers of a rank's chunks, with their layers."""
+    for chunk in chunks:
+        for layer, module in enumerate(chunk.model.decoder.layers, int(chunk.stage.layers[0])):
+            if isinstance(module.mlp, ExpertLayer):
+                yield layer, module.mlp.router
 
 
 def sum_head_norms(chunks: tuple[Chunk, ...]) -> None:

@@ -151,10 +151,16 @@ class Bridge:
 
     def _retire(self, proven: Step) -> None:
         """Let go a send that has arrived, and those before it on its edge."""
-        under_way = self._sent.get(self._edge(proven), deque())
-        while any(step == proven for step, _ in under_way):
+        under_way = self._sent.get(self._edge(proven))
+        if not under_way:
+            return
+        if under_way[0][0] != proven and all(step != proven for step, _ in under_way):
+            return
+        last = None
+        while last != proven:
             # Waits for nothing: the operation is over when the message that proves it is there.
-            self._wait(*under_way.popleft())
+            last, pending = under_way.popleft()
+            self._wait(last, pending)
 
     def _edge(self, step: Step) -> Edge:
         """The edge of a send or a receive of this rank."""

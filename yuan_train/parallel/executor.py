@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -70,21 +71,32 @@ class Stopwatch:
         self._since: tuple[float, float] | None = None
         """Wall and processor seconds at the start of the piece of work that is running, or resumed."""
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._begun: torch.cuda.Event | None = None
+        """The first event of a piece of work that is running on a card."""
+        self._running = _Running(self)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around a piece of work: count its seconds."""
+    def running(self) -> AbstractContextManager[None]:
+        """Around a piece of work: count its seconds. Pieces do not nest; one that raises is not counted."""
+        return self._running
+
+    def start(self) -> None:
+        """A piece of work begins."""
         if self._cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
+            self._begun = torch.cuda.Event(enable_timing=True)
+            self._begun.record()
+        else:
+            self._since = self._now()
+
+    def stop(self) -> None:
+        """The piece of work has ended."""
+        if self._begun is not None:
+            end = torch.cuda.Event(enable_timing=True)
             end.record()
-            self._events.append((start, end))
-            return
-        self._since = time.perf_counter(), time.thread_time()
-        yield
-        self._count()
-        self._since = None
+            self._events.append((self._begun, end))
+            self._begun = None
+        else:
+            self._count()
+            self._since = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -94,7 +106,11 @@ class Stopwatch:
             return
         self._count()
         yield
-        self._since = time.perf_counter(), time.thread_time()
+        self._since = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        """Wall seconds, and the thread's processor seconds if a simulated card needs them: a system call."""
+        return time.perf_counter(), time.thread_time() if self._slowdown > 1 else 0.0
 
     def _count(self) -> None:
         assert self._since is not None
@@ -112,6 +128,24 @@ class Stopwatch:
             self._events.clear()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+class _Running:
+    """Around a piece of work. It is made once, for there are two with each micro-batch."""
+
+    __slots__ = ("_stopwatch",)
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+
+    def __enter__(self) -> None:
+        self._stopwatch.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._stopwatch.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +173,7 @@ class Executor:
 
     def __init__(self, works: Mapping[int, StageWork], bridge: Bridge | None, stopwatch: Stopwatch) -> None:
         self._works = works
+        self._in_groups = {stage: work for stage, work in works.items() if isinstance(work, GroupWork)}
         self._bridge = bridge
         self._stopwatch = stopwatch
         self._tasks: dict[int, tuple[RankProgram, tuple[_Task, ...]]] = {}
@@ -185,9 +220,9 @@ class Executor:
         return self._tasks[id(program)][1]
 
     def _run(self, task: _Task, *, training: bool) -> None:
-        step, work = task.step, self._works[task.step.stage]
-        if isinstance(work, GroupWork) and step.is_compute:
-            self._member(task, work, training=training)
+        step = task.step
+        if step.stage in self._in_groups and step.is_compute:
+            self._member(task, self._in_groups[step.stage], training=training)
         elif step.kind == "forward":
             self._forward(task, training=training)
         elif step.kind in ("backward", "backward_input"):
@@ -211,7 +246,7 @@ class Executor:
         hidden_BSH = self._take_input(task)
         if hidden_BSH is not None and training:
             hidden_BSH.requires_grad_()
-        with torch.set_grad_enabled(training), during(task.activity), self._stopwatch.running():
+        with _grad_enabled(training), during(task.activity), self._stopwatch.running():
             output = self._works[stage].forward(micro_batch, hidden_BSH)
         if training:
             self._kept[stage, micro_batch] = (hidden_BSH, output)
@@ -260,6 +295,11 @@ class Executor:
     def _need_bridge(self) -> Bridge:
         assert self._bridge is not None, "a rank program with messages needs a bridge"
         return self._bridge
+
+
+def _grad_enabled(wanted: bool) -> AbstractContextManager[object]:
+    """As `torch.set_grad_enabled`, which takes microseconds also where it changes nothing."""
+    return nullcontext() if torch.is_grad_enabled() == wanted else torch.set_grad_enabled(wanted)
 
 
 def _task(step: Step, program: frozenset[Step]) -> _Task:

@@ -66,6 +66,8 @@ class GradReducer:
         """From the next optimizer step on, gradients are those of this program of the same stages."""
         self._closing = closing_steps(program)
         self._last = program[-1]
+        self._marked = frozenset([*self._closing.values(), self._last])
+        """The steps at which there is something to do, besides those after which a stage has ended."""
 
     def begin(self) -> None:
         """Expect every gradient of a new optimizer step."""
@@ -75,8 +77,10 @@ class GradReducer:
 
     def before_step(self, step: Step) -> None:
         """A step begins: if it is the last of its stage that completes gradients, count those that arrive."""
-        if step.is_compute:
+        if self._ended and step.is_compute:
             self._end_stages()
+        if step not in self._marked:
+            return
         closing = self._closing.get(step.stage) == step and step.stage not in self._late
         self._step = step if closing else None
         if self._step is not None:
@@ -88,6 +92,8 @@ class GradReducer:
 
     def after_step(self, step: Step) -> None:
         """A step of the rank program has ended: after its last one, all gradients of a stage are complete."""
+        if step not in self._marked:
+            return
         self._step = None
         if self._closing.get(step.stage) == step:
             self._ended.add(step.stage)

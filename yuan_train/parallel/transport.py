@@ -58,38 +58,24 @@ class LostPeer(RuntimeError):
     """A rank of a group died or timed out; the message names the operation and the rank."""
 
 
-class _name_lost_peers:  # noqa: N801 (reads as the context manager that it is)
-    """Around an operation `what` of `ranks`: raise its RuntimeError as a LostPeer that names the others.
+def _raise_lost_peer(what: str, ranks: Sequence[int], error: RuntimeError) -> None:
+    """Raise a RuntimeError of an operation `what` of `ranks` as a LostPeer, if it is one of the messages."""
+    if isinstance(error, LostPeer) or not dist.is_initialized():
+        return
+    others = [str(rank) for rank in ranks if rank != dist.get_rank()]
+    who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
+    raise LostPeer(f"{what} failed; {who} is gone or stuck ({error})") from error
 
-    A class, for this runs with every message.
-    """
 
-    __slots__ = ("_ranks", "_what")
+class blame_peers:  # noqa: N801 (reads as the context manager that it is)
+    """Around a collective `what` of `ranks`, told to the observers: raise its RuntimeError as a LostPeer that
+    names the others."""
+
+    __slots__ = ("_during", "_ranks", "_what")
 
     def __init__(self, what: str, ranks: Sequence[int]) -> None:
         self._what = what
         self._ranks = ranks
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, LostPeer) or not dist.is_initialized():
-            return
-        others = [str(rank) for rank in self._ranks if rank != dist.get_rank()]
-        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
-        raise LostPeer(f"{self._what} failed; {who} is gone or stuck ({error})") from error
-
-
-class blame_peers(_name_lost_peers):  # noqa: N801
-    """As `_name_lost_peers`, and told to the observers, as a collective."""
-
-    __slots__ = ("_during",)
-
-    def __init__(self, what: str, ranks: Sequence[int]) -> None:
-        super().__init__(what, ranks)
         self._during = during(Activity("collective", what=what, ranks=tuple(ranks)))
 
     def __enter__(self) -> None:
@@ -98,7 +84,8 @@ class blame_peers(_name_lost_peers):  # noqa: N801
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError):
+            _raise_lost_peer(self._what, self._ranks, error)
         self._during.__exit__(kind, error, trace)
 
 
@@ -188,25 +175,34 @@ class _PendingWork:
         is_message: bool,
     ) -> None:
         self._works = works
-        # Who takes or sends a message says of which micro-batch.
-        self._around = _name_lost_peers if is_message else blame_peers
+        self._is_message = is_message
         self._tensors = tensors
         self._ranks = ranks
         self._what = what
         self._polls = polls
 
     def wait(self) -> None:
-        if self._works:
-            with self._around(self._what, self._ranks):
+        if self._is_message:
+            # Who takes or sends a message says of which micro-batch. Nothing else: there are many.
+            try:
+                for work in self._works:
+                    work.wait()
+            except RuntimeError as error:
+                _raise_lost_peer(self._what, self._ranks, error)
+                raise
+        elif self._works:
+            with blame_peers(self._what, self._ranks):
                 for work in self._works:
                     work.wait()
         self._works, self._tensors = (), ()
 
     def is_done(self) -> bool:
-        if all(work.is_completed() for work in self._works):
-            # At no cost by now; it also raises what a failed operation has to say.
-            self.wait()
-        return not self._works
+        for work in self._works:
+            if not work.is_completed():
+                return False
+        # At no cost by now; it also raises what a failed operation has to say.
+        self.wait()
+        return True
 
     def finish(self, seconds: float) -> None:
         if not self._polls:

@@ -28,7 +28,7 @@ from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.zero import STATES, OwnedState, State
-from yuan_train.train.expert_load import ExpertLoad
+from yuan_train.train.expert_load import ExpertLoad, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
 from yuan_train.train.job import Job
 from yuan_train.train.objective import Objective, PairLoss
@@ -104,7 +104,7 @@ def build(
         stopwatch=stopwatch,
         executor=Executor(runners, runtime.bridge, stopwatch),
         feed=feed,
-        expert_load=ExpertLoad(run.model, runtime) if run.model.num_experts else None,
+        expert_load=ExpertLoad(run.model, runtime, routers_of(runtime)) if run.model.num_experts else None,
         device=job.device,
         pair_loss=pair_loss,
     )

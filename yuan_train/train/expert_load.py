@@ -10,6 +10,7 @@ Loads are integers summed over all ranks, so that every plan moves the biases al
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -19,21 +20,17 @@ from yuan_train.models.experts import Router
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.train.world import World
 
 
 class ExpertLoad:
     """Counts the tokens of each layer's experts over all ranks, and moves the biases of a model with some."""
 
-    def __init__(self, model: ModelConfig, runtime: RankRuntime) -> None:
+    def __init__(self, model: ModelConfig, world: World, routers: Iterable[tuple[int, Router]]) -> None:
+        """`routers`: this rank's, with their layers."""
         self._model = model
-        self._runtime = runtime
-        self._routers: list[tuple[int, Router]] = [
-            (layer, block.router)
-            for part in runtime.parts.values()
-            for layer, block in cast(Transformer, part).blocks.items()
-            if block.has_experts
-        ]
-        """This rank's, with their layers."""
+        self._world = world
+        self._routers = list(routers)
         self._counted = self._zeros()
 
     def biases(self) -> dict[str, torch.Tensor]:
@@ -66,11 +63,21 @@ class ExpertLoad:
         for layer, router in self._routers:
             load = torch.tensor(router.take_load(), dtype=torch.float64)
             # The ranks of a replica decide alike.
-            if self._runtime.coord.tensor_rank == 0:
+            if self._world.coord.tensor_rank == 0:
                 load_LN[layer] += load
-        groups, coord = self._runtime.groups, self._runtime.coord
+        groups, coord = self._world.groups, self._world.coord
         sum_over_world(groups, coord, load_LN.view(-1), "the sum of the experts' tokens")
         return load_LN
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self._model.num_layers, self._model.num_experts, dtype=torch.float64)
+
+
+def routers_of(runtime: RankRuntime) -> list[tuple[int, Router]]:
+    """The routers of our engine's parts of the model on a rank, with their layers."""
+    return [
+        (layer, block.router)
+        for part in runtime.parts.values()
+        for layer, block in cast(Transformer, part).blocks.items()
+        if block.has_experts
+    ]
