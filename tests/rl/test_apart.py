@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, read_lines, run_rl, write_rl
-from tests.support.spawn import as_rank, free_port, spawn
+from tests.support.spawn import as_rank, free_port, spawn, start_ranks
 from yuan_train.cli.main import main
 from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
 from yuan_train.config.rl import policy_run
@@ -83,6 +84,33 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     assert curve[-1]["next_ticket"] == 4 * 2 + sum(line["groups_filtered"] for line in curve)
 
 
+@pytest.mark.parametrize(
+    "victim", [3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1, 2, 4))]
+)
+def test_the_loss_of_any_rank_ends_all_roles(tmp_path: Path, victim: int) -> None:
+    """Without a launcher: each rank ends by itself, and names its role and whom it missed."""
+    path = write_rl(tmp_path)
+    save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=1))
+    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", "train.steps=100000"]
+    log = tmp_path / "log" / "metrics.jsonl"
+    with start_ranks([*words, f"log.directory={log.parent}"], tmp_path, 5) as ranks:
+        deadline = time.monotonic() + 120
+        while not log.exists() or not log.read_text():
+            assert time.monotonic() < deadline and all(rank.process.is_alive() for rank in ranks)
+            time.sleep(0.02)
+        ranks[victim].kill()
+        told = {n: rank.wait(within_seconds=10) for n, rank in enumerate(ranks) if n != victim}
+    for number, (code, errors) in told.items():
+        role = "policy (its rank 0 is rank 0" if number < 2 else "generation (its rank 0 is rank 2"
+        last = errors.splitlines()[-1]
+        assert code == 1 and last.startswith(f"error: {role} of the job): "), last
+        assert re.search(r"rank \d.* is gone or stuck|ranks? [\d, ]+ (is|are) gone or stuck", last), last
+    label = "policy rank" if victim < 2 else "generation rank"
+    own = victim if victim < 2 else victim - 2
+    seen = "\n".join(errors for _, errors in told.values())
+    assert f"{label} {own} (rank {victim} of the job) is gone" in seen or f"; rank {own} is gone" in seen
+
+
 @pytest.mark.slow
 def test_the_loss_of_an_engine_is_named_in_ten_seconds(tmp_path: Path) -> None:
     """Through the launcher: its exit code, and the role of the rank that is gone."""
@@ -109,7 +137,7 @@ def test_the_loss_of_an_engine_is_named_in_ten_seconds(tmp_path: Path) -> None:
     os.kill(int(engine), 9)
     began = time.monotonic()
     _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 10
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in errors
     assert "generation rank 0 (rank 1 of the job) is gone or stuck" in errors

@@ -23,10 +23,10 @@ from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.groups import guard_world_collective, make_tensor_groups, shutdown
+from yuan_train.parallel.groups import as_training_error, guard_world_collective, make_tensor_groups, shutdown
 from yuan_train.parallel.links import Link, RolePosition, join_role, move_weights, post_weights
 from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
-from yuan_train.parallel.transport import LostPeer
+from yuan_train.parallel.transport import blame_peers
 from yuan_train.rl.channels import Channel
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.generator import Drawing, Engine
@@ -156,7 +156,7 @@ class RemoteCollector(Collector):
         start = time.perf_counter()
         for channel in self._channels:
             channel.send(("weights", version))
-        with self._naming():
+        with as_training_error(self._trainer.runtime.coord):
             for wait in self._sends:
                 wait()
             runtime = self._trainer.runtime
@@ -185,7 +185,7 @@ class RemoteCollector(Collector):
             self._issue(missing, drawing)
             numbers = [ticket.number for ticket in missing if isinstance(ticket.number, int)]
             self._issued = max([self._issued, *(number + 1 for number in numbers)])
-        with self._naming():
+        with as_training_error(self._trainer.runtime.coord):
             for ticket in tickets if self._channels else ():
                 while len(self._found.get(ticket.number, ())) < ticket.count:
                     self._take(self._owner[ticket.number])
@@ -213,23 +213,6 @@ class RemoteCollector(Collector):
         tickets = {sample.ticket for sample in answers["samples"]}
         told = answers["version"], engine, answers["seconds"] / max(len(tickets), 1)
         self._told_early |= dict.fromkeys(tickets, told)
-
-    def _naming(self) -> _LostRole:
-        return _LostRole(str(self._trainer.runtime.coord))
-
-
-class _LostRole:
-    """Raises a LostPeer as a TrainingError that names this rank too."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, LostPeer):
-            raise TrainingError(f"policy {self._label}: {error}") from error
 
 
 # --- an engine -------------------------------------------------------------------------------------------
@@ -276,7 +259,7 @@ def serve(job: EngineJob) -> None:
                 startup_timeout_seconds=run.train.startup_timeout,
             )
             _drop_gradients(runtime)
-            with _LostRole(f"of generation, {runtime.coord}"):
+            with as_training_error(runtime.coord):
                 _Server(job, runtime, position, dtype).run()
         finally:
             shutdown()
@@ -369,5 +352,7 @@ class _Server:
         """The next message, on all ranks of the engine."""
         told: list[Any] = [self._channel.receive() if self._channel is not None else None]
         if self._group is not None:
-            dist.broadcast_object_list(told, src=self._leader, group=self._group)
+            what, ranks = "the controller's message", dist.get_process_group_ranks(self._group)
+            with as_training_error(self._runtime.coord), blame_peers(what, ranks):
+                dist.broadcast_object_list(told, src=self._leader, group=self._group)
         return told[0]
