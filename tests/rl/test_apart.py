@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.project import parse_plan
-from tests.support.rl import RLCase, read_lines, run_rl, write_rl
+from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import as_rank, free_port, spawn, start_ranks
 from yuan_train.cli.main import main
 from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
@@ -84,30 +85,52 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     assert curve[-1]["next_ticket"] == 4 * 2 + sum(line["groups_filtered"] for line in curve)
 
 
-@pytest.mark.parametrize(
-    "victim", [3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1, 2, 4))]
-)
-def test_the_loss_of_any_rank_ends_all_roles(tmp_path: Path, victim: int) -> None:
-    """Without a launcher: each rank ends by itself, and names its role and whom it missed."""
-    path = write_rl(tmp_path)
-    save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=1))
-    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", "train.steps=100000"]
-    log = tmp_path / "log" / "metrics.jsonl"
-    with start_ranks([*words, f"log.directory={log.parent}"], tmp_path, 5) as ranks:
-        deadline = time.monotonic() + 120
-        while not log.exists() or not log.read_text():
-            assert time.monotonic() < deadline and all(rank.process.is_alive() for rank in ranks)
-            time.sleep(0.02)
-        ranks[victim].kill()
-        told = {n: rank.wait(within_seconds=10) for n, rank in enumerate(ranks) if n != victim}
-    for number, (code, errors) in told.items():
+@pytest.mark.parametrize("victims", [(3,), pytest.param((0, 1, 2, 3, 4), marks=pytest.mark.slow)])
+def test_a_lost_rank_ends_all_roles_and_resumed_it_is_the_same_run(
+    tmp_path: Path, victims: tuple[int, ...]
+) -> None:
+    """Sync mode, killed by SIGKILL at random moments: each other rank ends by itself, and names its role and
+    whom it missed. Metrics, samples and weights are those of a run that nobody killed, to the bit."""
+    path, steps = write_rl(tmp_path), f"train.steps={3 * len(victims) + 1}"
+    roles = roles_of(path, staleness=0)
+    save_rl_plan(tmp_path / "plan.yaml", roles)
+
+    def changes(folder: Path) -> tuple[str, ...]:
+        save = (f"checkpoint.directory={folder / 'c'}", "checkpoint.every=1")
+        return (f"log.directory={folder}", *save, steps)
+
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", *changes(killed)]
+    for victim in victims:
+        before = num_steps(killed)
+        with start_ranks(words, tmp_path, 5) as ranks:
+            deadline = time.monotonic() + 120
+            while num_steps(killed) <= before:
+                assert time.monotonic() < deadline and all(rank.process.is_alive() for rank in ranks)
+                time.sleep(0.01)
+            time.sleep(random.random() * read_lines(killed)[-1]["step_seconds"])
+            ranks[victim].kill()
+            told = {n: rank.wait(within_seconds=10) for n, rank in enumerate(ranks) if n != victim}
+        check_messages({n: (code, errors.splitlines()[-1]) for n, (code, errors) in told.items()}, victim)
+    cases = [(path, changes(folder), roles, free_port()) for folder in (killed, whole)]
+    spawn(run_cases, 5, cases)
+    assert_same_run(killed, whole, f"c/step-{3 * len(victims) + 1:08}")
+
+
+def num_steps(folder: Path) -> int:
+    """Whole lines of metrics.jsonl."""
+    file = folder / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def check_messages(told: dict[int, tuple[int, str]], victim: int) -> None:
+    """Exit codes and last lines of those that are left, of 2 ranks of the policy and 3 of engines."""
+    for number, (code, last) in told.items():
         role = "policy (its rank 0 is rank 0" if number < 2 else "generation (its rank 0 is rank 2"
-        last = errors.splitlines()[-1]
         assert code == 1 and last.startswith(f"error: {role} of the job): "), last
-        assert re.search(r"rank \d.* is gone or stuck|ranks? [\d, ]+ (is|are) gone or stuck", last), last
-    label = "policy rank" if victim < 2 else "generation rank"
-    own = victim if victim < 2 else victim - 2
-    seen = "\n".join(errors for _, errors in told.values())
+        assert re.search(r"ranks? \d.* (is|are) gone or stuck", last), last
+    own, label = (victim, "policy rank") if victim < 2 else (victim - 2, "generation rank")
+    seen = "\n".join(last for _, last in told.values())
     assert f"{label} {own} (rank {victim} of the job) is gone" in seen or f"; rank {own} is gone" in seen
 
 

@@ -143,20 +143,21 @@ class RemoteCollector(Collector):
 
     def stop(self) -> None:
         """Tell the engines to end, once they have taken all that was sent."""
-        for channel in self._channels:
-            channel.send(("stop",))
-        for wait in self._sends:
-            wait()
-        for channel in self._channels:
-            channel.flush()
+        with as_training_error(self._trainer.runtime.coord):
+            for channel in self._channels:
+                channel.send(("stop",))
+            for wait in self._sends:
+                wait()
+            for channel in self._channels:
+                channel.flush()
 
     def _publish(self, version: int) -> None:
         if version == self._published:
             return
         start = time.perf_counter()
-        for channel in self._channels:
-            channel.send(("weights", version))
         with as_training_error(self._trainer.runtime.coord):
+            for channel in self._channels:
+                channel.send(("weights", version))
             for wait in self._sends:
                 wait()
             runtime = self._trainer.runtime
@@ -174,7 +175,8 @@ class RemoteCollector(Collector):
     def _issue(self, tickets: Sequence[Ticket], drawing: Drawing) -> None:
         for engine, own in enumerate(share_out(tickets, self._shares)):
             if own and self._channels:
-                self._channels[engine].send(("generate", own, drawing))
+                with as_training_error(self._trainer.runtime.coord):
+                    self._channels[engine].send(("generate", own, drawing))
                 self._outstanding[engine] += 1
             self._owner |= dict.fromkeys((ticket.number for ticket in own), engine)
 

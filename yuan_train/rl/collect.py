@@ -188,7 +188,8 @@ class Collector:
                 told[0] = self._scorers.score([self._fields(*group) for group in groups])
             except OSError as error:
                 fault = TrainingError(f"the reward functions' processes cannot be used: {error}")
-        raise_together(fault)
+        with guard_world_collective(self._trainer.runtime.coord, "the agreement on scores"):
+            raise_together(fault)
         if dist.is_initialized():
             with guard_world_collective(self._trainer.runtime.coord, "the broadcast of scores"):
                 dist.broadcast_object_list(told, src=0)
