@@ -209,7 +209,6 @@ def _their_model(seed: int) -> Any:
             max_position_embeddings=config.max_sequence_length,
             eos_token_id=rl_tasks.END,
             pad_token_id=rl_tasks.END,
-            bos_token_id=None,
         )
     )
     found.load_state_dict(published({name: p.detach().clone() for name, p in model.named_parameters()}))
@@ -220,7 +219,8 @@ def _tokenizer() -> Any:
     """The ten digits, `=` and the end, as words."""
     words = {**{str(digit): digit for digit in range(10)}, "=": rl_tasks.EQUALS, "<end>": rl_tasks.END}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    whitespace: Any = pre_tokenizers.WhitespaceSplit()
+    tokenizer.pre_tokenizer = whitespace
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", padding_side="left"
     )

@@ -134,6 +134,26 @@ def check_messages(told: dict[int, tuple[int, str]], victim: int) -> None:
     assert f"{label} {own} (rank {victim} of the job) is gone" in seen or f"; rank {own} is gone" in seen
 
 
+def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
+    """An engine draws with weights that are not finite: the policy says so, with ticket and checkpoint."""
+    path = write_rl(tmp_path)
+    save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0"))
+    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={tmp_path / 'log'}"]
+    changes = [
+        "optimizer.learning_rate=1e30",
+        "train.precision=fp32",
+        f"checkpoint.directory={tmp_path / 'c'}",
+    ]
+    with start_ranks([*words, *changes, "checkpoint.every=1"], tmp_path, 2) as ranks:
+        told = [rank.wait(within_seconds=60) for rank in ranks]
+    assert [code for code, _ in told] == [1, 1]
+    policy, engine = (errors.splitlines()[-1] for _, errors in told)
+    wanted = "step 2: engine 0: ticket 2, answer 0: the log-probability of token 0 is nan"
+    assert wanted in policy and "last good checkpoint is that of step 1" in policy
+    assert "policy rank 0 (rank 0 of the job) is gone" in engine
+    assert {line["step"] for line in read_lines(tmp_path / "log", "samples.jsonl")} == {1}
+
+
 @pytest.mark.slow
 def test_the_loss_of_an_engine_is_named_in_ten_seconds(tmp_path: Path) -> None:
     """Through the launcher: its exit code, and the role of the rank that is gone."""
