@@ -218,9 +218,8 @@ def _their_model(seed: int) -> Any:
 def _tokenizer() -> Any:
     """The ten digits, `=` and the end, as words."""
     words = {**{str(digit): digit for digit in range(10)}, "=": rl_tasks.EQUALS, "<end>": rl_tasks.END}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
-    whitespace: Any = pre_tokenizers.WhitespaceSplit()
-    tokenizer.pre_tokenizer = whitespace
+    tokenizer: Any = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", padding_side="left"
     )
