@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import subprocess
 import sys
 import time
@@ -12,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support.project import parse_plan
-from tests.support.rl import RLCase, read_lines, run_rl, write_rl
-from tests.support.spawn import as_rank, free_port, spawn
+from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
+from tests.support.spawn import as_rank, free_port, spawn, start_ranks
 from yuan_train.cli.main import main
 from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
 from yuan_train.config.rl import policy_run
@@ -83,6 +85,75 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     assert curve[-1]["next_ticket"] == 4 * 2 + sum(line["groups_filtered"] for line in curve)
 
 
+@pytest.mark.parametrize("victims", [(3,), pytest.param((0, 1, 2, 3, 4), marks=pytest.mark.slow)])
+def test_a_lost_rank_ends_all_roles_and_resumed_it_is_the_same_run(
+    tmp_path: Path, victims: tuple[int, ...]
+) -> None:
+    """Sync mode, killed by SIGKILL at random moments: each other rank ends by itself, and names its role and
+    whom it missed. Metrics, samples and weights are those of a run that nobody killed, to the bit."""
+    path, steps = write_rl(tmp_path), f"train.steps={3 * len(victims) + 1}"
+    roles = roles_of(path, staleness=0)
+    save_rl_plan(tmp_path / "plan.yaml", roles)
+
+    def changes(folder: Path) -> tuple[str, ...]:
+        save = (f"checkpoint.directory={folder / 'c'}", "checkpoint.every=1")
+        return (f"log.directory={folder}", *save, steps)
+
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", *changes(killed)]
+    for victim in victims:
+        before = num_steps(killed)
+        with start_ranks(words, tmp_path, 5) as ranks:
+            deadline = time.monotonic() + 120
+            while num_steps(killed) <= before:
+                assert time.monotonic() < deadline and all(rank.process.is_alive() for rank in ranks)
+                time.sleep(0.01)
+            time.sleep(random.random() * read_lines(killed)[-1]["step_seconds"])
+            ranks[victim].kill()
+            told = {n: rank.wait(within_seconds=10) for n, rank in enumerate(ranks) if n != victim}
+        check_messages({n: (code, errors.splitlines()[-1]) for n, (code, errors) in told.items()}, victim)
+    cases = [(path, changes(folder), roles, free_port()) for folder in (killed, whole)]
+    spawn(run_cases, 5, cases)
+    assert_same_run(killed, whole, f"c/step-{3 * len(victims) + 1:08}")
+
+
+def num_steps(folder: Path) -> int:
+    """Whole lines of metrics.jsonl."""
+    file = folder / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def check_messages(told: dict[int, tuple[int, str]], victim: int) -> None:
+    """Exit codes and last lines of those that are left, of 2 ranks of the policy and 3 of engines."""
+    for number, (code, last) in told.items():
+        role = "policy (its rank 0 is rank 0" if number < 2 else "generation (its rank 0 is rank 2"
+        assert code == 1 and last.startswith(f"error: {role} of the job): "), last
+        assert re.search(r"ranks? \d.* (is|are) gone or stuck", last), last
+    own, label = (victim, "policy rank") if victim < 2 else (victim - 2, "generation rank")
+    seen = "\n".join(last for _, last in told.values())
+    assert f"{label} {own} (rank {victim} of the job) is gone" in seen or f"; rank {own} is gone" in seen
+
+
+def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
+    """An engine draws with weights that are not finite: the policy says so, with ticket and checkpoint."""
+    path = write_rl(tmp_path)
+    save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0"))
+    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={tmp_path / 'log'}"]
+    changes = [
+        "optimizer.learning_rate=1e30",
+        "train.precision=fp32",
+        f"checkpoint.directory={tmp_path / 'c'}",
+    ]
+    with start_ranks([*words, *changes, "checkpoint.every=1"], tmp_path, 2) as ranks:
+        told = [rank.wait(within_seconds=60) for rank in ranks]
+    assert [code for code, _ in told] == [1, 1]
+    policy, engine = (errors.splitlines()[-1] for _, errors in told)
+    wanted = "step 2: engine 0: ticket 2, answer 0: the log-probability of token 0 is nan"
+    assert wanted in policy and "last good checkpoint is that of step 1" in policy
+    assert "policy rank 0 (rank 0 of the job) is gone" in engine
+    assert {line["step"] for line in read_lines(tmp_path / "log", "samples.jsonl")} == {1}
+
+
 @pytest.mark.slow
 def test_the_loss_of_an_engine_is_named_in_ten_seconds(tmp_path: Path) -> None:
     """Through the launcher: its exit code, and the role of the rank that is gone."""
@@ -109,7 +180,7 @@ def test_the_loss_of_an_engine_is_named_in_ten_seconds(tmp_path: Path) -> None:
     os.kill(int(engine), 9)
     began = time.monotonic()
     _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 10
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in errors
     assert "generation rank 0 (rank 1 of the job) is gone or stuck" in errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -12,19 +13,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.rl import RLCase, read_lines, run_rl, write_rl
+from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import start_command
 from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError, DataError, PlanError, TrainingError
 from yuan_train.config.plan import single_card_plan
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
+from yuan_train.rl import metrics
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.job import prepare_rl
 from yuan_train.rl.tickets import Sample
 from yuan_train.train.job import Position
-
-TIMINGS = ("seconds", "per_second", "idle_", "mfu", "peak_memory")
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,6 @@ def drawn(project: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrid
     run_rl(RLCase(project, folder, None, ("train.steps=1", "train.prompts_per_step=6", *overrides)))
     monkeypatch.setattr(Collector, "_generate", generate)
     return found
-
-
-def facts(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without what depends on the clock."""
-    return [
-        {key: value for key, value in line.items() if not any(part in key for part in TIMINGS)}
-        for line in read_lines(folder)
-    ]
 
 
 def test_slots_and_chunks_change_no_token(
@@ -185,13 +177,70 @@ def test_killed_and_resumed_it_is_the_same_run(project: Path, tmp_path: Path) ->
     assert log.exists(), command.stderr.read_text()
     assert len(log.read_text().splitlines()) < 4, "it was killed on the way"
     run_rl(killed)
-    assert facts(killed.folder) == facts(whole.folder)
-    assert (killed.folder / "samples.jsonl").read_text() == (whole.folder / "samples.jsonl").read_text()
-    last = "checkpoints/step-00000004"
-    tensors = sorted(path.name for path in (whole.folder / last).glob("*.distcp"))
-    assert tensors
-    for name in tensors:
-        assert (killed.folder / last / name).read_bytes() == (whole.folder / last / name).read_bytes()
+    assert_same_run(killed.folder, whole.folder, "checkpoints/step-00000004")
+
+
+def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In samples.jsonl and in a checkpoint: exit codes, nothing half-written, and the same run in the end."""
+
+    def words(name: str) -> list[str]:
+        folder = tmp_path / name
+        places = [f"log.directory={folder}", f"checkpoint.directory={folder / 'c'}"]
+        return ["rl", "--config", str(project), "train.steps=2", "checkpoint.every=1", *places]
+
+    assert main(words("whole")) == 0
+    write = metrics.write_lines
+
+    def full_at_step_2(file: Any, lines: Any) -> None:
+        if json.loads(lines[0])["step"] == 2:
+            file.write(lines[0][:20])
+            file.flush()
+            with Path("/dev/full").open("w") as full:
+                write(full, lines)
+        write(file, lines)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics, "write_lines", full_at_step_2)
+        assert main(words("samples")) == 1
+    assert re.search(r"cannot be written: .*No space left.* Free some space", capsys.readouterr().err)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        assert main(words("checkpoint")) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "step-00000001: cannot be written" in capsys.readouterr().err
+    assert not list((tmp_path / "checkpoint" / "c").iterdir()), "nothing half-written"
+    for name in ("samples", "checkpoint"):
+        assert main(words(name)) == 0
+        assert_same_run(tmp_path / name, tmp_path / "whole", "c/step-00000002")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.learning_rate=1e30", "step 2: ticket 2, answer 0: the log-probability of token 0 is nan"),
+        ("algorithm.kl={coefficient: 1e308, estimator: k2}", "loss nan, gradient norm nan: the first output"),
+        ("FUNCTION", "ticket 7: an answer's reward is 1e+300; wanted one within 1e+12"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run(
+    project: Path, tmp_path: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With exit code 1, and nothing of the step in files."""
+    (tmp_path / "large.py").write_text("def large(sample):\n    return 1e300 * (sample + 1)\n")
+    if override == "FUNCTION":
+        override = f"reward.functions=[{{python: '{tmp_path / 'large.py'}:large'}}]"
+    words = ["rl", "--config", str(project), override, "train.precision=fp32", f"log.directory={tmp_path}"]
+    assert main(words) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: step ") and message in error
+    assert "no checkpoint is saved yet" in error
+    steps = {line["step"] for line in read_lines(tmp_path)}
+    assert {line["step"] for line in read_lines(tmp_path, "samples.jsonl")} == steps
+    assert f"step {max(steps, default=0) + 1}: " in error
 
 
 def test_sigterm_saves(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +277,8 @@ def test_what_is_refused(
 
 
 @pytest.mark.parametrize(
-    "line", ["", "[]", '{"prompt_ids": [1.5]}', '{"prompt": "text"}', '{"prompt_ids": [64]}']
+    "line",
+    ["", "[]", '{"prompt_ids": []}', '{"prompt_ids": [1.5]}', '{"prompt": "text"}', '{"prompt_ids": [64]}'],
 )
 def test_prompts_that_cannot_be_used(project: Path, tmp_path: Path, line: str) -> None:
     (tmp_path / "odd.jsonl").write_text(line + "\n")

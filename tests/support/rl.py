@@ -22,6 +22,8 @@ from yuan_train.rl.job import prepare_rl
 from yuan_train.rl.loop import train_rl
 from yuan_train.train.job import Position
 
+TIMINGS = ("seconds", "per_second", "idle_", "mfu", "peak_memory")
+"""Metrics that depend on the clock have one of these in their name."""
 REWARDS = """\
 def evenness(completion_ids):
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
@@ -99,6 +101,24 @@ def run_rl(case: RLCase) -> list[dict[str, Any]]:
 def read_lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The lines of a run's file."""
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def facts(folder: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the clock."""
+    return [
+        {key: value for key, value in line.items() if not any(part in key for part in TIMINGS)}
+        for line in read_lines(folder)
+    ]
+
+
+def assert_same_run(folder: Path, other: Path, last: str) -> None:
+    """Metrics, samples and the weights of the checkpoint `last` are the same to the bit."""
+    assert facts(folder) == facts(other)
+    assert (folder / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
+    tensors = sorted(path.name for path in (other / last).glob("*.distcp"))
+    assert tensors
+    for name in tensors:
+        assert (folder / last / name).read_bytes() == (other / last / name).read_bytes()
 
 
 def _run_cases(rank: int, cases: list[RLCase]) -> None:

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 
 from yuan_train.config.environment import set_rank_defaults
-from yuan_train.config.errors import PlanError, YuanError
+from yuan_train.config.errors import PlanError, TrainingError, YuanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.rl import RLConfig
@@ -107,10 +107,14 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
         )
     role, ranks = next((name, own) for name, own in roles.role_ranks.items() if position.rank in own)
     set_log_levels(position.rank)
-    if role == "generation":
-        check_supported(config, None, roles)
-        serve(EngineJob(config, roles, choose_device(config.train.device, position)))
-        return 0
-    own = replace(position, rank=position.rank - ranks.start, world_size=len(ranks))
-    train_rl(prepare_rl(config, roles.roles.policy.plan, own, roles=roles))
+    try:
+        if role == "generation":
+            check_supported(config, None, roles)
+            serve(EngineJob(config, roles, choose_device(config.train.device, position)))
+            return 0
+        own = replace(position, rank=position.rank - ranks.start, world_size=len(ranks))
+        train_rl(prepare_rl(config, roles.roles.policy.plan, own, roles=roles))
+    except TrainingError as error:
+        # Inside, ranks are those of the role.
+        raise TrainingError(f"{role} (its rank 0 is rank {ranks.start} of the job): {error}") from error
     return 0

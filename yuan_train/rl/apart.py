@@ -23,10 +23,10 @@ from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.groups import guard_world_collective, make_tensor_groups, shutdown
+from yuan_train.parallel.groups import as_training_error, guard_world_collective, make_tensor_groups, shutdown
 from yuan_train.parallel.links import Link, RolePosition, join_role, move_weights, post_weights
 from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
-from yuan_train.parallel.transport import LostPeer
+from yuan_train.parallel.transport import blame_peers
 from yuan_train.rl.channels import Channel
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.generator import Drawing, Engine
@@ -143,20 +143,21 @@ class RemoteCollector(Collector):
 
     def stop(self) -> None:
         """Tell the engines to end, once they have taken all that was sent."""
-        for channel in self._channels:
-            channel.send(("stop",))
-        for wait in self._sends:
-            wait()
-        for channel in self._channels:
-            channel.flush()
+        with as_training_error(self._trainer.runtime.coord):
+            for channel in self._channels:
+                channel.send(("stop",))
+            for wait in self._sends:
+                wait()
+            for channel in self._channels:
+                channel.flush()
 
     def _publish(self, version: int) -> None:
         if version == self._published:
             return
         start = time.perf_counter()
-        for channel in self._channels:
-            channel.send(("weights", version))
-        with self._naming():
+        with as_training_error(self._trainer.runtime.coord):
+            for channel in self._channels:
+                channel.send(("weights", version))
             for wait in self._sends:
                 wait()
             runtime = self._trainer.runtime
@@ -174,7 +175,8 @@ class RemoteCollector(Collector):
     def _issue(self, tickets: Sequence[Ticket], drawing: Drawing) -> None:
         for engine, own in enumerate(share_out(tickets, self._shares)):
             if own and self._channels:
-                self._channels[engine].send(("generate", own, drawing))
+                with as_training_error(self._trainer.runtime.coord):
+                    self._channels[engine].send(("generate", own, drawing))
                 self._outstanding[engine] += 1
             self._owner |= dict.fromkeys((ticket.number for ticket in own), engine)
 
@@ -185,7 +187,7 @@ class RemoteCollector(Collector):
             self._issue(missing, drawing)
             numbers = [ticket.number for ticket in missing if isinstance(ticket.number, int)]
             self._issued = max([self._issued, *(number + 1 for number in numbers)])
-        with self._naming():
+        with as_training_error(self._trainer.runtime.coord):
             for ticket in tickets if self._channels else ():
                 while len(self._found.get(ticket.number, ())) < ticket.count:
                     self._take(self._owner[ticket.number])
@@ -213,23 +215,6 @@ class RemoteCollector(Collector):
         tickets = {sample.ticket for sample in answers["samples"]}
         told = answers["version"], engine, answers["seconds"] / max(len(tickets), 1)
         self._told_early |= dict.fromkeys(tickets, told)
-
-    def _naming(self) -> _LostRole:
-        return _LostRole(str(self._trainer.runtime.coord))
-
-
-class _LostRole:
-    """Raises a LostPeer as a TrainingError that names this rank too."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, LostPeer):
-            raise TrainingError(f"policy {self._label}: {error}") from error
 
 
 # --- an engine -------------------------------------------------------------------------------------------
@@ -276,7 +261,7 @@ def serve(job: EngineJob) -> None:
                 startup_timeout_seconds=run.train.startup_timeout,
             )
             _drop_gradients(runtime)
-            with _LostRole(f"of generation, {runtime.coord}"):
+            with as_training_error(runtime.coord):
                 _Server(job, runtime, position, dtype).run()
         finally:
             shutdown()
@@ -369,5 +354,7 @@ class _Server:
         """The next message, on all ranks of the engine."""
         told: list[Any] = [self._channel.receive() if self._channel is not None else None]
         if self._group is not None:
-            dist.broadcast_object_list(told, src=self._leader, group=self._group)
+            what, ranks = "the controller's message", dist.get_process_group_ranks(self._group)
+            with as_training_error(self._runtime.coord), blame_peers(what, ranks):
+                dist.broadcast_object_list(told, src=self._leader, group=self._group)
         return told[0]

@@ -20,6 +20,9 @@ from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.step import Trainer
 
+LARGEST_REWARD = 1e12
+"""Rewards beyond it, plus or minus, have squares and sums that do not tell answers apart, or overflow."""
+
 
 @dataclass(frozen=True)
 class Collected:
@@ -141,13 +144,14 @@ class Collector:
         seconds[1] += time.perf_counter() - drawn
         found: list[tuple[Group | None, str | None]] = []
         for number, prompt, answers, scores in zip(numbers, prompts, samples, scored, strict=True):
-            if scores.error is not None:
-                why = f"ticket {number}: {scores.error}"
+            rewards = tuple(self._rewards(scores, answers))
+            fault = scores.error or _too_large(rewards)
+            if fault is not None:
+                why = f"ticket {number}: {fault}"
                 if job.run.reward.on_error == "stop":
                     raise TrainingError(f"{why}; correct the function, or set reward.on_error: drop")
                 found.append((None, why))
                 continue
-            rewards = tuple(self._rewards(scores, answers))
             found.append((Group(number, prompt, tuple(answers), scores.of_answers, rewards), None))
         return found
 
@@ -184,7 +188,8 @@ class Collector:
                 told[0] = self._scorers.score([self._fields(*group) for group in groups])
             except OSError as error:
                 fault = TrainingError(f"the reward functions' processes cannot be used: {error}")
-        raise_together(fault)
+        with guard_world_collective(self._trainer.runtime.coord, "the agreement on scores"):
+            raise_together(fault)
         if dist.is_initialized():
             with guard_world_collective(self._trainer.runtime.coord, "the broadcast of scores"):
                 dist.broadcast_object_list(told, src=0)
@@ -206,3 +211,11 @@ class Collector:
             }
             for sample in samples
         ]
+
+
+def _too_large(rewards: Sequence[float]) -> str | None:
+    """What is wrong with the rewards of a group, if one is too large to compare with others."""
+    found = [reward for reward in rewards if abs(reward) > LARGEST_REWARD]
+    if not found:
+        return None
+    return f"an answer's reward is {found[0]:g}; wanted one within {LARGEST_REWARD:g}, or give reward.clip"

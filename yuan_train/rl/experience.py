@@ -74,24 +74,26 @@ def make_rows(groups: Sequence[Group], *, length: int, packed: bool) -> Rows:
     firsts = [0]
     for _, answer in sequences:
         firsts.append(firsts[-1] + len(answer))
-    shape = (len(bins), length)
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    targets = torch.full(shape, IGNORE_INDEX)
-    starts = torch.zeros(shape, dtype=torch.bool)
-    place = torch.full(shape, -1)
+    # As lists: thousands of short answers would each take a few small tensors.
+    room = len(bins) * length
+    tokens, targets, starts, place = [0] * room, [IGNORE_INDEX] * room, [False] * room, [-1] * room
     for row, members in enumerate(bins):
-        at = 0
+        at = row * length
         for i in members:
             prompt, answer = sequences[i]
             end, first = at + sizes[i], at + len(prompt) - 1
-            tokens[row, at:end] = torch.tensor([*prompt, *answer[:-1]])
-            targets[row, first:end] = torch.tensor(answer)
-            place[row, first:end] = torch.arange(firsts[i], firsts[i + 1])
-            starts[row, at] = True
+            tokens[at:end] = [*prompt, *answer[:-1]]
+            targets[first:end] = answer
+            place[first:end] = range(firsts[i], firsts[i + 1])
+            starts[at] = True
             at = end
-        if at < length:
-            starts[row, at] = True
-    return Rows(tokens, targets, starts, place, sum(sizes), any(len(members) > 1 for members in bins))
+        if at < (row + 1) * length:
+            starts[at] = True
+    tokens_RS, targets_RS, starts_RS, place_RS = (
+        torch.tensor(values).view(len(bins), length) for values in (tokens, targets, starts, place)
+    )
+    shared = any(len(members) > 1 for members in bins)
+    return Rows(tokens_RS, targets_RS, starts_RS, place_RS, sum(sizes), shared)
 
 
 def _fit(sizes: Sequence[int], room: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Group
-from yuan_train.train.metrics import StepMetrics, open_after
+from yuan_train.train.metrics import StepMetrics, close_quietly, open_after, write_lines
 
 SAMPLES_PER_STEP = 4
 
@@ -99,9 +99,10 @@ class SampleLog:
                 raise ConfigError(f"log.directory: {path} cannot be written: {error}") from None
 
     def write(self, step: int, groups: Sequence[Group], labels: Sequence[str]) -> None:
-        """The first answers to the first prompts of a batch."""
+        """The first answers to the first prompts of a batch. Raises TrainingError if the disk is full."""
         if self._file is None:
             return
+        lines: list[str] = []
         for group in groups[:SAMPLES_PER_STEP]:
             sample = group.samples[0]
             line: dict[str, Any] = {
@@ -116,10 +117,10 @@ class SampleLog:
                 "tokens": len(sample.ids),
                 "ended": sample.ended,
             }
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        write_lines(self._file, lines)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            close_quietly(self._file)

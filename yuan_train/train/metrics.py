@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from yuan_train.config.errors import ConfigError
+from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import RunConfig
 
@@ -96,7 +97,10 @@ class Log:
             self._events = _event_writer(directory)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write the metrics of one step, and a progress line if it `is_logged`."""
+        """Write the metrics of one step, and a progress line if it `is_logged`.
+
+        Raises TrainingError if the file cannot take them.
+        """
         if self._file is not None:
             line = {"version": VERSION, **_finite(asdict(metrics))}
             if metrics.loss_scale is None:
@@ -107,8 +111,7 @@ class Log:
                 del line["expert_tokens"]
             if metrics.stage_seconds is None:
                 del line["peak_memory_bytes"], line["stage_seconds"]
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            write_lines(self._file, [json.dumps(line) + "\n"])
         if self._events is not None:
             for name in metrics.curves:
                 value = getattr(metrics, name)
@@ -124,7 +127,7 @@ class Log:
     def close(self) -> None:
         """Close the files."""
         if self._file is not None:
-            self._file.close()
+            close_quietly(self._file)
         if self._events is not None:
             self._events.close()
 
@@ -184,6 +187,27 @@ def open_after(path: Path, first_step: int) -> TextIO:
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     temporary.replace(path)
     return path.open("a", encoding="utf-8")
+
+
+def write_lines(file: TextIO, lines: Sequence[str]) -> None:
+    """Write whole lines, at once. Raises TrainingError, naming the file, if the disk is full.
+
+    What of them is written nevertheless is left out by `open_after` when the run is resumed.
+    """
+    try:
+        file.write("".join(lines))
+        file.flush()
+    except OSError as error:
+        raise TrainingError(
+            f"{file.name}: cannot be written: {error}. Free some space, and start the run again: it goes on "
+            "from its newest checkpoint"
+        ) from error
+
+
+def close_quietly(file: TextIO) -> None:
+    """Close a file; one that was full has been reported, and has nothing more to say."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _event_writer(directory: Path) -> Any:

@@ -73,7 +73,9 @@ class Saver:
         if self._thread is not None:
             self._pending = self._thread.submit(save)
         else:
-            self._finish(save())
+            with guard_world_collective(self._coord, "the save"):
+                path = save()
+            self._finish(path)
 
     def failed(self) -> bool:
         """Whether the pending save has failed; logs one that has succeeded. Does not wait."""
