@@ -17,7 +17,7 @@ from typing import Any
 
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import GIB, DeviceType
-from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
@@ -85,11 +85,11 @@ def violations(
 
 
 def step_seconds(problem: PlanProblem, keys: dict[str, Any]) -> float:
-    """The step of the plan that these search keys lead to; inf if none fits."""
+    """The step of the plan that these search keys lead to; inf if none fits or can be made."""
     search = SearchConfig(time_limit=600.0, **keys)
     try:
         return search_plan(problem, search, micro_batch_size=1).best.step_seconds
-    except NoPlanFits:
+    except (ConfigError, NoPlanFits):
         return math.inf
 
 
