@@ -35,7 +35,10 @@ CHAINS: tuple[tuple[dict[str, Any], ...], ...] = (
     ({"offload": ()}, {"offload": ("optimizer",)}),
     ({"pipelines": (1,)}, {"pipelines": (1, 2)}),
     ({"replicas": (1,)}, {"replicas": (1, 2)}),
-    ({"schedule": ("1f1b",), "micro_batch_size": (1,), "offload": ()}, {"schedule": ("1f1b",), "offload": ()}),
+    (
+        {"schedule": ("1f1b",), "micro_batch_size": (1,), "offload": ()},
+        {"schedule": ("1f1b",), "offload": ()},
+    ),
 )
 """Keys from narrow to wide; the widest search of all, with the keys left open, ends each."""
 

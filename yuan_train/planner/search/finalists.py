@@ -110,8 +110,8 @@ def _with_polished(
 
 
 def _restructured(fastest: Sequence[int], result: Sequence[Candidate], num_cards: int) -> list[int]:
-    """Those of the polished plans whose structure is changed: the fastest, and on few cards the fastest of each
-    kind, so that plans of one kind that cannot become faster take no other kind's place."""
+    """Those of the polished plans whose structure is changed: the fastest, and on few cards the fastest of
+    each kind, so that plans of one kind that cannot become faster take no other kind's place."""
     chosen = list(fastest[:NUM_RESTRUCTURED])
     kinds = {_kind(result[i]) for i in chosen}
     for i in fastest[NUM_RESTRUCTURED:] if num_cards <= FEW_CARDS else ():

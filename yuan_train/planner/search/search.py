@@ -348,10 +348,18 @@ def _idle(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
         reason = (
             "the fastest plan found does not use it"
             if card in assigned
-            else f"the {card.type}s do not divide into {best.shape.num_pipelines} equal pipelines"
+            else f"the {card.type}s do not divide into {_groups_of(best, card)}"
+            f"{best.shape.num_pipelines} equal pipelines"
         )
         result.append(LeftOut(card=card, reason=reason))
     return result
+
+
+def _groups_of(best: Candidate, card: Card) -> str:
+    """Words for the groups that a type's cards form in the shape of a plan; none for single cards."""
+    slots = (slot for slot in best.shape.slots if slot[0][0][0].type == card.type)
+    width = max((len(slot[0][0]) for slot in slots), default=1)
+    return f"groups of {width} within their nodes, in " if width > 1 else ""
 
 
 def _notes(cost: PlanCost) -> tuple[str, ...]:
