@@ -37,7 +37,7 @@ WORTH_DESCENDING = 1.15
 """A neighbour is cut further only if its first cuts take at most this multiple of the best step."""
 WORTH_PAIRING = 1.03
 """The same for two changes at a time."""
-FEW_CARDS = 16
+FEW_CARDS = 8
 """Cards up to which every part of a change of structure has the whole budget."""
 
 
