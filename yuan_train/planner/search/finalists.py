@@ -11,7 +11,13 @@ from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.descent import Budget
 from yuan_train.planner.search.explore import Candidate, choice_seconds
 from yuan_train.planner.search.half_layers import shift_by_halves
-from yuan_train.planner.search.polish import polish_plan, polished_estimate, restructure_plan
+from yuan_train.planner.search.polish import (
+    FEW_CARDS,
+    polish_plan,
+    polished_estimate,
+    restructure_plan,
+    under_schedule,
+)
 from yuan_train.planner.search.shapes import Options, Shape
 
 MAX_FINALISTS = 100
@@ -27,8 +33,10 @@ POLISH_WORK, POLISH_WORK_PER_CARD = 4_000_000, 4_000
 """Budget of all polishes on few cards, and for each card of more; see `descent.Budget`."""
 RESTRUCTURE_WORK = 12_000_000
 """Budget of all changes of structure, with the polishes that they bring."""
-NUM_RESTRUCTURED = 3
-"""Polished plans whose structure is changed."""
+NUM_RESTRUCTURED, MOST_RESTRUCTURED = 3, 6
+"""Polished plans whose structure is changed; the same on few cards, with the fastest of other kinds."""
+WORTH_RESTRUCTURING = 1.2
+"""These others take at most this multiple of the best step."""
 
 
 def improve(
@@ -91,12 +99,49 @@ def _with_polished(
             best = min(best, cost.step_seconds)
             polished.append(i)
     fastest = sorted(polished, key=lambda i: (result[i].step_seconds, i))
-    for i in fastest[: NUM_RESTRUCTURED if few else 0]:
+    starts = [result[i] for i in _restructured(fastest, result, len(cards))] if few else []
+    if few and len(cards) <= FEW_CARDS:
+        starts += _under_other_schedules(costs, starts[0], options, stopped)
+    for start in starts:
         budget = Budget(RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
-        plan, cost = restructure_plan(costs, result[i].plan, result[i].cost, cards, options, budget)
-        if plan != result[i].plan:
-            result[i] = Candidate(plan=plan, cost=cost, shape=_reshaped(result[i].shape, plan))
+        plan, cost = restructure_plan(costs, start.plan, start.cost, cards, options, budget)
+        result.append(Candidate(plan=plan, cost=cost, shape=_reshaped(start.shape, plan)))
     return result
+
+
+def _restructured(fastest: Sequence[int], result: Sequence[Candidate], num_cards: int) -> list[int]:
+    """Those of the polished plans whose structure is changed: the fastest, and on few cards the fastest of
+    each kind, so that plans of one kind that cannot become faster take no other kind's place."""
+    chosen = list(fastest[:NUM_RESTRUCTURED])
+    kinds = {_kind(result[i]) for i in chosen}
+    for i in fastest[NUM_RESTRUCTURED:] if num_cards <= FEW_CARDS else ():
+        near = result[i].step_seconds < WORTH_RESTRUCTURING * result[fastest[0]].step_seconds
+        if near and _kind(result[i]) not in kinds and len(chosen) < MOST_RESTRUCTURED:
+            kinds.add(_kind(result[i]))
+            chosen.append(i)
+    return chosen
+
+
+def _kind(candidate: Candidate) -> object:
+    """Number of pipelines, widest group, most replicas."""
+    stages = candidate.cost.stages
+    widest = max(len(stage.replicas[0]) for stage in stages)
+    return len(candidate.plan.pipelines), widest, max(len(stage.replicas) for stage in stages)
+
+
+def _under_other_schedules(
+    costs: Costs, start: Candidate, options: Options, stopped: Callable[[], bool]
+) -> list[Candidate]:
+    """A plan under the other schedules that the polish may choose."""
+    found: list[Candidate] = []
+    for schedule in options.polished_schedules:
+        if schedule == "interleaved_1f1b":
+            continue
+        budget = Budget(RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
+        priced = under_schedule(costs, start.plan, start.cost, schedule, options, budget)
+        if priced is not None:
+            found.append(Candidate(plan=priced[0], cost=priced[1], shape=_reshaped(start.shape, priced[0])))
+    return found
 
 
 def _with_half_layers(

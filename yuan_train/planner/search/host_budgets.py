@@ -34,7 +34,7 @@ def solve_with_hosts(
         ranked = sorted(found.candidates, key=lambda c: choice_seconds(costs, c.cost))
         shapes = list(dict.fromkeys(c.shape for c in ranked))[:NUM_SHAPES_OF_MANY]
 
-    def solve(host_seconds: float) -> Found:
+    def solve(host_seconds: float, shapes: Sequence[Shape]) -> Found:
         return solve_shapes(
             costs, shapes, replace(options, host_seconds=host_seconds), stopped, best_seconds=best
         )
@@ -42,20 +42,22 @@ def solve_with_hosts(
     def offloading(found: Found) -> list[Candidate]:
         return [c for c in found.candidates if any(stage.host_bytes for stage in c.cost.stages)]
 
-    unlimited = solve(math.inf)
+    unlimited = solve(math.inf, shapes)
     added = offloading(unlimited)
-    gains = any(choice_seconds(costs, c.cost) - c.cost.update_seconds < best for c in added)
-    if gains:
+    # A shape that is too slow even if its hosts cost nothing stays so if they may do less.
+    gaining = {c.shape for c in added if choice_seconds(costs, c.cost) - c.cost.update_seconds < best}
+    if gaining:
+        shapes = [shape for shape in shapes if shape in gaining]
         longest = min(added, key=lambda c: choice_seconds(costs, c.cost)).cost.update_seconds
         for share in SHARES_OF_MANY if many else SHARES:
             best = min([best, *(choice_seconds(costs, c.cost) for c in added)])
-            added += offloading(solve(share * longest))
+            added += offloading(solve(share * longest, shapes))
     plain = min((choice_seconds(costs, c.cost) for c in found.candidates), default=math.inf)
     faster = [c for c in added if choice_seconds(costs, c.cost) < plain]
     return Found(
         candidates=(*found.candidates, *faster),
         lower_bound_seconds=min(found.lower_bound_seconds, unlimited.lower_bound_seconds),
-        exact=found.exact and unlimited.exact and not gains and not (many and best < math.inf),
+        exact=found.exact and unlimited.exact and not gaining and not (many and best < math.inf),
         num_simulated=found.num_simulated + unlimited.num_simulated,
     )
 

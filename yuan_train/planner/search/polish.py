@@ -9,12 +9,14 @@ what it can be, not by the cut that it happens to begin with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_units import divides_experts
+from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.descent import (
@@ -35,6 +37,8 @@ WORTH_DESCENDING = 1.15
 """A neighbour is cut further only if its first cuts take at most this multiple of the best step."""
 WORTH_PAIRING = 1.03
 """The same for two changes at a time."""
+FEW_CARDS = 8
+"""Cards up to which every part of a change of structure has the whole budget."""
 
 
 def polish_plan(costs: Costs, plan: Plan, cost: PlanCost, options: Options, budget: Budget) -> Priced:
@@ -74,16 +78,35 @@ def restructure_plan(
     best = plan, cost
     if plan.schedule == "interleaved_1f1b" or plan.divided_layers or divides_experts(plan):
         return best
-    # First under the plan's own schedule and size, then under all: what more choice finds is never slower.
-    own = replace(
-        options,
-        polished_schedules=(plan.schedule,),
-        polished_sizes=tuple(dict.fromkeys(pipeline.micro_batch_size for pipeline in plan.pipelines)),
-    )
+    own_sizes = tuple(dict.fromkeys(pipeline.micro_batch_size for pipeline in plan.pipelines))
+    own = replace(options, polished_schedules=(plan.schedule,), polished_sizes=own_sizes)
     half = Budget(budget.work / 2, budget.stopped, budget.fitted)
     best = _restructured(costs, best, cards, own, half)
     budget.work += half.work - budget.work / 2
+    # Under more choice from where less choice ends: what it finds is never slower.
+    several = len(options.polished_schedules) > 1, len(options.polished_sizes) > len(own_sizes)
+    parts = [
+        replace(options, polished_schedules=(plan.schedule,)),
+        replace(options, polished_sizes=own_sizes),
+    ]
+    start, share = best, budget.work if len(cards) <= FEW_CARDS else budget.work / 4
+    for part in parts if all(several) else ():
+        apart = Budget(share, budget.stopped, budget.fitted)
+        found = _restructured(costs, start, cards, part, apart)
+        best = min(best, found, key=lambda priced: priced[1].step_seconds)
+        if len(cards) > FEW_CARDS:
+            budget.work -= share - apart.work
     return _restructured(costs, best, cards, options, budget)
+
+
+def under_schedule(
+    costs: Costs, plan: Plan, cost: PlanCost, schedule: ScheduleName, options: Options, budget: Budget
+) -> Priced | None:
+    """The plan under another schedule, cut anew for it, however slow; None if it does not fit."""
+    if plan.schedule in (schedule, "interleaved_1f1b") or plan.divided_layers or divides_experts(plan):
+        return None
+    draft = replace(draft_of(plan, cost), schedule=schedule)
+    return _realised(costs, draft, math.inf, options, budget)
 
 
 def _restructured(

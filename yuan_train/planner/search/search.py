@@ -122,14 +122,20 @@ def search_plan(
     if options.use_all_devices and shapes:
         shapes = _not_longer_than_model(problem, shapes)
     found = solve_shapes(costs, shapes, options, stopped)
+    # Few plans are improved on many cards, and those with hosts among them.
+    apart = bool(found.candidates) and len(cards) <= MAX_RESTRUCTURED_CARDS
+    without_hosts = found.candidates
     if options.offload and not problem.has_external_profile:
         found = solve_with_hosts(costs, shapes, options, found, stopped)
-    ranked = rank(costs, _valid(found.candidates, options))
+    ranked = rank(costs, _valid(without_hosts if apart else found.candidates, options))
     ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
     before = ranked
     ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.polished_schedules]
     ranked = improve(costs, ranked, cards, options, stopped)
-    # Apart, so that no plan without groups is improved less because there are some with.
+    # Apart, so that no plan without hosts or groups is improved less because there are some with.
+    hosted = rank(costs, _valid(found.candidates[len(without_hosts) :] if apart else (), options))
+    hosted = [candidate for candidate in hosted if candidate.plan.schedule in options.polished_schedules]
+    ranked = rank(costs, [*ranked, *improve(costs, hosted, cards, options, stopped)])
     limit = ranked[0].step_seconds if ranked else math.inf
     grouped = plans_with_experts(costs, cards, options, limit_seconds=LEAST_HOPE * limit, stopped=stopped)
     ranked = rank(costs, [*ranked, *improve(costs, rank(costs, grouped), cards, options, stopped)])
@@ -342,10 +348,18 @@ def _idle(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
         reason = (
             "the fastest plan found does not use it"
             if card in assigned
-            else f"the {card.type}s do not divide into {best.shape.num_pipelines} equal pipelines"
+            else f"the {card.type}s do not divide into {_groups_of(best, card)}"
+            f"{best.shape.num_pipelines} equal pipelines"
         )
         result.append(LeftOut(card=card, reason=reason))
     return result
+
+
+def _groups_of(best: Candidate, card: Card) -> str:
+    """Words for the groups that a type's cards form in the shape of a plan; none for single cards."""
+    slots = (slot for slot in best.shape.slots if slot[0][0][0].type == card.type)
+    width = max((len(slot[0][0]) for slot in slots), default=1)
+    return f"groups of {width} within their nodes, in " if width > 1 else ""
 
 
 def _notes(cost: PlanCost) -> tuple[str, ...]:
