@@ -192,9 +192,9 @@ class Collector:
         if dist.is_initialized():
             with guard_world_collective(self._trainer.runtime.coord, "the broadcast of scores"):
                 dist.broadcast_object_list(told, src=0)
-        return (
-            told[0] if self._reward_model is None else self._with_model(self._reward_model, groups, told[0])
-        )
+        if self._reward_model is None:
+            return told[0]
+        return self._with_model(self._reward_model, groups, told[0])
 
     def _with_model(
         self, model: RewardModel, groups: Sequence[tuple[Prompt, Sequence[Sample]]], scored: Sequence[Scores]
