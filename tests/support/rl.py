@@ -86,7 +86,7 @@ class RLCase:
 
 def run_rl_cases(cases: list[RLCase]) -> None:
     """Run the cases one after another in one set of processes."""
-    spawn(_run_cases, max(case.num_ranks for case in cases), cases)
+    spawn(run_cases_of_rank, max(case.num_ranks for case in cases), cases)
 
 
 def run_rl(case: RLCase) -> list[dict[str, Any]]:
@@ -101,7 +101,8 @@ def read_lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def _run_cases(rank: int, cases: list[RLCase]) -> None:
+def run_cases_of_rank(rank: int, cases: list[RLCase]) -> None:
+    """What one of the processes does."""
     os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
     for case in cases:
         if rank < case.num_ranks:
