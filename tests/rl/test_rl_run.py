@@ -262,7 +262,7 @@ def test_sigterm_saves(project: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ("schedule.mode=async", "async is not there yet"),
         ("algorithm.name=ppo", "needs a critic"),
-        ("reward.model={checkpoint: x}", "a reward model does not score during a run yet"),
+        ("reward.model={checkpoint: nowhere}", "nowhere"),
         ("data.prompts=[{file: nowhere.jsonl}]", "nowhere.jsonl: cannot be read"),
         ("data.max_prompt_tokens=3", r"longer than data.max_prompt_tokens 3: lines \d+ \(\d tokens\)"),
         ("reward.functions=[{python: 'nowhere.py:f'}]", "nowhere.py: no such file"),

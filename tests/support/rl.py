@@ -88,7 +88,7 @@ class RLCase:
 
 def run_rl_cases(cases: list[RLCase]) -> None:
     """Run the cases one after another in one set of processes."""
-    spawn(_run_cases, max(case.num_ranks for case in cases), cases)
+    spawn(run_cases_of_rank, max(case.num_ranks for case in cases), cases)
 
 
 def run_rl(case: RLCase) -> list[dict[str, Any]]:
@@ -121,7 +121,8 @@ def assert_same_run(folder: Path, other: Path, last: str) -> None:
         assert (folder / last / name).read_bytes() == (other / last / name).read_bytes()
 
 
-def _run_cases(rank: int, cases: list[RLCase]) -> None:
+def run_cases_of_rank(rank: int, cases: list[RLCase]) -> None:
+    """What one of the processes does."""
     os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
     for case in cases:
         if rank < case.num_ranks:

@@ -81,11 +81,14 @@ def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | No
         return load_plan(path), config, None
     roles = load_rl_plan(path)
     check_rl_plan_of_run(roles, config)
+    own = [name for name in roles.plans if name not in ("policy", "generation")]
+    if own:
+        advice = "plan without it"
+        if own[0] == "reward":
+            advice = "plan with reward.model=null, and the reward model scores on the policy's cards"
+        raise PlanError(f"{path}: roles.{own[0]}: cards of its own do not run yet; {advice}")
     generation = roles.roles.generation
     if not generation.is_shared:
-        own = [name for name in roles.plans if name not in ("policy", "generation")]
-        if own:
-            raise PlanError(f"{path}: roles.{own[0]}: cards of its own do not run yet; plan without it")
         return roles.roles.policy.plan, config, roles
     slots = replace(config.generation, slots=generation.slots)
     return roles.roles.policy.plan, replace(config, generation=slots), None

@@ -149,6 +149,16 @@ class RewardConfig:
     truncated: float | None = None
     """The reward of an answer that reached max_new_tokens, whatever it says; None: as it scores."""
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the scores of an answer: the functions', then `model` if a reward model scores."""
+        return (*(f.label for f in self.functions), *(() if self.model is None else ("model",)))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the scores, in the order of `labels`."""
+        return (*(f.weight for f in self.functions), *(() if self.model is None else (self.model.weight,)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:

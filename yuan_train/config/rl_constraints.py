@@ -142,6 +142,17 @@ def _rewards(run: RLConfig) -> Iterator[Violation]:
             yield Violation(where, message)
         if function.label in labels[:i]:
             yield Violation(where, f"a second {function.label!r}; metrics go by name, so keep one")
+    if reward.model is not None and "model" in labels:
+        yield Violation(
+            ("reward", "functions", labels.index("model")),
+            "'model' is the name of reward.model's score; give the function another",
+        )
+    if not reward.functions and run.data.evaluation is not None:
+        yield Violation(
+            ("data", "evaluation"),
+            "pass@1 counts answers that the first reward function gives 1, and there is none; give one "
+            "(weight: 0 leaves the reward as it is), or leave the evaluation out",
+        )
     if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
         yield Violation(("reward", "clip"), f"wanted [smallest, largest], got {list(reward.clip)}")
     if reward.overlong.buffer > run.generation.max_new_tokens:

@@ -15,6 +15,7 @@ from yuan_train.parallel.groups import guard_world_collective
 from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import Drawing, Engine
 from yuan_train.rl.job import RLJob
+from yuan_train.rl.reward_model import RewardModel, score_error
 from yuan_train.rl.rewards import Scorers, Scores, reward_of
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.train.agreement import raise_together
@@ -49,6 +50,9 @@ class Collector:
         self._engine = engine
         self._scorers = scorers
         run = job.run
+        self._reward_model: RewardModel | None = None
+        if job.reward_model is not None:
+            self._reward_model = RewardModel(job.reward_model, run, trainer)
         self._drawing = Drawing(
             seed=run.train.seed,
             max_new_tokens=run.generation.max_new_tokens,
@@ -149,7 +153,7 @@ class Collector:
             if fault is not None:
                 why = f"ticket {number}: {fault}"
                 if job.run.reward.on_error == "stop":
-                    raise TrainingError(f"{why}; correct the function, or set reward.on_error: drop")
+                    raise TrainingError(f"{why}; correct it, or set reward.on_error: drop")
                 found.append((None, why))
                 continue
             found.append((Group(number, prompt, tuple(answers), scores.of_answers, rewards), None))
@@ -180,7 +184,7 @@ class Collector:
         return [found[ticket.number] for ticket in tickets]
 
     def _score(self, groups: Sequence[tuple[Prompt, Sequence[Sample]]]) -> list[Scores]:
-        """Rank 0 scores, all get it."""
+        """Rank 0 has the functions score, all get it; then all ranks add the reward model's scores."""
         told: list[Any] = [None]
         fault: YuanError | None = None
         if self._scorers is not None:
@@ -193,7 +197,24 @@ class Collector:
         if dist.is_initialized():
             with guard_world_collective(self._trainer.runtime.coord, "the broadcast of scores"):
                 dist.broadcast_object_list(told, src=0)
-        return told[0]
+        if self._reward_model is None:
+            return told[0]
+        return self._with_model(self._reward_model, groups, told[0])
+
+    def _with_model(
+        self, model: RewardModel, groups: Sequence[tuple[Prompt, Sequence[Sample]]], scored: Sequence[Scores]
+    ) -> list[Scores]:
+        """Scores with those of the reward model behind them; groups that failed are left as they are."""
+        read = [(n, *group) for n, group in enumerate(groups) if scored[n].error is None]
+        sequences = [(*prompt.ids, *sample.ids) for _, prompt, samples in read for sample in samples]
+        values = iter(model.score(sequences))
+        found = list(scored)
+        for n, _, samples in read:
+            own = [next(values) for _ in samples]
+            pairs = zip(scored[n].of_answers, own, strict=True)
+            error = score_error(own)
+            found[n] = Scores(error=error) if error else Scores(tuple((*row, value) for row, value in pairs))
+        return found
 
     def _fields(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Mapping[str, Any]]:
         """What reward functions get of each answer."""

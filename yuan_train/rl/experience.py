@@ -70,7 +70,7 @@ def make_rows(groups: Sequence[Group], *, length: int, packed: bool) -> Rows:
     sequences = [(group.prompt.ids, sample.ids) for group in groups for sample in group.samples]
     # The last token of an answer is predicted, and not read.
     sizes = [len(prompt) + len(answer) - 1 for prompt, answer in sequences]
-    bins = _fit(sizes, length) if packed else [[i] for i in range(len(sizes))]
+    bins = fit_rows(sizes, length) if packed else [[i] for i in range(len(sizes))]
     firsts = [0]
     for _, answer in sequences:
         firsts.append(firsts[-1] + len(answer))
@@ -96,7 +96,7 @@ def make_rows(groups: Sequence[Group], *, length: int, packed: bool) -> Rows:
     return Rows(tokens_RS, targets_RS, starts_RS, place_RS, sum(sizes), shared)
 
 
-def _fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+def fit_rows(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Bins of items: each into the first that has room, the largest first (Johnson 1973)."""
     bins: list[list[int]] = []
     left: list[int] = []

@@ -15,6 +15,7 @@ from yuan_train.config.rl_plan import RlPlan
 from yuan_train.data.prompts import Prompt, Prompts, read_prompts
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Answers
+from yuan_train.rl.reward_model import find_reward_model
 from yuan_train.train.job import Job, Position, check_position, check_same_model, find_checkpoints
 
 MOST_SLOTS = 128
@@ -32,6 +33,8 @@ class RLJob:
     """To be measured; empty if none are."""
     roles: RlPlan | None = None
     """Where engines on other cards generate; None: the policy's cards do."""
+    reward_model: Checkpoint | None = None
+    """Whose scores are added to those of functions."""
 
     @property
     def mode(self) -> Mode:
@@ -96,7 +99,8 @@ def prepare_rl(run: RLConfig, plan: Plan | None, position: Position, *, roles: R
     checkpoint, start = find_checkpoints(policy) if position.world_size == 1 else (None, None)
     answers = Answers([*prompts.fingerprints, _digest(run)])
     job = Job(policy, plan, position, device, answers, None, tokenizer, checkpoint, start)
-    return RLJob(run, job, prompts, tuple(evaluation), roles)
+    reward_model = find_reward_model(run, tokenizer)
+    return RLJob(run, job, prompts, tuple(evaluation), roles, reward_model)
 
 
 def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = None) -> None:
@@ -113,8 +117,6 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
         faults.append(
             f"algorithm.name: {run.algorithm.name} needs a critic, which is not there yet; use grpo"
         )
-    if run.reward.model is not None:
-        faults.append("reward.model: a reward model does not score during a run yet; give functions")
     if run.model.num_experts:
         faults.append("model.num_experts: a policy with experts is not trained yet; use a dense model")
     scaling = run.model.rope_scaling

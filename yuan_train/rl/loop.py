@@ -304,7 +304,7 @@ def _step(
             metrics = _with_engines(metrics, told, progress.step - 1)
         parts.log.write(replace(metrics, loss_scale=scaler.scale if scaler else None))
         assert parts.samples is not None
-        parts.samples.write(number, batch.groups, [function.label for function in run.reward.functions])
+        parts.samples.write(number, batch.groups, run.reward.labels)
     return progress, state, bool(stops[0] > 0)
 
 
@@ -360,8 +360,7 @@ def _metrics(
         reward=statistics.fmean(rewards),
         reward_std=statistics.pstdev(rewards),
         rewards={
-            function.label: statistics.fmean(row[i] for row in scores)
-            for i, function in enumerate(run.reward.functions)
+            label: statistics.fmean(row[i] for row in scores) for i, label in enumerate(run.reward.labels)
         },
         answer_tokens={"mean": statistics.fmean(lengths), "max": max(lengths)},
         truncated=sum(sample.ended == "limit" for sample in samples) / len(samples),

@@ -26,7 +26,7 @@ READ_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the answers to one prompt: a number per function of each; or why there are none."""
+    """Of the answers to one prompt: a number per `RewardConfig.labels` of each; or why there are none."""
 
     of_answers: tuple[tuple[float, ...], ...] = ()
     error: str | None = None
@@ -40,7 +40,7 @@ def reward_of(scores: Sequence[float], sample: Sample, config: RewardConfig, *, 
     """
     if config.truncated is not None and sample.ended == "limit":
         return config.truncated
-    total = sum(function.weight * score for function, score in zip(config.functions, scores, strict=True))
+    total = sum(weight * score for weight, score in zip(config.weights, scores, strict=True))
     if config.clip is not None:
         total = min(max(total, config.clip[0]), config.clip[1])
     buffer = config.overlong.buffer
