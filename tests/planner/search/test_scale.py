@@ -12,9 +12,9 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import tied_embedding_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.messages import edge_flows
+from yuan_train.planner.search.explore import usable_part
 from yuan_train.planner.search.instances import make_instance
 from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.shapes import usable_part
 
 
 def group(device: str, count: int, devices: int, bandwidth: float) -> NodeGroup:

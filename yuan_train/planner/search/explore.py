@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
@@ -31,9 +32,9 @@ from yuan_train.planner.search.shapes import (
     THOUSANDS,
     Options,
     Shape,
+    Slot,
     make_plan,
     stage_recompute,
-    usable_part,
 )
 from yuan_train.planner.solver.cost_tables import make_cut
 from yuan_train.planner.solver.estimate import may_hide
@@ -322,6 +323,19 @@ class _Search:
                 self.exact = False
                 break
         self.best = min([self.best, *(choice_seconds(self.costs, c.cost) for c in self.candidates)])
+
+
+def usable_part(shape: Shape, num_units: int) -> Shape:
+    """The shape with as many slots of each kind as a pipeline of so many units may have stages, the first
+    ones. Other slots differ from these in their links alone; on thousands of cards they take too long."""
+    taken: Counter[tuple[str, int, int]] = Counter()
+    kept: list[Slot] = []
+    for slot in shape.slots:
+        kind = slot[0][0][0].type, len(slot[0][0]), len(slot[0])
+        taken[kind] += 1
+        if taken[kind] <= num_units:
+            kept.append(slot)
+    return shape if len(kept) == len(shape.slots) else replace(shape, slots=tuple(kept))
 
 
 def _num_steps(shape: Shape, num_units: int) -> int:

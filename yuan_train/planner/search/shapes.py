@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar, get_args
 
 from yuan_train.config.cluster import Card
@@ -108,19 +108,6 @@ class Shape:
         return frozenset(
             card for slot in self.slots for group in slot for replica in group for card in replica
         )
-
-
-def usable_part(shape: Shape, num_units: int) -> Shape:
-    """The shape with as many slots of each kind as a pipeline of so many units may have stages, the first
-    ones. Other slots differ from these in their links alone; on thousands of cards they take too long."""
-    taken: Counter[tuple[str, int, int]] = Counter()
-    kept: list[Slot] = []
-    for slot in shape.slots:
-        kind = slot[0][0][0].type, len(slot[0][0]), len(slot[0])
-        taken[kind] += 1
-        if taken[kind] <= num_units:
-            kept.append(slot)
-    return shape if len(kept) == len(shape.slots) else replace(shape, slots=tuple(kept))
 
 
 def read_options(
