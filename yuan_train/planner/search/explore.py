@@ -7,9 +7,10 @@ shapes are solved and proven; the large ones are sketched within a budget, and t
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
@@ -58,8 +59,8 @@ of single shapes say nothing there of the mixed pipelines and polished plans tha
 PREVIEW_WORK = 100_000
 """Budget of a polish that only helps to choose among sketches; see `descent.Budget`."""
 MAX_STEPS_OF_THOUSANDS, NUM_ROUGH = 60_000, 64
-"""On thousands of cards, only shapes of so many `_num_steps` are cut, or the few with the fewest; among so
-many of these the first plan is chosen."""
+"""On thousands of cards, shapes of so many `_num_steps` are cut, or the few with the fewest, others only if
+these have no plan; among so many of these the first plan is chosen."""
 MAX_REFINED_SHAPES, MAX_POLISHED_SHAPES = 3, 12
 """Sketches that are refined; sketches whose best cut is polished to choose among them."""
 
@@ -110,26 +111,15 @@ def solve_shapes(
     refine the best sketches. Once `stopped()` is true and one shape was tried, the others are skipped.
     There is a plan of `best_seconds` already."""
     search = _Search(costs, options, stopped, best_seconds)
-    if len(costs.problem.cluster.cards) > THOUSANDS:
-        num_units = costs.problem.model.num_layers + 2
-        steps = [_num_steps(shape, num_units) for shape in shapes]
-        ranked = sorted(range(len(shapes)), key=lambda i: (steps[i], i))
-        few = [i for i in ranked if steps[i] <= MAX_STEPS_OF_THOUSANDS] or ranked[:NUM_ROUGH]
-        shapes = [usable_part(shapes[i], num_units) for i in few]
+    if len(costs.problem.cluster.cards) <= THOUSANDS:
+        search.explore_all(shapes)
+    else:
+        shapes, longer = _by_steps(shapes, costs.problem.model.num_layers + 2)
         search.exact = False
         search.sketch_roughly(shapes)
-    bounded: list[tuple[float, Shape]] = []
-    for shape in shapes:
-        # Without an external profile, `any_bound` covers the shapes that are left out.
-        if bounded and not costs.problem.has_external_profile and stopped():
-            search.exact = False
-            break
-        bounded.append((shape_bound(costs, shape, options), shape))
-    # Estimates of stages with several replicas are too low, because no deeper warm-up hides their transfers;
-    # so these shapes come second, and do not use up the budget of the others.
-    for several in (False, True):
-        own = [item for item in bounded if any(len(slot[0]) > 1 for slot in item[1].slots) == several]
-        search.explore(own, solving=not several or len(costs.problem.cluster.cards) <= MAX_SMALL_SLOTS)
+        search.explore_all(shapes)
+        if not search.candidates and not stopped():
+            search.explore_all(longer)
     return Found(
         candidates=tuple(search.candidates),
         lower_bound_seconds=search.lower_bound,
@@ -175,6 +165,22 @@ class _Search:
     def is_late(self) -> bool:
         """Whether the time is over and a shape was tried: also where nothing fits, the limit holds."""
         return self.num_tried > 0 and self.stopped()
+
+    def explore_all(self, shapes: Iterable[Shape]) -> None:
+        """Explore the shapes that the time allows to bound."""
+        costs, cards = self.costs, self.costs.problem.cluster.cards
+        bounded: list[tuple[float, Shape]] = []
+        for shape in shapes:
+            # Without an external profile, `any_bound` covers the shapes that are left out.
+            if bounded and not costs.problem.has_external_profile and self.stopped():
+                self.exact = False
+                break
+            bounded.append((shape_bound(costs, shape, self.options), shape))
+        # Estimates of stages with several replicas are too low, because no deeper warm-up hides their
+        # transfers; so these shapes come second, and do not use up the budget of the others.
+        for several in (False, True):
+            own = [item for item in bounded if any(len(slot[0]) > 1 for slot in item[1].slots) == several]
+            self.explore(own, solving=not several or len(cards) <= MAX_SMALL_SLOTS)
 
     def explore(self, bounded: Sequence[tuple[float, Shape]], *, solving: bool) -> None:
         """Solve the small shapes, if `solving`, and sketch the others, the most promising first."""
@@ -336,6 +342,15 @@ def usable_part(shape: Shape, num_units: int) -> Shape:
         if taken[kind] <= num_units:
             kept.append(slot)
     return shape if len(kept) == len(shape.slots) else replace(shape, slots=tuple(kept))
+
+
+def _by_steps(shapes: Sequence[Shape], num_units: int) -> tuple[list[Shape], Iterator[Shape]]:
+    """The usable parts of the shapes whose plans are costed soon, and of the others; fewest steps first."""
+    steps = [_num_steps(shape, num_units) for shape in shapes]
+    ranked = sorted(range(len(shapes)), key=lambda i: (steps[i], i))
+    count = sum(number <= MAX_STEPS_OF_THOUSANDS for number in steps) or NUM_ROUGH
+    parts = (usable_part(shapes[i], num_units) for i in ranked)
+    return list(itertools.islice(parts, count)), parts
 
 
 def _num_steps(shape: Shape, num_units: int) -> int:

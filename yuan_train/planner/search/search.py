@@ -143,7 +143,7 @@ def search_plan(
     ranked = rank(costs, [*ranked, *improve(costs, rank(costs, grouped), cards, options, stopped)])
     if options.offload_activations:
         ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
-    if not ranked and not before and stopped():
+    if not ranked and not before and (stopped() or not has_all_shapes):
         raise SearchStopped(
             f"search.time_limit ({search.time_limit:g} s) ended the search before it found a plan that fits; "
             f"there may be one. It had {len(shapes)} ways to assign the cards to look at: raise "
