@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -133,7 +134,7 @@ class Cluster:
         """Rent of a card of a node for an hour; None if neither the node nor the card's type has one."""
         return self.device_type(group.device).price if group.price is None else group.price
 
-    @property
+    @cached_property
     def cards(self) -> tuple[Card, ...]:
         """Every card, node by node."""
         return tuple(
@@ -143,7 +144,7 @@ class Cluster:
             for i in range(group.devices)
         )
 
-    @property
+    @cached_property
     def groups(self) -> Mapping[str, NodeGroup]:
         """The group of each node, by node name."""
         return {node: group for group in self.nodes for node in group.node_names}

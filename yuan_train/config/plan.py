@@ -5,6 +5,7 @@ The planner and the trainer share only the plan and the schedule made from it. A
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -148,9 +149,10 @@ class PipelinePlan:
         """Most micro-batches in flight in each stage under 1f1b; None for other schedules, which set it."""
         if schedule != "1f1b":
             return None
-        counts = [len(stage.replicas) for stage in self.stages]
+        to_end = list(itertools.accumulate(len(stage.replicas) for stage in reversed(self.stages)))[::-1]
         return tuple(
-            stage.in_flight or sum(counts[s:]) * self.page_group for s, stage in enumerate(self.stages)
+            stage.in_flight or count * self.page_group
+            for stage, count in zip(self.stages, to_end, strict=True)
         )
 
 

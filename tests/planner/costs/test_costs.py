@@ -17,7 +17,7 @@ from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.topology import find_route, make_topology
 from yuan_train.planner.costs.unit_costs import card_costs, check_profile
 from yuan_train.planner.costs.workload import STATE_BYTES, model_work
-from yuan_train.planner.evaluate.messages import flow_sharers
+from yuan_train.planner.evaluate.messages import edge_flows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import layer_words
 from yuan_train.planner.search.instances import is_faithful, make_instance
@@ -256,8 +256,8 @@ def test_ring_allreduce():
 
 def test_pipelines_share_a_nic():
     a, b, c, d = (CARDS[name] for name in ("n-0/0", "n-0/1", "n-1/0", "n-1/1"))
-    assert flow_sharers([(a, c), (b, d)]) == [2, 2]
-    assert flow_sharers([(a, b), (c, d)]) == [1, 1]
+    assert [edge_flows([(a, c), (b, d)]).sharers(*edge) for edge in ((a, c), (b, d))] == [2, 2]
+    assert [edge_flows([(a, b), (c, d)]).sharers(*edge) for edge in ((a, b), (c, d))] == [1, 1]
 
 
 # --- memory ----------------------------------------------------------------------------------------------

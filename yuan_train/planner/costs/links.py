@@ -25,6 +25,7 @@ from yuan_train.planner.costs.topology import (
     Topology,
     copy_seconds_per_byte,
     find_route,
+    route_kind,
     uses_gloo,
 )
 
@@ -130,8 +131,8 @@ def _collective_seconds(
     cards = sorted(cards, key=lambda card: nodes[card.node])
     links = list(zip(cards, [*cards[1:], cards[0]], strict=True))
     if not topology.measured:
-        # Links between the same nodes take the same time.
-        links = {(a.node, b.node): (a, b) for a, b in links}.values()
+        # Links between the same nodes take the same time, and so do those between nodes of the same groups.
+        links = {route_kind(topology, a, b): (a, b) for a, b in links}.values()
     routes = [find_route(topology, a, b) for a, b in links]
 
     def slowest(part: float) -> float:

@@ -10,7 +10,7 @@ their hosts' memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
@@ -47,6 +47,8 @@ class Topology:
     measured: Mapping[tuple[str, str], LinkProfile]
     shared_rates: Mapping[tuple[str, str], float]
     """By two nodes, bytes per second of all flows from one to the other."""
+    known: dict[tuple[object, ...], Route] = field(default_factory=dict[tuple[object, ...], Route])
+    """What `find_route` found, by `route_kind`."""
 
 
 def make_topology(cluster: Cluster, profile: Profile | None = None) -> Topology:
@@ -79,6 +81,15 @@ def copy_seconds_per_byte(topology: Topology, cards: Iterable[Card]) -> float:
 
 def find_route(topology: Topology, source: Card, target: Card) -> Route:
     """The route from one card to another."""
+    if topology.measured:
+        return _find_route(topology, source, target)
+    key = route_kind(topology, source, target)
+    if key not in topology.known:
+        topology.known[key] = _find_route(topology, source, target)
+    return topology.known[key]
+
+
+def _find_route(topology: Topology, source: Card, target: Card) -> Route:
     measured = topology.measured.get((source.name, target.name))
     copies = 0.0
     if source.type != target.type and uses_gloo(topology, (source, target)):
@@ -100,6 +111,16 @@ def find_route(topology: Topology, source: Card, target: Card) -> Route:
     )
     rate = topology.shared_rates.get((source.node, target.node))
     return _route(slower, shared=True, measured=measured, copies=copies, rate=rate)
+
+
+def route_kind(topology: Topology, source: Card, target: Card) -> tuple[object, ...]:
+    """What tells the route between two cards from others, if no link was measured: their nodes and, where
+    these have no link or rate of their own, only the nodes' groups."""
+    ends = source.node, target.node
+    if ends in topology.dedicated or ends in topology.shared_rates:
+        return ends
+    groups = topology.groups
+    return groups[ends[0]].name, groups[ends[1]].name, ends[0] == ends[1], source.type, target.type
 
 
 def _route(

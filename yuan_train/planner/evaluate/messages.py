@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
@@ -16,50 +17,67 @@ from yuan_train.planner.evaluate.flows import MessageFlow
 from yuan_train.planner.evaluate.simulator import Simulation
 
 
-def flow_sharers(edges: Sequence[tuple[Card, Card]]) -> list[int]:
-    """For each message (source, target), how many of these messages share the busier NIC of its two nodes at
-    a time; 1 inside a node.
+@dataclass(frozen=True)
+class EdgeFlows:
+    """How many messages of an edge cross the NICs at a time, by node.
 
     Equal pipelines run in step, so the same edge of all of them is busy at once; different edges of a
-    pipeline take turns. Both ends count: what leaves a node and what enters one.
+    pipeline take turns.
     """
-    crossing = [(a, b) for a, b in edges if a.node != b.node]
-    leaving, entering = Counter(a.node for a, _ in crossing), Counter(b.node for _, b in crossing)
-    return [max(leaving[a.node], entering[b.node]) if a.node != b.node else 1 for a, b in edges]
+
+    leaving: Mapping[str, int]
+    entering: Mapping[str, int]
+
+    def sharers(self, source: Card, target: Card) -> int:
+        """How many messages share the busier NIC of a message's two nodes; 1 inside a node."""
+        if source.node == target.node:
+            return 1
+        return max(self.leaving[source.node], self.entering[target.node])
 
 
-def edge_seconds(costs: Costs, plan: Plan, cards: PlanCards, p: int, s: int, *, is_activation: bool) -> float:
+def edge_flows(edges: Iterable[tuple[Card, Card]]) -> EdgeFlows:
+    """The flows of these messages (source, target)."""
+    crossing = [(a.node, b.node) for a, b in edges if a.node != b.node]
+    return EdgeFlows(Counter(a for a, _ in crossing), Counter(b for _, b in crossing))
+
+
+def plan_edge_flows(cards: PlanCards, s: int, *, is_activation: bool) -> EdgeFlows:
+    """The messages of all pipelines from stage s to s + 1, or back."""
+    a, b = (s, s + 1) if is_activation else (s + 1, s)
+    rows = (row for row in cards if len(row) > s + 1)
+    return edge_flows((x[0], y[0]) for row in rows for x, y in _pairs(row[a], row[b]))
+
+
+def edge_seconds(
+    costs: Costs, plan: Plan, cards: PlanCards, p: int, s: int, flows: EdgeFlows, *, is_activation: bool
+) -> float:
     """Seconds of a hidden state from stage s to s + 1 of pipeline p, or of its gradient back: from first card
     to first card, then broadcast inside the tensor-parallel group that receives it; the slowest of the
-    replicas' pairs. 0 if sender and receiver are the same cards."""
+    replicas' pairs. 0 if sender and receiver are the same cards. `flows` are those of this edge."""
     a, b = (s, s + 1) if is_activation else (s + 1, s)
-    flows = [
-        pair for q, row in enumerate(cards) if len(row) > s + 1 for pair in _pairs(row[a], row[b], q == p)
-    ]
-    edges = [(source[0], target[0]) for source, target, _ in flows]
+    pairs = [(x, y) for x, y in _pairs(cards[p][a], cards[p][b]) if x != y]
+    if not pairs:
+        return 0.0
     pipeline = plan.pipelines[p]
     sender = costs.of_stage(plan, cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s])
     # A stage without units passes on what it receives.
     hidden_bytes = costs.hidden_bytes(pipeline.micro_batch_size)
     size = sender.units[-1].output_bytes if sender.units else hidden_bytes
-    return (
-        max(
-            message_seconds(find_route(costs.topology, source[0], target[0]), size, sharers=sharers)
-            + broadcast_seconds(costs.topology, target, size)
-            for (source, target, is_own), sharers in zip(flows, flow_sharers(edges), strict=True)
-            if is_own and source != target
+    return max(
+        message_seconds(
+            find_route(costs.topology, source[0], target[0]),
+            size,
+            sharers=flows.sharers(source[0], target[0]),
         )
-        if any(is_own and source != target for source, target, is_own in flows)
-        else 0.0
+        + broadcast_seconds(costs.topology, target, size)
+        for source, target in pairs
     )
 
 
-def _pairs(
-    sources: Sequence[Replica], targets: Sequence[Replica], is_own: bool
-) -> list[tuple[Replica, Replica, bool]]:
+def _pairs(sources: Sequence[Replica], targets: Sequence[Replica]) -> list[tuple[Replica, Replica]]:
     """Which replica sends to which: micro-batch m goes from replica m mod n to replica m mod n'."""
     count = math.lcm(len(sources), len(targets))
-    return [(sources[i % len(sources)], targets[i % len(targets)], is_own) for i in range(count)]
+    return [(sources[i % len(sources)], targets[i % len(targets)]) for i in range(count)]
 
 
 def message_flows(
@@ -80,8 +98,13 @@ def message_flows(
                 for operation, (start, end) in zip(simulation.operations, simulation.spans, strict=True)
                 if end > after and operation.peer >= 0 and end > start
             ]
+        shared: dict[tuple[int, int], tuple[str, str] | None] = {}
         for start, end, worker, peer in late[id(simulation)]:
-            source, target = card_of[worker], card_of[peer]
-            if find_route(costs.topology, source, target).shared:
-                flows.append(MessageFlow(start, end, (source.node, target.node)))
+            if (worker, peer) not in shared:
+                source, target = card_of[worker], card_of[peer]
+                route = find_route(costs.topology, source, target)
+                shared[worker, peer] = (source.node, target.node) if route.shared else None
+            nodes = shared[worker, peer]
+            if nodes is not None:
+                flows.append(MessageFlow(start, end, nodes))
     return flows

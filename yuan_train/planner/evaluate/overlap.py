@@ -95,7 +95,8 @@ def exposed_weight_sync_seconds(
     if not any(bucket.weight_sync_seconds for bucket in buckets):
         return 0.0
     needed = [float("inf")] * num_units(plan)
-    starts = {id(simulation): simulation.stage_start_seconds for simulation in simulations}
+    distinct = {id(simulation): simulation for simulation in simulations}
+    starts = {key: simulation.stage_start_seconds for key, simulation in distinct.items()}
     for stage, units in _with_units(plan, stages):
         start = starts[id(simulations[stage.pipeline])][stage.stage]
         before = _seconds_before(stage, lambda unit: unit.forward_seconds)

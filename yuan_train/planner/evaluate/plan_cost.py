@@ -14,6 +14,7 @@ bucket while the next step's forward begins, which waits where they come too lat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from yuan_train.planner.costs.unit_costs import Source
 from yuan_train.planner.evaluate.activation_tiers import pipeline_copies
 from yuan_train.planner.evaluate.copies import PartTimes
 from yuan_train.planner.evaluate.flows import MessageFlow
-from yuan_train.planner.evaluate.messages import edge_seconds, message_flows
+from yuan_train.planner.evaluate.messages import EdgeFlows, edge_seconds, message_flows, plan_edge_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
 from yuan_train.planner.evaluate.page_clock import PageTimes
 from yuan_train.planner.evaluate.page_tiers import pipeline_pages
@@ -123,8 +124,9 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     simulations: list[Simulation] = []
     workers = [pipeline.workers for pipeline in plan.pipelines]
     simulated: dict[tuple[object, ...], Simulation] = {}
+    flows = _edge_flows(cards)
     for p, (pipeline, pipeline_stages) in enumerate(zip(plan.pipelines, rows, strict=True)):
-        times.append(_stage_times(costs, plan, cards, p, pipeline_stages))
+        times.append(_stage_times(costs, plan, cards, p, pipeline_stages, flows))
         depths = pipeline.depths(plan.schedule)
         leaves = any(stage.activation_offload for stage in pipeline.stages)
         copies = pipeline_copies(plan, p) if leaves else None
@@ -200,13 +202,24 @@ def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Replica]:
     return [(card,) for replica in replicas for card in replica] if whole else replicas
 
 
+def _edge_flows(cards: PlanCards) -> dict[tuple[int, bool], EdgeFlows]:
+    """The messages of all pipelines, by edge and whether they are activations."""
+    edges = itertools.product(range(max(map(len, cards)) - 1), (True, False))
+    return {(s, kind): plan_edge_flows(cards, s, is_activation=kind) for s, kind in edges}
+
+
 def _stage_times(
-    costs: Costs, plan: Plan, cards: PlanCards, p: int, pipeline_stages: Sequence[StageCost]
+    costs: Costs,
+    plan: Plan,
+    cards: PlanCards,
+    p: int,
+    pipeline_stages: Sequence[StageCost],
+    flows: dict[tuple[int, bool], EdgeFlows],
 ) -> StageTimes:
     """What the simulator needs of pipeline p: its stages' compute, and the messages between them."""
     activation_seconds, gradient_seconds = (
         tuple(
-            edge_seconds(costs, plan, cards, p, s, is_activation=is_activation)
+            edge_seconds(costs, plan, cards, p, s, flows[s, is_activation], is_activation=is_activation)
             for s in range(len(pipeline_stages) - 1)
         )
         for is_activation in (True, False)

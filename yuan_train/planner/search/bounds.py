@@ -19,10 +19,16 @@ def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
     """Seconds that no plan of the shape can beat: `area_bound`, without building the shape's instance."""
     kinds: Counter[tuple[int, int]] = Counter()
     rows: dict[int, Floats] = {}
-    for slot in shape.slots:
-        row = costs.fastest_of(slot[0][0], shape.micro_batch_size, options.recompute)
+    measured, names = costs.topology.measured, costs.topology.groups
+    firsts = [slot[0] for slot in shape.slots]
+    # Replicas on nodes of a group are alike, unless their links were measured.
+    places = [id(g) if measured else (names[g[0][0].node].name, len(g[0]), len(g)) for g in firsts]
+    example = dict(zip(places, firsts, strict=True))
+    for place, number in Counter(places).items():
+        group = example[place]
+        row = costs.fastest_of(group[0], shape.micro_batch_size, options.recompute)
         rows[id(row)] = row
-        kinds[id(row), len(slot[0])] += 1
+        kinds[id(row), len(group)] += number
     return area_bound(
         np.array([rows[row] for row, _ in kinds]),
         np.array(list(kinds.values())),

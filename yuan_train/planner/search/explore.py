@@ -7,8 +7,11 @@ shapes are solved and proven; the large ones are sketched within a budget, and t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
@@ -26,7 +29,14 @@ from yuan_train.planner.search.instances import is_faithful, make_instance
 from yuan_train.planner.search.offload import with_offload
 from yuan_train.planner.search.polish import polish_plan
 from yuan_train.planner.search.relaxation import PRUNE_FACTOR, relaxed_seconds
-from yuan_train.planner.search.shapes import Options, Shape, make_plan, stage_recompute
+from yuan_train.planner.search.shapes import (
+    THOUSANDS,
+    Options,
+    Shape,
+    Slot,
+    make_plan,
+    stage_recompute,
+)
 from yuan_train.planner.solver.cost_tables import make_cut
 from yuan_train.planner.solver.estimate import may_hide
 from yuan_train.planner.solver.instance import Cut
@@ -48,6 +58,9 @@ MANY_CARDS, KEPT_OF_MANY = 48, 2
 of single shapes say nothing there of the mixed pipelines and polished plans that win."""
 PREVIEW_WORK = 100_000
 """Budget of a polish that only helps to choose among sketches; see `descent.Budget`."""
+MAX_STEPS_OF_THOUSANDS, NUM_ROUGH = 60_000, 64
+"""On thousands of cards, shapes of so many `_num_steps` are cut, or the few with the fewest, others only if
+these have no plan; among so many of these the first plan is chosen."""
 MAX_REFINED_SHAPES, MAX_POLISHED_SHAPES = 3, 12
 """Sketches that are refined; sketches whose best cut is polished to choose among them."""
 
@@ -98,18 +111,15 @@ def solve_shapes(
     refine the best sketches. Once `stopped()` is true and one shape was tried, the others are skipped.
     There is a plan of `best_seconds` already."""
     search = _Search(costs, options, stopped, best_seconds)
-    bounded: list[tuple[float, Shape]] = []
-    for shape in shapes:
-        # Without an external profile, `any_bound` covers the shapes that are left out.
-        if bounded and not costs.problem.has_external_profile and stopped():
-            search.exact = False
-            break
-        bounded.append((shape_bound(costs, shape, options), shape))
-    # Estimates of stages with several replicas are too low, because no deeper warm-up hides their transfers;
-    # so these shapes come second, and do not use up the budget of the others.
-    for several in (False, True):
-        own = [item for item in bounded if any(len(slot[0]) > 1 for slot in item[1].slots) == several]
-        search.explore(own, solving=not several or len(costs.problem.cluster.cards) <= MAX_SMALL_SLOTS)
+    if len(costs.problem.cluster.cards) <= THOUSANDS:
+        search.explore_all(shapes)
+    else:
+        shapes, longer = _by_steps(shapes, costs.problem.model.num_layers + 2)
+        search.exact = False
+        search.sketch_roughly(shapes)
+        search.explore_all(shapes)
+        if not search.candidates and not stopped():
+            search.explore_all(longer)
     return Found(
         candidates=tuple(search.candidates),
         lower_bound_seconds=search.lower_bound,
@@ -155,6 +165,22 @@ class _Search:
     def is_late(self) -> bool:
         """Whether the time is over and a shape was tried: also where nothing fits, the limit holds."""
         return self.num_tried > 0 and self.stopped()
+
+    def explore_all(self, shapes: Iterable[Shape]) -> None:
+        """Explore the shapes that the time allows to bound."""
+        costs, cards = self.costs, self.costs.problem.cluster.cards
+        bounded: list[tuple[float, Shape]] = []
+        for shape in shapes:
+            # Without an external profile, `any_bound` covers the shapes that are left out.
+            if bounded and not costs.problem.has_external_profile and self.stopped():
+                self.exact = False
+                break
+            bounded.append((shape_bound(costs, shape, self.options), shape))
+        # Estimates of stages with several replicas are too low, because no deeper warm-up hides their
+        # transfers; so these shapes come second, and do not use up the budget of the others.
+        for several in (False, True):
+            own = [item for item in bounded if any(len(slot[0]) > 1 for slot in item[1].slots) == several]
+            self.explore(own, solving=not several or len(cards) <= MAX_SMALL_SLOTS)
 
     def explore(self, bounded: Sequence[tuple[float, Shape]], *, solving: bool) -> None:
         """Solve the small shapes, if `solving`, and sketch the others, the most promising first."""
@@ -246,9 +272,30 @@ class _Search:
         # Sorting is stable: among equals, the more promising shape comes first.
         ranked = sorted(sketches, key=lambda item: min(item[1].plain.values()))
         for shape, found in ranked[:MAX_REFINED_SHAPES]:
+            if self.candidates and self.stopped():
+                return
             self._take(shape, refine(found, stopped=self.stopped), proven=False)
         for shape, found in self._best_if_deepened([item for item in sketches if item[1].hidden]):
+            if self.candidates and self.stopped():
+                return
             self._take(shape, refine(found, hidden=True, stopped=self.stopped), proven=False)
+
+    def sketch_roughly(self, shapes: Sequence[Shape]) -> None:
+        """Sketch the most promising of the first shapes: on thousands of cards, where they take the least
+        time, so that there is a plan before the time is over."""
+        fewest = shapes[:NUM_ROUGH]
+        seconds: list[float] = []
+        for shape in fewest:
+            if seconds and self.stopped():
+                break
+            estimate = relaxed_seconds(self.costs, shape, self.options)
+            seconds.append(estimate + _exposed_estimate(self.costs, shape, self.options))
+        if min(seconds, default=math.inf) < math.inf:
+            self.num_tried += 1
+            shape = fewest[seconds.index(min(seconds))]
+            cuts = refine(sketch(make_instance(self.costs, shape, self.options)), stopped=lambda: True).cuts
+            self.candidates += _as_candidates(self.costs, shape, self.options, cuts[:1])
+            self.best = min([self.best, *(choice_seconds(self.costs, c.cost) for c in self.candidates)])
 
     def _best_if_deepened(self, sketches: Sequence[tuple[Shape, Sketch]]) -> list[tuple[Shape, Sketch]]:
         """The best sketches if deeper warm-ups hide the transfers.
@@ -276,9 +323,39 @@ class _Search:
             self.lower_bound = min(self.lower_bound, shape_bound(self.costs, shape, self.options))
         elif solution.cuts:
             self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
-        cuts = solution.cuts[:KEPT_OF_MANY] if self.many else solution.cuts
-        self.candidates += _as_candidates(self.costs, shape, self.options, cuts)
+        for cut in solution.cuts[:KEPT_OF_MANY] if self.many else solution.cuts:
+            self.candidates += _as_candidates(self.costs, shape, self.options, [cut])
+            if self.candidates and self.stopped():
+                self.exact = False
+                break
         self.best = min([self.best, *(choice_seconds(self.costs, c.cost) for c in self.candidates)])
+
+
+def usable_part(shape: Shape, num_units: int) -> Shape:
+    """The shape with as many slots of each kind as a pipeline of so many units may have stages, the first
+    ones. Other slots differ from these in their links alone; on thousands of cards they take too long."""
+    taken: Counter[tuple[str, int, int]] = Counter()
+    kept: list[Slot] = []
+    for slot in shape.slots:
+        kind = slot[0][0][0].type, len(slot[0][0]), len(slot[0])
+        taken[kind] += 1
+        if taken[kind] <= num_units:
+            kept.append(slot)
+    return shape if len(kept) == len(shape.slots) else replace(shape, slots=tuple(kept))
+
+
+def _by_steps(shapes: Sequence[Shape], num_units: int) -> tuple[list[Shape], Iterator[Shape]]:
+    """The usable parts of the shapes whose plans are costed soon, and of the others; fewest steps first."""
+    steps = [_num_steps(shape, num_units) for shape in shapes]
+    ranked = sorted(range(len(shapes)), key=lambda i: (steps[i], i))
+    count = sum(number <= MAX_STEPS_OF_THOUSANDS for number in steps) or NUM_ROUGH
+    parts = (usable_part(shapes[i], num_units) for i in ranked)
+    return list(itertools.islice(parts, count)), parts
+
+
+def _num_steps(shape: Shape, num_units: int) -> int:
+    """How long it takes to cost a plan of the shape: steps to simulate, and stages of all pipelines."""
+    return min(len(shape.slots), num_units) * (shape.num_micro_batches + shape.num_pipelines)
 
 
 def choice_seconds(costs: Costs, cost: PlanCost) -> float:

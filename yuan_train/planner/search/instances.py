@@ -41,9 +41,13 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         for recompute in options.recompute
     ]
 
+    distinct = {id(card): card for row in table for card in row}
+    number = {key: i for i, key in enumerate(distinct)}
+    which = np.array([[number[id(card)] for card in row] for row in table])
+
     def numbers(name: str) -> np.ndarray:
-        distinct = {id(card): [getattr(unit, name) for unit in card.units] for row in table for card in row}
-        return np.array([[distinct[id(card)] for card in row] for row in table], dtype=float)
+        rows = [[getattr(unit, name) for unit in card.units] for card in distinct.values()]
+        return np.array(rows, dtype=float)[which]
 
     transient = numbers("transient_bytes")
     owners = np.array([shape.peers * shape.num_pipelines * len(slot[0]) for slot in slots], dtype=float)
@@ -178,8 +182,10 @@ def _pipeline_messages(costs: Costs, shape: Shape, sizes: Sequence[float]) -> np
     nodes = np.array([[names[card.node] for card in row] for row in leads])
     seconds = np.zeros((len(sizes), count, len(slots), len(slots)))
     broadcasts = [_group_broadcast_seconds(costs, slots, d, sizes) for d in range(count)]
+    leaving = _leaving(nodes)
     for d in range(count):
-        sharers = _sharers(nodes, d)
+        away = nodes[d][:, None] != nodes[d][None, :]
+        sharers = np.where(away, np.maximum(leaving[d], leaving[d].T), 1)
         if costs.topology.measured:
             keys = np.arange(len(slots) ** 2)
         else:
@@ -221,13 +227,21 @@ def _group_broadcast_seconds(
     return np.array(rows)
 
 
-def _sharers(nodes: np.ndarray, d: int) -> np.ndarray:
-    """[D, D]: flows of the same edge of all pipelines that share the busier NIC of pipeline d's flow."""
-    same = nodes == nodes[d]
+def _leaving(nodes: np.ndarray) -> np.ndarray:
+    """[pipelines, D, D]: messages from slot i to slot j, of all pipelines, that leave the node of slot i of
+    this pipeline; from slot j to slot i as many enter it."""
     away = nodes[:, :, None] != nodes[:, None, :]
-    leaving = (same[:, :, None] & away).sum(axis=0)
-    entering = (same[:, None, :] & away).sum(axis=0)
-    return np.where(away[d], np.maximum(leaving, entering), 1)
+    count = np.empty(away.shape, dtype=np.int32)
+    for i in range(nodes.shape[1]):
+        own, which = np.unique(nodes[:, i], return_inverse=True)
+        if len(own) == len(nodes):
+            count[:, i] = away[:, i]
+            continue
+        which = which.reshape(-1)
+        order = np.argsort(which, kind="stable")
+        starts = np.searchsorted(which[order], np.arange(len(own)))
+        count[:, i] = np.add.reduceat(away[order, i], starts, axis=0, dtype=np.int32)[which]
+    return count
 
 
 def _is_reduced(costs: Costs, owners: np.ndarray) -> np.ndarray:
@@ -282,11 +296,24 @@ def _bucket_seconds(
 
 
 def _places(costs: Costs, replicas: Sequence[Replica]) -> tuple[object, ...]:
-    """What tells the rings of two sets of owners apart: their nodes and widths, on measured links their
-    cards."""
-    if costs.topology.measured:
+    """What tells the rings of a set of owners apart from those of others: which of their nodes are the same,
+    and these nodes' groups; the nodes where some have links of their own, on measured links the cards."""
+    topology = costs.topology
+    if topology.measured:
         return tuple(replicas)
-    return tuple(tuple(card.node for card in replica) for replica in replicas)
+    if topology.dedicated or topology.shared_rates:
+        return tuple(tuple(card.node for card in replica) for replica in replicas)
+    nodes: dict[str, tuple[int, str]] = {}
+    for replica in replicas:
+        for card in replica:
+            if card.node not in nodes:
+                nodes[card.node] = len(nodes), topology.groups[card.node].name
+    return tuple(
+        (len(replica), nodes[replica[0].node])
+        if replica[0].node == replica[-1].node
+        else tuple(nodes[card.node] for card in replica)
+        for replica in replicas
+    )
 
 
 def _as_line(
@@ -315,12 +342,27 @@ def _update_table(costs: Costs, shape: Shape, owners: np.ndarray) -> np.ndarray:
 def _tied_embedding_matrix(costs: Costs, shape: Shape) -> np.ndarray:
     """[D, D]: seconds of the tied embedding's reduction; slot i has the first stage and slot j the last."""
     owners = [_owners(slot) for slot in shape.slots]
-    keys = [_places(costs, row) for row in owners]
+    numbers: dict[object, int] = {}
+    kinds = [numbers.setdefault(_places(costs, row), len(numbers)) for row in owners]
+    meets = _share_nodes(owners)
     known: dict[tuple[object, ...], float] = {}
     result = np.zeros((len(owners), len(owners)))
     for i, j in itertools.product(range(len(owners)), repeat=2):
-        key = (keys[i], keys[j], i == j)
+        # Owners that have no node in common with the others are like any of their kind.
+        key: tuple[object, ...] = (kinds[i], kinds[j], i == j)
+        if i != j and meets[i, j]:
+            key = _places(costs, [*owners[i], *owners[j]])
         if key not in known:
             known[key] = tied_embedding_seconds(costs, owners[i], owners[j], sharded=shape.sharded)
         result[i, j] = known[key]
     return result
+
+
+def _share_nodes(owners: Sequence[Sequence[Replica]]) -> np.ndarray:
+    """[D, D]: whether two sets of owners have a node in common."""
+    names = [{card.node for replica in row for card in replica} for row in owners]
+    number = {node: i for i, node in enumerate(dict.fromkeys(node for row in names for node in row))}
+    has = np.zeros((len(owners), len(number)), dtype=np.float32)
+    for i, row in enumerate(names):
+        has[i, [number[node] for node in row]] = 1.0
+    return has @ has.T > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
@@ -38,6 +38,10 @@ NUM_RUNNERS_UP = 4
 LEAST_HOPE = 1.25
 """Plans with groups that divide experts are costed if their estimate is within this multiple of the best
 step: the estimate knows neither deeper warm-ups nor partial recompute."""
+CLOSING_SECONDS_PER_CARD = 2e-4
+"""Of a time limit; costing and checking one plan takes about that."""
+LISTING_SHARE = 1 / 2
+"""Of the time, for listing the shapes; what is not listed by then is not searched."""
 NUM_SPLIT = 3
 """Plans whose stages are also tried as virtual stages."""
 NO_VIRTUAL_STAGES = (
@@ -63,7 +67,7 @@ class SearchResult:
     """Its plan carries the forecast."""
     runners_up: tuple[Candidate, ...]
     even_split: Candidate | None
-    """The naive plan, see `even_split`; None with more slots than layers, or without shapes."""
+    """The naive plan, see `even_split`; None with more slots than layers, without shapes, or without time."""
     left_out: tuple[LeftOut, ...]
     lower_bound_seconds: float
     """No plan that the search might make takes less."""
@@ -109,12 +113,16 @@ def search_plan(
         )
     started = clock()
 
-    def stopped() -> bool:
-        return clock() - started > search.time_limit
+    end = search.time_limit - _closing_seconds(len(problem.cluster.cards), search.time_limit)
+
+    def stopped(share: float = 1.0) -> bool:
+        return clock() - started > share * end
 
     costs = make_costs(problem)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
-    shapes = list(wanted_shapes(cards, options, global_batch_size=problem.global_batch_size))
+    wanted = wanted_shapes(cards, options, global_batch_size=problem.global_batch_size)
+    shapes = list(_while_time(wanted, lambda: stopped(LISTING_SHARE)))
+    has_all_shapes = next(wanted, None) is None
     mixed = (shape for pipelines in deal_mixed(costs, cards, options) for shape in pipelines)
     any_shapes = shapes or ([] if options.expressible else list(mixed))
     if not any_shapes:
@@ -141,7 +149,7 @@ def search_plan(
     ranked = rank(costs, [*ranked, *improve(costs, rank(costs, grouped), cards, options, stopped)])
     if options.offload_activations:
         ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
-    if not ranked and not before and stopped():
+    if not ranked and not before and (stopped() or not has_all_shapes):
         raise SearchStopped(
             f"search.time_limit ({search.time_limit:g} s) ended the search before it found a plan that fits; "
             f"there may be one. It had {len(shapes)} ways to assign the cards to look at: raise "
@@ -151,7 +159,9 @@ def search_plan(
         raise NoPlanFits(NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, options))
     lowest = found.lower_bound_seconds
     has_unproven = _has_unproven(costs, cards, options)
-    exact = found.exact and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
+    exact = (
+        found.exact and has_all_shapes and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
+    )
     bounds = None
     if not exact:
         bounds = bound_plans(costs, cards, options, best_seconds=ranked[0].step_seconds, stopped=stopped)
@@ -164,7 +174,7 @@ def search_plan(
     return SearchResult(
         best=best,
         runners_up=_runners_up(ranked),
-        even_split=even_split(costs, even_shape, options) if shapes else None,
+        even_split=even_split(costs, even_shape, options) if shapes and not stopped() else None,
         left_out=(*without_precision, *_idle(cards, best)),
         lower_bound_seconds=bound,
         bounds=bounds,
@@ -174,6 +184,19 @@ def search_plan(
         num_simulated=found.num_simulated,
         notes=_notes(best.cost),
     )
+
+
+def _closing_seconds(num_cards: int, time_limit: float) -> float:
+    """What is kept of the time limit to cost, check and report a plan of so many cards."""
+    return min(CLOSING_SECONDS_PER_CARD * num_cards, time_limit / 2)
+
+
+def _while_time(shapes: Iterator[Shape], is_over: Callable[[], bool]) -> Iterator[Shape]:
+    """The shapes, the first one at least, until the time for them is over."""
+    for shape in shapes:
+        yield shape
+        if is_over():
+            return
 
 
 def _has_unproven(costs: Costs, cards: Sequence[Card], options: Options) -> bool:
@@ -276,7 +299,8 @@ def _more_plans(
         limit = ranked[0].step_seconds if ranked else math.inf
         mixed = mix_pipelines(costs, cards, options, limit_seconds=limit)
         made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
-    made += [(None, plan) for plan in alternating_plans(costs, cards, options)]
+    if not stopped():
+        made += [(None, plan) for plan in alternating_plans(costs, cards, options)]
     result: list[Candidate] = []
     for shape, plan in made:
         if stopped():

@@ -200,13 +200,18 @@ def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: i
     # Interleaved plans are made from 1F1B cuts, by splitting their stages.
     bases: list[ScheduleName] = ["1f1b" if name == "interleaved_1f1b" else name for name in options.schedules]
     most = MAX_MIXES if len(cards) <= THOUSANDS else MAX_MIXES_OF_THOUSANDS
+    types = _by_type(cards)
+    places = _places(cards)
+    known: dict[tuple[str, int, int], list[StageGroup] | None] = {}
     seen: set[object] = set()
     for schedule in dict.fromkeys(bases):
-        for widths in _mixes(_most_per_node(cards), options.tensor, most=most):
-            num_replicas = {name: len(own) // widths[name] for name, own in _by_type(cards).items()}
+        for widths in _mixes(_most_per_node(types), options.tensor, most=most):
+            num_replicas = {name: len(own) // widths[name] for name, own in types.items()}
             for replicas in _mixes(num_replicas, options.replicas, most=most):
-                groups = _stage_groups(cards, widths, replicas, use_all=options.use_all_devices)
+                groups = _stage_groups(types, widths, replicas, known, use_all=options.use_all_devices)
                 for num_pipelines in _pipeline_counts(groups, options):
+                    if all(global_batch_size % (num_pipelines * size) for size in options.micro_batch_sizes):
+                        continue
                     # A type with fewer groups than pipelines is left out, whatever its width and replicas.
                     enough = {name for name, own in groups.items() if len(own) >= num_pipelines}
                     kinds = tuple((name, widths[name], replicas[name]) for name in sorted(enough))
@@ -215,14 +220,14 @@ def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: i
                     if fewest and (schedule, num_pipelines, kinds) not in seen:
                         seen.add((schedule, num_pipelines, kinds))
                         form = (schedule, num_pipelines, groups)
-                        yield from _batches(*form, cards, options, global_batch_size)
+                        yield from _batches(*form, places, options, global_batch_size)
 
 
 def _batches(
     schedule: ScheduleName,
     num_pipelines: int,
     groups: dict[str, list[StageGroup]],
-    cards: Sequence[Card],
+    places: dict[int, int],
     options: Options,
     global_batch_size: int,
 ) -> Iterator[Shape]:
@@ -234,7 +239,7 @@ def _batches(
         allowed = options.num_micro_batches
         if rest or count < most or (allowed is not None and count not in allowed):
             continue
-        for slots in deal(groups, num_pipelines, cards, options):
+        for slots in _deal(groups, num_pipelines, places, options):
             shared = num_pipelines * most > 1 or (options.tied and len(slots) > 1)
             yield Shape(
                 schedule=schedule,
@@ -261,31 +266,43 @@ def _mixes(limits: dict[str, int], values: Sequence[int], *, most: int) -> Itera
     yield from found.values()
 
 
-def _most_per_node(cards: Sequence[Card]) -> dict[str, int]:
+def _most_per_node(types: dict[str, list[Card]]) -> dict[str, int]:
     """Cards of each type in the node that has most of them."""
-    return {name: max(Counter(card.node for card in own).values()) for name, own in _by_type(cards).items()}
+    return {name: max(Counter(card.node for card in own).values()) for name, own in types.items()}
 
 
 def _stage_groups(
-    cards: Sequence[Card], widths: dict[str, int], replicas: dict[str, int], *, use_all: bool
+    types: dict[str, list[Card]],
+    widths: dict[str, int],
+    replicas: dict[str, int],
+    known: dict[tuple[str, int, int], list[StageGroup] | None],
+    *,
+    use_all: bool,
 ) -> dict[str, list[StageGroup]]:
-    """The stage groups of each type of card: replicas inside a node, and as many to a group as `replicas`
-    says. A type with too few cards is missing; if all cards must be used and some are left over, there are
-    none."""
+    """The stage groups of each type of card, by name. A type with too few cards is missing; if all cards must
+    be used and some are left over, there are none. `known` keeps what was made."""
     result: dict[str, list[StageGroup]] = {}
-    for name, own in _by_type(cards).items():
-        width, count = widths[name], replicas[name]
-        members: list[Replica] = []
-        for _, node in itertools.groupby(own, key=lambda card: card.node):
-            local = list(node)
-            num_whole = len(local) // width
-            members += [tuple(local[i * width : (i + 1) * width]) for i in range(num_whole)]
-        groups = [tuple(members[i : i + count]) for i in range(0, len(members) - count + 1, count)]
-        if use_all and len(groups) * count * width != len(own):
+    for name, own in types.items():
+        key = (name, widths[name], replicas[name])
+        if key not in known:
+            groups = _groups_of(own, widths[name], replicas[name])
+            has_all = len(groups) * widths[name] * replicas[name] == len(own)
+            known[key] = groups if has_all or not use_all else None
+        groups = known[key]
+        if groups is None:
             return {}
         if groups:
             result[name] = groups
     return result
+
+
+def _groups_of(cards: Sequence[Card], width: int, count: int) -> list[StageGroup]:
+    """Stage groups of cards of one type: `count` replicas, each inside a node."""
+    members: list[Replica] = []
+    for _, node in itertools.groupby(cards, key=lambda card: card.node):
+        local = list(node)
+        members += [tuple(local[i * width : (i + 1) * width]) for i in range(len(local) // width)]
+    return [tuple(members[i : i + count]) for i in range(0, len(members) - count + 1, count)]
 
 
 def _pipeline_counts(groups: dict[str, list[StageGroup]], options: Options) -> list[int]:
@@ -298,11 +315,11 @@ def _pipeline_counts(groups: dict[str, list[StageGroup]], options: Options) -> l
     return [d for d in wanted if counts and all(count % d == 0 for count in counts)]
 
 
-def deal(
-    groups: dict[str, list[StageGroup]], num_pipelines: int, cards: Sequence[Card], options: Options
+def _deal(
+    groups: dict[str, list[StageGroup]], num_pipelines: int, places: dict[int, int], options: Options
 ) -> list[tuple[Slot, ...]]:
     """Ways to assign the stage groups of each type to equal pipelines. The slots of a way are in the order of
-    `cards`, which is the cluster's; in a fixed order, this holds for every pipeline, else for the first.
+    the cluster's cards (`places`); in a fixed order, this holds for every pipeline, else for the first.
 
     In runs: a pipeline gets neighbouring groups, so its messages stay inside a node and gradient reductions
     cross nodes. In turn: neighbouring groups get the same position in different pipelines, so reductions stay
@@ -315,19 +332,23 @@ def deal(
         each = len(own) // num_pipelines
         if options.use_all_devices and len(own) % num_pipelines:
             return []
-        runs += [tuple(own[i + d * each] for d in range(num_pipelines)) for i in range(each)]
-        turns += [tuple(own[i * num_pipelines : (i + 1) * num_pipelines]) for i in range(each)]
-    # Not by type: cards of one type may stand apart in the cluster.
-    position = {id(card): i for i, card in enumerate(cards)}
+        used = each * num_pipelines
+        runs += [tuple(own[i:used:each]) for i in range(each)]
+        turns += [tuple(own[i : i + num_pipelines]) for i in range(0, used, num_pipelines)]
 
     def place(group: StageGroup) -> int:
-        return position[id(group[0][0])]
+        return places[id(group[0][0])]
 
     ways = [tuple(sorted(slots, key=lambda slot: place(slot[0]))) for slots in (runs, turns)]
     if options.fixed_order:
         columns = ((way, zip(*way, strict=True)) for way in ways)
         ways = [way for way, own in columns if all(list(p) == sorted(p, key=place) for p in own)]
     return [way for i, way in enumerate(ways) if way and way not in ways[:i]]
+
+
+def _places(cards: Sequence[Card]) -> dict[int, int]:
+    """By identity, each card's place in the cluster's order; cards of one type may stand apart there."""
+    return {id(card): i for i, card in enumerate(cards)}
 
 
 def _by_type(cards: Sequence[Card]) -> dict[str, list[Card]]:
