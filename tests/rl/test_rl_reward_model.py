@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.rl.test_apart import roles_of, run_cases
-from tests.rl.test_rl_run import facts
 from tests.support.project import parse_plan
 from tests.support.ranks import Case, run_alone
-from tests.support.rl import RLCase, read_lines, run_cases_of_rank, run_rl, write_rl
+from tests.support.rl import RLCase, facts, read_lines, run_cases_of_rank, run_rl, write_rl
 from tests.support.spawn import free_port, spawn
 from tests.train.test_preference import REWARD, write_run
 from yuan_train.checkpoint.load import find_checkpoint

@@ -147,7 +147,7 @@ def _rewards(run: RLConfig) -> Iterator[Violation]:
             ("reward", "functions", labels.index("model")),
             "'model' is the name of reward.model's score; give the function another",
         )
-    if not reward.functions and run.data.evaluation is not None:
+    if reward.model is not None and not reward.functions and run.data.evaluation is not None:
         yield Violation(
             ("data", "evaluation"),
             "pass@1 counts answers that the first reward function gives 1, and there is none; give one "
