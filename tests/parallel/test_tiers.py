@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.parallel.tiers import slab as slab_module
+from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.slab import HostSlab, available_bytes, piece_bytes
 
@@ -69,3 +71,42 @@ def test_a_simulated_link_copies_in_order_and_tells_faults() -> None:
         link.begin(fail, 0).wait()
     transfers[-1].finish()
     assert seen == [0, 1, 2, 3, 4]
+
+
+class StreamLink:
+    """As a card's: a wait holds back the card's stream, and the host goes on; only `finish` makes it copy."""
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], None]] = []
+
+    def begin(self, copy: Callable[[], None], num_bytes: int) -> StreamTransfer:
+        self.pending.append(copy)
+        return StreamTransfer(self, len(self.pending))
+
+
+class StreamTransfer:
+    def __init__(self, link: StreamLink, count: int) -> None:
+        self.link, self.count = link, count
+
+    def wait(self) -> None:
+        return
+
+    def finish(self) -> None:
+        for i, copy in enumerate(self.link.pending[: self.count]):
+            copy()
+            self.link.pending[i] = lambda: None
+
+
+def test_the_host_steps_nothing_that_is_on_its_way_up() -> None:
+    """Weights of a chunk that no forward has used since the step before, on a card whose waits do not block."""
+    links = HostLinks(down=StreamLink(), up=StreamLink())
+    master, gradient, first, second = (torch.zeros(4) for _ in range(4))
+    chunk = HostChunk(0, 0, master, gradient, first, second, decays=True, links=links)
+    weights = torch.zeros(4)
+    chunk.master.fill_(1.0)
+    chunk.start_weights(weights)
+    chunk.start_gradient(torch.full((4,), 5.0))
+    chunk.finish_gradient()
+    chunk.master.fill_(2.0)
+    assert weights.tolist() == [1.0] * 4, "the copy read what the host wrote later"
+    assert chunk.gradient.tolist() == [5.0] * 4
