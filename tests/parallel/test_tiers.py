@@ -73,40 +73,45 @@ def test_a_simulated_link_copies_in_order_and_tells_faults() -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
-class StreamLink:
-    """As a card's: a wait holds back the card's stream, and the host goes on; only `finish` makes it copy."""
+class Stream:
+    """A card's: what begins on a link begins after all that the stream has waited for, and the host goes on."""
 
     def __init__(self) -> None:
-        self.pending: list[Callable[[], None]] = []
+        self.waited: list[StreamTransfer] = []
 
     def begin(self, copy: Callable[[], None], num_bytes: int) -> StreamTransfer:
-        self.pending.append(copy)
-        return StreamTransfer(self, len(self.pending))
+        return StreamTransfer(self, copy)
 
 
 class StreamTransfer:
-    def __init__(self, link: StreamLink, count: int) -> None:
-        self.link, self.count = link, count
+    """A copy that is as late as it may be: made when the host waits for it, or for what is after it."""
+
+    def __init__(self, stream: Stream, copy: Callable[[], None]) -> None:
+        self.stream, self.before, self.copies = stream, list(stream.waited), [copy]
 
     def wait(self) -> None:
-        return
+        self.stream.waited.append(self)
 
     def finish(self) -> None:
-        for i, copy in enumerate(self.link.pending[: self.count]):
-            copy()
-            self.link.pending[i] = lambda: None
+        for transfer in self.before:
+            transfer.finish()
+        while self.copies:
+            self.copies.pop()()
 
 
 def test_the_host_steps_nothing_that_is_on_its_way_up() -> None:
-    """Weights of a chunk that no forward has used since the step before, on a card whose waits do not block."""
-    links = HostLinks(down=StreamLink(), up=StreamLink())
+    """Weights that no forward has waited for, on a card whose waits do not hold back the host."""
+    stream = Stream()
     master, gradient, first, second = (torch.zeros(4) for _ in range(4))
+    links = HostLinks(down=stream, up=stream)
     chunk = HostChunk(0, 0, master, gradient, first, second, decays=True, links=links)
-    weights = torch.zeros(4)
-    chunk.master.fill_(1.0)
-    chunk.start_weights(weights)
-    chunk.start_gradient(torch.full((4,), 5.0))
-    chunk.finish_gradient()
-    chunk.master.fill_(2.0)
-    assert weights.tolist() == [1.0] * 4, "the copy read what the host wrote later"
-    assert chunk.gradient.tolist() == [5.0] * 4
+    for weights, reduces in ((torch.zeros(4), True), (torch.zeros(4, dtype=torch.bfloat16), False)):
+        master.fill_(1.0)
+        chunk.start_weights(weights)
+        if reduces:
+            chunk.start_gradient(torch.full((4,), 5.0))
+        chunk.finish_gradient()
+        assert not reduces or gradient.tolist() == [5.0] * 4
+        master.fill_(2.0)
+        gradient.fill_(0.0)
+        assert weights.tolist() == [1.0] * 4, "the copy read what the host wrote later"
