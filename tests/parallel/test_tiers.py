@@ -74,7 +74,7 @@ def test_a_simulated_link_copies_in_order_and_tells_faults() -> None:
 
 
 class Stream:
-    """A card's: what begins on a link begins after all that the stream has waited for, and the host goes on."""
+    """A card's: what begins on a link begins after what the stream has waited for; the host goes on."""
 
     def __init__(self) -> None:
         self.waited: list[StreamTransfer] = []
