@@ -100,7 +100,7 @@ def _with_polished(
             polished.append(i)
     fastest = sorted(polished, key=lambda i: (result[i].step_seconds, i))
     starts = [result[i] for i in _restructured(fastest, result, len(cards))] if few else []
-    if few and len(cards) <= FEW_CARDS:
+    if starts and len(cards) <= FEW_CARDS:
         starts += _under_other_schedules(costs, starts[0], options, stopped)
     for start in starts:
         budget = Budget(RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
