@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.parallel.tiers import slab as slab_module
+from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.slab import HostSlab, available_bytes, piece_bytes
 
@@ -69,3 +71,47 @@ def test_a_simulated_link_copies_in_order_and_tells_faults() -> None:
         link.begin(fail, 0).wait()
     transfers[-1].finish()
     assert seen == [0, 1, 2, 3, 4]
+
+
+class Stream:
+    """A card's: what begins on a link begins after what the stream has waited for; the host goes on."""
+
+    def __init__(self) -> None:
+        self.waited: list[StreamTransfer] = []
+
+    def begin(self, copy: Callable[[], None], num_bytes: int) -> StreamTransfer:
+        return StreamTransfer(self, copy)
+
+
+class StreamTransfer:
+    """A copy that is as late as it may be: made when the host waits for it, or for what is after it."""
+
+    def __init__(self, stream: Stream, copy: Callable[[], None]) -> None:
+        self.stream, self.before, self.copies = stream, list(stream.waited), [copy]
+
+    def wait(self) -> None:
+        self.stream.waited.append(self)
+
+    def finish(self) -> None:
+        for transfer in self.before:
+            transfer.finish()
+        while self.copies:
+            self.copies.pop()()
+
+
+def test_the_host_steps_nothing_that_is_on_its_way_up() -> None:
+    """Weights that no forward has waited for, on a card whose waits do not hold back the host."""
+    stream = Stream()
+    master, gradient, first, second = (torch.zeros(4) for _ in range(4))
+    links = HostLinks(down=stream, up=stream)
+    chunk = HostChunk(0, 0, master, gradient, first, second, decays=True, links=links)
+    for weights, reduces in ((torch.zeros(4), True), (torch.zeros(4, dtype=torch.bfloat16), False)):
+        master.fill_(1.0)
+        chunk.start_weights(weights)
+        if reduces:
+            chunk.start_gradient(torch.full((4,), 5.0))
+        chunk.finish_gradient()
+        assert not reduces or gradient.tolist() == [5.0] * 4
+        master.fill_(2.0)
+        gradient.fill_(0.0)
+        assert weights.tolist() == [1.0] * 4, "the copy read what the host wrote later"

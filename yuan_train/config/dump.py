@@ -51,8 +51,8 @@ def _unit_of(hint: Any) -> Unit | None:
     return next((item for item in inside if isinstance(item, Unit)), None)
 
 
-# Writes what `parse_document` reads back: strings that look like other scalars get quotes. In C where PyYAML has
-# it: the same bytes in a third of the time, which counts for a plan of thousands of ranks.
+# Writes what `parse_document` reads back: strings that look like other scalars get quotes. In C where PyYAML
+# has it: the same bytes in a third of the time, which counts for a plan of thousands of ranks.
 _Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})
 
 

@@ -78,9 +78,8 @@ class HostChunk:
         source = self._of(reduced)
         # A step that was skipped has not waited.
         self._finish_coming()
-        if self.spare is not None:
-            # On their way up from the buffer that is filled now.
-            self.finish_weights()
+        # Of a chunk that no forward has used since: on their way up from the buffer that is filled now.
+        self.finish_weights()
         self._source = source
         self._coming = self.links.down.begin(
             lambda: _copy(source, self.gradient), source.numel() * source.itemsize
@@ -89,8 +88,10 @@ class HostChunk:
     def finish_gradient(self) -> None:
         """Block the host until the gradient is there, and the step may begin."""
         self._finish_coming()
-        # Of a chunk that no forward has used since.
-        self.finish_weights()
+        if self._going is not None:
+            # The host writes next what is on its way up; a wait of the card's stream would not hold it back.
+            self._going.finish()
+            self._going = None
 
     def start_weights(self, weights: torch.Tensor) -> None:
         """Begin to copy the stepped weights up to those of the layout, [n] on the card; the gradient is lost.
