@@ -98,6 +98,8 @@ def test_every_fault_at_once() -> None:
         ("generation.temperature=0", "greater than 0"),
         ("algorithm.name=gppo", "algorithm.name"),
         ("algorithm.advantage=gae", "gae needs the critic of name: ppo; grpo has none"),
+        ("critic={lam: 0.9}", "critic: advantage group has none; leave it out, or set algorithm.name: ppo"),
+        ("critic={gamma: 1.5}", "critic.gamma"),
         ("algorithm={advantage: return, scale: group}", "wanted batch or none"),
         ("generation.slots=24", "wanted a multiple of 16"),
         ("train.micro_batch_size=7", "512 answers of an update do not divide into micro-batches of 7"),

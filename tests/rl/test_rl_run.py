@@ -261,7 +261,6 @@ def test_sigterm_saves(project: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     ("override", "message"),
     [
         ("schedule.mode=async", "async is not there yet"),
-        ("algorithm.name=ppo", "needs a critic"),
         ("reward.model={checkpoint: nowhere}", "nowhere"),
         ("data.prompts=[{file: nowhere.jsonl}]", "nowhere.jsonl: cannot be read"),
         ("data.max_prompt_tokens=3", r"longer than data.max_prompt_tokens 3: lines \d+ \(\d tokens\)"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.objective import StartConfig
@@ -205,6 +205,22 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic of `name: ppo`: the policy's model with one number for a head, trained beside it."""
+
+    checkpoint: str | None = None
+    """Weights to begin with: a reward model's, or the body of a language model; None: start.checkpoint."""
+    learning_rate: Annotated[float, Gt(0)] | None = None
+    """At the height of the policy's schedule, which it follows; None: the policy's."""
+    value_clip: Annotated[float, Gt(0)] | None = 0.5
+    """How far a value may move within a batch before its loss stops falling; None: any distance."""
+    gamma: Annotated[float, Gt(0), Le(1)] = 1.0
+    """The discount of a token's reward for each token before it."""
+    lam: Annotated[float, Ge(0), Le(1)] = 0.95
+    """1: advantages of whole returns; 0: of one token and the critic's value behind it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """Whether answers are drawn and trained in turn, or at once by cards of their own."""
 
@@ -273,6 +289,8 @@ class RLConfig:
     generation: GenerationConfig
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig
+    critic: CriticConfig | None = None
+    """Of an algorithm with advantage gae, which has one with the defaults; of no other."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: RLTrainConfig
     evaluation: RLEvaluationConfig = field(default_factory=RLEvaluationConfig)
@@ -281,6 +299,10 @@ class RLConfig:
     log: LogConfig = field(default_factory=LogConfig)
     search: RLSearchConfig = field(default_factory=RLSearchConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+
+    def __post_init__(self) -> None:
+        if self.critic is None and self.algorithm.advantage == "gae":
+            object.__setattr__(self, "critic", CriticConfig())
 
     @property
     def sequence_length(self) -> int:

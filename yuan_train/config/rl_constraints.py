@@ -117,6 +117,15 @@ def _algorithm(run: RLConfig) -> Iterator[Violation]:
         )
     if algorithm.advantage == "gae" and algorithm.scale != "batch":
         yield Violation(("algorithm", "scale"), f"{algorithm.scale}, but gae is whitened; wanted batch")
+    if run.critic is not None and algorithm.advantage != "gae":
+        yield Violation(
+            ("critic",),
+            f"advantage {algorithm.advantage} has none; leave it out, or set algorithm.name: ppo",
+        )
+    if run.critic is not None and run.train.precision == "fp16":
+        yield Violation(
+            ("train", "precision"), "fp16: a critic's loss is not scaled yet; wanted bf16, fp32 or fp64"
+        )
     kl = algorithm.kl
     if kl.coefficient and kl.where == "loss" and kl.estimator == "k1":
         yield Violation(

@@ -34,5 +34,10 @@ def check_rl_plan_of_run(plan: RlPlan, run: RLConfig) -> None:
         has = "has" if plan.roles.reference is not None else "has no"
         coefficient = run.algorithm.kl.coefficient
         faults.append(f"roles.reference: the plan {has} one, and algorithm.kl.coefficient is {coefficient:g}")
+    if run.critic is not None:
+        faults.append(
+            f"algorithm.name: {run.algorithm.name}: an RL plan does not place its critic yet; give an "
+            "ordinary plan of the policy, which draws, scores and trains"
+        )
     if faults:
         raise PlanError("\n".join(faults))

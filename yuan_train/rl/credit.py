@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from yuan_train.config.rl import AlgorithmConfig
+from yuan_train.config.rl import AlgorithmConfig, CriticConfig
 from yuan_train.objectives import advantages as kinds
 from yuan_train.rl.experience import Group
 
@@ -28,12 +28,8 @@ def token_advantages(
     What compares the answers of a group takes the penalties of an answer's tokens from its reward; `return`
     takes each from that token on.
     """
-    lengths = torch.tensor(lengths_of(groups))
-    mask_BT = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    mask_BT, penalty_BT = _by_answer(groups, penalty_N)
     rewards_QG = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
-    penalty_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
-    if penalty_N is not None:
-        penalty_BT[mask_BT] = penalty_N.double()
     if algorithm.advantage == "return":
         found_BT = kinds.returns(rewards_QG.flatten(), penalty_BT, mask_BT)
     else:
@@ -42,6 +38,33 @@ def token_advantages(
     if algorithm.scale == "batch":
         found_BT = kinds.whiten(found_BT, mask_BT)
     return found_BT[mask_BT]
+
+
+def critic_advantages(
+    groups: Sequence[Group], values_N: Tensor, critic: CriticConfig, *, penalty_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantages, whitened, and the returns to fit values to: fp64 [N] each, by answer.
+
+    `values_N` are the critic's, of the state before each token; `penalty_N`: see `token_advantages`.
+    """
+    rewards_B = torch.tensor([r for group in groups for r in group.rewards], dtype=torch.float64)
+    mask_BT, penalty_BT = _by_answer(groups, penalty_N)
+    values_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+    values_BT[mask_BT] = values_N.double()
+    advantages_BT, returns_BT = kinds.gae(
+        rewards_B, penalty_BT, values_BT, mask_BT, gamma=critic.gamma, lam=critic.lam
+    )
+    return advantages_BT[mask_BT], returns_BT[mask_BT]
+
+
+def _by_answer(groups: Sequence[Group], penalty_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where answers have tokens, and what each token loses of the reward: [B, T] both."""
+    lengths = torch.tensor(lengths_of(groups))
+    mask_BT = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    penalty_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+    if penalty_N is not None:
+        penalty_BT[mask_BT] = penalty_N.double()
+    return mask_BT, penalty_BT
 
 
 def _of_answers(rewards_QG: Tensor, algorithm: AlgorithmConfig) -> Tensor:

@@ -35,6 +35,8 @@ class RLJob:
     """Where engines on other cards generate; None: the policy's cards do."""
     reward_model: Checkpoint | None = None
     """Whose scores are added to those of functions."""
+    critic_start: Checkpoint | None = None
+    """Whose weights the critic begins with; None: the policy's."""
 
     @property
     def mode(self) -> Mode:
@@ -100,7 +102,7 @@ def prepare_rl(run: RLConfig, plan: Plan | None, position: Position, *, roles: R
     answers = Answers([*prompts.fingerprints, _digest(run)])
     job = Job(policy, plan, position, device, answers, None, tokenizer, checkpoint, start)
     reward_model = find_reward_model(run, tokenizer)
-    return RLJob(run, job, prompts, tuple(evaluation), roles, reward_model)
+    return RLJob(run, job, prompts, tuple(evaluation), roles, reward_model, _critic_start(run))
 
 
 def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = None) -> None:
@@ -113,9 +115,10 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
         )
     if run.schedule.mode == "sync" and roles is not None and roles.mode != "sync":
         faults.append("schedule.mode: sync, but the plan is async; plan again, or leave it out")
-    if run.algorithm.advantage == "gae":
+    if run.critic is not None and roles is not None:
         faults.append(
-            f"algorithm.name: {run.algorithm.name} needs a critic, which is not there yet; use grpo"
+            f"algorithm.name: {run.algorithm.name}: its critic does not run with roles apart yet; give an "
+            "ordinary plan of the policy, or use grpo"
         )
     if run.model.num_experts:
         faults.append("model.num_experts: a policy with experts is not trained yet; use a dense model")
@@ -128,6 +131,12 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
         raise ConfigError("\n".join(faults))
     for p, pipeline in enumerate(plan.pipelines if plan is not None else ()):
         for s, stage in enumerate(pipeline.stages):
+            away = (stage.optimizer_offload, stage.activation_offload, stage.parameter_offload)
+            if run.critic is not None and any(away):
+                raise PlanError(
+                    f"pipelines[{p}].stages[{s}]: what a critic's stage keeps on the host is not there yet; "
+                    "plan again without memory tiers in search.policy, or use grpo"
+                )
             if any(edge % 1 for edge in stage.layers):
                 raise PlanError(
                     f"pipelines[{p}].stages[{s}].layers: {list(stage.layers)}: half a layer does not "
@@ -153,8 +162,20 @@ def _read(file: str, run: RLConfig, tokenizer: Tokenizer | None) -> list[Prompt]
     return found
 
 
+def _critic_start(run: RLConfig) -> Checkpoint | None:
+    """The checkpoint of `critic.checkpoint`, or None. Raises CheckpointError if it holds another model."""
+    if run.critic is None or run.critic.checkpoint is None:
+        return None
+    found = find_checkpoint(run.critic.checkpoint)
+    check_same_model(found, replace(run.model, output="value"), may_lack_score=True)
+    return found
+
+
 def _digest(run: RLConfig) -> str:
     """What ranks compare of the run beyond the policy's: all that has no path."""
     data = replace(run.data, prompts=(), evaluation=None, tokenizer=None)
-    plain = dump([data, run.generation, run.reward, run.algorithm, run.schedule, run.evaluation])
+    critic = None
+    if run.critic is not None:
+        critic = replace(run.critic, checkpoint=None if run.critic.checkpoint is None else "given")
+    plain = dump([data, run.generation, run.reward, run.algorithm, critic, run.schedule, run.evaluation])
     return f"reinforcement learning {hashlib.sha256(plain.encode()).hexdigest()[:16]}"

@@ -25,6 +25,7 @@ from yuan_train.parallel.links import RolePosition, join_role
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told, job_ranks
 from yuan_train.rl.collect import Collected, Collector
+from yuan_train.rl.critic import Critic
 from yuan_train.rl.experience import RowFeed
 from yuan_train.rl.generator import Engine
 from yuan_train.rl.job import RLJob
@@ -61,6 +62,8 @@ class RLProgress:
     optimizer_steps: int = 0
     filtered: int = 0
     failed: int = 0
+    critic_steps: int = 0
+    """Optimizer steps of the critic, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class _Parts:
     trainer: Trainer
     collector: Collector
     updater: Updater
+    critic: Critic | None
     log: Log | None
     samples: SampleLog | None
     saver: Saver
@@ -143,6 +147,7 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
     )
     feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, pin=policy.device.type == "cuda")
     trainer, progress, reference = _build(job, feed, loss)
+    critic = Critic(job, feed) if run.critic is not None else None
     engine = _make_engine(job, trainer) if apart is None else None
     updater = Updater(
         run,
@@ -152,6 +157,7 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
         sequence_length=plan.sequence_length,
         reference=reference,
         decoupled=run.correction(job.mode) == "decoupled",
+        critic=critic,
     )
     stop_requested = stack.enter_context(stop_on_sigterm())
     log = stack.enter_context(open_log(policy, progress))
@@ -175,7 +181,7 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
         collector = Collector(job, trainer, engine, scorers)
     else:
         collector = RemoteCollector(job, trainer, scorers, apart)
-    parts = _Parts(job, trainer, collector, updater, log, samples, saver)
+    parts = _Parts(job, trainer, collector, updater, critic, log, samples, saver)
     state = RLProgress()
     if policy.checkpoint is not None and "rl" in policy.checkpoint.state:
         state = RLProgress(**policy.checkpoint.state["rl"]["progress"])
@@ -249,7 +255,9 @@ def _run_steps(parts: _Parts, progress: Progress, state: RLProgress, stop_reques
 
 def _save(parts: _Parts, progress: Progress, state: RLProgress) -> None:
     more = {"rl": {"progress": asdict(state), "run": as_plain(parts.job.run)}}
-    save_progress(parts.job.policy, YuanStepper(parts.trainer), progress, parts.saver, more=more)
+    tensors = parts.critic.checkpoint_tensors() if parts.critic is not None else None
+    stepper = YuanStepper(parts.trainer)
+    save_progress(parts.job.policy, stepper, progress, parts.saver, more=more, more_tensors=tensors)
 
 
 def _step(
@@ -291,6 +299,7 @@ def _step(
         optimizer_steps=state.optimizer_steps + result.steps,
         filtered=state.filtered + batch.filtered,
         failed=state.failed + batch.failed,
+        critic_steps=parts.critic.steps if parts.critic is not None else 0,
     )
     evaluation = None
     if run.evaluation.every and number % run.evaluation.every == 0:
@@ -387,5 +396,7 @@ def _metrics(
         idle_policy=max(0.0, 1 - training_seconds / seconds),
         idle_generation=max(0.0, 1 - batch.generation_seconds / seconds),
         samples_per_second=len(samples) / seconds,
+        value_loss=result.critic.loss if result.critic is not None else None,
+        explained_variance=result.critic.explained_variance if result.critic is not None else None,
         evaluation=evaluation,
     )

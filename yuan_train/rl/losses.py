@@ -69,7 +69,7 @@ class PolicyLoss:
         """This micro-batch's share of the batch's loss, a scalar."""
         batch, algorithm = self.batch, self._algorithm
         assert batch is not None
-        place_BS, mask_BS = _places(batch.place_RS, targets)
+        place_BS, mask_BS = places(batch.place_RS, targets)
         log_probs = token_log_probs(model, hidden_BSH, targets, self._temperature)
 
         def of_tokens(values_N: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class TokenScores:
         self, model: Transformer, hidden_BSH: Tensor, targets: Targets, *, gradient_scale: float
     ) -> Tensor:
         """Record; returns 0."""
-        place_BS, mask_BS = _places(self._place_RS, targets)
+        place_BS, mask_BS = places(self._place_RS, targets)
         found = token_log_probs(model, hidden_BSH, targets, self._temperature)[mask_BS].double().cpu()
         self.scores[place_BS[mask_BS].cpu()] = found
         return hidden_BSH.new_zeros((), dtype=torch.float64)
@@ -145,7 +145,7 @@ def token_log_probs(model: Transformer, hidden_BSH: Tensor, targets: Targets, te
     return -model.loss(scaled_BSH, targets.targets_BS, reduction="none")
 
 
-def _places(place_RS: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+def places(place_RS: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     """The token of each position of a micro-batch (0 for none), and where there is one; [B, S]."""
     assert targets.places_B is not None
     rows_B = targets.places_B.to(place_RS.device)

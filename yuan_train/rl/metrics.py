@@ -66,6 +66,10 @@ class RLMetrics(StepMetrics):
     idle_generation: float
     """Share of the step in which the engines' cards do not generate."""
     samples_per_second: float
+    value_loss: float | None = None
+    """The critic's; None without one."""
+    explained_variance: float | None = None
+    """Of the returns, by the critic's values; None also where all returns are equal."""
     evaluation: dict[str, float] | None = None
     """`pass_1`, `pass_k` and `mean_reward`, if it was due."""
 

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yuan_train.config.errors import PlanError
 from yuan_train.config.rl import RLConfig
 from yuan_train.objectives.aggregate import BatchTotals
 from yuan_train.objectives.divergence import reward_penalty
-from yuan_train.parallel.apply import make_lane
-from yuan_train.parallel.executor import Executor
-from yuan_train.parallel.groups import as_training_error, guard_world_collective
+from yuan_train.objectives.value import explained_variance
+from yuan_train.parallel.groups import guard_world_collective
 from yuan_train.parallel.world_sum import sum_over_world
-from yuan_train.rl.credit import lengths_of, token_advantages
-from yuan_train.rl.experience import Answers, Group, RowFeed, Rows, make_rows
+from yuan_train.rl.credit import critic_advantages, lengths_of, token_advantages
+from yuan_train.rl.critic import Critic
+from yuan_train.rl.experience import Group, RowFeed, Rows, make_rows
+from yuan_train.rl.lanes import Lanes
 from yuan_train.rl.losses import SUMS, Batch, PolicyLoss, TokenScores
-from yuan_train.rl.reference import Reference
-from yuan_train.train.step import Trainer, begin_pass, train_step
+from yuan_train.rl.reference import Reference, finish_weight_sync
+from yuan_train.train.step import Trainer
+
+
+@dataclass(frozen=True)
+class CriticResult:
+    """What came of a batch for the critic; the same on all ranks."""
+
+    loss: float
+    """Mean over the updates."""
+    explained_variance: float | None
+    """Of the returns, by the values at the batch's start; None if all returns are equal."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class UpdateResult:
     """Read in all."""
     measures: dict[str, float | None]
     """Means over tokens of the first update that was made, and `ratio_max` and `gap_max`."""
+    critic: CriticResult | None = None
 
 
 @dataclass(frozen=True)
@@ -70,16 +81,16 @@ class Updater:
         sequence_length: int,
         reference: Reference | None,
         decoupled: bool,
+        critic: Critic | None = None,
     ) -> None:
         self._run = run
         self._trainer = trainer
-        self._feed = feed
         self._loss = loss
         self._length = sequence_length
         self._reference = reference
         self._needs_old = run.algorithm.updates > 1 or decoupled
-        self._answers = Answers([])
-        self._lanes: dict[tuple[int, ...], tuple[Trainer, tuple[int, ...]]] = {}
+        self._critic = critic
+        self._lanes = Lanes(trainer, feed)
 
     def train(
         self, groups: Sequence[Group], *, lr: float, scale: float = 1.0, may_skip: bool = False
@@ -95,9 +106,14 @@ class Updater:
         if self._reference is not None:
             with self._reference.in_place():
                 reference = self._score(parts)
-        advantages = token_advantages(
-            groups, self._run.algorithm, penalty_N=self._penalty(groups, old, reference)
-        )
+        penalty = self._penalty(groups, old, reference)
+        fit = None
+        if self._critic is None:
+            advantages = token_advantages(groups, self._run.algorithm, penalty_N=penalty)
+        else:
+            values = torch.cat([self._critic.values(part.rows, part.count) for part in parts])
+            advantages, returns = critic_advantages(groups, values, self._critic.config, penalty_N=penalty)
+            fit = (values, returns)
         losses: list[float] = []
         norms: list[float] = []
         steps, overflowed, measures = 0, False, dict[str, float | None]()
@@ -108,15 +124,10 @@ class Updater:
                 norms.append(0.0)
                 continue
             self._loss.begin(batch)
-            trainer = self._use(part.rows)
-            trainer.runtime.reducer.follow(trainer.runtime.program)
-            result = train_step(
-                trainer,
-                self._answers,
-                first_sample=0,
+            result, trainer = self._lanes.train(
+                part.rows,
                 lr=lr,
                 clip=self._run.optimizer.clip_grad_norm,
-                stop=False,
                 scale=scale,
                 may_skip=may_skip,
             )
@@ -126,6 +137,9 @@ class Updater:
             overflowed |= result.skipped
             if not measures:
                 measures = self._measures(trainer)
+        critic = None
+        if fit is not None:
+            critic = self._fit_critic(parts, *fit, lr=lr)
         return UpdateResult(
             loss=math.fsum(losses) / len(losses),
             grad_norm=max(norms) if all(map(math.isfinite, norms)) else math.inf,
@@ -133,7 +147,21 @@ class Updater:
             overflowed=overflowed,
             tokens=sum(part.rows.used for part in parts),
             measures=measures,
+            critic=critic,
         )
+
+    def _fit_critic(
+        self, parts: Sequence[_Part], values_N: Tensor, returns_N: Tensor, *, lr: float
+    ) -> CriticResult:
+        """The critic's step of each update."""
+        assert self._critic is not None
+        # Two models' messages are not under way at once.
+        finish_weight_sync(self._trainer.runtime)
+        losses: list[float] = []
+        for part in parts:
+            here = slice(part.first, part.first + part.count)
+            losses.append(self._critic.train(part.rows, values_N[here], returns_N[here], lr=lr))
+        return CriticResult(math.fsum(losses) / len(losses), explained_variance(values_N, returns_N))
 
     def log_probs(self, groups: Sequence[Group]) -> Tensor:
         """The log-probability of each token under the weights as they are: fp64 [N] on the host."""
@@ -192,52 +220,19 @@ class Updater:
             old = torch.tensor(drawn, dtype=torch.float64)
         return reward_penalty(old, reference, kl.estimator, coefficient=kl.coefficient)
 
-    def _use(self, rows: Rows) -> Trainer:
-        """The trainer of a lane as long as rows need; the feed has them."""
-        pipelines = self._trainer.runtime.grid.plan.pipelines
-        room = sum(pipeline.num_sequences for pipeline in pipelines)
-        counts = tuple(max(1, -(-pipeline.num_micro_batches * rows.count // room)) for pipeline in pipelines)
-        if counts not in self._lanes:
-            self._lanes[counts] = self._make_lane(counts)
-        trainer, counts = self._lanes[counts]
-        before = range(self._trainer.runtime.coord.pipeline)
-        self._feed.use(rows, first=sum(pipelines[p].micro_batch_size * counts[p] for p in before))
-        return trainer
-
-    def _make_lane(self, counts: tuple[int, ...]) -> tuple[Trainer, tuple[int, ...]]:
-        """The trainer of a lane of so many micro-batches of each pipeline, or of the plan's own lane."""
-        whole = self._trainer
-        planned = tuple(pipeline.num_micro_batches for pipeline in whole.runtime.grid.plan.pipelines)
-        if counts == planned:
-            return whole, planned
-        try:
-            runtime = make_lane(whole.runtime, counts)
-        except PlanError:
-            # Some schedules take some numbers only: the rows that are not needed are padding.
-            return whole, planned
-        executor = Executor(whole.runners, runtime.bridge, whole.stopwatch)
-        return replace(whole, runtime=runtime, executor=executor), counts
-
     def _score(self, parts: Sequence[_Part]) -> Tensor:
         """Log-probabilities of all tokens under the weights as they are; collective over all ranks."""
-        found: list[Tensor] = []
-        for part in parts:
-            trainer = self._use(part.rows)
-            place_RS = part.rows.place.to(trainer.device)
-            recorder = TokenScores(place_RS, part.count, temperature=self._run.generation.temperature)
-            for runner in trainer.runners.values():
-                runner.objective = recorder
-            begin_pass(trainer, self._answers, first_sample=0, then=None)
-            runtime = trainer.runtime
-            with as_training_error(runtime.coord):
-                trainer.executor.run(runtime.evaluation_program)
-            for runner in trainer.runners.values():
-                runner.objective = self._loss
-            # Each rank of a tensor-parallel group has recorded the same.
-            scores = recorder.scores * (runtime.coord.tensor_rank == 0)
-            sum_over_world(runtime.groups, runtime.coord, scores, "the sum of log-probabilities")
-            found.append(scores)
-        return torch.cat(found)
+        temperature = self._run.generation.temperature
+        return torch.cat(
+            [
+                self._lanes.record(
+                    part.rows,
+                    lambda place_RS, count=part.count: TokenScores(place_RS, count, temperature=temperature),
+                    "log-probabilities",
+                )
+                for part in parts
+            ]
+        )
 
     def _measures(self, trainer: Trainer) -> dict[str, float | None]:
         """What the loss has measured, of all ranks."""

@@ -205,11 +205,11 @@ def _load_start(checkpoint: Checkpoint, trainer: Trainer) -> None:
     held = tensor_names(checkpoint)
     wanted = checkpoint_tensors(trainer, OwnedState.held_boxes, STATES[:1])
     load_tensors(checkpoint, {name: shard for name, shard in wanted.items() if name in held})
-    _publish(trainer)
+    publish(trainer)
 
 
-def _publish(trainer: Trainer, *, of_host: bool = True) -> None:
-    """Make the weights of the masters on all ranks; not `of_host`: of those that cards step."""
+def publish(trainer: Trainer, *, of_host: bool = True) -> None:
+    """Make the weights of the masters on all ranks; not `of_host`: of those that cards step. Collective."""
     for state in trainer.runtime.states:
         state.start_weight_sync(of_host=of_host)
         state.finish_weight_sync()
@@ -242,7 +242,7 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progres
     late = late_weights(trainer, OwnedState.late_boxes)
     has_late = late.keys() <= tensor_names(checkpoint)
     load_tensors(checkpoint, tensors | (late if has_late else {}))
-    _publish(trainer, of_host=not late or not has_late)
+    publish(trainer, of_host=not late or not has_late)
     progress = from_state(checkpoint.state, run)
     trainer.optimizer.set_step(progress.step - progress.skipped)
     return progress

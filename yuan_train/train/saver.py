@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from yuan_train.checkpoint.local_shards import snapshot
+from yuan_train.checkpoint.local_shards import LocalShard, snapshot
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import guard_world_collective, make_save_group
@@ -152,16 +152,17 @@ def save_progress(
     saver: Saver,
     *,
     more: Mapping[str, Any] | None = None,
+    more_tensors: Mapping[str, LocalShard] | None = None,
 ) -> None:
     """Save a checkpoint, or start to, if the run has a checkpoint directory; collective over all ranks.
 
-    `more` is added to its state.json, as plain JSON values.
+    `more` is added to its state.json, as plain JSON values; `more_tensors` to this rank's tensors.
     Raises CheckpointError if this save, or the one before it, fails.
     """
     if job.run.checkpoint.directory is None:
         return
     saver.wait()
-    tensors = stepper.checkpoint_tensors()
+    tensors = {**stepper.checkpoint_tensors(), **(more_tensors or {})}
     save = partial(
         save_checkpoint,
         job.run.checkpoint.directory,

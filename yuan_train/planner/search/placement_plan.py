@@ -48,7 +48,10 @@ def roles_problem(
     """The problem of a run. Raises ConfigError for what is not placed yet, or if the search keys exclude
     every mode."""
     if run.algorithm.advantage == "gae":
-        raise ConfigError("algorithm.name: ppo has a critic, which is not placed yet; use another algorithm")
+        raise ConfigError(
+            "algorithm.name: ppo has a critic, which is not placed yet; plan with algorithm.name=grpo on "
+            "cards with room for it, and give `rl` what the plan has under roles.policy.plan"
+        )
     policy = policy_run(run)
     modes = run.search.modes
     if run.schedule.mode != "auto":

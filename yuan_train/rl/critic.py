@@ -1,0 +1,140 @@
+"""The critic of PPO: a second trainer on the policy's ranks, under its plan, whose head computes values.
+
+N = answer tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from yuan_train.checkpoint.load import Checkpoint, load_tensors, tensor_names
+from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.config.errors import CheckpointError, TrainingError
+from yuan_train.config.rl import CriticConfig
+from yuan_train.models.transformer import Transformer
+from yuan_train.objectives.value import value_loss
+from yuan_train.parallel.zero import OwnedState
+from yuan_train.rl.experience import RowFeed, Rows
+from yuan_train.rl.job import RLJob
+from yuan_train.rl.lanes import Lanes
+from yuan_train.rl.losses import places
+from yuan_train.rl.reference import finish_weight_sync
+from yuan_train.train.build import build, checkpoint_tensors, publish
+from yuan_train.train.objective import Targets
+
+PREFIX = "critic."
+"""Of the names of its tensors in a checkpoint, before those that a policy's have."""
+
+
+class ValueLoss:
+    """The mean clipped loss of the values of a batch's tokens."""
+
+    def __init__(self, clip: float | None) -> None:
+        self._clip = clip
+        self._batch: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def begin(self, place_RS: Tensor, old_N: Tensor, returns_N: Tensor) -> None:
+        """The next update is of these tokens, all on the device; see `Rows.place`."""
+        self._batch = (place_RS, old_N, returns_N)
+
+    def total(
+        self, model: Transformer, hidden_BSH: Tensor, targets: Targets, *, gradient_scale: float
+    ) -> Tensor:
+        """This micro-batch's share of the batch's loss, a scalar."""
+        assert self._batch is not None
+        place_RS, old_N, returns_N = self._batch
+        place_BS, mask_BS = places(place_RS, targets)
+        values = model.scores(hidden_BSH)
+        old, returns = (of_N[place_BS].to(values) for of_N in (old_N, returns_N))
+        losses = value_loss(values, old, returns, clip=self._clip).where(mask_BS, 0)
+        return losses.sum() / len(returns_N)
+
+
+class TokenValues:
+    """Records the value of the state before each of a batch's tokens, for a forward pass; its loss is 0."""
+
+    def __init__(self, place_RS: Tensor, count: int) -> None:
+        self._place_RS = place_RS
+        self.scores = torch.zeros(count, dtype=torch.float64)
+
+    def total(
+        self, model: Transformer, hidden_BSH: Tensor, targets: Targets, *, gradient_scale: float
+    ) -> Tensor:
+        """Record; returns 0."""
+        place_BS, mask_BS = places(self._place_RS, targets)
+        self.scores[place_BS[mask_BS].cpu()] = model.scores(hidden_BSH)[mask_BS].double().cpu()
+        return hidden_BSH.new_zeros((), dtype=torch.float64)
+
+
+class Critic:
+    """Values of answers' tokens, and the steps that fit them to returns; every rank calls the same."""
+
+    def __init__(self, job: RLJob, feed: RowFeed) -> None:
+        """Build it, with the checkpoint's state if the run is resumed. Raises CheckpointError."""
+        run, policy = job.run, job.policy
+        assert run.critic is not None
+        self.config: CriticConfig = run.critic
+        self._clip_norm = run.optimizer.clip_grad_norm
+        # It follows the policy's schedule.
+        self._rate = (run.critic.learning_rate or run.optimizer.learning_rate) / run.optimizer.learning_rate
+        self._loss = ValueLoss(run.critic.value_clip)
+        model = replace(run.model, output="value")
+        start = job.critic_start
+        if start is None:
+            start = policy.start if policy.checkpoint is None else job.reference_start()
+        own = replace(
+            policy,
+            run=replace(policy.run, model=model),
+            plan=replace(policy.plan, model=model),
+            checkpoint=None,
+            start=start,
+        )
+        trainer, _ = build(own, feed=feed, objective=self._loss)
+        self._lanes = Lanes(trainer, feed)
+        self.steps = 0
+        """Optimizer steps since the start of the run."""
+        if policy.checkpoint is not None:
+            self._restore(policy.checkpoint)
+
+    def values(self, rows: Rows, count: int) -> Tensor:
+        """The value of the state before each token of some rows: fp64 [N] on the host."""
+        return self._lanes.record(rows, lambda place_RS: TokenValues(place_RS, count), "values")
+
+    def train(self, rows: Rows, old_N: Tensor, returns_N: Tensor, *, lr: float) -> float:
+        """One optimizer step on some rows, at the policy's learning rate `lr`; returns the loss.
+
+        Raises TrainingError, as `train_step` does.
+        """
+        trainer = self._lanes.trainer
+        device = trainer.device
+        self._loss.begin(rows.place.to(device), old_N.to(device), returns_N.to(device))
+        try:
+            result, _ = self._lanes.train(rows, lr=lr * self._rate, clip=self._clip_norm)
+        except TrainingError as error:
+            raise TrainingError(f"the critic: {error}") from error
+        trainer.stopwatch.read()
+        finish_weight_sync(trainer.runtime)
+        self.steps += 1
+        return result.loss
+
+    def checkpoint_tensors(self) -> dict[str, LocalShard]:
+        """What this rank writes of it into a checkpoint, by global name."""
+        found = checkpoint_tensors(self._lanes.trainer, OwnedState.written_boxes)
+        return {f"{PREFIX}{name}": shard for name, shard in found.items()}
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Fill weights and optimizer state; collective over all ranks."""
+        trainer = self._lanes.trainer
+        if not any(name.startswith(PREFIX) for name in tensor_names(checkpoint)):
+            raise CheckpointError(
+                f"{checkpoint.path}: it holds no critic, so the run before was not of name: ppo; begin with "
+                "its weights (start.checkpoint), in another checkpoint.directory"
+            )
+        wanted = checkpoint_tensors(trainer, OwnedState.held_boxes)
+        load_tensors(checkpoint, {f"{PREFIX}{name}": shard for name, shard in wanted.items()})
+        publish(trainer)
+        self.steps = int(checkpoint.state["rl"]["progress"]["critic_steps"])
+        trainer.optimizer.set_step(self.steps)

@@ -1,0 +1,101 @@
+"""Passes of a trainer over rows of answers: a lane is as long as the rows need, under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from yuan_train.config.errors import PlanError
+from yuan_train.parallel.apply import make_lane
+from yuan_train.parallel.executor import Executor
+from yuan_train.parallel.groups import as_training_error
+from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.rl.experience import Answers, RowFeed, Rows
+from yuan_train.train.objective import Objective
+from yuan_train.train.step import StepResult, Trainer, begin_pass, train_step
+
+
+class Recorder(Objective, Protocol):
+    """An objective that records a number of each token in a forward pass."""
+
+    scores: Tensor
+    """fp64 [N] on the host: those that this rank has seen, else 0."""
+
+
+class Lanes:
+    """A trainer's lanes of as many micro-batches as a batch of rows needs."""
+
+    def __init__(self, trainer: Trainer, feed: RowFeed) -> None:
+        self.trainer = trainer
+        """Of the plan's own lane."""
+        self._feed = feed
+        self._answers = Answers([])
+        self._lanes: dict[tuple[int, ...], tuple[Trainer, tuple[int, ...]]] = {}
+
+    def train(
+        self, rows: Rows, *, lr: float, clip: float, scale: float = 1.0, may_skip: bool = False
+    ) -> tuple[StepResult, Trainer]:
+        """One optimizer step on rows, and the trainer that made it; see `train_step`."""
+        trainer = self._use(rows)
+        trainer.runtime.reducer.follow(trainer.runtime.program)
+        result = train_step(
+            trainer,
+            self._answers,
+            first_sample=0,
+            lr=lr,
+            clip=clip,
+            stop=False,
+            scale=scale,
+            may_skip=may_skip,
+        )
+        return result, trainer
+
+    def record(self, rows: Rows, make: Callable[[Tensor], Recorder], what: str) -> Tensor:
+        """What a recorder sees of all tokens under the weights as they are: fp64 [N] on the host.
+
+        `make` gets the places of the rows, on the device. Collective over all ranks.
+        """
+        trainer = self._use(rows)
+        recorder = make(rows.place.to(trainer.device))
+        kept = {stage: runner.objective for stage, runner in trainer.runners.items()}
+        for runner in trainer.runners.values():
+            runner.objective = recorder
+        begin_pass(trainer, self._answers, first_sample=0, then=None)
+        runtime = trainer.runtime
+        with as_training_error(runtime.coord):
+            trainer.executor.run(runtime.evaluation_program)
+        for stage, runner in trainer.runners.items():
+            runner.objective = kept[stage]
+        # Each rank of a tensor-parallel group has recorded the same.
+        scores = recorder.scores * (runtime.coord.tensor_rank == 0)
+        sum_over_world(runtime.groups, runtime.coord, scores, f"the sum of {what}")
+        return scores
+
+    def _use(self, rows: Rows) -> Trainer:
+        """The trainer of a lane as long as rows need; the feed has them."""
+        pipelines = self.trainer.runtime.grid.plan.pipelines
+        room = sum(pipeline.num_sequences for pipeline in pipelines)
+        counts = tuple(max(1, -(-pipeline.num_micro_batches * rows.count // room)) for pipeline in pipelines)
+        if counts not in self._lanes:
+            self._lanes[counts] = self._make_lane(counts)
+        trainer, counts = self._lanes[counts]
+        before = range(self.trainer.runtime.coord.pipeline)
+        self._feed.use(rows, first=sum(pipelines[p].micro_batch_size * counts[p] for p in before))
+        return trainer
+
+    def _make_lane(self, counts: tuple[int, ...]) -> tuple[Trainer, tuple[int, ...]]:
+        """The trainer of a lane of so many micro-batches of each pipeline, or of the plan's own lane."""
+        whole = self.trainer
+        planned = tuple(pipeline.num_micro_batches for pipeline in whole.runtime.grid.plan.pipelines)
+        if counts == planned:
+            return whole, planned
+        try:
+            runtime = make_lane(whole.runtime, counts)
+        except PlanError:
+            # Some schedules take some numbers only: the rows that are not needed are padding.
+            return whole, planned
+        executor = Executor(whole.runners, runtime.bridge, whole.stopwatch)
+        return replace(whole, runtime=runtime, executor=executor), counts
