@@ -10,7 +10,7 @@ settings.register_profile(
 settings.load_profile("yuan")
 
 LONGEST = ("test_plans.py", "test_tiers.py", "test_lost_ranks.py")
-"""Files whose tests take longest and wait most: begun last, they would leave one worker busy and a core idle."""
+"""Files whose tests take longest and wait most: begun last, they would leave a core idle at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
