@@ -78,9 +78,9 @@ def order_one_f_one_b(num_stages: int, num_micro_batches: int) -> tuple[Operatio
     of the possible orders and without the schedule: placing every message takes ten times as long as running
     it.
 
-    Every send follows its compute step there. Before its backward k, stage s of P has run its forwards up to
-    k + P - 1 - s; so in each round k everything awaited is there if forwards run from the first stage on, then
-    backwards from the last one on.
+    Every send follows its compute step there. Before its backward k, stage s of P has run its forwards up
+    to k + P - 1 - s; so in each round k everything awaited is there if forwards run from the first stage on,
+    then backwards from the last one on.
     """
     last = num_stages - 1
     operations: list[Operation] = []
