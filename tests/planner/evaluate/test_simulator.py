@@ -6,14 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yuan_train.config.sends import Sends
+from yuan_train.planner.evaluate.operations import order_one_f_one_b, order_operations
 from yuan_train.planner.evaluate.simulator import (
     StageTimes,
-    order_operations,
     simulate,
     simulate_many,
     simulate_schedule,
 )
 from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.step import one_worker_each
 
 
 def run(forward, backward, links, m, *, sends: Sends = "overlapped", schedule="1f1b"):
@@ -187,3 +188,19 @@ def test_a_deeper_warm_up_hides_a_slow_link(in_flight, seconds):
         in_flight=in_flight,
     )
     assert ends.max() == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_one_f_one_b_without_its_schedule_is_in_the_same_order(stages, count):
+    workers = one_worker_each(stages)
+    scheduled = order_operations(make_schedule("1f1b", workers=workers, num_micro_batches=count), workers)
+    direct = order_one_f_one_b(stages, count)
+    for worker in range(stages):
+        assert [o for o in direct if o.worker == worker] == [o for o in scheduled if o.worker == worker]
+    place = {operation[:3]: i for i, operation in enumerate(direct)}
+    sent_by = {"forward": ("send_activation", -1), "backward": ("send_gradient", 1)}
+    for i, (kind, stage, micro_batch, _, _, waits) in enumerate(direct):
+        if waits:
+            send, step = sent_by[kind]
+            assert place[send, stage + step, micro_batch] < i

@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING
 
 from yuan_train.config.sends import Sends
 from yuan_train.planner.evaluate.copies import CopyClock, Groups, PartTimes
-from yuan_train.planner.evaluate.operations import Operation, order_operations, order_rendezvous
+from yuan_train.planner.evaluate.operations import (
+    Operation,
+    order_one_f_one_b,
+    order_operations,
+    order_rendezvous,
+)
 from yuan_train.planner.evaluate.page_clock import PageClock, PageTimes
 from yuan_train.schedule.pages import PagedGroups
 from yuan_train.schedule.schedules import make_schedule
@@ -219,6 +224,10 @@ def _operations(
     rendezvous: bool,
     group: int = 1,
 ) -> tuple[Operation, ...]:
+    count = len(workers)
+    plain = workers == one_worker_each(count) and in_flight in (None, tuple(range(count, 0, -1)))
+    if schedule == "1f1b" and plain and group == 1 and not rendezvous:
+        return order_one_f_one_b(count, num_micro_batches)
     programs = make_schedule(
         schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight, group=group
     )
