@@ -9,6 +9,7 @@ all of them, so will as many rounds after them, until a stage has no forward lef
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -56,7 +57,8 @@ class Rounds:
         while k < self.count:
             self._run_round(k)
             if k < last_full:
-                now = [*self.free, *self.link, *self.back_link, *(t for row in self.arrived for t in row)]
+                rows = (self.free, self.link, self.back_link, *self.arrived)
+                now = [self.free[0], self.free[-1], *itertools.chain.from_iterable(rows)]
                 num_rounds, seconds = _repeated(before, now)
                 times = (last_full - k) // num_rounds if num_rounds else 0
                 if times:
@@ -106,10 +108,13 @@ def _repeated(before: Iterable[Sequence[float]], now: Sequence[float]) -> tuple[
     `before`: the times of the rounds before, the last one first."""
     most = SAME * max(now)
     for num_rounds, then in enumerate(before, start=1):
+        if len(then) != len(now):
+            break
+        # The ends of the first and of the last stage soon show the most of all differences.
         added = now[0] - then[0]
+        if abs(now[1] - then[1] - added) > most:
+            continue
         # A link that there is not stays at 0.
-        if len(then) == len(now) and all(
-            abs(b - a - added) <= most or not b for a, b in zip(then, now, strict=True)
-        ):
+        if all(abs(b - a - added) <= most or not b for a, b in zip(then, now, strict=True)):
             return num_rounds, added
     return 0, 0.0
