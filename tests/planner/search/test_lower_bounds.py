@@ -1,5 +1,6 @@
 """The bounds against every kind of plan: random lawful ones, of all schedules, on small random clusters."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from yuan_train.planner.search.stage_table import StageTable, stage_table
 SIZES = (1, 2)
 SCHEDULES = ("1f1b", "zero_bubble", "interleaved_1f1b")
 NUM_PLANS = 120
+WORK = 3e8
 
 
 def random_problem(chance: random.Random):
@@ -57,7 +59,7 @@ def random_plan(costs: Costs, chance: random.Random) -> Plan:
     chance.shuffle(cards)
     cards = cards[: chance.randint(1, len(cards))]
     schedule = chance.choice(SCHEDULES)
-    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    chunks = chance.choice([2, 3]) if schedule == "interleaved_1f1b" else 1
     num_pipelines = chance.choice([1, 1, 2, 2, 3])
     pipelines, ranks, batch = [], {}, given.global_batch_size
     for p in range(num_pipelines):
@@ -65,7 +67,7 @@ def random_plan(costs: Costs, chance: random.Random) -> Plan:
         size = chance.choice(SIZES)
         groups = []
         while own:
-            width, count = chance.choice([1, 1, 2]), chance.choice([1, 1, 1, 2])
+            width, count = chance.choice([1, 1, 2]), chance.choice([1, 1, 1, 2]) if chunks == 1 else 1
             taken, own = own[: width * count], own[width * count :]
             if len(taken) < width * count:
                 width, count = len(taken), 1
@@ -74,9 +76,11 @@ def random_plan(costs: Costs, chance: random.Random) -> Plan:
             for replica in group:
                 for one in replica:
                     ranks[one] = None
-        stages = groups * chunks
-        cuts = sorted(chance.randint(0, given.model.num_layers) for _ in stages[1:])
-        pipelines.append((size, stages, [0, *cuts, given.model.num_layers]))
+        cuts = sorted(chance.randint(0, given.model.num_layers) for _ in groups[1:])
+        counts = [b - a for a, b in itertools.pairwise([0, *cuts, given.model.num_layers])]
+        # Virtual stages as the search makes them.
+        parts = [n // chunks + (chunk < n % chunks) for chunk in range(chunks) for n in counts]
+        pipelines.append((size, groups * chunks, [0, *itertools.accumulate(parts)]))
     order = {one: i for i, one in enumerate(c for c in given.cluster.cards if c in ranks)}
     shares = [batch // num_pipelines] * num_pipelines
     if chance.random() < 0.4 and num_pipelines > 1:
@@ -163,7 +167,7 @@ def bounds_of(costs: Costs, schedules: tuple, best: float) -> Bounds:
         scope,
         least_seconds=best / 4,
         best_seconds=2 * best,
-        work=3e6,
+        work=WORK,
         stopped=lambda: False,
     )
 

@@ -7,23 +7,27 @@ gives the same bound; what is excluded by then is the bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.equal_bound import (
     COARSE,
     FINE,
+    Family,
     Grid,
     Memory,
     Scope,
     Work,
-    equal_counts,
+    equal_families,
     excludes_equal,
     make_setting,
 )
 from yuan_train.planner.search.mixed_bound import excludes_mixed
+from yuan_train.planner.search.pipeline_bound import Schedules
 from yuan_train.planner.search.shapes import Options
 
 COARSE_PRECISION, PRECISION, MIXED_PRECISION = 0.02, 0.003, 0.01
@@ -58,48 +62,72 @@ def lower_bounds(
     """The bounds, between one that is known and a plan's seconds; `work` cells of dynamic programming for
     the first, twice as many for the second, fewer once `stopped()`."""
     setting = make_setting(costs, cards, options, scope, best_seconds)
-    counts = list(equal_counts(setting))
     memory: Memory = {}
+    grids = {COARSE: COARSE_PRECISION, FINE: PRECISION}
 
-    def equal(seconds: float, budget: Work, grid: Grid) -> bool:
-        for count in list(counts):
-            over = budget.is_over or stopped()
-            if over or not excludes_equal(setting, count, seconds, memory, budget, grid=grid):
-                # What is hardest to exclude comes first next time.
-                counts.remove(count)
-                counts.insert(0, count)
-                return False
-        return True
-
-    def mixed(seconds: float, budget: Work) -> bool:
-        return excludes_mixed(setting, seconds, memory, budget) and not budget.is_over
-
-    budget, high = Work(work), best_seconds
-    equal_seconds = least_seconds
-    for grid, precision in ((COARSE, COARSE_PRECISION), (FINE, PRECISION)):
-        equal_seconds = _bisect(
-            equal_seconds, high, lambda t, w, grid=grid: equal(t, w, grid), precision, 1 / 2, budget, stopped
+    def equal(family: Family, grid: Grid) -> Excludes:
+        return lambda seconds, budget: (
+            excludes_equal(setting, family, seconds, memory, budget, grid=grid) and not budget.is_over
         )
-    any_seconds = _bisect(
-        least_seconds, equal_seconds, mixed, MIXED_PRECISION, 1 / 3, Work(2 * work), stopped
-    )
+
+    def mixed(schedules: Schedules) -> Excludes:
+        return lambda seconds, budget: (
+            excludes_mixed(setting, schedules, seconds, memory, budget) and not budget.is_over
+        )
+
+    families = {family: least_seconds for family in equal_families(setting)}
+    budget = Work(work)
+    for grid, precision in grids.items():
+        tests = {family: equal(family, grid) for family in families}
+        _raise(families, tests, best_seconds, precision, budget, stopped)
+    classes = dict.fromkeys(scope.classes, least_seconds)
+    tests = {schedules: mixed(schedules) for schedules in classes}
+    alone = [seconds for family, seconds in families.items() if family.count == 1]
+    equal_seconds = min([best_seconds, *families.values()])
+    _raise(classes, tests, min([equal_seconds, *alone]), MIXED_PRECISION, Work(work), stopped)
+    any_seconds = min([equal_seconds, *alone, *classes.values()])
     return Bounds(equal_seconds=equal_seconds, any_seconds=any_seconds, scope=scope)
 
 
-def _bisect(
-    low: float,
+Excludes = Callable[[float, Work], bool]
+Part = TypeVar("Part", Family, Schedules)
+
+
+def _raise(
+    known: dict[Part, float],
+    excludes: Mapping[Part, Excludes],
     high: float,
-    excludes: Callable[[float, Work], bool],
     precision: float,
-    share: float,
     work: Work,
     stopped: Callable[[], bool],
-) -> float:
-    """The largest time that is found to be excluded; `low` is. Each is tried at a `share` of what is left."""
-    while high > low * (1 + precision) and not work.is_over and not stopped():
-        middle = low ** (1 - share) * high**share
-        if excludes(middle, work):
-            low = middle
+) -> None:
+    """Raises the least of the `known` bounds of parts towards `high`, by bisection: first every part is tried
+    just below it, so that only the parts that may reach further down are looked at again."""
+    most = high / (1 + precision)
+    open_parts: list[Part] = []
+    for part, low in known.items():
+        if low >= most:
+            continue
+        if work.is_over or stopped():
+            return
+        if excludes[part](most, work):
+            known[part] = most
         else:
-            high = middle
-    return low
+            open_parts.append(part)
+    while open_parts and not work.is_over and not stopped():
+        low = min(known[part] for part in open_parts)
+        if most <= low * (1 + precision):
+            return
+        middle = math.sqrt(low * most)
+        for i, part in enumerate(open_parts):
+            if known[part] >= middle:
+                continue
+            if excludes[part](middle, work):
+                known[part] = middle
+                continue
+            # What is hardest to exclude comes first next time.
+            open_parts.insert(0, open_parts.pop(i))
+            most = middle
+            break
+        if work.is_over or stopped():
+            return
