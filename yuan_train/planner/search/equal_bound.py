@@ -52,7 +52,7 @@ HOST_SHARES = (1 / 16, 1 / 4, 1.0)
 
 @dataclass
 class Work:
-    """What is left of a budget: cells of dynamic programming."""
+    """What is left of a budget, in units of about 10 ns: a count, not a clock."""
 
     left: float
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from yuan_train.config.cluster import Card
+from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.equal_bound import (
+    CLASSES,
     COARSE,
     FINE,
     Family,
@@ -34,6 +36,15 @@ COARSE_PRECISION, PRECISION, MIXED_PRECISION = 0.02, 0.003, 0.01
 """Bisection ends at these ratios less one."""
 
 
+@dataclass(frozen=True)
+class ScheduleBound:
+    """Seconds that no plan of the scope under these schedules can beat."""
+
+    schedules: tuple[ScheduleName, ...]
+    equal_seconds: float
+    any_seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """Seconds that no plan of the scope can beat."""
@@ -44,6 +55,8 @@ class Bounds:
     any_seconds: float
     """Among all plans; at most the above."""
     scope: Scope
+    under: tuple[ScheduleBound, ...] = ()
+    """The same of each kind of schedule alone."""
     knows_memory: bool = True
     """False: it is a bound of the work alone."""
 
@@ -59,8 +72,8 @@ def lower_bounds(
     work: float,
     stopped: Callable[[], bool],
 ) -> Bounds:
-    """The bounds, between one that is known and a plan's seconds; `work` cells of dynamic programming for
-    the first, twice as many for the second, fewer once `stopped()`."""
+    """The bounds, between one that is known and a plan's seconds; up to `work` (see `equal_bound.Work`) for
+    each bound of each kind of schedule, less once `stopped()`."""
     setting = make_setting(costs, cards, options, scope, best_seconds)
     memory: Memory = {}
     grids = {COARSE: COARSE_PRECISION, FINE: PRECISION}
@@ -75,18 +88,28 @@ def lower_bounds(
             excludes_mixed(setting, schedules, seconds, memory, budget) and not budget.is_over
         )
 
-    families = {family: least_seconds for family in equal_families(setting)}
-    budget = Work(work)
-    for grid, precision in grids.items():
-        tests = {family: equal(family, grid) for family in families}
-        _raise(families, tests, best_seconds, precision, budget, stopped)
-    classes = dict.fromkeys(scope.classes, least_seconds)
-    tests = {schedules: mixed(schedules) for schedules in classes}
-    alone = [seconds for family, seconds in families.items() if family.count == 1]
-    equal_seconds = min([best_seconds, *families.values()])
-    _raise(classes, tests, min([equal_seconds, *alone]), MIXED_PRECISION, Work(work), stopped)
-    any_seconds = min([equal_seconds, *alone, *classes.values()])
-    return Bounds(equal_seconds=equal_seconds, any_seconds=any_seconds, scope=scope)
+    under: list[ScheduleBound] = []
+    for schedules in scope.classes:
+        families = {
+            family: least_seconds for family in equal_families(setting) if family.schedules == schedules
+        }
+        budget = Work(work)
+        for grid, precision in grids.items():
+            tests = {family: equal(family, grid) for family in families}
+            _raise(families, tests, best_seconds, precision, budget, stopped)
+        equal_seconds = min([best_seconds, *families.values()])
+        # A plan has one pipeline, or several that may differ.
+        alone = [seconds for family, seconds in families.items() if family.count == 1]
+        high = min([equal_seconds, *alone])
+        any_seconds = _climb(least_seconds, high, mixed(schedules), Work(work), stopped)
+        names = tuple(name for name in scope.schedules if CLASSES[name] == schedules)
+        under.append(ScheduleBound(names, equal_seconds, any_seconds))
+    return Bounds(
+        equal_seconds=min(bound.equal_seconds for bound in under),
+        any_seconds=min(bound.any_seconds for bound in under),
+        scope=scope,
+        under=tuple(under),
+    )
 
 
 Excludes = Callable[[float, Work], bool]
@@ -131,3 +154,17 @@ def _raise(
             break
         if work.is_over or stopped():
             return
+
+
+def _climb(
+    low: float, high: float, excludes: Excludes, work: Work, stopped: Callable[[], bool]
+) -> float:
+    """The largest time up to `high` that is found to be excluded; `low` is. A time that is easily excluded is
+    tried before one that is not."""
+    while high > low * (1 + MIXED_PRECISION) and not work.is_over and not stopped():
+        middle = low ** (2 / 3) * high ** (1 / 3)
+        if excludes(middle, work):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -13,8 +13,8 @@ from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.shapes import Options
 
-WORK_OF_PAIRS, WORK_PER_CARD = 40_000, 250_000
-"""Budget of a bound, by cards squared and by cards: the smaller of both; see `search.lower_bounds`."""
+WORK_PER_CARD, WORK_PER_CARD_OF_FEW = 2_000_000, 4_000_000
+"""Budget of each bound of each kind of schedule, by cards; the search of few cards takes longer by card."""
 
 
 def bound_plans(
@@ -44,6 +44,6 @@ def bound_plans(
         scope,
         least_seconds=least,
         best_seconds=best_seconds,
-        work=min(WORK_OF_PAIRS * len(cards) ** 2, WORK_PER_CARD * len(cards)),
+        work=(WORK_PER_CARD_OF_FEW if few else WORK_PER_CARD) * len(cards),
         stopped=stopped,
     )
