@@ -7,10 +7,8 @@ gives the same bound; what is excluded by then is the bound.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.run import ScheduleName
@@ -101,7 +99,9 @@ def lower_bounds(
         # A plan has one pipeline, or several that may differ.
         alone = [seconds for family, seconds in families.items() if family.count == 1]
         high = min([equal_seconds, *alone])
-        any_seconds = _climb(least_seconds, high, mixed(schedules), Work(work), stopped)
+        any_seconds = _climb(
+            least_seconds, high, mixed(schedules), 1 / 3, MIXED_PRECISION, Work(work), stopped
+        )
         names = tuple(name for name in scope.schedules if CLASSES[name] == schedules)
         under.append(ScheduleBound(names, equal_seconds, any_seconds))
     return Bounds(
@@ -113,56 +113,49 @@ def lower_bounds(
 
 
 Excludes = Callable[[float, Work], bool]
-Part = TypeVar("Part", Family, Schedules)
 
 
 def _raise(
-    known: dict[Part, float],
-    excludes: Mapping[Part, Excludes],
+    known: dict[Family, float],
+    excludes: Mapping[Family, Excludes],
     high: float,
     precision: float,
     work: Work,
     stopped: Callable[[], bool],
 ) -> None:
-    """Raises the least of the `known` bounds of parts towards `high`, by bisection: first every part is tried
-    just below it, so that only the parts that may reach further down are looked at again."""
-    most = high / (1 + precision)
-    open_parts: list[Part] = []
-    for part, low in known.items():
-        if low >= most:
-            continue
-        if work.is_over or stopped():
-            return
-        if excludes[part](most, work):
-            known[part] = most
-        else:
-            open_parts.append(part)
-    while open_parts and not work.is_over and not stopped():
-        low = min(known[part] for part in open_parts)
-        if most <= low * (1 + precision):
-            return
-        middle = math.sqrt(low * most)
-        for i, part in enumerate(open_parts):
-            if known[part] >= middle:
+    """Raises the least of the `known` bounds of families towards `high`, by bisection. Of families that are
+    above a time already, no more is asked."""
+    order = list(known)
+
+    def all_excluded(seconds: float, budget: Work) -> bool:
+        for family in list(order):
+            if known[family] >= seconds:
                 continue
-            if excludes[part](middle, work):
-                known[part] = middle
-                continue
-            # What is hardest to exclude comes first next time.
-            open_parts.insert(0, open_parts.pop(i))
-            most = middle
-            break
-        if work.is_over or stopped():
-            return
+            if budget.is_over or stopped() or not excludes[family](seconds, budget):
+                # What is hardest to exclude comes first next time.
+                order.remove(family)
+                order.insert(0, family)
+                return False
+            known[family] = seconds
+        return True
+
+    least = min(known.values(), default=high)
+    _climb(least, high, all_excluded, 1 / 2, precision, work, stopped)
 
 
 def _climb(
-    low: float, high: float, excludes: Excludes, work: Work, stopped: Callable[[], bool]
+    low: float,
+    high: float,
+    excludes: Excludes,
+    share: float,
+    precision: float,
+    work: Work,
+    stopped: Callable[[], bool],
 ) -> float:
-    """The largest time up to `high` that is found to be excluded; `low` is. A time that is easily excluded is
-    tried before one that is not."""
-    while high > low * (1 + MIXED_PRECISION) and not work.is_over and not stopped():
-        middle = low ** (2 / 3) * high ** (1 / 3)
+    """The largest time up to `high` that is found to be excluded; `low` is. Each is tried at a `share` of
+    what is left, by ratio: the longer a time, the more work it takes."""
+    while high > low * (1 + precision) and not work.is_over and not stopped():
+        middle = low ** (1 - share) * high**share
         if excludes(middle, work):
             low = middle
         else:

@@ -10,11 +10,11 @@ backward their backwards, so that with W_s = w_s + ... + w_last, W = W_0
 where K_s is how many micro-batches one replica holds at most: each is in flight for W_s seconds or longer
 (Little's law). W_s includes what the messages between these stages take at least (`edge_bound`).
 
-Under zero_bubble weight gradients may come later, and only forwards count before a stage; H is on the right of
-the second line, and a stage of one replica holds as many micro-batches as there are workers, which is at least
-m W / H. Under interleaved_1f1b, the search makes stages of one replica whose layers are divided evenly among two
-or three virtual stages: only the first of these counts before a stage, and half of the micro-batches are in
-flight on one.
+Under zero_bubble weight gradients may come later, and only forwards count before a stage; H is on the right
+of the second line, and a stage of one replica holds as many micro-batches as there are workers, which is at
+least m W / H. Under interleaved_1f1b, the search makes stages of one replica whose layers are divided evenly
+among two or three virtual stages: only the first of these counts before a stage, and a worker holds what the
+schedule's cap says, at least half of what the second line does.
 
 Pipelines are built from the last stage on, by dynamic programming over W_s in cells of `cell` seconds, each
 stage's seconds rounded down to whole cells; W is guessed within buckets. Their layers are not counted but
@@ -132,10 +132,10 @@ def _loop_shares(layers: Floats) -> dict[int, Floats]:
     }
 
 
-def _loop_alive(v: int, workers: int, rest: Floats, num_micro_batches: int) -> Floats:
-    """Virtual stages' activations that a worker holds at most under interleaved_1f1b, at least so many: `rest`
-    workers from it on, of `workers` or more. The cap of `schedule.schedules.interleaved`, or what has passed by
-    the first backward; checked against the schedules in the tests."""
+def loop_alive(v: int, workers: int, rest: Floats, num_micro_batches: int) -> Floats:
+    """How many activations of virtual stages a worker holds at most under interleaved_1f1b, at least: with
+    `rest` workers from it on, of `workers` or more. The cap of `schedule.schedules.interleaved`, or what has
+    passed by the first backward; tests compare it with the schedules."""
     most = (v - 1) * workers + 2 * rest - 1
     passed = (v - 1) * min(num_micro_batches, workers) + np.minimum(num_micro_batches, 3 * rest - 2)
     return np.minimum(most, passed)
@@ -274,7 +274,7 @@ class PipelineBound:
             if self.is_looped and stages.loop_share is not None:
                 rest = np.ceil(cells * self.cell / longest - 1e-6)
                 loops = [
-                    np.floor(_loop_alive(v, workers, rest, m) * stages.loop_share[v][chosen])
+                    np.floor(loop_alive(v, workers, rest, m) * stages.loop_share[v][chosen])
                     for v in range(2, VIRTUAL_STAGES + 1)
                 ]
                 held = np.maximum(held, np.min(loops, axis=0))

@@ -13,7 +13,7 @@ from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.shapes import Options
 
-WORK_PER_CARD, WORK_PER_CARD_OF_FEW = 2_000_000, 4_000_000
+WORK_PER_CARD, WORK_PER_CARD_OF_FEW, LEAST_WORK = 2_000_000, 5_000_000, 50_000_000
 """Budget of each bound of each kind of schedule, by cards; the search of few cards takes longer by card."""
 
 
@@ -44,6 +44,6 @@ def bound_plans(
         scope,
         least_seconds=least,
         best_seconds=best_seconds,
-        work=(WORK_PER_CARD_OF_FEW if few else WORK_PER_CARD) * len(cards),
+        work=max((WORK_PER_CARD_OF_FEW if few else WORK_PER_CARD) * len(cards), LEAST_WORK),
         stopped=stopped,
     )
