@@ -172,6 +172,7 @@ def bounds_of(costs: Costs, schedules: tuple, best: float) -> Bounds:
         least_seconds=best / 4,
         best_seconds=2 * best,
         work=WORK,
+        mixed_work=2 * WORK,
         stopped=lambda: False,
     )
 

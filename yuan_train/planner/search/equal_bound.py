@@ -46,7 +46,7 @@ MAX_STEPS = 40
 Grid = tuple[int, float]
 COARSE, FINE = (4, 1.25), (8, 1.1)
 """Cells and growth of `pipeline_bound.Limits`."""
-HOST_SHARES = (1 / 16, 1 / 4, 1.0)
+HOST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1.0)
 """Ends of ranges of the hosts' seconds, as shares of a step."""
 
 

@@ -68,10 +68,11 @@ def lower_bounds(
     least_seconds: float,
     best_seconds: float,
     work: float,
+    mixed_work: float,
     stopped: Callable[[], bool],
 ) -> Bounds:
-    """The bounds, between one that is known and a plan's seconds; up to `work` (see `equal_bound.Work`) for
-    each bound of each kind of schedule, less once `stopped()`."""
+    """The bounds, between one that is known and a plan's seconds. Of each kind of schedule, equal pipelines
+    get up to `work` (see `equal_bound.Work`), others `mixed_work`; less once `stopped()`."""
     setting = make_setting(costs, cards, options, scope, best_seconds)
     memory: Memory = {}
     grids = {COARSE: COARSE_PRECISION, FINE: PRECISION}
@@ -100,7 +101,7 @@ def lower_bounds(
         alone = [seconds for family, seconds in families.items() if family.count == 1]
         high = min([equal_seconds, *alone])
         any_seconds = _climb(
-            least_seconds, high, mixed(schedules), 1 / 3, MIXED_PRECISION, Work(work), stopped
+            least_seconds, high, mixed(schedules), 1 / 3, MIXED_PRECISION, Work(mixed_work), stopped
         )
         names = tuple(name for name in scope.schedules if CLASSES[name] == schedules)
         under.append(ScheduleBound(names, equal_seconds, any_seconds))

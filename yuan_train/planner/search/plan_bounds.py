@@ -37,6 +37,7 @@ def bound_plans(
     if may_divide_experts(costs, cards, options) or stopped():
         # Groups of cards that divide experts are not among the stages that `search.lower_bounds` knows.
         return Bounds(equal_seconds=least, any_seconds=least, scope=scope, knows_memory=False)
+    work = max((WORK_PER_CARD_OF_FEW if few else WORK_PER_CARD) * len(cards), LEAST_WORK)
     return lower_bounds(
         costs,
         cards,
@@ -44,6 +45,7 @@ def bound_plans(
         scope,
         least_seconds=least,
         best_seconds=best_seconds,
-        work=max((WORK_PER_CARD_OF_FEW if few else WORK_PER_CARD) * len(cards), LEAST_WORK),
+        work=work,
+        mixed_work=2 * work if few else work,
         stopped=stopped,
     )
