@@ -272,7 +272,7 @@ class PipelineBound:
         else:
             held = np.floor(0.5 * batches * tail / h)
             if self.is_looped and stages.loop_share is not None:
-                rest = np.ceil(cells * self.cell / longest - 1e-6)
+                rest = np.maximum(np.ceil(cells * self.cell / longest - 1e-6), 1.0)
                 loops = [
                     np.floor(loop_alive(v, workers, rest, m) * stages.loop_share[v][chosen])
                     for v in range(2, VIRTUAL_STAGES + 1)
