@@ -13,7 +13,7 @@ from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.shapes import Options
 
-WORK_PER_CARD, WORK_PER_CARD_OF_FEW, LEAST_WORK = 2_000_000, 5_000_000, 50_000_000
+WORK_PER_CARD, WORK_PER_CARD_OF_FEW, LEAST_WORK = 2_000_000, 3_500_000, 25_000_000
 """Budget of each bound of each kind of schedule, by cards; the search of few cards takes longer by card."""
 
 
