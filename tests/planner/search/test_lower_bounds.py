@@ -1,26 +1,32 @@
-"""The bounds against every kind of plan: random lawful ones, of all schedules, on small random clusters."""
+"""The bounds against plans: all of those of few cards, and random lawful ones on small random clusters."""
 
+import itertools
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.planner.search.test_search import MODEL, card, problem
-from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
+from yuan_train.config.cluster import Card, Cluster, Host, Link, NodeGroup
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.run import SearchConfig
+from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search import equal_bound
 from yuan_train.planner.search.equal_bound import Scope
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
+from yuan_train.planner.search.pipeline_bound import loop_alive
 from yuan_train.planner.search.shapes import read_options
 from yuan_train.planner.search.stage_table import StageTable, stage_table
+from yuan_train.schedule.schedules import make_schedule
 
 SIZES = (1, 2)
 SCHEDULES = ("1f1b", "zero_bubble", "interleaved_1f1b")
 NUM_PLANS = 120
+WORK = 4e6
 
 
 def random_problem(chance: random.Random):
@@ -57,7 +63,7 @@ def random_plan(costs: Costs, chance: random.Random) -> Plan:
     chance.shuffle(cards)
     cards = cards[: chance.randint(1, len(cards))]
     schedule = chance.choice(SCHEDULES)
-    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    chunks = chance.choice([2, 3]) if schedule == "interleaved_1f1b" else 1
     num_pipelines = chance.choice([1, 1, 2, 2, 3])
     pipelines, ranks, batch = [], {}, given.global_batch_size
     for p in range(num_pipelines):
@@ -65,7 +71,7 @@ def random_plan(costs: Costs, chance: random.Random) -> Plan:
         size = chance.choice(SIZES)
         groups = []
         while own:
-            width, count = chance.choice([1, 1, 2]), chance.choice([1, 1, 1, 2])
+            width, count = chance.choice([1, 1, 2]), chance.choice([1, 1, 1, 2]) if chunks == 1 else 1
             taken, own = own[: width * count], own[width * count :]
             if len(taken) < width * count:
                 width, count = len(taken), 1
@@ -74,9 +80,11 @@ def random_plan(costs: Costs, chance: random.Random) -> Plan:
             for replica in group:
                 for one in replica:
                     ranks[one] = None
-        stages = groups * chunks
-        cuts = sorted(chance.randint(0, given.model.num_layers) for _ in stages[1:])
-        pipelines.append((size, stages, [0, *cuts, given.model.num_layers]))
+        cuts = sorted(chance.randint(0, given.model.num_layers) for _ in groups[1:])
+        counts = [b - a for a, b in itertools.pairwise([0, *cuts, given.model.num_layers])]
+        # Virtual stages as the search makes them.
+        parts = [n // chunks + (chunk < n % chunks) for chunk in range(chunks) for n in counts]
+        pipelines.append((size, groups * chunks, [0, *itertools.accumulate(parts)]))
     order = {one: i for i, one in enumerate(c for c in given.cluster.cards if c in ranks)}
     shares = [batch // num_pipelines] * num_pipelines
     if chance.random() < 0.4 and num_pipelines > 1:
@@ -148,7 +156,7 @@ def fastest(costs: Costs, chance: random.Random) -> tuple[float, float]:
     return equal, least
 
 
-def bounds_of(costs: Costs, schedules: tuple, best: float) -> Bounds:
+def bounds_of(costs: Costs, schedules: tuple, best: float, *, work: float = WORK) -> Bounds:
     given = costs.problem
     options = read_options(
         SearchConfig(tensor=(1, 2), micro_batch_size=SIZES, schedule=schedules),
@@ -163,7 +171,8 @@ def bounds_of(costs: Costs, schedules: tuple, best: float) -> Bounds:
         scope,
         least_seconds=best / 4,
         best_seconds=2 * best,
-        work=3e6,
+        work=work,
+        mixed_work=2 * work,
         stopped=lambda: False,
     )
 
@@ -193,4 +202,165 @@ def test_a_bound_of_slower_stages_is_undercut(monkeypatch):
         return replace(table, seconds=3 * table.seconds)
 
     monkeypatch.setattr(equal_bound, "stage_table", slower)
-    assert bounds_of(costs, SCHEDULES, least).any_seconds > least
+    assert bounds_of(costs, ("1f1b",), least, work=1.5e7).any_seconds > least
+
+
+# --- all plans of few cards ------------------------------------------------------------------------------
+
+Groups = tuple[tuple[tuple[Card, ...], ...], ...]
+"""Stages of a pipeline, their replicas, their cards."""
+
+
+def few_cards(memory: float, network: float):
+    """One fast card, two slow ones on one node."""
+    types = {"Fast": card(1 / 8 + memory, speed=2.5), "Slow": card(1 / 8 + memory)}
+    nodes = tuple(
+        NodeGroup(
+            name=name.lower(),
+            device=name,
+            devices=number,
+            link=Link(bandwidth=1e10),
+            network=Link(bandwidth=network, latency=1e-5),
+        )
+        for name, number in (("Fast", 1), ("Slow", 2))
+    )
+    return problem(
+        Cluster(name="few", nodes=nodes, device_types=types),
+        model=replace(MODEL, num_layers=2),
+        global_batch_size=4,
+        bucket_size=10**9,
+    )
+
+
+def every_pipelines(cards: Sequence[Card]) -> Iterator[tuple[Groups, ...]]:
+    """Up to two pipelines of some of the cards, in any order, once for each order of their types."""
+    seen: set[object] = set()
+    for count in range(1, len(cards) + 1):
+        for own in itertools.permutations(cards, count):
+            for borders in itertools.product((0, 1, 2, 3), repeat=count - 1):
+                # After a card: another stage, replica or card of the group, or another pipeline.
+                made: list[list[list[list[Card]]]] = [[[[own[0]]]]]
+                for one, border in zip(own[1:], borders, strict=True):
+                    target = [[made[-1][-1][-1], one], [made[-1][-1], [one]], [made[-1], [[one]]]]
+                    if border == 3:
+                        made.append([[[one]]])
+                    else:
+                        target[border][0].append(target[border][1])
+                groups = tuple(tuple(tuple(map(tuple, stage)) for stage in row) for row in made)
+                kinds = tuple(
+                    tuple(tuple(tuple(c.type for c in r) for r in s) for s in row) for row in groups
+                )
+                alike = all(len({c for r in s for c in r}) == 1 for row in kinds for s in row)
+                even = all(len({len(r) for r in s}) == 1 for row in kinds for s in row)
+                if alike and even and len(groups) < 3 and kinds not in seen:
+                    seen.add(kinds)
+                    yield groups
+
+
+def every_plan(costs: Costs) -> Iterator[Plan]:
+    """All plans of at most two pipelines, without offload: schedules, cards, cuts, sizes, shares; full or no
+    recompute and 1F1B's own or a deeper warm-up, the same everywhere."""
+    given = costs.problem
+    num_layers, batch = given.model.num_layers, given.global_batch_size
+    for row in every_pipelines(given.cluster.cards):
+        cuts = [
+            [
+                [b - a for a, b in itertools.pairwise([0, *borders, num_layers])]
+                for borders in itertools.combinations_with_replacement(range(num_layers + 1), len(own) - 1)
+            ]
+            for own in row
+        ]
+        shares = [(batch,)] if len(row) == 1 else [(n, batch - n) for n in range(1, batch)]
+        ways = itertools.product(itertools.product(*cuts), shares, SIZES, ("none", "full"), (0, 2))
+        for layers, share, size, recompute, deeper in ways:
+            if any(n % size for n in share):
+                continue
+            for schedule in SCHEDULES:
+                if deeper and (schedule != "1f1b" or any(len(s) > 1 for own in row for s in own)):
+                    continue
+                if schedule == "interleaved_1f1b" and any(len(s) > 1 for own in row for s in own):
+                    continue
+                yield plan_of(costs, row, layers, share, size, recompute, deeper, schedule)
+
+
+def plan_of(
+    costs: Costs,
+    row: tuple[Groups, ...],
+    layers: Sequence[list[int]],
+    shares: Sequence[int],
+    size: int,
+    recompute: Recompute,
+    deeper: int,
+    schedule: ScheduleName,
+) -> Plan:
+    given = costs.problem
+    used = [c for c in given.cluster.cards if any(c in r for own in row for s in own for r in s)]
+    rank = {c: i for i, c in enumerate(used)}
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    pipelines: list[PipelinePlan] = []
+    for own, counts, share in zip(row, layers, shares, strict=True):
+        parts = [n // chunks + (chunk < n % chunks) for chunk in range(chunks) for n in counts]
+        ends = [0, *itertools.accumulate(parts)]
+        stages = own * chunks
+        pipelines.append(
+            PipelinePlan(
+                micro_batch_size=size,
+                num_micro_batches=share // size,
+                stages=tuple(
+                    StagePlan(
+                        replicas=tuple(tuple(rank[c] for c in replica) for replica in group),
+                        layers=(ends[s], ends[s + 1]),
+                        embedding=s == 0,
+                        head=s == len(stages) - 1,
+                        recompute=recompute if parts[s] else "none",
+                        in_flight=len(stages) - s + deeper if deeper else None,
+                    )
+                    for s, group in enumerate(stages)
+                ),
+            )
+        )
+    return Plan(
+        cluster=given.cluster.name,
+        model=given.model,
+        sequence_length=given.sequence_length,
+        global_batch_size=given.global_batch_size,
+        schedule=schedule,
+        optimizer_sharding=True,
+        ranks=tuple(RankPlan(rank=i, device=c.name, type=c.type) for c, i in rank.items()),
+        pipelines=tuple(pipelines),
+        device_types=uncatalogued_types(given.cluster, {c.type for c in used}),
+    )
+
+
+@pytest.mark.parametrize(("memory", "network"), [(4.0, 1e7), (0.02, 1e9)])
+def test_no_plan_of_few_cards_is_faster_than_the_bound_of_its_schedule(memory: float, network: float):
+    costs = make_costs(few_cards(memory, network))
+    fastest_any = dict.fromkeys(SCHEDULES, float("inf"))
+    fastest_equal = dict(fastest_any)
+    for plan in every_plan(costs):
+        if any(True for _ in validate_plan(plan)):
+            continue
+        cost = cost_plan(costs, plan)
+        if cost.fits:
+            seconds = cost.step_seconds
+            fastest_any[plan.schedule] = min(fastest_any[plan.schedule], seconds)
+            if is_equal(plan, cost):
+                fastest_equal[plan.schedule] = min(fastest_equal[plan.schedule], seconds)
+    least = min(fastest_any.values())
+    bounds = bounds_of(costs, SCHEDULES, least, work=1.2e7)
+    for bound in bounds.under:
+        for name in bound.schedules:
+            assert bound.any_seconds <= fastest_any[name] * (1 + 1e-9)
+            assert bound.equal_seconds <= fastest_equal[name] * (1 + 1e-9)
+    # Not for free: the bound that all begin at is a quarter of the step.
+    assert bounds.any_seconds > 0.3 * least
+
+
+def test_interleaved_workers_hold_as_much_as_the_bound_says():
+    for workers, chunks, batches in itertools.product((2, 3, 5), (2, 3), (1, 2, 4, 7, 9)):
+        stages = tuple((s % workers,) for s in range(workers * chunks))
+        schedule = make_schedule("interleaved_1f1b", num_micro_batches=batches, workers=stages)
+        for worker, program in enumerate(schedule):
+            steps = [{"forward": 1, "backward": -1}.get(step.kind, 0) for step in program]
+            rest = np.array([float(workers - worker)])
+            assert loop_alive(chunks, workers, rest, batches)[0] <= max(itertools.accumulate(steps))

@@ -24,10 +24,22 @@ def bound_words(bounds: Bounds, step_seconds: float) -> list[str]:
         return [f"{any_words}; the bound knows neither memory nor messages ({covered})"]
     equal_gap = step_seconds / bounds.equal_seconds - 1.0
     equal = f"none of equal pipelines less than {show_seconds(bounds.equal_seconds)} (gap {equal_gap:.1%})"
+    lines = [f"{any_words}, {equal}; {covered}"]
+    if len(bounds.under) > 1:
+        lines.append("of equal pipelines, by schedule: " + ", ".join(_under_words(bounds, step_seconds)))
+    lines.append(
+        "the bounds know memory in each stage's depth, whole layers, filling, messages between nodes, "
+        "reductions and the optimizer step, not which nodes a pipeline is on, nor links that several share"
+    )
+    return lines
+
+
+def _under_words(bounds: Bounds, step_seconds: float) -> list[str]:
+    """The gap of each kind of schedule alone."""
     return [
-        f"{any_words}, {equal}; {covered}",
-        "the bounds know memory in each stage's depth, whole layers, filling, reductions and the optimizer "
-        "step, not messages, nor which cards of a type share a node",
+        f"{'/'.join(bound.schedules)} {show_seconds(bound.equal_seconds)} "
+        f"(gap {step_seconds / bound.equal_seconds - 1.0:.1%})"
+        for bound in bounds.under
     ]
 
 
@@ -41,6 +53,14 @@ def bound_values(bounds: Bounds | None, step_seconds: float) -> dict[str, Any] |
         "gap_any": step_seconds / bounds.any_seconds - 1.0,
         "gap_equal": step_seconds / bounds.equal_seconds - 1.0,
         "schedules": list(bounds.scope.schedules),
+        "by_schedule": [
+            {
+                "schedules": list(bound.schedules),
+                "any_seconds": bound.any_seconds,
+                "equal_seconds": bound.equal_seconds,
+            }
+            for bound in bounds.under
+        ],
         "micro_batch_sizes": list(bounds.scope.sizes),
         "knows_memory": bounds.knows_memory,
     }

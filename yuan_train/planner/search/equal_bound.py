@@ -6,7 +6,9 @@ prices p of the cards, L layers and N_t cards of type t for a pipeline, there is
 
     max over pipelines (layers - sum_t p_t cards_t) + sum_t p_t N_t < L
 
-for any p >= 0; Polyak's subgradient steps look for such prices.
+for any p >= 0. The prices are those of the best mixture of the pipelines found so far (column
+generation); once
+a mixture holds all layers no prices can exclude T.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,8 +26,10 @@ from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.host import host_step_seconds
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound, Schedules
+from yuan_train.planner.search.edge_bound import Edges, least_edges
+from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound, Schedules, replica_steps
 from yuan_train.planner.search.shapes import Options
+from yuan_train.planner.search.small_program import best_mixture
 from yuan_train.planner.search.stage_table import (
     Floats,
     Kind,
@@ -42,21 +46,27 @@ MAX_STEPS = 40
 Grid = tuple[int, float]
 COARSE, FINE = (4, 1.25), (8, 1.1)
 """Cells and growth of `pipeline_bound.Limits`."""
-OVERSHOOT = 0.005
-"""Steps aim at so much less than the layers that a pipeline must hold."""
-HOST_SHARES = (1 / 16, 1 / 4, 1.0)
+HOST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1.0)
 """Ends of ranges of the hosts' seconds, as shares of a step."""
 
 
 @dataclass
 class Work:
-    """What is left of a budget: cells of dynamic programming."""
+    """What is left of a budget, in units of about 10 ns: a count, not a clock."""
 
     left: float
 
     @property
     def is_over(self) -> bool:
         return self.left <= 0
+
+
+CLASSES: dict[ScheduleName, Schedules] = {
+    "1f1b": "plain",
+    "gpipe": "plain",
+    "zero_bubble": "split",
+    "interleaved_1f1b": "any",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +80,18 @@ class Scope:
     """Whether unlike pipelines may hold unlike shares of the optimizer's state."""
 
     @property
-    def largest_batch(self) -> float:
-        """The largest micro-batch, in smallest ones; not whole if some size is no multiple of it."""
-        least = min(self.sizes)
-        if any(size % least for size in self.sizes):
-            return math.ceil(max(self.sizes) / least) + 0.5
-        return max(self.sizes) / least
+    def classes(self) -> tuple[Schedules, ...]:
+        """The classes of its schedules."""
+        return tuple(dict.fromkeys(CLASSES[name] for name in self.schedules))
 
-    @property
-    def together(self) -> Schedules:
-        """The least class of schedules that has all of them."""
-        if "interleaved_1f1b" in self.schedules:
-            return "any"
-        return "split" if "zero_bubble" in self.schedules else "plain"
+
+@dataclass(frozen=True)
+class Family:
+    """Plans of so many equal pipelines, of one micro-batch size and one class of schedules."""
+
+    count: int
+    size: int
+    schedules: Schedules
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,10 +109,11 @@ class Setting:
     """A step that is known to be possible."""
     update_seconds: float
     """Of the optimizer's step, at least."""
-    tables: dict[tuple[float, float], StageTable] = field(
-        default_factory=dict[tuple[float, float], StageTable]
+    tables: dict[tuple[int, float, float], StageTable] = field(
+        default_factory=dict[tuple[int, float, float], StageTable]
     )
-
+    edges: dict[int, Edges] = field(default_factory=dict[int, Edges])
+    """By micro-batch size."""
     sums: dict[tuple[int, str], Floats] = field(default_factory=dict[tuple[int, str], Floats])
     """Of layers; see `stage_table`."""
 
@@ -113,24 +123,51 @@ class Setting:
 
     @property
     def batch(self) -> int:
-        """Sequences of a step, in micro-batches of the smallest size."""
-        return self.costs.problem.global_batch_size // min(self.scope.sizes)
+        """Sequences of a step."""
+        return self.costs.problem.global_batch_size
 
-    def table(self, owner_share: float, host_seconds: float) -> StageTable:
+    def table(self, size: int, owner_share: float, host_seconds: float) -> StageTable:
         """Stages that hold such a share of their optimizer state; see `stage_table`."""
-        key = (owner_share, host_seconds)
+        key = (size, owner_share, host_seconds)
         if key not in self.tables:
             self.tables[key] = stage_table(
                 self.costs,
                 self.kinds,
                 self.options,
-                sizes=self.scope.sizes,
+                size=size,
                 owner_share=owner_share,
                 host_seconds=host_seconds,
                 most_in_flight=min(self.num_layers + 2, len(self.cards), 160),
                 sums=self.sums,
             )
         return self.tables[key]
+
+    def limits(
+        self,
+        table: StageTable,
+        size: int,
+        schedules: Schedules,
+        *,
+        compute_seconds: float,
+        num_micro_batches: int,
+        most_cards: int,
+        owners: int,
+        grid: Grid,
+    ) -> Limits:
+        """Of pipelines with so many micro-batches of a size, whose gradients have so many owners."""
+        if size not in self.edges:
+            self.edges[size] = least_edges(self.costs, self.cards, self.kinds, size)
+        return Limits(
+            compute_seconds=compute_seconds,
+            num_micro_batches=num_micro_batches,
+            schedules=schedules,
+            edges=self.edges[size],
+            half_layers=self.options.half_layers,
+            most_cards=most_cards,
+            reduce_seconds=reduce_seconds(self, table, schedules, owners),
+            cells=grid[0],
+            growth=grid[1],
+        )
 
 
 def make_setting(
@@ -162,17 +199,6 @@ def _update_seconds(costs: Costs, cards: Sequence[Card], options: Options) -> fl
     return sum(costs.problem.model.unit_parameters[1:]) / rate
 
 
-def equal_counts(setting: Setting) -> Iterator[int]:
-    """Numbers of equal pipelines that the options and the batch allow."""
-    options, batch = setting.options, setting.costs.problem.global_batch_size
-    for count in range(1, min(len(setting.cards), batch) + 1):
-        batches = {batch // (count * size) for size in setting.scope.sizes if batch % (count * size) == 0}
-        if options.num_micro_batches is not None:
-            batches &= set(options.num_micro_batches)
-        if batches and (options.pipelines is None or count in options.pipelines):
-            yield count
-
-
 def excludes_hosts(setting: Setting, excludes: Callable[[float, float], bool]) -> bool:
     """Whether `excludes` (least, most seconds that the hosts step) holds for all that hosts may step: all at
     once, else range by range."""
@@ -185,36 +211,37 @@ def excludes_hosts(setting: Setting, excludes: Callable[[float, float], bool]) -
 
 
 def excludes_equal(
-    setting: Setting, count: int, seconds: float, memory: Memory, work: Work, *, grid: Grid = FINE
+    setting: Setting, family: Family, seconds: float, memory: Memory, work: Work, *, grid: Grid = FINE
 ) -> bool:
-    """Whether no plan of so many equal pipelines takes `seconds` or less."""
+    """Whether no plan of a family takes `seconds` or less."""
+    count, size = family.count, family.size
     numbers = np.floor(setting.numbers / count)
 
     def excluded(least: float, most: float) -> bool:
         compute = seconds - max(setting.update_seconds, least)
         if compute <= 0:
             return True
-        table = setting.table(1.0 / count, most)
-        limits = Limits(
+        table = setting.table(size, 1.0 / count, most)
+        limits = setting.limits(
+            table,
+            size,
+            family.schedules,
             compute_seconds=compute,
-            num_micro_batches=setting.batch // count,
-            schedules=setting.scope.together,
-            largest_batch=setting.scope.largest_batch,
+            num_micro_batches=setting.batch // (count * size),
             most_cards=int(numbers.sum()),
-            reduce_seconds=reduce_seconds(setting, table, count),
-            cells=grid[0],
-            growth=grid[1],
+            owners=count,
+            grid=grid,
         )
-        return excludes(setting, table, limits, numbers, memory, (count, most, grid), work)
+        return excludes(setting, table, limits, numbers, memory, (family, most, grid), work)
 
     return excludes_hosts(setting, excluded)
 
 
-def reduce_seconds(setting: Setting, table: StageTable, owners: int) -> Floats:
+def reduce_seconds(setting: Setting, table: StageTable, schedules: Schedules, owners: int) -> Floats:
     """[N, X]: at least, of the gradients of a stage's layers over so many owners."""
     costs, cards, options = setting.costs, setting.cards, setting.options
     result = np.zeros(table.parameters.shape)
-    if costs.topology.measured or setting.scope.together == "any":
+    if costs.topology.measured or schedules == "any":
         # Virtual stages of a card end apart, and may reduce their gradients meanwhile.
         return result
     sizes = Counter((card.node, card.type) for card in cards)
@@ -251,42 +278,77 @@ def excludes(
     if density @ numbers < needed:
         return True
     bound = PipelineBound(table, setting.kinds, limits, len(numbers))
-    work.left -= 4 * bound.work
-    scale = np.maximum(density, 1e-12)
-    buckets = np.arange(len(bound.low))
+    work.left -= bound.work
     own = memory.get(key)
-    if own is None or len(own) != len(buckets):
-        own = np.tile(scale, (len(buckets), 1))
-    own = own.copy()
+    if own is None or len(own) != len(bound.low):
+        own = np.tile(np.maximum(density, 1e-12), (len(bound.low), 1))
+    masters = [_Master(numbers, prices) for prices in own]
+    buckets = np.arange(len(masters))
     for _ in range(MAX_STEPS):
         done = bound.work
-        best = bound.best(own[buckets], np.ones(len(buckets)), buckets)
+        prices = np.array([masters[b].prices for b in buckets])
+        best = bound.best(prices, np.ones(len(buckets)), buckets, needed - prices @ numbers)
         work.left -= bound.work - done
-        total = best.worth + own[buckets] @ numbers
-        left = total >= needed
+        left = best.worth >= needed - prices @ numbers
         if not left.any():
-            memory[key] = own
+            memory[key] = np.array([master.prices for master in masters])
             return True
-        buckets, total, cards, layers = buckets[left], total[left], best.cards[left], best.layers[left]
-        possible = (layers >= needed) & (cards <= numbers).all(axis=1)
-        step = (numbers - cards) * scale
-        length = np.maximum((step * step).sum(axis=1), 1e-12)
-        if possible.any() or work.is_over:
+        if work.is_over:
             return False
-        change = ((total - (1 - OVERSHOOT) * needed) / length)[:, None] * step * scale
-        own[buckets] = np.maximum(own[buckets] - change, 0.0)
+        for i in np.flatnonzero(left).tolist():
+            master = masters[int(buckets[i])]
+            if master.add(float(best.worth[i]), float(best.layers[i]), best.cards[i]) >= needed:
+                return False
+        buckets = buckets[left]
     return False
+
+
+@dataclass(eq=False)
+class _Master:
+    """The pipelines of a bucket that were found so far, and the prices to try next."""
+
+    numbers: Floats
+    prices: Floats
+    columns: list[tuple[float, Floats]] = field(default_factory=list[tuple[float, Floats]])
+    lowest: float = math.inf
+    best: Floats | None = None
+    """The prices that bound the layers lowest."""
+
+    def add(self, worth: float, layers: float, cards: Floats) -> float:
+        """With one more pipeline, worth so much at these prices; the most layers of any mixture."""
+        total = worth + float(self.prices @ self.numbers)
+        if total < self.lowest:
+            self.lowest, self.best = total, self.prices
+        self.columns.append((layers, cards))
+        values = np.array([column[0] for column in self.columns])
+        uses = np.array([column[1] for column in self.columns])
+        most, prices = best_mixture(values, uses, self.numbers)
+        # Between the two, or the prices swing from one end to the other.
+        near = prices if self.best is None else (prices + self.best) / 2
+        self.prices = near if total <= self.lowest else (prices + 3 * near) / 4
+        return most
 
 
 def densities(setting: Setting, table: StageTable, limits: Limits) -> Floats:
     """[T]: the most layers that a card of each type may hold."""
     result = np.zeros(len(setting.numbers))
-    batches = np.array([-(-limits.num_micro_batches // kind.most) for kind in setting.kinds])
     least = table.seconds[:, :, :, 0].min(axis=0)
-    fits = np.isfinite(least) & (
-        batches[:, None] * np.where(np.isfinite(least), least, 0.0) <= limits.compute_seconds * (1 + 1e-9)
-    )
-    held = np.where(fits, table.layers, 0.0).max(axis=1)
-    for kind, layers in zip(setting.kinds, held, strict=True):
-        result[kind.type_index] = max(result[kind.type_index], layers / kind.cards)
+    for k, kind in enumerate(setting.kinds):
+        for fewest, batches in replica_steps(kind, limits.num_micro_batches):
+            fits = batches * least[k] <= limits.compute_seconds * (1 + 1e-9)
+            held = float(table.layers[fits].max(initial=0.0)) / (kind.width * fewest)
+            result[kind.type_index] = max(result[kind.type_index], held)
     return result
+
+
+def equal_families(setting: Setting) -> list[Family]:
+    """The families that the options and the batch allow, those of few pipelines first."""
+    options, batch = setting.options, setting.batch
+    found: list[Family] = []
+    counts = range(1, min(len(setting.cards), batch) + 1)
+    for count in (n for n in counts if options.pipelines is None or n in options.pipelines):
+        for size in setting.scope.sizes:
+            number, rest = divmod(batch, count * size)
+            if not rest and (options.num_micro_batches is None or number in options.num_micro_batches):
+                found += [Family(count, size, schedules) for schedules in setting.scope.classes]
+    return found

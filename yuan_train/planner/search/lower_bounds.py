@@ -7,27 +7,40 @@ gives the same bound; what is excluded by then is the bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
+from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.equal_bound import (
+    CLASSES,
     COARSE,
     FINE,
+    Family,
     Grid,
     Memory,
     Scope,
     Work,
-    equal_counts,
+    equal_families,
     excludes_equal,
     make_setting,
 )
 from yuan_train.planner.search.mixed_bound import excludes_mixed
+from yuan_train.planner.search.pipeline_bound import Schedules
 from yuan_train.planner.search.shapes import Options
 
 COARSE_PRECISION, PRECISION, MIXED_PRECISION = 0.02, 0.003, 0.01
 """Bisection ends at these ratios less one."""
+
+
+@dataclass(frozen=True)
+class ScheduleBound:
+    """Seconds that no plan of the scope under these schedules can beat."""
+
+    schedules: tuple[ScheduleName, ...]
+    equal_seconds: float
+    any_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,8 @@ class Bounds:
     any_seconds: float
     """Among all plans; at most the above."""
     scope: Scope
+    under: tuple[ScheduleBound, ...] = ()
+    """The same of each kind of schedule alone."""
     knows_memory: bool = True
     """False: it is a bound of the work alone."""
 
@@ -53,49 +68,93 @@ def lower_bounds(
     least_seconds: float,
     best_seconds: float,
     work: float,
+    mixed_work: float,
     stopped: Callable[[], bool],
 ) -> Bounds:
-    """The bounds, between one that is known and a plan's seconds; `work` cells of dynamic programming for
-    the first, twice as many for the second, fewer once `stopped()`."""
+    """The bounds, between one that is known and a plan's seconds. Of each kind of schedule, equal pipelines
+    get up to `work` (see `equal_bound.Work`), others `mixed_work`; less once `stopped()`."""
     setting = make_setting(costs, cards, options, scope, best_seconds)
-    counts = list(equal_counts(setting))
     memory: Memory = {}
+    grids = {COARSE: COARSE_PRECISION, FINE: PRECISION}
 
-    def equal(seconds: float, budget: Work, grid: Grid) -> bool:
-        for count in list(counts):
-            over = budget.is_over or stopped()
-            if over or not excludes_equal(setting, count, seconds, memory, budget, grid=grid):
+    def equal(family: Family, grid: Grid) -> Excludes:
+        return lambda seconds, budget: (
+            excludes_equal(setting, family, seconds, memory, budget, grid=grid) and not budget.is_over
+        )
+
+    def mixed(schedules: Schedules) -> Excludes:
+        return lambda seconds, budget: (
+            excludes_mixed(setting, schedules, seconds, memory, budget) and not budget.is_over
+        )
+
+    under: list[ScheduleBound] = []
+    for schedules in scope.classes:
+        families = {
+            family: least_seconds for family in equal_families(setting) if family.schedules == schedules
+        }
+        budget = Work(work)
+        for grid, precision in grids.items():
+            tests = {family: equal(family, grid) for family in families}
+            _raise(families, tests, best_seconds, precision, budget, stopped)
+        equal_seconds = min([best_seconds, *families.values()])
+        # A plan has one pipeline, or several that may differ.
+        alone = [seconds for family, seconds in families.items() if family.count == 1]
+        high = min([equal_seconds, *alone])
+        any_seconds = _climb(
+            least_seconds, high, mixed(schedules), 1 / 3, MIXED_PRECISION, Work(mixed_work), stopped
+        )
+        names = tuple(name for name in scope.schedules if CLASSES[name] == schedules)
+        under.append(ScheduleBound(names, equal_seconds, any_seconds))
+    return Bounds(
+        equal_seconds=min(bound.equal_seconds for bound in under),
+        any_seconds=min(bound.any_seconds for bound in under),
+        scope=scope,
+        under=tuple(under),
+    )
+
+
+Excludes = Callable[[float, Work], bool]
+
+
+def _raise(
+    known: dict[Family, float],
+    excludes: Mapping[Family, Excludes],
+    high: float,
+    precision: float,
+    work: Work,
+    stopped: Callable[[], bool],
+) -> None:
+    """Raises the least of the `known` bounds of families towards `high`, by bisection. Of families that are
+    above a time already, no more is asked."""
+    order = list(known)
+
+    def all_excluded(seconds: float, budget: Work) -> bool:
+        for family in list(order):
+            if known[family] >= seconds:
+                continue
+            if budget.is_over or stopped() or not excludes[family](seconds, budget):
                 # What is hardest to exclude comes first next time.
-                counts.remove(count)
-                counts.insert(0, count)
+                order.remove(family)
+                order.insert(0, family)
                 return False
+            known[family] = seconds
         return True
 
-    def mixed(seconds: float, budget: Work) -> bool:
-        return excludes_mixed(setting, seconds, memory, budget) and not budget.is_over
-
-    budget, high = Work(work), best_seconds
-    equal_seconds = least_seconds
-    for grid, precision in ((COARSE, COARSE_PRECISION), (FINE, PRECISION)):
-        equal_seconds = _bisect(
-            equal_seconds, high, lambda t, w, grid=grid: equal(t, w, grid), precision, 1 / 2, budget, stopped
-        )
-    any_seconds = _bisect(
-        least_seconds, equal_seconds, mixed, MIXED_PRECISION, 1 / 3, Work(2 * work), stopped
-    )
-    return Bounds(equal_seconds=equal_seconds, any_seconds=any_seconds, scope=scope)
+    least = min(known.values(), default=high)
+    _climb(least, high, all_excluded, 1 / 2, precision, work, stopped)
 
 
-def _bisect(
+def _climb(
     low: float,
     high: float,
-    excludes: Callable[[float, Work], bool],
-    precision: float,
+    excludes: Excludes,
     share: float,
+    precision: float,
     work: Work,
     stopped: Callable[[], bool],
 ) -> float:
-    """The largest time that is found to be excluded; `low` is. Each is tried at a `share` of what is left."""
+    """The largest time up to `high` that is found to be excluded; `low` is. Each is tried at a `share` of
+    what is left, by ratio: the longer a time, the more work it takes."""
     while high > low * (1 + precision) and not work.is_over and not stopped():
         middle = low ** (1 - share) * high**share
         if excludes(middle, work):

@@ -13,7 +13,9 @@ that are not excluded are halved. What remains at last raises the prices of its 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,11 +26,10 @@ from yuan_train.planner.search.equal_bound import (
     Setting,
     Work,
     densities,
-    excludes,
     excludes_hosts,
-    reduce_seconds,
 )
-from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound
+from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound, Schedules
+from yuan_train.planner.search.small_program import best_mixture
 from yuan_train.planner.search.stage_table import Floats, StageTable
 
 MAX_PRICES = 12
@@ -41,8 +42,11 @@ WIDEST, NARROWEST = 1.6, 1.03
 """Ratio of the sequences of a range."""
 
 
-def excludes_mixed(setting: Setting, seconds: float, memory: Memory, work: Work) -> bool:
-    """Whether no plan takes `seconds` or less, however its pipelines differ."""
+def excludes_mixed(
+    setting: Setting, schedules: Schedules, seconds: float, memory: Memory, work: Work
+) -> bool:
+    """Whether no plan of two or more pipelines, under a class of schedules, takes `seconds` or less, however
+    its pipelines differ."""
     allowed, most = setting.options.pipelines, _most_pipelines(setting)
 
     def excluded(first: int, last: int) -> bool:
@@ -51,11 +55,11 @@ def excludes_mixed(setting: Setting, seconds: float, memory: Memory, work: Work)
             return True
         return excludes_hosts(
             setting,
-            lambda low, high: _excludes_counts(setting, seconds, (first, last), (low, high), memory, work),
+            lambda low, high: _excludes_counts(
+                setting, schedules, seconds, (first, last), (low, high), memory, work
+            ),
         )
 
-    if not excluded(1, 1):
-        return False
     return excluded(2, most) or all(excluded(a + 1, b) for a, b in itertools.pairwise(PIPELINES))
 
 
@@ -72,6 +76,7 @@ def _most_pipelines(setting: Setting) -> int:
 
 def _excludes_counts(
     setting: Setting,
+    schedules: Schedules,
     seconds: float,
     counts: tuple[int, int],
     host: tuple[float, float],
@@ -82,99 +87,136 @@ def _excludes_counts(
     compute = seconds - max(setting.update_seconds, host[0])
     if compute <= 0:
         return True
-    uneven = setting.scope.uneven_shares and counts[1] > 1
-    table = setting.table(0.0 if uneven else 1.0 / counts[1], host[1])
-    limits = Limits(
-        compute_seconds=compute,
-        num_micro_batches=setting.batch,
-        schedules=setting.scope.together,
-        largest_batch=setting.scope.largest_batch,
-        most_cards=len(setting.cards),
-        reduce_seconds=reduce_seconds(setting, table, min(counts[0], 2)),
-        cells=COARSE[0],
-        growth=COARSE[1],
-    )
-    key = (counts, host)
-    if counts == (1, 1):
-        return excludes(setting, table, limits, setting.numbers, memory, key, work)
-    columns = _Columns(setting, table, limits, work)
-    scale = 1.0 / np.maximum(setting.numbers, 1.0)
+    share = 0.0 if setting.scope.uneven_shares else 1.0 / counts[1]
+    columns = _Columns(setting, schedules, compute, share, host[1], work)
+    key = (schedules, counts, host)
+    numbers = np.maximum(setting.numbers, 1e-9)
     prices = memory.get(key)
     if prices is None:
-        prices = densities(setting, table, limits)
+        prices = columns.densities()
         prices = np.maximum(prices, 1e-9 * max(prices.max(), 1e-9))
+    best, most = prices, -math.inf
+    found: list[tuple[float, Floats]] = []
     for _ in range(MAX_PRICES):
-        prices = prices / float(prices @ setting.numbers)
-        found = columns.violation(prices)
-        if found is None:
+        prices = prices / float(prices @ numbers)
+        column = columns.cheapest(prices)
+        if column is None:
             memory[key] = prices
             return True
-        sequences, cards = found
+        sequences, cards = column
         if cards is None or work.is_over:
             return False
-        lack = sequences / setting.batch * setting.numbers - cards
-        violated = float(prices @ lack)
-        step = lack * scale * scale
-        length = float(lack @ step)
-        if violated <= 0 or length <= 0:
+        spare = float(prices @ cards) - sequences / setting.batch
+        if spare > most:
+            most, best = spare, prices
+        found.append((sequences / setting.batch, cards))
+        done, dual = best_mixture(
+            np.array([part for part, _ in found]),
+            np.array([cards for _, cards in found]),
+            numbers,
+            limited=False,
+        )
+        if done >= 1.0:
+            # These pipelines, mixed, do the whole batch on the cards that there are.
             return False
-        prices = np.maximum(prices - 1.5 * violated / length * step, 0.0)
+        prices = (dual / max(float(dual @ numbers), 1e-300) + best) / 2
     return False
 
 
 @dataclass(eq=False)
 class _Columns:
-    """Pipelines of a time, by the micro-batches that they have at least."""
+    """Pipelines of a time, by the sequences that they have at least."""
 
     setting: Setting
-    table: StageTable
-    limits: Limits
+    schedules: Schedules
+    compute_seconds: float
+    owner_share: float
+    host_seconds: float
     work: Work
-    known: dict[int, PipelineBound] = field(default_factory=dict[int, PipelineBound])
+    known: dict[tuple[int, int], PipelineBound] = field(default_factory=dict[tuple[int, int], PipelineBound])
+    most_layers: dict[tuple[int, int], Floats] = field(default_factory=dict[tuple[int, int], Floats])
+    pending: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    """Ranges that gave a column, which are tried first."""
 
-    def violation(self, prices: Floats) -> tuple[float, Floats | None] | None:
-        """(sequences, cards) of a pipeline that may be cheaper than its share of the batch, in micro-batches
-        of the smallest size; None if there is none."""
-        ranges: list[tuple[int, int]] = []
-        end = self.setting.batch
-        while end >= 1:
-            begin = max(int(end / WIDEST), 0) + 1
-            begin = min(begin, end)
-            ranges.append((begin, end))
-            end = begin - 1
+    def limits(self, size: int, begin: int) -> tuple[StageTable, Limits]:
+        table = self.setting.table(size, self.owner_share, self.host_seconds)
+        limits = self.setting.limits(
+            table,
+            size,
+            self.schedules,
+            compute_seconds=self.compute_seconds,
+            num_micro_batches=-(-begin // size),
+            most_cards=len(self.setting.cards),
+            owners=2,
+            grid=COARSE,
+        )
+        return table, limits
+
+    def densities(self) -> Floats:
+        """[T]: the most layers that a card of each type holds with half of the batch."""
+        begin = max(1, self.setting.batch // 2)
+        return np.max([self.dense(size, begin) for size in self.setting.scope.sizes], axis=0)
+
+    def dense(self, size: int, begin: int) -> Floats:
+        """[T]: the most layers that a card of each type may hold with so many sequences."""
+        if (size, begin) not in self.most_layers:
+            self.most_layers[size, begin] = densities(self.setting, *self.limits(size, begin))
+        return self.most_layers[size, begin]
+
+    def cheapest(self, prices: Floats) -> tuple[float, Floats | None] | None:
+        """(sequences, cards) of a pipeline that may be cheaper than its share of the batch; None if there is
+        none."""
+        ranges = [(size, *ends) for size in self.setting.scope.sizes for ends in self._ranges()]
+        ranges += self.pending
         while ranges:
             if self.work.is_over:
                 return float(self.setting.batch), None
-            begin, end = ranges.pop()
-            found = self._cheaper(begin, end / self.setting.batch, prices)
+            size, begin, end = ranges.pop()
+            if end < size:
+                continue
+            begin = max(begin, size)
+            found = self._cheaper(size, begin, end / self.setting.batch, prices)
             if found is None:
                 continue
             if end > begin * NARROWEST and end > begin:
                 middle = (begin + end) // 2
-                ranges += [(begin, middle), (middle + 1, end)]
+                ranges += [(size, begin, middle), (size, middle + 1, end)]
                 continue
+            if (size, begin, end) not in self.pending:
+                self.pending.append((size, begin, end))
             return float(end), found
         return None
 
-    def _cheaper(self, begin: int, price: float, prices: Floats) -> Floats | None:
-        """The cards of a pipeline of so many micro-batches that may cost `price` or less, if any does."""
-        if begin not in self.known:
-            limits = replace(self.limits, num_micro_batches=begin)
-            self.known[begin] = PipelineBound(
-                self.table, self.setting.kinds, limits, len(self.setting.numbers)
-            )
-            self.work.left -= 4 * self.known[begin].work
-        bound, needed = self.known[begin], self.setting.num_layers * (1 - 1e-9)
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        end = self.setting.batch
+        while end >= 1:
+            begin = min(max(int(end / WIDEST), 0) + 1, end)
+            yield begin, end
+            end = begin - 1
+
+    def _cheaper(self, size: int, begin: int, price: float, prices: Floats) -> Floats | None:
+        """The cards of a pipeline of so many sequences that may cost `price` or less, if any does."""
+        needed = self.setting.num_layers * (1 - 1e-9)
+        most = self.dense(size, begin)
+        if float((prices / np.maximum(most, 1e-300)).min()) * needed > price or not most.any():
+            return None
+        if (size, begin) not in self.known:
+            table, limits = self.limits(size, begin)
+            bound = PipelineBound(table, self.setting.kinds, limits, len(self.setting.numbers))
+            self.known[size, begin] = bound
+            self.work.left -= bound.work
+        bound = self.known[size, begin]
         buckets = np.arange(len(bound.low))
         value = np.full(len(buckets), 1.02 * price / needed)
         low, high = np.zeros(len(buckets)), np.full(len(buckets), np.inf)
         last = None
         for _ in range(MAX_VALUES):
             done = bound.work
-            best = bound.best(np.tile(prices, (len(buckets), 1)), value, buckets)
+            least = value * needed - price - 1e-12
+            best = bound.best(np.tile(prices, (len(buckets), 1)), value, buckets, least)
             self.work.left -= bound.work - done
             over = best.worth - value * needed + price
-            left = over >= -1e-12
+            left = best.worth >= least
             if not left.any():
                 return None
             buckets, value, low, high = buckets[left], value[left], low[left], high[left]

@@ -13,8 +13,8 @@ from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.shapes import Options
 
-WORK_OF_PAIRS, WORK_PER_CARD = 40_000, 250_000
-"""Budget of a bound, by cards squared and by cards: the smaller of both; see `search.lower_bounds`."""
+WORK_PER_CARD, WORK_PER_CARD_OF_FEW, LEAST_WORK = 2_000_000, 3_500_000, 25_000_000
+"""Budget of each bound of each kind of schedule, by cards; the search of few cards takes longer by card."""
 
 
 def bound_plans(
@@ -37,6 +37,7 @@ def bound_plans(
     if may_divide_experts(costs, cards, options) or stopped():
         # Groups of cards that divide experts are not among the stages that `search.lower_bounds` knows.
         return Bounds(equal_seconds=least, any_seconds=least, scope=scope, knows_memory=False)
+    work = max((WORK_PER_CARD_OF_FEW if few else WORK_PER_CARD) * len(cards), LEAST_WORK)
     return lower_bounds(
         costs,
         cards,
@@ -44,6 +45,7 @@ def bound_plans(
         scope,
         least_seconds=least,
         best_seconds=best_seconds,
-        work=min(WORK_OF_PAIRS * len(cards) ** 2, WORK_PER_CARD * len(cards)),
+        work=work,
+        mixed_work=2 * work if few else work,
         stopped=stopped,
     )

@@ -117,33 +117,23 @@ def stage_table(
     kinds: Sequence[Kind],
     options: Options,
     *,
-    sizes: Sequence[int],
+    size: int,
     owner_share: float,
     host_seconds: float,
     most_in_flight: int,
     sums: dict[tuple[int, str], Floats],
 ) -> StageTable:
-    """The table of the smallest of some micro-batch sizes; a stage of any of them is no faster by sequence.
+    """The table of a micro-batch size.
 
     An owner of the optimizer's state holds at least `owner_share` of it, divided by the stage's replicas;
     hosts may step for so long. `sums` keeps what tables have in common.
     """
-    least = min(sizes)
-    merged: Floats | None = None
-    for size in sorted(sizes):
-        parts = _Parts(costs, options, _pieces(costs, options, kinds[0], size), size, sums)
-        found = np.stack(
-            [_kind_seconds(parts, kind, owner_share, host_seconds, most_in_flight) for kind in kinds], axis=1
-        )
-        # So many micro-batches of this size hold as many sequences as those of the smallest.
-        in_flight = -(-np.arange(1, most_in_flight + 1) * least // size) - 1
-        found = found[..., in_flight] * (least / size)
-        merged = found if merged is None else np.minimum(merged, found)
-    assert merged is not None, "there is a size"
-    parts = _Parts(costs, options, _pieces(costs, options, kinds[0], least), least, sums)
+    parts = _Parts(costs, options, _pieces(costs, options, kinds[0], size), size, sums)
     return StageTable(
         layers=np.array([piece.layers for piece in parts.pieces]),
-        seconds=merged,
+        seconds=np.stack(
+            [_kind_seconds(parts, kind, owner_share, host_seconds, most_in_flight) for kind in kinds], axis=1
+        ),
         parameters=np.array([parts.parameters(kind.examples[0]) for kind in kinds]),
         forward_share=min(parts.forward_share(kind.examples[0]) for kind in kinds),
     )
