@@ -80,7 +80,7 @@ def restructure_plan(
         return best
     own_sizes = tuple(dict.fromkeys(pipeline.micro_batch_size for pipeline in plan.pipelines))
     own = replace(options, polished_schedules=(plan.schedule,), polished_sizes=own_sizes)
-    half = Budget(budget.work / 2, budget.stopped, budget.fitted)
+    half = budget.part(budget.work / 2)
     best = _restructured(costs, best, cards, own, half)
     budget.work += half.work - budget.work / 2
     # Under more choice from where less choice ends: what it finds is never slower.
@@ -91,7 +91,7 @@ def restructure_plan(
     ]
     start, share = best, budget.work if len(cards) <= FEW_CARDS else budget.work / 4
     for part in parts if all(several) else ():
-        apart = Budget(share, budget.stopped, budget.fitted)
+        apart = budget.part(share)
         found = _restructured(costs, start, cards, part, apart)
         best = min(best, found, key=lambda priced: priced[1].step_seconds)
         if len(cards) > FEW_CARDS:
