@@ -36,7 +36,7 @@ Priced = tuple[Plan, PlanCost]
 WORTH_DESCENDING = 1.15
 """A neighbour is cut further only if its first cuts take at most this multiple of the best step."""
 WORTH_PAIRING = 1.03
-"""The same for two changes at a time."""
+"""A change that leads to at most this multiple of the best step may be the first of two."""
 FEW_CARDS = 8
 """Cards up to which every part of a change of structure has the whole budget."""
 
@@ -112,23 +112,60 @@ def under_schedule(
 def _restructured(
     costs: Costs, best: Priced, cards: Sequence[Card], options: Options, budget: Budget
 ) -> Priced:
-    """The best plan that single changes lead to under these options; see `restructure_plan`."""
+    """The best plan that changes lead to under these options; see `restructure_plan`. Where no change gains by
+    itself, the search goes on from the changes that cost least: so are two changes found that gain together."""
     tried: set[Draft] = set()
-    gained = True
-    while gained and not budget.is_over:
-        gained = False
-        for draft in neighbours(costs, draft_of(*best), cards, options):
-            if budget.is_over:
-                break
-            if draft in tried:
-                continue
-            tried.add(draft)
-            found = _realised(costs, draft, best[1].step_seconds, options, budget)
-            if found is not None and found[1].step_seconds < best[1].step_seconds * (1.0 - LEAST_GAIN):
-                best = polish_plan(costs, *found, options, budget)
-                gained = True
-                break
+    near: list[Priced] = []
+    centre = best
+    while not budget.is_over:
+        found = _around(costs, centre, best, cards, options, budget, tried, near)
+        gained = found is not best
+        best = polish_plan(costs, *found, options, budget) if gained else best
+        if gained:
+            centre = best
+            continue
+        near = [other for other in near if _is_near(other, best)]
+        if not near:
+            break
+        nearest = min(range(len(near)), key=lambda i: near[i][1].step_seconds)
+        centre = polish_plan(costs, *near.pop(nearest), options, budget)
+        best = min(best, centre, key=lambda priced: priced[1].step_seconds)
     return best
+
+
+def _around(
+    costs: Costs,
+    centre: Priced,
+    best: Priced,
+    cards: Sequence[Card],
+    options: Options,
+    budget: Budget,
+    tried: set[Draft],
+    near: list[Priced],
+) -> Priced:
+    """The best plan that single changes lead to from `centre` on, each change faster than all before; `best` if
+    none is. Adds those that were nearly as fast to `near`, and all to `tried`."""
+    drafts = list(neighbours(costs, draft_of(*centre), cards, options))
+    i = since = 0
+    while since < len(drafts) and not budget.is_over:
+        draft = drafts[i % len(drafts)]
+        i, since = i + 1, since + 1
+        if draft in tried:
+            continue
+        tried.add(draft)
+        found = _realised(costs, draft, best[1].step_seconds, options, budget)
+        if found is None:
+            continue
+        if found[1].step_seconds < best[1].step_seconds * (1.0 - LEAST_GAIN):
+            best, since = found, 0
+            drafts = list(neighbours(costs, draft_of(*best), cards, options))
+        elif _is_near(found, best):
+            near.append(found)
+    return best
+
+
+def _is_near(other: Priced, best: Priced) -> bool:
+    return other[1].step_seconds < WORTH_PAIRING * best[1].step_seconds
 
 
 def _realised(costs: Costs, draft: Draft, limit: float, options: Options, budget: Budget) -> Priced | None:
@@ -152,8 +189,6 @@ def _realised(costs: Costs, draft: Draft, limit: float, options: Options, budget
         if seconds > limit * WORTH_DESCENDING:
             return None
         path = descend(screen, starts[i], pairs=False)
-        if screen.seconds(path[-1]) < limit * WORTH_PAIRING:
-            path = descend(screen, path[-1], pairs=True)
         plan = _with_cut(plan, screen, path[-1])
     cost = _priced(costs, plan, budget)
     return (plan, cost) if cost.fits else None
