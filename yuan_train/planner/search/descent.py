@@ -327,7 +327,7 @@ def alike_pipelines(plan: Plan, cost: PlanCost, p: int) -> tuple[int, ...]:
 def descend(screen: PipelineScreen, start: Cut, *, pairs: bool) -> list[Cut]:
     """Cuts from `start` on, each faster than the one before: a change that gains is kept, and with `pairs` so
     are two changes that only gain together. Only `start` if nothing gains."""
-    moves = list(_moves(screen))
+    moves = list(_moves(screen, MOST_SHIFTED if pairs else 1))
     cut = start
     best = screen.seconds(cut)
     path = [cut]
@@ -393,8 +393,8 @@ def _pair(
     return None
 
 
-def _moves(screen: PipelineScreen) -> Iterator[Move]:
-    """Changes of a cut: deeper and shallower warm-ups, then layers from one stage to another."""
+def _moves(screen: PipelineScreen, most_shifted: int) -> Iterator[Move]:
+    """Changes of a cut: deeper and shallower warm-ups, then up to so many layers from stage to stage."""
     num_stages = len(screen.own)
     most = max(screen.alone.pipelines[0].num_micro_batches, *screen.cut.depths) if num_stages > 1 else 1
     for by in (1, 2, -1) if screen.deepens else ():
@@ -402,7 +402,7 @@ def _moves(screen: PipelineScreen) -> Iterator[Move]:
             yield _deepen(screen.replicas, range(last + 1), by, most)
             if last:
                 yield _deepen(screen.replicas, range(last, last + 1), by, most)
-    for by in range(1, MOST_SHIFTED + 1):
+    for by in range(1, most_shifted + 1):
         for distance in range(1, num_stages):
             for a in range(num_stages - distance):
                 yield _shift(a, a + distance, by)

@@ -28,6 +28,7 @@ from yuan_train.planner.search.descent import (
     descend,
 )
 from yuan_train.planner.search.expressible import is_wanted
+from yuan_train.planner.search.regroup import regrouped
 from yuan_train.planner.search.restructure import Draft, draft_of, neighbours, plan_of
 from yuan_train.planner.search.shapes import Options
 
@@ -81,7 +82,9 @@ def restructure_plan(
     own_sizes = tuple(dict.fromkeys(pipeline.micro_batch_size for pipeline in plan.pipelines))
     own = replace(options, polished_schedules=(plan.schedule,), polished_sizes=own_sizes)
     half = budget.part(budget.work / 2)
-    best = _restructured(costs, best, cards, own, half)
+    # What did not gain under less choice does not gain from the same plan under more.
+    tried: set[Draft] = set()
+    best = _restructured(costs, best, cards, own, half, tried)
     budget.work += half.work - budget.work / 2
     # Under more choice from where less choice ends: what it finds is never slower.
     several = len(options.polished_schedules) > 1, len(options.polished_sizes) > len(own_sizes)
@@ -92,11 +95,11 @@ def restructure_plan(
     start, share = best, budget.work if len(cards) <= FEW_CARDS else budget.work / 4
     for part in parts if all(several) else ():
         apart = budget.part(share)
-        found = _restructured(costs, start, cards, part, apart)
+        found = _restructured(costs, start, cards, part, apart, tried)
         best = min(best, found, key=lambda priced: priced[1].step_seconds)
         if len(cards) > FEW_CARDS:
             budget.work -= share - apart.work
-    return _restructured(costs, best, cards, options, budget)
+    return _restructured(costs, best, cards, options, budget, tried)
 
 
 def under_schedule(
@@ -110,11 +113,16 @@ def under_schedule(
 
 
 def _restructured(
-    costs: Costs, best: Priced, cards: Sequence[Card], options: Options, budget: Budget
+    costs: Costs,
+    best: Priced,
+    cards: Sequence[Card],
+    options: Options,
+    budget: Budget,
+    tried: set[Draft],
 ) -> Priced:
-    """The best plan that changes lead to under these options; see `restructure_plan`. Where no change gains by
-    itself, the search goes on from the changes that cost least: so are two changes found that gain together."""
-    tried: set[Draft] = set()
+    """The best plan that changes lead to under these options; see `restructure_plan`. Where no change gains
+    by itself, the search goes on from the changes that cost least: so are two changes found that gain
+    together. `tried` are the changes that were tried so far."""
     near: list[Priced] = []
     centre = best
     while not budget.is_over:
@@ -143,9 +151,14 @@ def _around(
     tried: set[Draft],
     near: list[Priced],
 ) -> Priced:
-    """The best plan that single changes lead to from `centre` on, each change faster than all before; `best` if
-    none is. Adds those that were nearly as fast to `near`, and all to `tried`."""
-    drafts = list(neighbours(costs, draft_of(*centre), cards, options))
+    """The best plan that single changes lead to from `centre` on, each change faster than all before; `best`
+    if none is. Adds those that were nearly as fast to `near`, and all to `tried`."""
+
+    def around(plan: Plan, cost: PlanCost) -> list[Draft]:
+        draft = draft_of(plan, cost)
+        return [*neighbours(costs, draft, cards, options), *regrouped(draft, options)]
+
+    drafts = around(*centre)
     i = since = 0
     while since < len(drafts) and not budget.is_over:
         draft = drafts[i % len(drafts)]
@@ -158,7 +171,7 @@ def _around(
             continue
         if found[1].step_seconds < best[1].step_seconds * (1.0 - LEAST_GAIN):
             best, since = found, 0
-            drafts = list(neighbours(costs, draft_of(*best), cards, options))
+            drafts = around(*best)
         elif _is_near(found, best):
             near.append(found)
     return best
