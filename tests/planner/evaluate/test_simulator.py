@@ -6,14 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yuan_train.config.sends import Sends
+from yuan_train.planner.evaluate.operations import order_one_f_one_b, order_operations
 from yuan_train.planner.evaluate.simulator import (
     StageTimes,
-    order_operations,
     simulate,
     simulate_many,
     simulate_schedule,
 )
+from yuan_train.planner.evaluate.steady import Rounds
 from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.step import one_worker_each
 
 
 def run(forward, backward, links, m, *, sends: Sends = "overlapped", schedule="1f1b"):
@@ -187,3 +189,65 @@ def test_a_deeper_warm_up_hides_a_slow_link(in_flight, seconds):
         in_flight=in_flight,
     )
     assert ends.max() == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_one_f_one_b_without_its_schedule_is_in_the_same_order(stages, count):
+    workers = one_worker_each(stages)
+    scheduled = order_operations(make_schedule("1f1b", workers=workers, num_micro_batches=count), workers)
+    direct = order_one_f_one_b(stages, count)
+    for worker in range(stages):
+        assert [o for o in direct if o.worker == worker] == [o for o in scheduled if o.worker == worker]
+    place = {operation[:3]: i for i, operation in enumerate(direct)}
+    sent_by = {"forward": ("send_activation", -1), "backward": ("send_gradient", 1)}
+    for i, (kind, stage, micro_batch, _, _, waits) in enumerate(direct):
+        if waits:
+            send, step = sent_by[kind]
+            assert place[send, stage + step, micro_batch] < i
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(st.data())
+def test_rounds_that_repeat_need_not_be_run(data):
+    stages, count = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 60))
+    # Of a few values, rounds repeat at once; of many, only after a while.
+    seconds = st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0.01, 1.0)
+
+    def draw(number):
+        return tuple(data.draw(st.lists(seconds, min_size=number, max_size=number)))
+
+    times = StageTimes(
+        forward_seconds=draw(stages),
+        backward_seconds=draw(stages),
+        send_activation_seconds=draw(stages - 1),
+        send_gradient_seconds=draw(stages - 1),
+    )
+    found = simulate_schedule("1f1b", times, num_micro_batches=count)
+    every = simulate(make_schedule("1f1b", num_stages=stages, num_micro_batches=count), times)
+    for ours, theirs in (
+        (found.stage_start_seconds, every.stage_start_seconds),
+        (found.stage_end_seconds, every.stage_end_seconds),
+        (found.worker_end_seconds, every.worker_end_seconds),
+        (found.busy_seconds, every.busy_seconds),
+    ):
+        assert ours == pytest.approx(theirs, rel=1e-11, abs=1e-11)
+    assert found.timed_steps == every.timed_steps
+    after = data.draw(st.floats(0.0, 1.0)) * every.step_seconds + 1e-6
+    messages = [sorted(simulation.sent_after(after)) for simulation in (found, every)]
+    assert len(messages[0]) == len(messages[1])
+    for ours, theirs in zip(*messages, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
+
+
+def test_a_long_pipeline_is_run_in_few_rounds():
+    times = StageTimes(
+        forward_seconds=(1.0, 1.1, 0.9, 1.0),
+        backward_seconds=(2.0, 2.1, 2.2, 2.0),
+        send_activation_seconds=(0.1,) * 3,
+        send_gradient_seconds=(0.1,) * 3,
+    )
+    rounds = Rounds(times, 10**9, (4, 3, 2, 1))
+    rounds.run()
+    assert max(rounds.free) / 10**9 == pytest.approx(3.25, rel=1e-6)
+    assert len(rounds.sent) < 100

@@ -15,6 +15,7 @@ from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import find_route
 from yuan_train.planner.evaluate.flows import MessageFlow
 from yuan_train.planner.evaluate.simulator import Simulation
+from yuan_train.planner.evaluate.steady import Sent
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def message_flows(
     costs: Costs, plan: Plan, cards: PlanCards, simulations: Sequence[Simulation], *, after: float
 ) -> list[MessageFlow]:
     """The messages over NICs that arrive after a time, of all pipelines; by their simulations."""
-    late: dict[int, list[tuple[float, float, int, int]]] = {}
+    late: dict[int, list[Sent]] = {}
     flows: list[MessageFlow] = []
     for pipeline, row, simulation in zip(plan.pipelines, cards, simulations, strict=True):
         card_of = {
@@ -93,11 +94,7 @@ def message_flows(
             for worker, replica in zip(workers, replicas, strict=True)
         }
         if id(simulation) not in late:
-            late[id(simulation)] = [
-                (start, end, operation.worker, operation.peer)
-                for operation, (start, end) in zip(simulation.operations, simulation.spans, strict=True)
-                if end > after and operation.peer >= 0 and end > start
-            ]
+            late[id(simulation)] = simulation.sent_after(after)
         shared: dict[tuple[int, int], tuple[str, str] | None] = {}
         for start, end, worker, peer in late[id(simulation)]:
             if (worker, peer) not in shared:

@@ -20,14 +20,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yuan_train.config.sends import Sends
 from yuan_train.planner.evaluate.copies import CopyClock, Groups, PartTimes
-from yuan_train.planner.evaluate.operations import Operation, order_operations, order_rendezvous
+from yuan_train.planner.evaluate.operations import (
+    Operation,
+    order_one_f_one_b,
+    order_operations,
+    order_rendezvous,
+)
 from yuan_train.planner.evaluate.page_clock import PageClock, PageTimes
+from yuan_train.planner.evaluate.steady import Rounds, Sent
 from yuan_train.schedule.pages import PagedGroups
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import COMPUTE, Kind, Schedule, Step, Workers, num_workers, one_worker_each
@@ -72,6 +78,13 @@ class StageTimes:
         return weight if kind == "backward_weight" else backward - weight
 
 
+class Played(NamedTuple):
+    """Operations, and the start and end of each."""
+
+    operations: tuple[Operation, ...]
+    spans: tuple[tuple[float, float], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
     """The forwards and backwards of one optimizer step, on one pipeline."""
@@ -84,20 +97,40 @@ class Simulation:
     """Compute of each worker."""
     worker_end_seconds: tuple[float, ...]
     """End of each worker's last compute step."""
-    operations: tuple[Operation, ...]
-    spans: tuple[tuple[float, float], ...]
-    """Start and end of each of `operations`."""
+    stage_start_seconds: tuple[float, ...]
+    """Start of each stage's first forward."""
     stall_seconds: tuple[float, ...]
     """Of each worker: how long it waits for copies of activations or pages, inside its compute steps."""
+    play: Callable[[], Played]
+    """Runs every operation, also those that the figures above did not take."""
+    sent: tuple[Sent, ...] = ()
+    sent_from: float = math.inf
+    """`sent` has the messages that arrive later than this."""
+
+    @functools.cached_property
+    def played(self) -> Played:
+        """Every operation."""
+        return self.play()
 
     @property
-    def stage_start_seconds(self) -> tuple[float, ...]:
-        """Start of each stage's first forward."""
-        starts = [math.inf] * len(self.stage_end_seconds)
-        for operation, (start, _) in zip(self.operations, self.spans, strict=True):
-            if operation.kind == "forward" and start < starts[operation.stage]:
-                starts[operation.stage] = start
-        return tuple(starts)
+    def operations(self) -> tuple[Operation, ...]:
+        """The operations, in an order in which each follows what it waits for."""
+        return self.played.operations
+
+    @property
+    def spans(self) -> tuple[tuple[float, float], ...]:
+        """Start and end of each of `operations`."""
+        return self.played.spans
+
+    def sent_after(self, seconds: float) -> list[Sent]:
+        """The messages that arrive later than that; none that take no time."""
+        if seconds >= self.sent_from:
+            return [message for message in self.sent if message[1] > seconds and message[1] > message[0]]
+        return [
+            (start, end, operation.worker, operation.peer)
+            for operation, (start, end) in zip(self.operations, self.spans, strict=True)
+            if end > seconds and operation.peer >= 0 and end > start
+        ]
 
     @property
     def timed_steps(self) -> tuple[tuple[TimedStep, ...], ...]:
@@ -141,8 +174,17 @@ def simulate_schedule(
     by worker, of those with stages that offload activations, whose `times` then have parts. With `group`, so
     many micro-batches pass each stage together; `pages`, by worker, of those with pages of the host."""
     workers = workers or one_worker_each(times.num_stages)
-    operations = _operations(schedule, workers, num_micro_batches, in_flight, sends == "rendezvous", group)
-    return _run(operations, workers, times, sends=sends, copies=copies, pages=pages)
+
+    def run() -> Simulation:
+        operations = _operations(
+            schedule, workers, num_micro_batches, in_flight, sends == "rendezvous", group
+        )
+        return _run(operations, workers, times, sends=sends, copies=copies, pages=pages)
+
+    plain = _is_plain(schedule, workers, in_flight) and group == 1
+    if plain and sends == "overlapped" and not copies and not pages:
+        return _run_rounds(times, num_micro_batches, lambda: run().played)
+    return run()
 
 
 def simulate_many(
@@ -219,10 +261,38 @@ def _operations(
     rendezvous: bool,
     group: int = 1,
 ) -> tuple[Operation, ...]:
+    if _is_plain(schedule, workers, in_flight) and group == 1 and not rendezvous:
+        return order_one_f_one_b(len(workers), num_micro_batches)
     programs = make_schedule(
         schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight, group=group
     )
     return (order_rendezvous if rendezvous else order_operations)(programs, workers)
+
+
+def _is_plain(schedule: str, workers: Workers, in_flight: tuple[int, ...] | None) -> bool:
+    """Whether this is 1F1B with a worker for each stage and no warm-up depths of its own."""
+    count = len(workers)
+    alone = workers == one_worker_each(count)
+    return schedule == "1f1b" and alone and in_flight in (None, tuple(range(count, 0, -1)))
+
+
+def _run_rounds(times: StageTimes, num_micro_batches: int, play: Callable[[], Played]) -> Simulation:
+    """Plain 1F1B, without the rounds that repeat."""
+    rounds = Rounds(times, num_micro_batches, range(times.num_stages, 0, -1))
+    rounds.run()
+    ends = tuple(rounds.free)
+    work = zip(times.forward_seconds, times.backward_seconds, strict=True)
+    return Simulation(
+        step_seconds=max(ends),
+        stage_end_seconds=ends,
+        busy_seconds=tuple(num_micro_batches * (forward + backward) for forward, backward in work),
+        worker_end_seconds=ends,
+        stage_start_seconds=tuple(rounds.starts),
+        stall_seconds=(0.0,) * times.num_stages,
+        play=play,
+        sent=tuple(rounds.sent),
+        sent_from=rounds.sent_from,
+    )
 
 
 def _run(
@@ -237,7 +307,7 @@ def _run(
     clocks = _clocks(workers, times, copies or {}, pages or {})
     count, stages = num_workers(workers), range(len(workers))
     free, busy, last = [0.0] * count, [0.0] * count, [0.0] * count
-    ends = [0.0] * len(workers)
+    ends, starts = [0.0] * len(workers), [math.inf] * len(workers)
     compute = {kind: [times.compute_seconds(kind, stage) for stage in stages] for kind in COMPUTE}
     activation_seconds, gradient_seconds = times.send_activation_seconds, (0.0, *times.send_gradient_seconds)
     links: dict[tuple[int, int], float] = {}
@@ -255,6 +325,7 @@ def _run(
                 end = clocks[worker].run(kind, stage, micro_batch, start, seconds)
             free[worker] = last[worker] = end
             ends[stage] = end if end > ends[stage] else ends[stage]
+            starts[stage] = start if start < starts[stage] else starts[stage]
             busy[worker] += seconds
         else:
             link_free = links.get((worker, peer), 0.0)
@@ -275,11 +346,11 @@ def _run(
         stage_end_seconds=tuple(ends),
         busy_seconds=tuple(busy),
         worker_end_seconds=tuple(last),
-        operations=tuple(operations),
-        spans=tuple(spans),
+        stage_start_seconds=tuple(starts),
         stall_seconds=tuple(
             clocks[worker].stall_seconds if worker in clocks else 0.0 for worker in range(count)
         ),
+        play=lambda: Played(tuple(operations), tuple(spans)),
     )
 
 

@@ -148,6 +148,8 @@ class _Search:
     ) -> None:
         self.costs, self.options, self.stopped = costs, options, stopped
         self.candidates: list[Candidate] = []
+        self.taken: set[tuple[Shape, Cut]] = set()
+        """Cuts that were costed: a shape is sketched in two ways, often with the same cuts."""
         self.best, self.lower_bound = best_seconds, float("inf")
         self.exact = True
         self.num_simulated = self.solved_steps = self.num_tried = 0
@@ -324,6 +326,10 @@ class _Search:
         elif solution.cuts:
             self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
         for cut in solution.cuts[:KEPT_OF_MANY] if self.many else solution.cuts:
+            known = shape, replace(cut, step_seconds=0.0)
+            if known in self.taken:
+                continue
+            self.taken.add(known)
             self.candidates += _as_candidates(self.costs, shape, self.options, [cut])
             if self.candidates and self.stopped():
                 self.exact = False

@@ -10,50 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from yuan_train.planner.evaluate.simulator import StageTimes
+from yuan_train.planner.evaluate.steady import Rounds
 
 
 def one_f_one_b_seconds(
     times: StageTimes, num_micro_batches: int, depths: Sequence[int], replicas: Sequence[int]
 ) -> float | None:
     """End of the last backward, in seconds, with overlapped sends; None if that takes the simulator, as it
-    does for some mixes of replicas.
-
-    Before its backward k, stage s has run its forwards up to k + K_s - 1, K_s its depth. So in each round k
-    everything awaited is known if forwards run from the first stage on, then backwards from the last one on.
-    """
+    does for some mixes of replicas."""
     if max(replicas) > 1:
         return _with_replicas(times, num_micro_batches, depths, replicas)
-    count = num_micro_batches
-    last = len(depths) - 1
-    forward, backward = times.forward_seconds, times.backward_seconds
-    sends, returns = (*times.send_activation_seconds, 0.0), (0.0, *times.send_gradient_seconds)
-    # When each stage's worker, and each link down and up, has ended what it had to do so far.
-    free = [0.0] * (last + 1)
-    link, back_link = free[:], free[:]
-    done = [0] * (last + 1)
-    arrived: list[list[float]] = [[0.0] * count, *([] for _ in range(last))]
-    stages, backwards = range(last + 1), range(last, -1, -1)
-    for k in range(count):
-        for s in stages:
-            upto = k + depths[s]
-            upto = upto if upto < count else count
-            for j in range(done[s], upto):
-                now, ready = free[s], arrived[s][j]
-                now = (ready if ready > now else now) + forward[s]
-                free[s] = now
-                if s < last:
-                    busy = link[s]
-                    link[s] = now = (busy if busy > now else now) + sends[s]
-                    arrived[s + 1].append(now)
-            done[s] = upto
-        ready = 0.0
-        for s in backwards:
-            now = free[s]
-            now = (ready if ready > now else now) + backward[s]
-            free[s] = now
-            busy = back_link[s]
-            back_link[s] = ready = (busy if busy > now else now) + returns[s]
-    return max(free)
+    rounds = Rounds(times, num_micro_batches, depths)
+    rounds.run()
+    return max(rounds.free)
 
 
 def _with_replicas(
