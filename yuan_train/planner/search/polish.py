@@ -1,10 +1,10 @@
 """The polish of a plan: every kind of change, singly and in pairs, judged by the simulator.
 
 Two loops. The inner one (`descent`) changes layers, warm-up depths and, with them, recompute of one kind of
-pipeline at a time, singly and in pairs. The outer one (`restructure`) changes what these depend on:
-micro-batch size, shares of the batch, schedule, widths, replicas, order, stages, cards. Each of its
-neighbours is cut anew and goes through the inner loop before it is compared, so that a structure is judged by
-what it can be, not by the cut that it happens to begin with.
+pipeline at a time, singly and in pairs. The outer one (`restructure`, `regroup`) changes what these depend
+on: micro-batch size, shares of the batch, schedule, widths, replicas, order, stages, cards, pipelines. Each
+of its neighbours is cut anew and goes through the inner loop before it is compared, so that a structure is
+judged by what it can be, not by the cut that it happens to begin with.
 """
 
 from __future__ import annotations
@@ -81,6 +81,10 @@ def restructure_plan(
         return best
     own_sizes = tuple(dict.fromkeys(pipeline.micro_batch_size for pipeline in plan.pipelines))
     own = replace(options, polished_schedules=(plan.schedule,), polished_sizes=own_sizes)
+    # Two ways lead to unlike plans: all choices at once, and the plan's own schedule and sizes first.
+    at_once = budget.part(budget.work / 2)
+    wide = _restructured(costs, best, cards, options, at_once, set())
+    budget.work += at_once.work - budget.work / 2
     half = budget.part(budget.work / 2)
     # What did not gain under less choice does not gain from the same plan under more.
     tried: set[Draft] = set()
@@ -99,7 +103,8 @@ def restructure_plan(
         best = min(best, found, key=lambda priced: priced[1].step_seconds)
         if len(cards) > FEW_CARDS:
             budget.work -= share - apart.work
-    return _restructured(costs, best, cards, options, budget, tried)
+    last = _restructured(costs, best, cards, options, budget, tried)
+    return min(last, wide, key=lambda priced: priced[1].step_seconds)
 
 
 def under_schedule(
