@@ -38,7 +38,7 @@ class Cut:
     depths: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Fitted:
     """A stage in the fastest recompute that fits, and its seconds."""
 
@@ -48,6 +48,8 @@ class _Fitted:
     backward: float
     weight: float
     update: float
+    work: float
+    """Forward and backward."""
 
 
 @dataclass
@@ -57,10 +59,16 @@ class Budget:
 
     work: float
     stopped: Callable[[], bool]
-    fitted: dict[tuple[object, ...], _Fitted | None] = field(
-        default_factory=dict[tuple[object, ...], _Fitted | None]
+    fitted: dict[tuple[int, int, int, int], _Fitted | None] = field(
+        default_factory=dict[tuple[int, int, int, int], "_Fitted | None"]
     )
     """Stages that were fitted so far, by all that their cost depends on."""
+    numbers: dict[tuple[object, ...], int] = field(default_factory=dict[tuple[object, ...], int])
+    """What a stage's cost depends on beside layers and depth, numbered: numbers are looked up at once."""
+
+    def part(self, work: float) -> Budget:
+        """A budget of its own that knows the same stages."""
+        return Budget(work, self.stopped, self.fitted, self.numbers)
 
     @property
     def is_over(self) -> bool:
@@ -82,9 +90,12 @@ class PipelineScreen:
     budget: Budget
     may_deepen: bool = True
     """Whether a plan may name warm-up depths."""
-    keys: list[tuple[object, ...]] = field(init=False)
-    """What the cost of each stage depends on, beside layers and depth."""
+    numbers: list[int] = field(init=False)
+    """Of what the cost of each stage depends on, beside layers and depth; see `Budget.numbers`."""
     replicas: tuple[int, ...] = field(init=False)
+    messages: tuple[float, ...] = field(init=False)
+    """Seconds of the messages of one micro-batch over the link behind each stage: there, and under 1F1B
+    back."""
     own: list[StageCost] = field(init=False)
     """Its stages, as those of `alone`."""
     alone: Plan = field(init=False)
@@ -108,7 +119,9 @@ class PipelineScreen:
         keep("others_seconds", max(others, default=0.0))
         pipeline = self.alone.pipelines[0]
         keep("replicas", tuple(len(stage.replicas) for stage in pipeline.stages))
-        keep("keys", [self._key(s) for s in range(len(self.own))])
+        known = self.budget.numbers
+        keep("numbers", [known.setdefault(self._key(s), len(known)) for s in range(len(self.own))])
+        keep("messages", self._message_seconds())
         cost = self.cost
         keep("rest_seconds", cost.step_seconds - cost.compute_seconds - cost.update_seconds)
 
@@ -127,11 +140,14 @@ class PipelineScreen:
     def fitted(self, cut: Cut) -> list[_Fitted] | None:
         """Every stage with the fastest recompute that fits; None if one does not fit."""
         found: list[_Fitted] = []
-        for s in range(len(self.own)):
-            fitted = self.fit(s, cut.borders[s], cut.borders[s + 1], cut.depths[s])
+        first = 0
+        for s, depth in enumerate(cut.depths):
+            end = cut.borders[s + 1]
+            fitted = self.fit(s, first, end, depth)
             if fitted is None:
                 return None
             found.append(fitted)
+            first = end
         return found
 
     def seconds(self, cut: Cut, limit: float = math.inf) -> float:
@@ -139,20 +155,34 @@ class PipelineScreen:
         stages = self.fitted(cut)
         if stages is None:
             return math.inf
-        update = max(stage.update for stage in stages)
-        work = [stage.forward + stage.backward for stage in stages]
-        count = self.alone.pipelines[0].num_micro_batches
-        beside = self.rest_seconds + update
-        # Before its own work a stage waits for the first micro-batch; after it, 1F1B sends the last one back.
-        fill = work if self.deepens else [stage.forward for stage in stages]
-        filled = accumulate(fill, initial=0.0)
-        each = (
-            before + w * -(-count // n) for before, w, n in zip(filled, work, self.replicas, strict=False)
-        )
-        if max(*each, self.others_seconds) + beside >= limit:
+        beside = self.rest_seconds + max(stage.update for stage in stages)
+        if max(self._least_compute(stages, cut), self.others_seconds) + beside >= limit:
             return math.inf
-        self.budget.work -= 2 * count * len(stages)
+        self.budget.work -= 2 * self.alone.pipelines[0].num_micro_batches * len(stages)
         return max(self._compute_seconds(stages, cut), self.others_seconds) + beside
+
+    def _least_compute(self, stages: Sequence[_Fitted], cut: Cut) -> float:
+        """No run of the schedule takes less: before its own work a stage waits for the first micro-batch, and
+        1F1B sends the last one back after it; a stage holds no more micro-batches than its depth."""
+        count = self.alone.pipelines[0].num_micro_batches
+        least = before = 0.0
+        for stage, n, message in zip(stages, self.replicas, self.messages, strict=True):
+            least = max(least, before + stage.work * -(-count // n))
+            before += (stage.work if self.deepens else stage.forward) + message
+        if self.deepens and max(self.replicas) == 1:
+            held = 0.0
+            for stage, depth, message in zip(
+                reversed(stages), reversed(cut.depths), reversed(self.messages), strict=True
+            ):
+                held += stage.work + message
+                least = max(least, before - held + -(-count // depth) * held)
+        return least
+
+    def _message_seconds(self) -> tuple[float, ...]:
+        times = self.cost.times[self.p]
+        there, back = times.send_activation_seconds, times.send_gradient_seconds
+        one_way = (a + (b if self.deepens else 0.0) for a, b in zip(there, back, strict=True))
+        return (*one_way, 0.0)
 
     def stages(self, cut: Cut) -> tuple[StagePlan, ...]:
         """The pipeline's stages under a cut that fits."""
@@ -197,8 +227,8 @@ class PipelineScreen:
 
     def fit(self, s: int, first: int, end: int, depth: int) -> _Fitted | None:
         """Stage s with these layers and depth, in the fastest recompute that fits; None if none does."""
-        layers = (first, end) if self.costs.problem.profile is not None else end - first
-        key = (self.keys[s], layers, depth)
+        # Only a profile knows layers apart.
+        key = (self.numbers[s], first if self.costs.problem.profile is not None else -1, end - first, depth)
         known = self.budget.fitted
         if key not in known:
             known[key] = self._fit(s, first, end, depth)
@@ -236,7 +266,7 @@ class PipelineScreen:
             found = self._fits(s, recomputing(bare, kind, least)) if least is not None else None
             if found is not None:
                 ways.append(found)
-        return min(ways, key=lambda way: way.forward + way.backward, default=None)
+        return min(ways, key=lambda way: way.work, default=None)
 
     def _least_recompute(self, s: int, bare: StagePlan, kind: Recompute) -> int | None:
         """The fewest layers to recompute for the stage to fit; None if all are not enough."""
@@ -264,6 +294,7 @@ class PipelineScreen:
             new.backward_seconds,
             new.weight_seconds,
             new.update_seconds,
+            new.forward_seconds + new.backward_seconds,
         )
 
 
@@ -296,7 +327,7 @@ def alike_pipelines(plan: Plan, cost: PlanCost, p: int) -> tuple[int, ...]:
 def descend(screen: PipelineScreen, start: Cut, *, pairs: bool) -> list[Cut]:
     """Cuts from `start` on, each faster than the one before: a change that gains is kept, and with `pairs` so
     are two changes that only gain together. Only `start` if nothing gains."""
-    moves = list(_moves(screen))
+    moves = list(_moves(screen, MOST_SHIFTED if pairs else 1))
     cut = start
     best = screen.seconds(cut)
     path = [cut]
@@ -330,7 +361,7 @@ def balanced_cut(screen: PipelineScreen) -> Cut | None:
     def seconds(s: int, count: int) -> float:
         first = num_layers - count if s == len(stages) - 1 else 0
         fitted = screen.fit(s, first, first + count, depths[s])
-        return math.inf if fitted is None else (fitted.forward + fitted.backward) / screen.replicas[s]
+        return math.inf if fitted is None else fitted.work / screen.replicas[s]
 
     counts = [0] * len(stages)
     if any(math.isinf(seconds(s, 0)) for s in stages):
@@ -362,8 +393,8 @@ def _pair(
     return None
 
 
-def _moves(screen: PipelineScreen) -> Iterator[Move]:
-    """Changes of a cut: deeper and shallower warm-ups, then layers from one stage to another."""
+def _moves(screen: PipelineScreen, most_shifted: int) -> Iterator[Move]:
+    """Changes of a cut: deeper and shallower warm-ups, then up to so many layers from stage to stage."""
     num_stages = len(screen.own)
     most = max(screen.alone.pipelines[0].num_micro_batches, *screen.cut.depths) if num_stages > 1 else 1
     for by in (1, 2, -1) if screen.deepens else ():
@@ -371,7 +402,7 @@ def _moves(screen: PipelineScreen) -> Iterator[Move]:
             yield _deepen(screen.replicas, range(last + 1), by, most)
             if last:
                 yield _deepen(screen.replicas, range(last, last + 1), by, most)
-    for by in range(1, MOST_SHIFTED + 1):
+    for by in range(1, most_shifted + 1):
         for distance in range(1, num_stages):
             for a in range(num_stages - distance):
                 yield _shift(a, a + distance, by)

@@ -112,14 +112,33 @@ def _with_polished(
 def _restructured(fastest: Sequence[int], result: Sequence[Candidate], num_cards: int) -> list[int]:
     """Those of the polished plans whose structure is changed: the fastest, and on few cards the fastest of
     each kind, so that plans of one kind that cannot become faster take no other kind's place."""
-    chosen = list(fastest[:NUM_RESTRUCTURED])
+    looks: set[object] = set()
+    # Plans that differ in the names of their cards alone lead to the same.
+    distinct = [i for i in fastest if not (_look(result[i]) in looks or looks.add(_look(result[i])))]
+    chosen = distinct[:NUM_RESTRUCTURED]
     kinds = {_kind(result[i]) for i in chosen}
-    for i in fastest[NUM_RESTRUCTURED:] if num_cards <= FEW_CARDS else ():
+    for i in distinct[NUM_RESTRUCTURED:] if num_cards <= FEW_CARDS else ():
         near = result[i].step_seconds < WORTH_RESTRUCTURING * result[fastest[0]].step_seconds
         if near and _kind(result[i]) not in kinds and len(chosen) < MOST_RESTRUCTURED:
             kinds.add(_kind(result[i]))
             chosen.append(i)
     return chosen
+
+
+def _look(candidate: Candidate) -> object:
+    """The plan without the names of its cards, and its step."""
+    plan = candidate.plan
+    stages = [
+        (
+            replace(stage, replicas=((0,),)),
+            [[plan.ranks[rank].type for rank in replica] for replica in stage.replicas],
+        )
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+    ]
+    batches = [(p.micro_batch_size, p.num_micro_batches, len(p.stages)) for p in plan.pipelines]
+    step = f"{candidate.step_seconds:.8e}"
+    return repr((step, plan.schedule, plan.optimizer_sharding, batches, stages))
 
 
 def _kind(candidate: Candidate) -> object:

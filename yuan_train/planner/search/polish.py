@@ -1,10 +1,10 @@
 """The polish of a plan: every kind of change, singly and in pairs, judged by the simulator.
 
 Two loops. The inner one (`descent`) changes layers, warm-up depths and, with them, recompute of one kind of
-pipeline at a time, singly and in pairs. The outer one (`restructure`) changes what these depend on:
-micro-batch size, shares of the batch, schedule, widths, replicas, order, stages, cards. Each of its
-neighbours is cut anew and goes through the inner loop before it is compared, so that a structure is judged by
-what it can be, not by the cut that it happens to begin with.
+pipeline at a time, singly and in pairs. The outer one (`restructure`, `regroup`) changes what these depend
+on: micro-batch size, shares of the batch, schedule, widths, replicas, order, stages, cards, pipelines. Each
+of its neighbours is cut anew and goes through the inner loop before it is compared, so that a structure is
+judged by what it can be, not by the cut that it happens to begin with.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from yuan_train.planner.search.descent import (
     descend,
 )
 from yuan_train.planner.search.expressible import is_wanted
+from yuan_train.planner.search.regroup import regrouped
 from yuan_train.planner.search.restructure import Draft, draft_of, neighbours, plan_of
 from yuan_train.planner.search.shapes import Options
 
@@ -36,7 +37,7 @@ Priced = tuple[Plan, PlanCost]
 WORTH_DESCENDING = 1.15
 """A neighbour is cut further only if its first cuts take at most this multiple of the best step."""
 WORTH_PAIRING = 1.03
-"""The same for two changes at a time."""
+"""A change that leads to at most this multiple of the best step may be the first of two."""
 FEW_CARDS = 8
 """Cards up to which every part of a change of structure has the whole budget."""
 
@@ -80,8 +81,14 @@ def restructure_plan(
         return best
     own_sizes = tuple(dict.fromkeys(pipeline.micro_batch_size for pipeline in plan.pipelines))
     own = replace(options, polished_schedules=(plan.schedule,), polished_sizes=own_sizes)
-    half = Budget(budget.work / 2, budget.stopped, budget.fitted)
-    best = _restructured(costs, best, cards, own, half)
+    # Two ways lead to unlike plans: all choices at once, and the plan's own schedule and sizes first.
+    at_once = budget.part(budget.work / 2)
+    wide = _restructured(costs, best, cards, options, at_once, set())
+    budget.work += at_once.work - budget.work / 2
+    half = budget.part(budget.work / 2)
+    # What did not gain under less choice does not gain from the same plan under more.
+    tried: set[Draft] = set()
+    best = _restructured(costs, best, cards, own, half, tried)
     budget.work += half.work - budget.work / 2
     # Under more choice from where less choice ends: what it finds is never slower.
     several = len(options.polished_schedules) > 1, len(options.polished_sizes) > len(own_sizes)
@@ -91,12 +98,13 @@ def restructure_plan(
     ]
     start, share = best, budget.work if len(cards) <= FEW_CARDS else budget.work / 4
     for part in parts if all(several) else ():
-        apart = Budget(share, budget.stopped, budget.fitted)
-        found = _restructured(costs, start, cards, part, apart)
+        apart = budget.part(share)
+        found = _restructured(costs, start, cards, part, apart, tried)
         best = min(best, found, key=lambda priced: priced[1].step_seconds)
         if len(cards) > FEW_CARDS:
             budget.work -= share - apart.work
-    return _restructured(costs, best, cards, options, budget)
+    last = _restructured(costs, best, cards, options, budget, tried)
+    return min(last, wide, key=lambda priced: priced[1].step_seconds)
 
 
 def under_schedule(
@@ -110,25 +118,72 @@ def under_schedule(
 
 
 def _restructured(
-    costs: Costs, best: Priced, cards: Sequence[Card], options: Options, budget: Budget
+    costs: Costs,
+    best: Priced,
+    cards: Sequence[Card],
+    options: Options,
+    budget: Budget,
+    tried: set[Draft],
 ) -> Priced:
-    """The best plan that single changes lead to under these options; see `restructure_plan`."""
-    tried: set[Draft] = set()
-    gained = True
-    while gained and not budget.is_over:
-        gained = False
-        for draft in neighbours(costs, draft_of(*best), cards, options):
-            if budget.is_over:
-                break
-            if draft in tried:
-                continue
-            tried.add(draft)
-            found = _realised(costs, draft, best[1].step_seconds, options, budget)
-            if found is not None and found[1].step_seconds < best[1].step_seconds * (1.0 - LEAST_GAIN):
-                best = polish_plan(costs, *found, options, budget)
-                gained = True
-                break
+    """The best plan that changes lead to under these options; see `restructure_plan`. Where no change gains
+    by itself, the search goes on from the changes that cost least: so are two changes found that gain
+    together. `tried` are the changes that were tried so far."""
+    near: list[Priced] = []
+    centre = best
+    while not budget.is_over:
+        found = _around(costs, centre, best, cards, options, budget, tried, near)
+        gained = found is not best
+        best = polish_plan(costs, *found, options, budget) if gained else best
+        if gained:
+            centre = best
+            continue
+        near = [other for other in near if _is_near(other, best)]
+        if not near:
+            break
+        nearest = min(range(len(near)), key=lambda i: near[i][1].step_seconds)
+        centre = polish_plan(costs, *near.pop(nearest), options, budget)
+        best = min(best, centre, key=lambda priced: priced[1].step_seconds)
     return best
+
+
+def _around(
+    costs: Costs,
+    centre: Priced,
+    best: Priced,
+    cards: Sequence[Card],
+    options: Options,
+    budget: Budget,
+    tried: set[Draft],
+    near: list[Priced],
+) -> Priced:
+    """The best plan that single changes lead to from `centre` on, each change faster than all before; `best`
+    if none is. Adds those that were nearly as fast to `near`, and all to `tried`."""
+
+    def around(plan: Plan, cost: PlanCost) -> list[Draft]:
+        draft = draft_of(plan, cost)
+        return [*neighbours(costs, draft, cards, options), *regrouped(draft, options)]
+
+    drafts = around(*centre)
+    i = since = 0
+    while since < len(drafts) and not budget.is_over:
+        draft = drafts[i % len(drafts)]
+        i, since = i + 1, since + 1
+        if draft in tried:
+            continue
+        tried.add(draft)
+        found = _realised(costs, draft, best[1].step_seconds, options, budget)
+        if found is None:
+            continue
+        if found[1].step_seconds < best[1].step_seconds * (1.0 - LEAST_GAIN):
+            best, since = found, 0
+            drafts = around(*best)
+        elif _is_near(found, best):
+            near.append(found)
+    return best
+
+
+def _is_near(other: Priced, best: Priced) -> bool:
+    return other[1].step_seconds < WORTH_PAIRING * best[1].step_seconds
 
 
 def _realised(costs: Costs, draft: Draft, limit: float, options: Options, budget: Budget) -> Priced | None:
@@ -152,8 +207,6 @@ def _realised(costs: Costs, draft: Draft, limit: float, options: Options, budget
         if seconds > limit * WORTH_DESCENDING:
             return None
         path = descend(screen, starts[i], pairs=False)
-        if screen.seconds(path[-1]) < limit * WORTH_PAIRING:
-            path = descend(screen, path[-1], pairs=True)
         plan = _with_cut(plan, screen, path[-1])
     cost = _priced(costs, plan, budget)
     return (plan, cost) if cost.fits else None

@@ -141,7 +141,8 @@ def neighbours(costs: Costs, draft: Draft, cards: Sequence[Card], options: Optio
             yield replace(draft, schedule=name)
     used = {card for pipeline in draft.pipelines for stage in pipeline.stages for card in stage.cards}
     spare = [card for card in cards if card not in used]
-    for members in alike_drafts(draft):
+    kinds = alike_drafts(draft)
+    for members in [*kinds, *(own[:1] for own in kinds if len(own) > 1)]:
         for change in _changes(draft.pipelines[members[0]], len(members), spare, options):
             changed = _apply(draft, members, change)
             if changed is not None and _is_allowed(changed, options):
@@ -174,7 +175,7 @@ def _apply(draft: Draft, members: Sequence[int], change: Change) -> Draft | None
     pipelines = list(draft.pipelines)
     for i, p in enumerate(members):
         changed = change(pipelines[p], i)
-        if changed is None or not all(_is_lawful(stage.group) for stage in changed.stages):
+        if changed is None or not all(is_lawful(stage.group) for stage in changed.stages):
             return None
         pipelines[p] = changed
     return replace(draft, pipelines=tuple(pipelines))
@@ -257,7 +258,12 @@ def _changes(first: PipelineDraft, count: int, spare: Sequence[Card], options: O
         yield lambda own, _, s=s: _joined(own, s, options, wider=False)
         yield lambda own, _, s=s: _joined(own, s, options, wider=True)
     for s in range(num_stages):
-        yield lambda own, _, s=s: _divided(own, s)
+        yield lambda own, _, s=s: _divided(own, s, len(own.stages[s].group) // 2)
+        if len(first.stages[s].group) > 2:
+            yield lambda own, _, s=s: _divided(own, s, 1)
+    for a, b in itertools.permutations(range(num_stages), 2):
+        if abs(a - b) == 1 and _kind(first.stages[a].group[:1]) == _kind(first.stages[b].group[:1]):
+            yield lambda own, _, a=a, b=b: _passed_on(own, a, b)
     if not options.fixed_order and num_stages <= MAX_POSITIONS:
         for a, b in itertools.combinations(range(num_stages), 2):
             if _kind(first.stages[a].group) != _kind(first.stages[b].group):
@@ -316,7 +322,7 @@ def _grouped(cards: Sequence[Card], width: int) -> StageGroup:
     return tuple(tuple(cards[i : i + width]) for i in range(0, len(cards), width))
 
 
-def _is_lawful(group: StageGroup) -> bool:
+def is_lawful(group: StageGroup) -> bool:
     """Whether each group of cards is of one type and inside a node."""
     return all(len({(card.type, card.node) for card in replica}) == 1 for replica in group)
 
@@ -335,21 +341,31 @@ def _joined(own: PipelineDraft, s: int, options: Options, *, wider: bool) -> Pip
     return replace(own, stages=(*own.stages[:s], joined, *own.stages[s + 2 :]))
 
 
-def _divided(own: PipelineDraft, s: int) -> PipelineDraft | None:
-    """Stage s as two of half its cards each."""
+def _divided(own: PipelineDraft, s: int, first: int) -> PipelineDraft | None:
+    """Stage s as two: its first so many replicas and the others, or, of one replica, half its cards each."""
     stage = own.stages[s]
     count, rest = divmod(len(stage.cards), 2)
-    if rest or not stage.layers:
+    if not stage.layers or (len(stage.group) == 1 and rest):
         return None
     if len(stage.group) > 1:
-        halves = (stage.group[: len(stage.group) // 2], stage.group[len(stage.group) // 2 :])
+        parts = (stage.group[:first], stage.group[first:])
     else:
-        halves = ((stage.cards[:count],), (stage.cards[count:],))
+        parts = ((stage.cards[:count],), (stage.cards[count:],))
     layers = (stage.layers - stage.layers // 2, stage.layers // 2)
-    pair = (
-        StageDraft(g, n, stage.deeper, stage.optimizer_share) for g, n in zip(halves, layers, strict=True)
-    )
+    pair = (StageDraft(g, n, stage.deeper, stage.optimizer_share) for g, n in zip(parts, layers, strict=True))
     return replace(own, stages=(*own.stages[:s], *pair, *own.stages[s + 1 :]))
+
+
+def _passed_on(own: PipelineDraft, a: int, b: int) -> PipelineDraft | None:
+    """A replica of stage a as one of its neighbour b."""
+    source, target = own.stages[a], own.stages[b]
+    if len(source.group) < 2:
+        return None
+    # The replica next to the neighbour's: cards of a node stay together.
+    moved, kept = (source.group[-1:], source.group[:-1]) if a < b else (source.group[:1], source.group[1:])
+    group = (*moved, *target.group) if a < b else (*target.group, *moved)
+    changed = _replaced(own, a, replace(source, group=kept))
+    return _replaced(changed, b, replace(target, group=group))
 
 
 def _swapped(own: PipelineDraft, a: int, b: int) -> PipelineDraft:
