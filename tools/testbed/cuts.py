@@ -42,7 +42,7 @@ from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
 from yuan_train.train.measure import machine_name
 
 CONFIG = Path(__file__).parent / "run.yaml"
-CHANGES = ("model.num_layers=8", "model.vocab_size=1024", "train.global_batch_size=8")
+CHANGES = ("model.num_layers=8", "model.vocab_size=1024", "train.global_batch_size=8", "search.tensor=[1]")
 CARDS_PER_NODE = 2
 CPU = 0.95
 """Of a core for each node: its two cards use less than half of it."""
@@ -123,6 +123,7 @@ def main() -> int:
         "--cuts", default=",".join(map(str, range(len(CUTS)))), help="which, by number (default: all)"
     )
     parser.add_argument("--seconds", type=float, default=1.5, help="how long the profile repeats a unit")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="one that --keep kept; measure none")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, plans and logs here")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -161,11 +162,12 @@ def measure(cuts: Sequence[Cut], options: argparse.Namespace, folder: Path) -> l
     specs = [NodeSpec(name=group.name, cpu=CPU, network=options.network * 1e6 / 8) for group in cluster.nodes]
     rows: list[Row] = []
     with make_nodes(specs) as nodes:
-        out = folder / "profile.json"
-        words = ["profile", "--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml"]
-        words += ["--out", out, "--seconds", options.seconds]
-        _on_all_cards(nodes, words, folder / "profile", PROFILE_SECONDS)
-        costs = make_costs(make_problem(cluster, run, load_profile(out)))
+        profile = options.profile or folder / "profile.json"
+        if options.profile is None:
+            words = ["profile", "--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml"]
+            words += ["--out", profile, "--seconds", options.seconds]
+            _on_all_cards(nodes, words, folder / "profile", PROFILE_SECONDS)
+        costs = make_costs(make_problem(cluster, run, load_profile(profile)))
         for cut in cuts:
             plan = plan_of(costs, run, cut)
             seconds, peaks = _train(nodes, plan, options.steps, folder / cut.name.replace(" ", "-"))

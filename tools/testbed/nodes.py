@@ -376,7 +376,7 @@ def run_together(tasks: Sequence[Task], folder: Path, *, timeout_seconds: float)
         codes = [process.poll() for process in processes]
     for log, code in zip(logs, codes, strict=True):
         if code:
-            raise TrainingError(f"{log.stem} failed (exit code {code}):\n{log.read_text()[-2000:]}")
+            raise TrainingError(f"node {log.stem} failed (exit code {code}):\n{log.read_text()[-2000:]}")
     late = [log.stem for log, code in zip(logs, codes, strict=True) if code is None]
     if late:
         raise TrainingError(f"not done within {timeout_seconds:g} s: {', '.join(late)}; see {folder}")
