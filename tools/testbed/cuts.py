@@ -14,7 +14,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,7 +74,7 @@ CUTS = (
     Cut("zero bubble", "zero_bubble", IN_TURN),
     Cut("interleaved", "interleaved_1f1b", (tuple((rank, 1) for rank in (0, 1, 2, 3) * 2),)),
     Cut("sums of two rings", "1f1b", (((0, 4), (1, 4)), ((2, 4), (3, 4)))),
-    Cut("sums and messages", "1f1b", (((0, 5), (3, 3)), ((1, 5), (2, 3))), sharded=True),
+    Cut("sums and messages", "1f1b", (((0, 5), (3, 3)), ((2, 3), (1, 5))), sharded=True),
     Cut("gpipe", "gpipe", IN_TURN),
     Cut("zero bubble, sums", "zero_bubble", (((0, 4), (1, 4)), ((2, 4), (3, 4)))),
 )
@@ -137,7 +137,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             folder = (options.keep or Path(scratch)).resolve()
             folder.mkdir(parents=True, exist_ok=True)
-            print("\n".join(table(measure(cuts, options, folder))))
+            print("\n".join(head()))
+            rows: list[Row] = []
+            for row in measure(cuts, options, folder):
+                rows.append(row)
+                print(line_of(row), flush=True)
+            mean = statistics.mean(abs(row.error) for row in rows)
+            print(f"\nOff by {mean:.1%} in the mean over {len(rows)} cuts.")
     except YuanError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -153,14 +159,13 @@ def _chosen(words: str) -> list[Cut]:
         raise ConfigError(f"--cuts {words}: wanted numbers from 0 to {len(CUTS) - 1}, as in 0,2") from None
 
 
-def measure(cuts: Sequence[Cut], options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Profile once, then forecast and train each cut."""
+def measure(cuts: Sequence[Cut], options: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """Profile once, then forecast and train each cut, and yield it."""
     cluster = make_cluster(options.network * 1e6 / 8, options.slowdown)
     run = with_random_data(load_run(CONFIG, CHANGES), folder)
     write_text(folder / "run.yaml", dump(run))
     write_text(folder / "cluster.yaml", dump(cluster))
     specs = [NodeSpec(name=group.name, cpu=CPU, network=options.network * 1e6 / 8) for group in cluster.nodes]
-    rows: list[Row] = []
     with make_nodes(specs) as nodes:
         profile = options.profile or folder / "profile.json"
         if options.profile is None:
@@ -171,8 +176,7 @@ def measure(cuts: Sequence[Cut], options: argparse.Namespace, folder: Path) -> l
         for cut in cuts:
             plan = plan_of(costs, run, cut)
             seconds, peaks = _train(nodes, plan, options.steps, folder / cut.name.replace(" ", "-"))
-            rows.append(Row(cut, plan, cost_plan(costs, plan), seconds, peaks))
-    return rows
+            yield Row(cut, plan, cost_plan(costs, plan), seconds, peaks)
 
 
 def make_cluster(bytes_per_second: float, slowdowns: Sequence[float]) -> Cluster:
@@ -253,29 +257,30 @@ def card_environment(nodes: Sequence[Node], i: int, card: int) -> dict[str, str]
     }
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown: step time and peak memory of each cut, forecast and measured."""
-    lines = [
+def head() -> list[str]:
+    """Markdown: the table's head, and the machine above it."""
+    return [
         f"Machine: {machine_name()}",
         "",
         "| cut | schedule | card:layers | forecast s | sums s | measured s (min to max) | off by "
         "| peak forecast, MiB | measured, MiB | off by |",
         "|---|---|---|--:|--:|--:|--:|---|---|---|",
     ]
-    for row in rows:
-        forecast = row.forecast_bytes
-        off = [expected / peak - 1 for expected, peak in zip(forecast, row.peak_bytes, strict=True)]
-        exposed = row.cost.grad_reduce_seconds + row.cost.weight_sync_seconds
-        lines.append(
-            f"| {row.cut.name} | {row.cut.schedule} | {row.cut.words} | {row.cost.step_seconds:.3f} "
-            f"| {exposed:.3f} | {statistics.median(row.seconds):.3f} ({min(row.seconds):.3f} to "
-            f"{max(row.seconds):.3f}) | {row.error:+.1%} "
-            f"| {', '.join(f'{peak / 2**20:.0f}' for peak in forecast)} "
-            f"| {', '.join(f'{peak / 2**20:.0f}' for peak in row.peak_bytes)} "
-            f"| {', '.join(f'{error:+.1%}' for error in off)} |"
-        )
-    mean = statistics.mean(abs(row.error) for row in rows)
-    return [*lines, "", f"Off by {mean:.1%} in the mean over {len(rows)} cuts."]
+
+
+def line_of(row: Row) -> str:
+    """Markdown: step time and peak memory of each rank, forecast and measured; of sums, what is exposed."""
+    forecast = row.forecast_bytes
+    off = [expected / peak - 1 for expected, peak in zip(forecast, row.peak_bytes, strict=True)]
+    exposed = row.cost.grad_reduce_seconds + row.cost.weight_sync_seconds
+    return (
+        f"| {row.cut.name} | {row.cut.schedule} | {row.cut.words} | {row.cost.step_seconds:.3f} "
+        f"| {exposed:.3f} | {statistics.median(row.seconds):.3f} ({min(row.seconds):.3f} to "
+        f"{max(row.seconds):.3f}) | {row.error:+.1%} "
+        f"| {', '.join(f'{peak / 2**20:.0f}' for peak in forecast)} "
+        f"| {', '.join(f'{peak / 2**20:.0f}' for peak in row.peak_bytes)} "
+        f"| {', '.join(f'{error:+.1%}' for error in off)} |"
+    )
 
 
 if __name__ == "__main__":
