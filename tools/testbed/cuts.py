@@ -26,6 +26,7 @@ from tools.testbed.run import (
     TRAIN_SECONDS,
     WARM_UP_STEPS,
     make_problem,
+    replay,
     warn_of_load,
     with_random_data,
 )
@@ -88,12 +89,20 @@ class Row:
     plan: Plan
     cost: PlanCost
     seconds: list[float]
+    busy: list[list[float]]
+    """Compute seconds of each rank, by step."""
     peak_bytes: list[int]
 
     @property
     def error(self) -> float:
         """How far the forecast step is off; -0.1: 10 % low."""
         return self.cost.step_seconds / statistics.median(self.seconds) - 1
+
+    @property
+    def replayed_error(self) -> float:
+        """Likewise, if the simulator is given each rank's compute seconds as measured."""
+        steps = zip(self.busy, self.seconds, strict=True)
+        return statistics.median(replay(self.plan, self.cost, busy) / took - 1 for busy, took in steps)
 
     @property
     def forecast_bytes(self) -> list[float]:
@@ -175,8 +184,9 @@ def measure(cuts: Sequence[Cut], options: argparse.Namespace, folder: Path) -> I
         costs = make_costs(make_problem(cluster, run, load_profile(profile)))
         for cut in cuts:
             plan = plan_of(costs, run, cut)
-            seconds, peaks = _train(nodes, plan, options.steps, folder / cut.name.replace(" ", "-"))
-            yield Row(cut, plan, cost_plan(costs, plan), seconds, peaks)
+            training = folder / cut.name.replace(",", "").replace(" ", "-")
+            _train(nodes, plan, options.steps, training)
+            yield read_row(cut, plan, cost_plan(costs, plan), training)
 
 
 def make_cluster(bytes_per_second: float, slowdowns: Sequence[float]) -> Cluster:
@@ -215,8 +225,7 @@ def plan_of(costs: Costs, run: RunConfig, cut: Cut) -> Plan:
     return assemble_plan(costs, cuts, schedule=cut.schedule, sharded=cut.sharded)
 
 
-def _train(nodes: Sequence[Node], plan: Plan, steps: int, folder: Path) -> tuple[list[float], list[int]]:
-    """Step seconds after the warm-up, and each rank's peak memory in bytes."""
+def _train(nodes: Sequence[Node], plan: Plan, steps: int, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     save_plan(folder / "plan.yaml", plan)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -224,8 +233,20 @@ def _train(nodes: Sequence[Node], plan: Plan, steps: int, folder: Path) -> tuple
     words += [f"train.steps={steps}", f"log.directory={folder}", "log.every=1", "checkpoint.directory="]
     trace = f"train.trace={{first_step: {steps - 1}, steps: 1}}"
     _on_all_cards(nodes, [*words, trace], folder, TRAIN_SECONDS)
+
+
+def read_row(cut: Cut, plan: Plan, cost: PlanCost, folder: Path) -> Row:
+    """What a training measured after its warm-up."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["step_seconds"] for line in lines[WARM_UP_STEPS:]], lines[-1]["peak_memory_bytes"]
+    steps = lines[WARM_UP_STEPS:]
+    return Row(
+        cut,
+        plan,
+        cost,
+        [line["step_seconds"] for line in steps],
+        [line["stage_seconds"] for line in steps],
+        lines[-1]["peak_memory_bytes"],
+    )
 
 
 def _on_all_cards(
@@ -263,8 +284,8 @@ def head() -> list[str]:
         f"Machine: {machine_name()}",
         "",
         "| cut | schedule | card:layers | forecast s | sums s | measured s (min to max) | off by "
-        "| peak forecast, MiB | measured, MiB | off by |",
-        "|---|---|---|--:|--:|--:|--:|---|---|---|",
+        "| with measured compute | peak forecast, MiB | measured, MiB | off by |",
+        "|---|---|---|--:|--:|--:|--:|--:|---|---|---|",
     ]
 
 
@@ -276,7 +297,7 @@ def line_of(row: Row) -> str:
     return (
         f"| {row.cut.name} | {row.cut.schedule} | {row.cut.words} | {row.cost.step_seconds:.3f} "
         f"| {exposed:.3f} | {statistics.median(row.seconds):.3f} ({min(row.seconds):.3f} to "
-        f"{max(row.seconds):.3f}) | {row.error:+.1%} "
+        f"{max(row.seconds):.3f}) | {row.error:+.1%} | {row.replayed_error:+.1%} "
         f"| {', '.join(f'{peak / 2**20:.0f}' for peak in forecast)} "
         f"| {', '.join(f'{peak / 2**20:.0f}' for peak in row.peak_bytes)} "
         f"| {', '.join(f'{error:+.1%}' for error in off)} |"
