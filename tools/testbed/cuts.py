@@ -137,7 +137,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        cuts = _chosen(options.cuts)
+        cuts = chosen(options.cuts)
         if options.steps <= WARM_UP_STEPS or options.network <= 0 or min(options.slowdown) <= 1:
             raise ConfigError(
                 f"wanted more than {WARM_UP_STEPS} steps, --network above 0, --slowdown above 1"
@@ -161,7 +161,8 @@ def main() -> int:
     return 0
 
 
-def _chosen(words: str) -> list[Cut]:
+def chosen(words: str) -> list[Cut]:
+    """The cuts that `--cuts` names. Raises ConfigError."""
     try:
         return [CUTS[int(word)] for word in words.split(",")]
     except (ValueError, IndexError):
