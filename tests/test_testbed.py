@@ -8,10 +8,11 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from tools.testbed import run
+from tools.testbed import cuts, run
 from tools.testbed.nodes import (
     MOUNTS,
     PERIOD_US,
@@ -27,6 +28,10 @@ from tools.testbed.nodes import (
     run_together,
 )
 from yuan_train.config.errors import ConfigError, TrainingError
+from yuan_train.config.plan import ScheduleName
+from yuan_train.config.run import load_run
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
 
 ROOT = Path(__file__).parents[1]
 CORES = len(find_cores()) if sys.platform == "linux" else 0
@@ -76,6 +81,28 @@ def write_nodes(folder: Path, *lines: str) -> Path:
 def test_the_shipped_nodes_load() -> None:
     names = [node.name for node in load_nodes(ROOT / "tools" / "testbed" / "nodes.yaml")]
     assert names == ["full", "half", "quarter"]
+
+
+def test_cuts_over_shared_network_cards() -> None:
+    """Each is a lawful plan whose two sums cross the nodes' NICs; without a profile, so none is measured."""
+    cluster, config = cuts.make_cluster(12.5e6, (4.0, 6.0)), load_run(cuts.CONFIG, cuts.CHANGES)
+    costs = make_costs(
+        PlanProblem(
+            cluster=cluster,
+            model=config.model,
+            sequence_length=config.data.sequence_length,
+            global_batch_size=config.train.global_batch_size,
+            precision=config.train.precision,
+        )
+    )
+    for cut in cuts.CUTS:
+        plan = cuts.plan_of(costs, config, cut)
+        assert plan.schedule == cut.schedule and plan.pipelines[-1].stages[-1].layers[1] == 8
+        exposed = cost_plan(costs, plan).grad_reduce_seconds
+        assert (exposed > 1.0) == (len(cut.pipelines) > 1)
+    assert {cut.schedule for cut in cuts.CUTS} == set(get_args(ScheduleName))
+    with pytest.raises(ConfigError, match="--cuts 0,x: wanted numbers from 0 to 7"):
+        cuts.chosen("0,x")
 
 
 @linux

@@ -187,6 +187,15 @@ def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch
     with watch.running():
         clock.work(processor=1.0, waiting=9.0)
     assert watch.read() == 10.0 and watch.read() == 0.0
+    # What a piece of work starts half-way starts when a card of that speed would have come so far.
+    watch.catch_up()
+    began = clock.now
+    with watch.running():
+        clock.work(processor=1.0)
+        watch.catch_up()
+        assert clock.now - began == 4.0
+        clock.work(processor=1.0)
+    assert watch.read() == 8.0
 
 
 def test_reading_data_is_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,16 +349,18 @@ class Task:
     node: Node
     command: Sequence[str]
     environment: Mapping[str, str]
+    name: str = ""
+    """Of its log; that of the node if empty."""
 
 
 def run_together(tasks: Sequence[Task], folder: Path, *, timeout_seconds: float) -> None:
-    """Run the tasks at the same time until all exit; their output goes to `folder`, a log per node.
+    """Run the tasks at the same time until all exit; their output goes to `folder`, a log per task.
 
     Raises TrainingError, with the end of the failed task's log, if a task fails or is not done in time; the
     others are killed then.
     """
     with ExitStack() as running:
-        logs = [folder / f"{task.node.spec.name}.log" for task in tasks]
+        logs = [folder / f"{task.name or task.node.spec.name}.log" for task in tasks]
         processes: list[subprocess.Popen[bytes]] = []
         for task, log in zip(tasks, logs, strict=True):
             output = running.enter_context(log.open("wb"))

@@ -44,7 +44,7 @@ PORT = 29500
 """Of the rendezvous. Free, because no other program is on the nodes' network."""
 PROFILE_SECONDS, TRAIN_SECONDS = 600.0, 1800.0
 """Limits; a node that takes longer is taken to hang."""
-CORE = DeviceType(memory=2**32, reserved=2**28, fp32=80e9, bf16=80e9, memory_bandwidth=10e9)
+CORE = DeviceType(memory=2**32, reserved=2**28, fp32=80e9, bf16=80e9, memory_bandwidth=10e9, backend="gloo")
 """A whole core, roughly; measurements take precedence."""
 
 

@@ -108,6 +108,13 @@ class Stopwatch:
         yield
         self._since = self._now()
 
+    def catch_up(self) -> None:
+        """Inside a piece of work of a simulated card: wait until a card of its speed would have come so far.
+        Without this, what the work starts half-way would start too early."""
+        if self._slowdown > 1 and self._since is not None:
+            self._count()
+            self._since = self._now()
+
     def _now(self) -> tuple[float, float]:
         """Wall seconds, and the thread's processor seconds if a simulated card needs them: a system call."""
         return time.perf_counter(), time.thread_time() if self._slowdown > 1 else 0.0

@@ -81,6 +81,7 @@ def build(
     feed = Feed(_share(job, runtime)) if feed is None else feed
     pair_loss = PairLoss(run.objective, device=job.device) if run.objective.reads_pairs else None
     stopwatch = Stopwatch(job.device, slowdown=slowdown)
+    runtime.reducer.pace = stopwatch.catch_up
     tiers = _tiers(job, runtime, stopwatch)
     runners = {
         stage: _runner_of(job, runtime, stage, stopwatch)(
