@@ -238,6 +238,10 @@ class Costs:
         """A card's share of its node's disk."""
         return disk_share(self.topology.groups[card.node])
 
+    def has_disk(self, card: Card) -> bool:
+        """Whether the cluster file gives the card's node a disk."""
+        return self.topology.groups[card.node].disk is not None
+
     def hidden_bytes(self, micro_batch_size: int) -> float:
         """Bytes of one hidden state, as it is sent between stages and inside a tensor-parallel group."""
         problem = self.problem

@@ -23,6 +23,8 @@ from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.shapes import Options
 
+MOST_CARDS = 56
+"""Cards up to which this is tried: beyond, the search takes its time for cuts."""
 NUM_PLANS = 2
 """How many of the fastest plans that recompute are changed."""
 RESIDENT = (4, 8, 16)
@@ -32,6 +34,14 @@ SHARES = (1 / 4, 1 / 2, 3 / 4, 1)
 
 Place = tuple[int, int]
 """Pipeline and stage."""
+
+
+def may_send_activations(costs: Costs, ranked: Sequence[Candidate], options: Options) -> bool:
+    """Whether there are plans to try this on."""
+    problem = costs.problem
+    if not options.offload_activations or problem.has_external_profile or problem.compile:
+        return False
+    return len(problem.cluster.cards) <= MOST_CARDS and any(map(_recomputing, ranked))
 
 
 def with_activations_away(
