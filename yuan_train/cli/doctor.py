@@ -109,7 +109,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="a run file: checks where it saves checkpoints and keeps state on disks",
+        help="a run file: checks its directories of checkpoints and of state",
     )
     parser.add_argument(
         "--plan", metavar="FILE", help="its plan, with --config: the nodes that must share it"

@@ -35,7 +35,8 @@ def host_line(host: Facts) -> str:
     if locked is not None:
         limit = f"locked memory is limited to {show_bytes(locked)} (`ulimit -l`): CUDA may not pin it"
     where = "NUMA nodes not known" if nodes is None else f"{nodes} NUMA node{'s' * (nodes > 1)}"
-    return f"host memory for optimizer_offload, activation_offload and parameter_offload: {room}; {limit}; {where}"
+    tiers = "optimizer_offload, activation_offload and parameter_offload"
+    return f"host memory for {tiers}: {room}; {limit}; {where}"
 
 
 def disk_facts(directory: str | None) -> Facts:

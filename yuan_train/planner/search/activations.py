@@ -2,8 +2,8 @@
 
 A plan that recomputes does so for want of memory. On each of its recomputing stages activations leave
 instead: of as few layers as let the stage fit, for several numbers of parts that stay and of parts that a
-fetch is ahead. First on all of these stages at once, because the slowest of them decides, then stage by
-stage. The cut stays as it is, so this is no proof of anything.
+fetch is ahead. First on all of these stages at once, because the slowest of them decides, then without those
+that are faster as they were. The cut stays as it is, so this is no proof of anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_CARDS = 56
 """Cards up to which this is tried: beyond, the search takes its time for cuts."""
 NUM_PLANS = 2
 """How many of the fastest plans that recompute are changed."""
-RESIDENT = (4, 8, 16)
+RESIDENT = (4, 16)
 AHEAD = (2, 6)
 SHARES = (1 / 4, 1 / 2, 3 / 4, 1)
 """Of a stage's layers, those that leave."""
@@ -51,12 +51,19 @@ def with_activations_away(
     found: list[Candidate] = []
     for candidate in [c for c in ranked if _recomputing(c)][:NUM_PLANS]:
         plan, cost = candidate.plan, candidate.cost
+        best: dict[Place, StagePlan] = {}
         for change in _changes(costs, candidate, options):
             if stopped():
                 break
-            changed = _changed(costs, plan, change)
+            changed = _changed(costs, candidate.plan, change)
             if changed is not None and changed[1].step_seconds < cost.step_seconds:
-                plan, cost = changed
+                (plan, cost), best = changed, change
+        # Without stages that are faster as they were.
+        for place in list(best) if len(best) > 1 else []:
+            fewer = {other: stage for other, stage in best.items() if other != place}
+            changed = None if stopped() else _changed(costs, candidate.plan, fewer)
+            if changed is not None and changed[1].step_seconds < cost.step_seconds:
+                (plan, cost), best = changed, fewer
         if plan is not candidate.plan:
             found.append(replace(candidate, plan=plan, cost=cost))
     return found
@@ -73,12 +80,10 @@ def _recomputing(candidate: Candidate) -> list[StageCost]:
 
 
 def _changes(costs: Costs, candidate: Candidate, options: Options) -> Iterator[dict[Place, StagePlan]]:
-    """Stages to replace: all that recompute, then each of them."""
+    """Stages to replace: all that recompute."""
     stages = _recomputing(candidate)
     kinds: list[Recompute] = [kind for kind in options.recompute if kind != "full"]
-    settings = list(itertools.product(kinds, RESIDENT, AHEAD))
-    alone: list[dict[Place, StagePlan]] = []
-    for kind, resident, ahead in settings:
+    for kind, resident, ahead in itertools.product(kinds, RESIDENT, AHEAD):
         change: dict[Place, StagePlan] = {}
         for old in stages:
             stage = _away(costs, candidate.plan, old, kind, resident, ahead)
@@ -86,8 +91,6 @@ def _changes(costs: Costs, candidate: Candidate, options: Options) -> Iterator[d
                 change[old.pipeline, old.stage] = stage
         if change:
             yield change
-            alone += [{place: stage} for place, stage in change.items()] if len(stages) > 1 else []
-    yield from alone
 
 
 def _away(
