@@ -6,7 +6,7 @@
   recompute that fits; gradients go down, the host steps and weights come up one after the other.
 - **save_on_cpu**: optimizer state as by the rule, and what every layer keeps for its backward is copied to
   the host and back while the card waits, instead of recompute.
-- **planned**: what `yuan-train plan` finds with `search.offload: [optimizer, activations, parameters]`.
+- **planned**: what `yuan-train plan` finds; the largest model with parameters in pages too.
 
 Seconds are forecast by catalogue rates. `--measure` runs each step in about so many seconds: compute and
 host steps sleep, copies go through the engine's own links and chunks of host state, at rates to scale.
@@ -184,8 +184,9 @@ class Work:
 
 
 def steps(name: str, host: int, batch: int, scale_to: float | None) -> None:
-    """A line for each policy with Yuan2-2B."""
-    given = problem_of(name, host, load_model("configs/model/yuan2-2b.yaml"), batch)
+    """A line for each policy with Yuan2-2B, or what the rule can train on the smallest card."""
+    model = _shape(2048, 8) if name == "RTX-3080" else load_model("configs/model/yuan2-2b.yaml")
+    given = problem_of(name, host, model, batch)
     costs = make_costs(given)
     works = [work for work in (_rule(costs), _save_on_cpu(costs), _planned(given, costs)) if work is not None]
     rule = next((work.seconds for work in works if work.name == "rule"), None)
@@ -227,13 +228,23 @@ def _save_on_cpu(costs: Costs) -> Work | None:
 
 
 def _planned(given: PlanProblem, costs: Costs) -> Work | None:
-    search = SearchConfig(offload=TIERS, micro_batch_size=(1,), schedule=("1f1b",))
+    search = SearchConfig(micro_batch_size=(1,), schedule=("1f1b",))
     best = search_plan(given, search, micro_batch_size=1).best
     (stage,) = best.plan.pipelines[0].stages
     words = f"(x {stage.optimizer_offload:g}, recompute {stage.recompute}"
     words += f", {stage.num_recomputed} layers)" if stage.num_recomputed else ")"
-    assert not stage.activation_offload and not stage.parameter_offload, "measured with bench_tiers.py"
-    return _work(costs, best.cost, "planned", stage.optimizer_offload, beside=True, words=words)
+    work = _work(costs, best.cost, "planned", stage.optimizer_offload, beside=True, words=words)
+    if not stage.activation_offload:
+        return work
+    # `bench_tiers.py` measures these copies; here the compute sleeps as long as is forecast with them.
+    words = f"{words[:-1]}, activations of {stage.activation_offload} layers)"
+    forward = best.cost.compute_seconds / batch_of(given) - work.backward
+    return replace(work, forward=forward, words=words)
+
+
+def batch_of(given: PlanProblem) -> int:
+    """Micro-batches of a step: of one sequence each."""
+    return given.global_batch_size
 
 
 def _work(

@@ -5,7 +5,7 @@ A run file with the key `algorithm` is one. `policy_run` is the training run of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
@@ -349,14 +349,6 @@ def policy_run(run: RLConfig, *, sequence_length: int | None = None) -> RunConfi
         start=run.start,
         checkpoint=run.checkpoint,
         log=run.log,
-        search=_policy_search(run),
+        search=run.search.policy,
         memory=run.memory,
     )
-
-
-def _policy_search(run: RLConfig) -> SearchConfig:
-    """`search.policy`; by default with optimizer state alone on hosts, and with a critic without that."""
-    search = run.search.policy
-    if search.offload is not None:
-        return search
-    return replace(search, offload=("optimizer",) if run.critic is None else ())

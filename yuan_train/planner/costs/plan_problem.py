@@ -232,7 +232,12 @@ class Costs:
     def host_of(self, card: Card) -> HostShare:
         """A card's share of its node's host."""
         problem, group = self.problem, self.topology.groups[card.node]
-        return host_share(problem.cluster.device_type(card.type), group, reserved_bytes=problem.host_reserved)
+        return host_share(
+            problem.cluster.device_type(card.type),
+            group,
+            reserved_bytes=problem.host_reserved,
+            measured=problem.profile.host(card.type) if problem.profile else None,
+        )
 
     def disk_of(self, card: Card) -> DiskShare:
         """A card's share of its node's disk."""

@@ -25,12 +25,15 @@ from yuan_train.planner.search.shapes import Options
 
 MOST_CARDS = 56
 """Cards up to which this is tried: beyond, the search takes its time for cuts."""
-NUM_PLANS = 2
+NUM_PLANS = 1
 """How many of the fastest plans that recompute are changed."""
 RESIDENT = (4, 16)
 AHEAD = (2, 6)
 SHARES = (1 / 4, 1 / 2, 3 / 4, 1)
 """Of a stage's layers, those that leave."""
+
+LEAVING_SHARE = 1.1
+"""Of a stage's activations by layer: no more than that leaves with one. Messages are none of a layer's."""
 
 Place = tuple[int, int]
 """Pipeline and stage."""
@@ -97,16 +100,14 @@ def _away(
     costs: Costs, plan: Plan, old: StageCost, kind: Recompute, resident: int, ahead: int
 ) -> StagePlan | None:
     """The stage with activations of as few layers away as let it fit; None if it does not, so or so."""
-    stage = plan.pipelines[old.pipeline].stages[old.stage]
+    stage = replace(plan.pipelines[old.pipeline].stages[old.stage], recompute=kind, recompute_layers=None)
+    kept = change_stage(costs, plan, old, stage)
+    over = kept.memory.total - kept.capacity_bytes
     for count in sorted({max(1, round(share * stage.num_blocks)) for share in SHARES}):
-        changed = replace(
-            stage,
-            recompute=kind,
-            recompute_layers=None,
-            activation_offload=count,
-            resident_parts=resident,
-            fetch_ahead=ahead,
-        )
+        # At the very least what these layers keep must leave; to tell how much stays takes the schedule.
+        if over > LEAVING_SHARE * kept.memory.activations * count / stage.num_blocks:
+            continue
+        changed = replace(stage, activation_offload=count, resident_parts=resident, fetch_ahead=ahead)
         try:
             if change_stage(costs, plan, old, changed).fits:
                 return changed
