@@ -318,10 +318,7 @@ def _measure_host(bench: Bench, precision: Precision) -> tuple[HostProfile, ...]
     faults = [other for other in _all_gather(fault, bench.position) if other]
     if faults or room is None:
         if bench.position.rank == 0:
-            print(
-                f"links to the host are not measured, but taken from the catalogue: {faults[0]}",
-                file=sys.stderr,
-            )
+            print(f"links to hosts are not measured: {faults[0]}", file=sys.stderr)
         return ()
     found = measure_host(
         room,
