@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.project import make_plan, run_config
-from yuan_train.cli import doctor
+from yuan_train.cli import doctor, doctor_host
 from yuan_train.cli.main import main
 from yuan_train.config.plan_files import save_plan
 
@@ -52,7 +52,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     on_cpu = [norm for norm in facts["other_norms"] if norm["device"] == "cpu"]
     assert [norm["package"] for norm in on_cpu] == ["liger", "apex", "transformer_engine"]
     assert {norm["fault"] for norm in on_cpu} == {"it is for CUDA devices"}
-    assert facts["host"].keys() == {"available_bytes", "memlock_bytes"}
+    assert facts["host"].keys() == {"available_bytes", "memlock_bytes", "numa_nodes"}
     assert facts["fp32_products"] in ("oneDNN", "torch")
     assert facts["bf16_products"] in ("oneDNN", "fp32 blocks")
 
@@ -214,3 +214,19 @@ def test_a_card_without_bf16_is_detected(monkeypatch: pytest.MonkeyPatch) -> Non
     card = doctor._card(0)
     assert (card["bf16"], card["capability"], card["memory_bytes"]) == (False, "7.0", 32 << 30)
     assert "fp16" in card["note"]
+
+
+def test_the_disk_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = tmp_path / "not" / "there"
+    found = doctor_host.disk_facts(str(missing))
+    assert found["fault"] is None and found["free_bytes"] > 0 and found["is_direct"] in (True, False)
+    assert not list(tmp_path.iterdir()) and "room can be reserved" in doctor_host.disk_line(found)
+    assert "takes memory" in doctor_host.disk_line(found | {"is_direct": False})
+    assert "is not set" in doctor_host.disk_line(doctor_host.disk_facts(None))
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    words = doctor_host.disk_line(doctor_host.disk_facts(str(tmp_path)))
+    assert words.startswith("NOT USABLE") and "No space left" in words

@@ -53,6 +53,10 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     # The slow node has two cards, which share its network.
     assert [(link.from_, link.to) for link in profile.node_links] == [("fast", "slow"), ("slow", "fast")]
     assert all(1e6 < link.bytes_per_second < 1e12 for link in profile.node_links)
+    # Simulated cards have the links of the cluster file, or slower ones.
+    assert {host.device_type for host in profile.hosts} == {"Fast", "Slow"}
+    assert all(1e6 < min(h.host_link_down, h.host_link_up) < 1.01 * 16e9 for h in profile.hosts)
+    assert all(1e6 < host.host_step_bytes_per_second < 1e12 for host in profile.hosts)
     # Copies and sums of a reduction run on the cores that compute: less than a second for a megabyte.
     takes = [link.compute_seconds_per_byte for link in profile.links]
     assert all(0 <= seconds < 1e-6 for seconds in takes)

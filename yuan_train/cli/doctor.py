@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yuan_train import __version__
+from yuan_train.cli.doctor_host import disk_facts, disk_line, host_facts, host_line
 from yuan_train.cli.launch import nodes_of
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import EXTRA, TESTED
@@ -105,7 +106,11 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "cards of this machine, which implementation each op uses on them, and why not a faster one.",
     )
     parser.add_argument("--hidden-size", type=int, default=2048, metavar="H", help="of the model (2048)")
-    parser.add_argument("--config", metavar="FILE", help="a run file: checks where it saves checkpoints")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a run file: checks its directories of checkpoints and of state",
+    )
     parser.add_argument(
         "--plan", metavar="FILE", help="its plan, with --config: the nodes that must share it"
     )
@@ -117,8 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what was found. A missing package is no error."""
     if arguments.plan and not arguments.config:
         raise ConfigError("--plan: needs --config F too, the run whose checkpoint directory is checked")
-    saving = _checkpoint_facts(arguments.config, arguments.plan) if arguments.config else None
-    facts = examine(hidden=arguments.hidden_size) | ({} if saving is None else {"checkpoints": saving})
+    of_run: Facts = {}
+    if arguments.config:
+        of_run["checkpoints"] = _checkpoint_facts(arguments.config, arguments.plan)
+        of_run["disk"] = disk_facts(load_run(arguments.config).memory.disk_directory)
+    facts = examine(hidden=arguments.hidden_size) | of_run
     print(json.dumps(facts, ensure_ascii=False) if arguments.json else "\n".join(_lines(facts)))
     return 0
 
@@ -142,7 +150,7 @@ def examine(*, hidden: int) -> Facts:
         },
         "cuda": torch.version.cuda,
         "devices": devices,
-        "host": _host_facts(),
+        "host": host_facts(),
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
         "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
         **_cpu_products(),
@@ -225,20 +233,6 @@ def _devices() -> list[Facts]:
         "note": f"bf16 by {fast[0]}" if fast else "bf16 is computed in fp32: no faster, half the memory",
     }
     return [cpu, *(_card(i) for i in range(torch.cuda.device_count()))]
-
-
-def _host_facts() -> Facts:
-    """What stages may put on this host: bytes, None without a limit."""
-    import math
-    import resource
-
-    from yuan_train.parallel.tiers.slab import MAX_SHARE, available_bytes
-
-    available, (locked, _) = available_bytes(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return {
-        "available_bytes": None if math.isinf(available) else MAX_SHARE * available,
-        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
-    }
 
 
 def _card(number: int) -> Facts:
@@ -338,7 +332,9 @@ def _lines(facts: Facts) -> Iterator[str]:
     yield from _columns(
         [[d["device"], d["name"], d["note"] or "bf16", _node_words(d)] for d in facts["devices"]]
     )
-    yield f"  {_host_line(facts['host'])}"
+    yield f"  {host_line(facts['host'])}"
+    if "disk" in facts:
+        yield f"  {disk_line(facts['disk'])}"
     if len(facts["devices"]) == 1:
         built = f"torch is built for CUDA {facts['cuda']}" if facts["cuda"] else "torch is built without CUDA"
         yield f"  no CUDA card was found; {built}"
@@ -378,18 +374,6 @@ def _node_words(device: Facts) -> str:
         return ""
     node = device["numa_node"]
     return "NUMA node not known" if node is None else f"NUMA node {node}"
-
-
-def _host_line(host: Facts) -> str:
-    """How much stages may put on this host, and whether it may be pinned."""
-    from yuan_train.config.units import show_bytes
-
-    available, locked = host["available_bytes"], host["memlock_bytes"]
-    room = "not known" if available is None else f"at most {show_bytes(available)} now"
-    limit = "no limit of locked memory"
-    if locked is not None:
-        limit = f"locked memory is limited to {show_bytes(locked)} (`ulimit -l`): CUDA may not pin it"
-    return f"host memory for optimizer_offload, activation_offload and parameter_offload: {room}; {limit}"
 
 
 def _shared_lines(saving: Facts | None) -> Iterator[str]:

@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from yuan_train.cli.launch import Node, free_port, start_ranks
 from yuan_train.config.cluster import Cluster, load_cluster
-from yuan_train.config.devices import CATALOGUE, Backend
+from yuan_train.config.devices import CATALOGUE, Backend, Precision
 from yuan_train.config.dump import as_plain, write_text
 from yuan_train.config.environment import set_rank_defaults
-from yuan_train.config.errors import ConfigError
+from yuan_train.config.errors import ConfigError, HostMemoryError
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.profile import LinkProfile, NodeLinkProfile, Profile, ProfileEntry, load_profile
+from yuan_train.config.profile import (
+    HostProfile,
+    LinkProfile,
+    NodeLinkProfile,
+    Profile,
+    ProfileEntry,
+    load_profile,
+)
 from yuan_train.config.run import Recompute, RunConfig, load_run
 
 if TYPE_CHECKING:
@@ -141,6 +148,8 @@ class Bench:
     device: torch.device
     device_type: str
     slowdown: float
+    host_link: float | None
+    """Bytes a second of a simulated card's link to its host; None for a real one."""
     seconds_per_unit: float
     tensor_groups: Mapping[int, Sequence[tuple[int, ...]]]
     """By tensor-parallel size, the groups of ranks that are measured."""
@@ -201,6 +210,7 @@ def _make_bench(
         device=device,
         device_type=device_type,
         slowdown=slowdown or 1.0,
+        host_link=cluster.device_type(card.type).host_link if cluster and card and slowdown else None,
         seconds_per_unit=arguments.seconds,
         tensor_groups={
             width: groups for width in fitting if (groups := _tensor_groups(nodes_and_types, width))
@@ -292,7 +302,32 @@ def _measure_card(bench: Bench) -> Profile:
         precision=precision,
         compile=base.compile,
         entries=tuple(entries),
+        hosts=_measure_host(bench, precision),
     )
+
+
+def _measure_host(bench: Bench, precision: Precision) -> tuple[HostProfile, ...]:
+    """What this rank's card gets of its host; nothing if some rank has no host memory for that."""
+    from yuan_train.train.measure_host import host_room, measure_host
+
+    room, fault = None, ""
+    try:
+        room = host_room(bench.device)
+    except HostMemoryError as error:
+        fault = str(error)
+    faults = [other for other in _all_gather(fault, bench.position) if other]
+    if faults or room is None:
+        if bench.position.rank == 0:
+            print(f"links to hosts are not measured: {faults[0]}", file=sys.stderr)
+        return ()
+    found = measure_host(
+        room,
+        device=bench.device,
+        device_type=bench.device_type,
+        precision=precision,
+        bytes_per_second=bench.host_link,
+    )
+    return (found,)
 
 
 def _measure_entries(bench: Bench, base: ProfileCase) -> Iterator[ProfileEntry]:
@@ -346,6 +381,7 @@ def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
     precision, model and source agree."""
     (first_name, first), *others = named
     entries: dict[tuple[object, ...], ProfileEntry] = {}
+    hosts: dict[str, HostProfile] = {}
     links: dict[tuple[str, str], LinkProfile] = {}
     node_links: dict[tuple[str, str], NodeLinkProfile] = {}
     for name, profile in [(first_name, first), *others]:
@@ -358,6 +394,10 @@ def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
         for entry in profile.entries:
             key = (entry.device_type, entry.tensor_parallel, entry.micro_batch_size, entry.recompute)
             entries.setdefault(key, entry)
+        for host in profile.hosts:
+            # All cards of a type must have what the planner counts on.
+            slowest = min(host, hosts.get(host.device_type, host), key=_host_rate)
+            hosts[host.device_type] = slowest
         for link in profile.links:
             links.setdefault((link.from_, link.to), link)
         for node_link in profile.node_links:
@@ -369,4 +409,9 @@ def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
         entries=tuple(entries.values()),
         links=tuple(links.values()),
         node_links=tuple(node_links.values()),
+        hosts=tuple(hosts.values()),
     )
+
+
+def _host_rate(host: HostProfile) -> tuple[float, float]:
+    return min(host.host_link_down, host.host_link_up), host.host_step_bytes_per_second

@@ -16,6 +16,8 @@ from yuan_train.config.run import Recompute
 
 Seconds = Annotated[float, Ge(0)]
 Bytes = Annotated[float, Ge(0)]
+Rate = Annotated[float, Gt(0)]
+"""Bytes a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,18 @@ class NodeLinkProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostProfile:
+    """What a card of a type gets of its host while all cards of the node are at it."""
+
+    device_type: str
+    host_link_down: Rate
+    """From the card to its host, while as much goes up."""
+    host_link_up: Rate
+    host_step_bytes_per_second: Rate
+    """Of what AdamW's step moves in the host's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Measurements of cards and links for one model shape and sequence length."""
 
@@ -101,11 +115,17 @@ class Profile:
     entries: tuple[ProfileEntry, ...] = ()
     links: tuple[LinkProfile, ...] = ()
     node_links: tuple[NodeLinkProfile, ...] = ()
+    hosts: tuple[HostProfile, ...] = ()
+    """One for each type of card: the slowest that was measured."""
 
     @property
     def is_whole(self) -> bool:
         """Whether the bytes of all entries are exact; such a profile does not cover the optimizer step."""
         return bool(self.entries) and all(entry.is_whole for entry in self.entries)
+
+    def host(self, device_type: str) -> HostProfile | None:
+        """What such a card gets of its host; None if not measured."""
+        return next((host for host in self.hosts if host.device_type == device_type), None)
 
     def reserved_bytes(self, device_type: str) -> float | None:
         """Most bytes that a process on such a card held before any model; None if not measured."""

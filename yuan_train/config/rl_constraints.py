@@ -63,6 +63,11 @@ def _sizes(run: RLConfig) -> Iterator[Violation]:
         yield Violation(("train", "compile"), "layers are not compiled here yet; leave it out")
     if train.trace is not None:
         yield Violation(("train", "trace"), "steps are not traced here yet; leave it out")
+    for tier in ("parameters", "disk"):
+        if tier in run.search.policy.tiers:
+            yield Violation(
+                ("search", "policy", "offload"), f"{tier}: written for pretraining alone; leave it out"
+            )
     if run.optimizer.update == "delayed":
         yield Violation(
             ("optimizer", "update"), "delayed: answers would be drawn by weights that lag behind; set exact"

@@ -28,8 +28,10 @@ Counts = Annotated[tuple[Count, ...], MinLen(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 Recompute = Literal["none", "selective", "full"]
-Tier = Literal["optimizer", "activations"]
-"""What a plan can put in host memory."""
+Tier = Literal["optimizer", "activations", "parameters", "disk"]
+"""What a plan can put in host memory; `disk`: optimizer state that the host has no room for."""
+TIERS: tuple[Tier, ...] = ("optimizer", "activations")
+"""What the search may put there without `search.offload`."""
 ReduceDtype = Literal["fp32", "bf16"]
 Engine = Literal["yuan", "megatron"]
 """Who trains: our own engine, or megatron-core."""
@@ -244,8 +246,10 @@ class SearchConfig:
     use_all_devices: bool = False
     """Only plans that use every card."""
     offload: tuple[Tier, ...] | None = None
-    """What stages may put on their hosts where that makes a plan possible or faster; None: optimizer.
-    `activations` are tried instead of recompute, on the fastest plans that recompute, once these are cut."""
+    """What stages may put on their hosts where that makes a plan possible or faster; None: the first two.
+    `activations` are tried instead of recompute, on the fastest plans that recompute, once these are cut;
+    `parameters` in pages, in single pipelines of single cards; `disk`: optimizer state that its host has no
+    room for, where the cluster file gives the node a `disk` (and the run a `memory.disk_directory`)."""
     half_layers: bool = False
     """Stages may also end in the middle of a layer, between attention and feed-forward."""
     divide_experts: bool = True
@@ -264,6 +268,11 @@ class SearchConfig:
     """`tokens_per_price` and `price_under_deadline` need prices in the cluster file; docs/planning.md."""
     deadline: Annotated[float, Gt(0), Unit("seconds")] | None = None
     """Of all steps of the run (train.steps), for price_under_deadline."""
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """`offload`, or its default."""
+        return TIERS if self.offload is None else self.offload
 
     @property
     def send_mode(self) -> Sends | None:
@@ -306,13 +315,14 @@ class RunConfig:
 
     @property
     def feasible_search(self) -> SearchConfig:
-        """`search`, without what the run rules out: compiled layers are not sharded, and their backward is
-        one piece, which excludes zero_bubble."""
+        """`search`, without what the run rules out: compiled layers are not sharded, and they are one piece,
+        which excludes zero_bubble and activations on the hosts."""
         search = replace(self.search, engine=self.search.engine or (self.engine,))
         if not self.train.compile:
             return search
         schedule = search.schedule or ("1f1b", "interleaved_1f1b")
-        return replace(search, tensor=(1,), schedule=schedule)
+        offload = tuple(tier for tier in search.tiers if tier != "activations")
+        return replace(search, tensor=(1,), schedule=schedule, offload=offload)
 
     @property
     def decay_steps(self) -> int:

@@ -47,6 +47,13 @@ def compile_constraints(run: RunConfig) -> Iterator[Violation]:
             "zero_bubble splits backwards, and the backward of a compiled layer (train.compile) is one "
             "piece; leave it out, or set train.compile: false",
         )
+    for tier in ("activations", "parameters"):
+        if tier in (search.offload or ()):
+            yield Violation(
+                ("search", "offload"),
+                f"{tier}, which leave layer by layer, and a compiled layer (train.compile) is one piece; "
+                "leave them out, or set train.compile: false",
+            )
     if search.tensor is not None and set(search.tensor) != {1}:
         yield Violation(
             ("search", "tensor"),
@@ -56,9 +63,27 @@ def compile_constraints(run: RunConfig) -> Iterator[Violation]:
 
 
 def tier_constraints(run: RunConfig) -> Iterator[Violation]:
-    """Yield what late updates exclude."""
+    """Yield what late updates and state on disks exclude."""
+    if "disk" in run.search.tiers:
+        yield from _disk_constraints(run)
     if run.optimizer.update == "delayed" and run.engine == "megatron":
         yield Violation(
             ("optimizer", "update"),
             "delayed, which megatron-core's optimizers do not know; set exact, or engine: yuan",
         )
+
+
+def _disk_constraints(run: RunConfig) -> Iterator[Violation]:
+    if run.memory.disk_directory is None:
+        what = "disk, but memory.disk_directory is not given; give a directory on a local disk"
+    elif run.checkpoint.asynchronous:
+        what = "disk, but checkpoint.asynchronous would copy what is there to host memory; set it to false"
+    elif run.optimizer.update == "delayed":
+        what = (
+            "disk, but updates that come late (optimizer.update) want their state in host memory; set exact"
+        )
+    elif "optimizer" not in run.search.tiers:
+        what = "disk holds what hosts have no room for: name optimizer too"
+    else:
+        return
+    yield Violation(("search", "offload"), what + ", or leave disk out")

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
+from yuan_train.cli.profile import merge_profiles
 from yuan_train.config.cluster import Host
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.profile import HostProfile, Profile
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.offload import STEPS
@@ -93,6 +95,23 @@ def test_a_hosts_rates_are_shared_by_its_cards():
         costs = make_costs(replace(given, cluster=own))
         slow.append(costs.host_of(own.cards[0]).memory_bytes_per_second * group.devices)
     assert slow == [50e9, 25e9]
+
+
+def test_measured_rates_of_a_host_are_each_cards_own():
+    nodes = (replace(cluster(Card=(2, card())).nodes[0], host=Host(memory=64 * GIB, bandwidth=50e9)),)
+    given = problem(replace(cluster(Card=(2, card())), nodes=nodes))
+    measured = HostProfile(
+        device_type="Card", host_link_down=9e9, host_link_up=8e9, host_step_bytes_per_second=7e9
+    )
+    parts = [
+        Profile(sequence_length=256, hosts=(host,))
+        for host in (replace(measured, host_link_down=99e9, host_link_up=99e9), measured)
+    ]
+    merged = merge_profiles([("one", parts[0]), ("other", parts[1])])
+    assert merged.hosts == (measured,)
+    share = make_costs(replace(given, profile=merged)).host_of(given.cluster.cards[0])
+    assert (share.link_bytes_per_second, share.memory_bytes_per_second) == (8e9, 7e9)
+    assert share.memory_bytes == make_costs(given).host_of(given.cluster.cards[0]).memory_bytes
 
 
 def test_never_slower_than_every_cut_and_fraction_of_three_unlike_cards():

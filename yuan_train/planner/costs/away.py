@@ -68,3 +68,21 @@ def disk_capacity(costs: Costs, stage: StagePlan, cards: Sequence[Card]) -> floa
     if not stage.optimizer_disk:
         return math.inf
     return min(costs.disk_of(card).capacity_bytes for card in cards)
+
+
+def most_away(costs: Costs, card: Card, host_seconds: float, *, on_disk: bool) -> float:
+    """Parameters whose state a card may put on its host in so many seconds of its step; `on_disk`: what the
+    host has no room for on the node's disk, if the cluster file gives it one."""
+    precision, host = costs.problem.precision, costs.host_of(card)
+    in_time = host_seconds / host_step_seconds(host, precision)
+    on_host = host.memory_bytes / host_bytes(precision)
+    if in_time <= on_host or not on_disk or not costs.has_disk(card):
+        return min(in_time, on_host)
+    beside = (host.memory_bytes - slot_bytes(precision, math.inf)) / host_bytes(precision)
+    if beside < 0.0:
+        return on_host
+    disk = costs.disk_of(card)
+    written = min(
+        disk.capacity_bytes / disk_bytes(precision), host_seconds / disk_step_seconds(disk, precision)
+    )
+    return max(on_host, min(in_time, beside + written))

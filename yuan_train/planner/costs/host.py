@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from yuan_train.config.cluster import Disk, NodeGroup
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.disk import DISK_CHUNK, DISK_SLOTS, DISK_STATES
+from yuan_train.config.profile import HostProfile
 from yuan_train.planner.costs.workload import STATE_BYTES
 
 
@@ -26,9 +27,18 @@ class HostShare:
     memory_bytes_per_second: float
 
 
-def host_share(device: DeviceType, group: NodeGroup, *, reserved_bytes: float) -> HostShare:
-    """The share in its host of a card of such a node; `reserved_bytes` are left to other programs."""
+def host_share(
+    device: DeviceType, group: NodeGroup, *, reserved_bytes: float, measured: HostProfile | None = None
+) -> HostShare:
+    """The share in its host of a card of such a node; `reserved_bytes` are left to other programs. Rates that
+    were `measured`, with all cards of a node at once, are its own already."""
     host, count = group.host, group.devices
+    if measured is not None:
+        return HostShare(
+            memory_bytes=math.inf if host is None else max(0.0, host.memory - reserved_bytes) / count,
+            link_bytes_per_second=min(measured.host_link_down, measured.host_link_up),
+            memory_bytes_per_second=measured.host_step_bytes_per_second,
+        )
     if host is None:
         return HostShare(
             memory_bytes=math.inf,

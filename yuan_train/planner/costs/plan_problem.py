@@ -232,11 +232,20 @@ class Costs:
     def host_of(self, card: Card) -> HostShare:
         """A card's share of its node's host."""
         problem, group = self.problem, self.topology.groups[card.node]
-        return host_share(problem.cluster.device_type(card.type), group, reserved_bytes=problem.host_reserved)
+        return host_share(
+            problem.cluster.device_type(card.type),
+            group,
+            reserved_bytes=problem.host_reserved,
+            measured=problem.profile.host(card.type) if problem.profile else None,
+        )
 
     def disk_of(self, card: Card) -> DiskShare:
         """A card's share of its node's disk."""
         return disk_share(self.topology.groups[card.node])
+
+    def has_disk(self, card: Card) -> bool:
+        """Whether the cluster file gives the card's node a disk."""
+        return self.topology.groups[card.node].disk is not None
 
     def hidden_bytes(self, micro_batch_size: int) -> float:
         """Bytes of one hidden state, as it is sent between stages and inside a tensor-parallel group."""

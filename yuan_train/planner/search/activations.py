@@ -2,8 +2,8 @@
 
 A plan that recomputes does so for want of memory. On each of its recomputing stages activations leave
 instead: of as few layers as let the stage fit, for several numbers of parts that stay and of parts that a
-fetch is ahead. First on all of these stages at once, because the slowest of them decides, then stage by
-stage. The cut stays as it is, so this is no proof of anything.
+fetch is ahead. First on all of these stages at once, because the slowest of them decides, then without those
+that are faster as they were. The cut stays as it is, so this is no proof of anything.
 """
 
 from __future__ import annotations
@@ -23,15 +23,28 @@ from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.shapes import Options
 
-NUM_PLANS = 2
+MOST_CARDS = 56
+"""Cards up to which this is tried: beyond, the search takes its time for cuts."""
+NUM_PLANS = 1
 """How many of the fastest plans that recompute are changed."""
-RESIDENT = (4, 8, 16)
+RESIDENT = (4, 16)
 AHEAD = (2, 6)
 SHARES = (1 / 4, 1 / 2, 3 / 4, 1)
 """Of a stage's layers, those that leave."""
 
+LEAVING_SHARE = 1.1
+"""Of a stage's activations by layer: no more than that leaves with one. Messages are none of a layer's."""
+
 Place = tuple[int, int]
 """Pipeline and stage."""
+
+
+def may_send_activations(costs: Costs, ranked: Sequence[Candidate], options: Options) -> bool:
+    """Whether there are plans to try this on."""
+    problem = costs.problem
+    if not options.offload_activations or problem.has_external_profile or problem.compile:
+        return False
+    return len(problem.cluster.cards) <= MOST_CARDS and any(map(_recomputing, ranked))
 
 
 def with_activations_away(
@@ -41,12 +54,19 @@ def with_activations_away(
     found: list[Candidate] = []
     for candidate in [c for c in ranked if _recomputing(c)][:NUM_PLANS]:
         plan, cost = candidate.plan, candidate.cost
+        best: dict[Place, StagePlan] = {}
         for change in _changes(costs, candidate, options):
             if stopped():
                 break
-            changed = _changed(costs, plan, change)
+            changed = _changed(costs, candidate.plan, change)
             if changed is not None and changed[1].step_seconds < cost.step_seconds:
-                plan, cost = changed
+                (plan, cost), best = changed, change
+        # Without stages that are faster as they were.
+        for place in list(best) if len(best) > 1 else []:
+            fewer = {other: stage for other, stage in best.items() if other != place}
+            changed = None if stopped() else _changed(costs, candidate.plan, fewer)
+            if changed is not None and changed[1].step_seconds < cost.step_seconds:
+                (plan, cost), best = changed, fewer
         if plan is not candidate.plan:
             found.append(replace(candidate, plan=plan, cost=cost))
     return found
@@ -63,12 +83,10 @@ def _recomputing(candidate: Candidate) -> list[StageCost]:
 
 
 def _changes(costs: Costs, candidate: Candidate, options: Options) -> Iterator[dict[Place, StagePlan]]:
-    """Stages to replace: all that recompute, then each of them."""
+    """Stages to replace: all that recompute."""
     stages = _recomputing(candidate)
     kinds: list[Recompute] = [kind for kind in options.recompute if kind != "full"]
-    settings = list(itertools.product(kinds, RESIDENT, AHEAD))
-    alone: list[dict[Place, StagePlan]] = []
-    for kind, resident, ahead in settings:
+    for kind, resident, ahead in itertools.product(kinds, RESIDENT, AHEAD):
         change: dict[Place, StagePlan] = {}
         for old in stages:
             stage = _away(costs, candidate.plan, old, kind, resident, ahead)
@@ -76,24 +94,20 @@ def _changes(costs: Costs, candidate: Candidate, options: Options) -> Iterator[d
                 change[old.pipeline, old.stage] = stage
         if change:
             yield change
-            alone += [{place: stage} for place, stage in change.items()] if len(stages) > 1 else []
-    yield from alone
 
 
 def _away(
     costs: Costs, plan: Plan, old: StageCost, kind: Recompute, resident: int, ahead: int
 ) -> StagePlan | None:
     """The stage with activations of as few layers away as let it fit; None if it does not, so or so."""
-    stage = plan.pipelines[old.pipeline].stages[old.stage]
+    stage = replace(plan.pipelines[old.pipeline].stages[old.stage], recompute=kind, recompute_layers=None)
+    kept = change_stage(costs, plan, old, stage)
+    over = kept.memory.total - kept.capacity_bytes
     for count in sorted({max(1, round(share * stage.num_blocks)) for share in SHARES}):
-        changed = replace(
-            stage,
-            recompute=kind,
-            recompute_layers=None,
-            activation_offload=count,
-            resident_parts=resident,
-            fetch_ahead=ahead,
-        )
+        # At the very least what these layers keep must leave; to tell how much stays takes the schedule.
+        if over > LEAVING_SHARE * kept.memory.activations * count / stage.num_blocks:
+            continue
+        changed = replace(stage, activation_offload=count, resident_parts=resident, fetch_ahead=ahead)
         try:
             if change_stage(costs, plan, old, changed).fits:
                 return changed

@@ -413,7 +413,10 @@ def _as_candidates(costs: Costs, shape: Shape, options: Options, cuts: Sequence[
     result: list[Candidate] = []
     for cut in cuts:
         plan = _plan_of(costs, shape, options, cut)
-        plan, cost = with_offload(costs, plan) if options.host_seconds else (plan, cost_plan(costs, plan))
+        if options.host_seconds:
+            plan, cost = with_offload(costs, plan, on_disk=options.offload_disk)
+        else:
+            cost = cost_plan(costs, plan)
         if cost.fits:
             result.append(Candidate(plan=plan, cost=cost, shape=shape))
     return result

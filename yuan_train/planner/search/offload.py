@@ -12,14 +12,16 @@ card the smallest fraction that lets it fit. `host_budgets.py` tries several t.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import Plan
-from yuan_train.planner.costs.host import host_bytes, host_step_seconds
+from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.planner.costs.away import most_away
+from yuan_train.planner.costs.host import slot_bytes
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
@@ -33,26 +35,23 @@ def offload_bytes(costs: Costs, shape: Shape, options: Options) -> NDArray[np.fl
     """[D]: bytes of optimizer state that each slot's cards may put on their hosts; None if none may."""
     if not options.host_seconds:
         return None
-    precision = costs.problem.precision
-    state = STATE_BYTES[precision].optimizer
+    state = STATE_BYTES[costs.problem.precision].optimizer
     groups = costs.topology.groups
     known: dict[tuple[str, str], float] = {}
 
     def parameters(card: Card) -> float:
         key = (card.type, groups[card.node].name)
         if key not in known:
-            host = costs.host_of(card)
-            in_time = options.host_seconds / host_step_seconds(host, precision)
-            known[key] = min(in_time, host.memory_bytes / host_bytes(precision))
+            known[key] = most_away(costs, card, options.host_seconds, on_disk=options.offload_disk)
         return known[key]
 
     slots = ([card for group in slot for replica in group for card in replica] for slot in shape.slots)
     return np.array([state * min(map(parameters, cards)) for cards in slots])
 
 
-def with_offload(costs: Costs, plan: Plan) -> tuple[Plan, PlanCost]:
+def with_offload(costs: Costs, plan: Plan, *, on_disk: bool) -> tuple[Plan, PlanCost]:
     """The plan with the smallest fraction of each card's optimizer state on its host that lets it fit, as far
-    as there is one, and its cost."""
+    as there is one, and its cost; `on_disk`: of that on a disk as little as its host has no room for."""
     pipelines = [list(pipeline.stages) for pipeline in plan.pipelines]
     for stage in cost_stages(costs, plan):
         over = stage.memory.total - stage.capacity_bytes
@@ -61,9 +60,30 @@ def with_offload(costs: Costs, plan: Plan) -> tuple[Plan, PlanCost]:
             fraction = min(STEPS, math.ceil(STEPS * over / stage.memory.optimizer)) / STEPS
             own = pipelines[stage.pipeline]
             own[stage.stage] = replace(own[stage.stage], optimizer_offload=fraction)
+    plan = _with_stages(plan, pipelines)
+    if on_disk:
+        plan = _with_disks(costs, plan)
+    return plan, cost_plan(costs, plan)
+
+
+def _with_disks(costs: Costs, plan: Plan) -> Plan:
+    """The plan with the smallest part of the state on each host on its node's disk with which the rest fits
+    the host, as far as there is one."""
+    pipelines = [list(pipeline.stages) for pipeline in plan.pipelines]
+    slots = slot_bytes(costs.problem.precision, math.inf)
+    for stage in cost_stages(costs, plan):
+        own = pipelines[stage.pipeline]
+        over = stage.host_bytes - stage.host_capacity_bytes
+        if over > 0 and all(map(costs.has_disk, stage.cards)):
+            over += slots * sum(other.replicas == own[stage.stage].replicas for other in own)
+            fraction = min(STEPS, math.ceil(STEPS * over / stage.host_bytes)) / STEPS
+            own[stage.stage] = replace(own[stage.stage], optimizer_disk=fraction)
+    return _with_stages(plan, pipelines)
+
+
+def _with_stages(plan: Plan, pipelines: Sequence[Sequence[StagePlan]]) -> Plan:
     changed = tuple(
         replace(pipeline, stages=tuple(stages))
         for pipeline, stages in zip(plan.pipelines, pipelines, strict=True)
     )
-    plan = replace(plan, pipelines=changed)
-    return plan, cost_plan(costs, plan)
+    return replace(plan, pipelines=changed)

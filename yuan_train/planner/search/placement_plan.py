@@ -53,6 +53,8 @@ def roles_problem(
             "cards with room for it, and give `rl` what the plan has under roles.policy.plan"
         )
     policy = policy_run(run)
+    # Activations only if they are asked for: sampling wants its hosts' memory too.
+    offload = ("optimizer",) if run.search.policy.offload is None else run.search.policy.offload
     modes = run.search.modes
     if run.schedule.mode != "auto":
         modes = tuple(mode for mode in modes if mode == run.schedule.mode)
@@ -90,7 +92,7 @@ def roles_problem(
             expected_new_tokens=float(expected),
         ),
         micro_batch_size=policy.train.micro_batch_size,
-        policy_search=policy.feasible_search,
+        policy_search=replace(policy.feasible_search, offload=offload),
         packed_rows=_packed_rows(run, expected),
         updates=run.algorithm.updates,
         reference=run.needs_reference,

@@ -21,7 +21,7 @@ from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
-from yuan_train.planner.search.activations import with_activations_away
+from yuan_train.planner.search.activations import may_send_activations, with_activations_away
 from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, solve_shapes
@@ -30,6 +30,7 @@ from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve,
 from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.lower_bounds import Bounds
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
+from yuan_train.planner.search.paged import check_pages, paged_plans
 from yuan_train.planner.search.plan_bounds import bound_plans
 from yuan_train.planner.search.shapes import Options, Shape, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
@@ -111,6 +112,7 @@ def search_plan(
         options = replace(
             options, polished_schedules=options.schedules, polished_sizes=options.micro_batch_sizes
         )
+    check_pages(problem, options)
     started = clock()
 
     end = search.time_limit - _closing_seconds(len(problem.cluster.cards), search.time_limit)
@@ -147,8 +149,11 @@ def search_plan(
     limit = ranked[0].step_seconds if ranked else math.inf
     grouped = plans_with_experts(costs, cards, options, limit_seconds=LEAST_HOPE * limit, stopped=stopped)
     ranked = rank(costs, [*ranked, *improve(costs, rank(costs, grouped), cards, options, stopped)])
-    if options.offload_activations:
+    tries_activations = may_send_activations(costs, ranked, options)
+    if tries_activations:
         ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
+    limit = ranked[0].step_seconds if ranked else math.inf
+    ranked = rank(costs, [*ranked, *paged_plans(costs, cards, options, limit_seconds=limit, stopped=stopped)])
     if not ranked and not before and (stopped() or not has_all_shapes):
         raise SearchStopped(
             f"search.time_limit ({search.time_limit:g} s) ended the search before it found a plan that fits; "
@@ -158,7 +163,7 @@ def search_plan(
     if not ranked:
         raise NoPlanFits(NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, options))
     lowest = found.lower_bound_seconds
-    has_unproven = _has_unproven(costs, cards, options)
+    has_unproven = tries_activations or _has_unproven(costs, cards, options)
     exact = (
         found.exact and has_all_shapes and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
     )
@@ -207,7 +212,7 @@ def _has_unproven(costs: Costs, cards: Sequence[Card], options: Options) -> bool
         or (options.polished_schedules, options.polished_sizes) != proven
         or "interleaved_1f1b" in options.polished_schedules
         or options.half_layers
-        or options.offload_activations
+        or options.offload_parameters
         or may_divide_experts(costs, cards, options)
     )
 

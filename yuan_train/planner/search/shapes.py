@@ -81,6 +81,10 @@ class Options:
     """Only plans that megatron-core has words for."""
     offload_activations: bool = False
     """Whether activations may lie on the host, where a plan would else recompute."""
+    offload_parameters: bool = False
+    """Whether layers may be pages of the host, in single pipelines of single cards."""
+    offload_disk: bool = False
+    """Whether optimizer state may lie on the disks that the cluster file names, where hosts have no room."""
     host_seconds: float = 0.0
     """The longest optimizer step on a host that a cut may count on; `solve_with_hosts` sets it."""
 
@@ -164,9 +168,11 @@ def read_options(
         half_layers=search.half_layers,
         divide_experts=search.divide_experts,
         expert_widths=tuple(sorted(set(search.tensor or ()))),
-        offload="optimizer" in (("optimizer",) if search.offload is None else search.offload),
+        offload="optimizer" in search.tiers,
         expressible=expressible,
-        offload_activations="activations" in (search.offload or ()),
+        offload_activations="activations" in search.tiers,
+        offload_parameters="parameters" in search.tiers,
+        offload_disk="disk" in search.tiers,
     )
 
 

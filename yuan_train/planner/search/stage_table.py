@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.costs.host import host_bytes, host_step_seconds
+from yuan_train.planner.costs.away import most_away
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost
 from yuan_train.planner.costs.workload import STATE_BYTES
@@ -143,7 +143,9 @@ def _kind_seconds(parts: _Parts, kind: Kind, owner_share: float, host_seconds: f
     """[4, X, K]: the least of all nodes."""
     options = parts.options
     share = owner_share / kind.most if any(options.sharded) else 1.0
-    room = _host_room(parts.costs, kind, host_seconds) if options.offload else 0.0
+    room = 0.0
+    if options.offload:
+        room = _host_room(parts.costs, kind, host_seconds, on_disk=options.offload_disk)
     return np.stack(
         [
             np.min([parts.seconds(replica, role, share, room, most) for replica in kind.examples], axis=0)
@@ -152,14 +154,10 @@ def _kind_seconds(parts: _Parts, kind: Kind, owner_share: float, host_seconds: f
     )
 
 
-def _host_room(costs: Costs, kind: Kind, host_seconds: float) -> float:
+def _host_room(costs: Costs, kind: Kind, host_seconds: float, *, on_disk: bool) -> float:
     """Bytes of optimizer state that a card of a kind may have stepped by its host in so many seconds."""
     precision = costs.problem.precision
-    rooms: list[float] = []
-    for replica in kind.examples:
-        host = costs.host_of(replica[0])
-        in_time = host_seconds / host_step_seconds(host, precision)
-        rooms.append(min(in_time, host.memory_bytes / host_bytes(precision)))
+    rooms = (most_away(costs, replica[0], host_seconds, on_disk=on_disk) for replica in kind.examples)
     return max(rooms) * STATE_BYTES[precision].optimizer
 
 

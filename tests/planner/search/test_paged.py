@@ -1,0 +1,98 @@
+"""Pages and disks in the search: no slower than every plan of a small case, off unless asked for."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.search.test_offload import BIG, memory_of, pipeline_of
+from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
+from yuan_train.config.cluster import Disk, Host
+from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan, cost_stages
+
+DEEP = replace(BIG, num_layers=4)
+
+
+def test_never_slower_than_every_cut_and_number_of_pages_of_two_unlike_cards():
+    """Every order, cut, number of pages, of slots and group, with two fractions of the rest."""
+    types = {"Fast": (1, card(0.2, speed=2.0)), "Slow": (1, card(0.19))}
+    given = problem(cluster(**types), model=DEEP, global_batch_size=4)
+    with pytest.raises(NoPlanFits):
+        find(given, offload=("optimizer",))
+    found = find(given, offload=("optimizer", "parameters"))
+    (pipeline,) = found.best.plan.pipelines
+    assert found.best.cost.fits and any(stage.parameter_offload for stage in pipeline.stages)
+    assert not found.exact and found.lower_bound_seconds <= found.best.step_seconds
+    costs, seconds = make_costs(given), []
+    for order in itertools.permutations(given.cluster.cards):
+        for cut in range(1, DEEP.num_layers):
+            for keys in every_way((cut, DEEP.num_layers - cut)):
+                plan = paged(given, order, (0, cut, DEEP.num_layers), **keys)
+                if all(stage.fits for stage in cost_stages(costs, plan)):
+                    seconds.append(cost_plan(costs, plan).step_seconds)
+    assert found.best.step_seconds <= min(seconds) * (1 + 1e-9)
+
+
+def every_way(layers):
+    """Pages and fractions of both stages, slots and groups."""
+    for pages in itertools.product(*(range(count + 1) for count in layers)):
+        for fractions in itertools.product((0.95, 1.0), repeat=2):
+            for slots, group in itertools.product((2, 1), (4, 1)):
+                if any(pages):
+                    yield {"pages": pages, "fractions": fractions, "slots": slots, "group": group}
+
+
+def paged(given, order, bounds, *, pages, fractions, slots, group):
+    plan = pipeline_of(given, order, bounds)
+    (pipeline,) = plan.pipelines
+    stages = tuple(
+        replace(
+            stage,
+            recompute="full",
+            optimizer_offload=fraction,
+            parameter_offload=count,
+            page_slots=min(slots, count) if count else None,
+        )
+        for stage, count, fraction in zip(pipeline.stages, pages, fractions, strict=True)
+    )
+    return replace(plan, pipelines=(replace(pipeline, stages=stages, page_group=group),))
+
+
+def test_pages_that_no_plan_may_have_are_refused_by_name():
+    given = problem(cluster(Card=(2, card())))
+    with pytest.raises(ConfigError, match="recompute has no full; search.pipelines has no 1"):
+        find(given, offload=("parameters",), recompute=("none",), pipelines=(2,))
+    experts = replace(MODEL, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=256)
+    with pytest.raises(ConfigError, match="parameters.*4 experts"):
+        find(replace(given, model=experts), offload=("parameters",))
+
+
+def test_what_fits_has_no_pages():
+    given = problem(cluster(Card=(1, card())))
+    plain, found = find(given), find(given, offload=("optimizer", "parameters", "disk"))
+    assert found.best.plan.pipelines == plain.best.plan.pipelines
+
+
+def test_a_disk_takes_what_its_host_has_no_room_for():
+    whole = memory_of(BIG)
+    tight = whole.total - 0.75 * whole.optimizer
+    given = problem(cluster(Card=(1, card(tight / GIB))), model=BIG)
+
+    def stage(memory, **search):
+        node = replace(given.cluster.nodes[0], host=Host(memory=int(memory)), disk=Disk(read=2e9, write=1e9))
+        own = replace(given, cluster=replace(given.cluster, nodes=(node,)))
+        found = find(own, recompute=("none",), **search).best
+        return found.plan.pipelines[0].stages[0], found.cost
+
+    roomy, cost = stage(64 * GIB, offload=("optimizer", "disk"))
+    assert roomy.optimizer_offload and not roomy.optimizer_disk
+    small = 0.8 * cost.stages[0].host_bytes
+    with pytest.raises(NoPlanFits, match="of whose memory"):
+        stage(small, offload=("optimizer",))
+    short, slower = stage(small, offload=("optimizer", "disk"))
+    assert slower.fits and slower.step_seconds >= cost.step_seconds
+    assert short.optimizer_offload == roomy.optimizer_offload and short.optimizer_disk > 0
+    # As little as that: a thousandth less does not fit.
+    assert slower.stages[0].host_bytes > small - 2e-3 * cost.stages[0].host_bytes

@@ -1,0 +1,358 @@
+"""Three policies for memory on four simulated cards: the largest model, and the seconds of a step.
+
+    python tools/bench_policies.py [--largest] [--measure SECONDS]
+
+- **rule**, ZeRO-Offload's: all optimizer state on the host, all else on the card, with the cheapest
+  recompute that fits; gradients go down, the host steps and weights come up one after the other.
+- **save_on_cpu**: optimizer state as by the rule, and what every layer keeps for its backward is copied to
+  the host and back while the card waits, instead of recompute.
+- **planned**: what `yuan-train plan` finds; the largest model with parameters in pages too.
+
+Seconds are forecast by catalogue rates. `--measure` runs each step in about so many seconds: compute and
+host steps sleep, copies go through the engine's own links and chunks of host state, at rates to scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from bench_tiers import CPU, SleepClock
+
+from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
+from yuan_train.config.devices import CATALOGUE, GIB
+from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.plan import Plan
+from yuan_train.config.run import Recompute, SearchConfig
+from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks
+from yuan_train.parallel.tiers.link import make_link
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
+from yuan_train.planner.costs.workload import STATE_BYTES
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.search.largest import find_largest
+from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
+
+CARDS = (("RTX-3080", 64, 2048), ("RTX-3090", 128, 4096), ("V100-16G", 96, 4096), ("A100-40G", 256, 8192))
+"""Type, GiB of its host's memory, hidden size of the largest models."""
+LENGTH, LARGEST_BATCH = 4096, 16
+BATCHES = (4, 8, 16, 64)
+TIERS = ("optimizer", "activations", "parameters")
+CHUNKS = 64
+"""Of the host's state, where a step is measured."""
+
+
+def main() -> None:
+    """Print a table of sizes, or of seconds."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--largest", action="store_true", help="the largest models, not the steps")
+    parser.add_argument("--measure", type=float, metavar="SECONDS", help="run each step in about so long")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.largest:
+        print(
+            "card, host, hidden size | rule | rule, 2-byte gradients | planned | over rule | over the second"
+        )
+        for name, host, hidden in CARDS:
+            largest(name, host, hidden)
+        return
+    print("card, sequences | policy | forecast | measured, scaled | rule / policy")
+    for (name, host, _), batch in itertools.product(CARDS, BATCHES):
+        steps(name, host, batch, arguments.measure)
+
+
+def problem_of(name: str, host: int, model: ModelConfig, batch: int) -> PlanProblem:
+    """One card and its host."""
+    node = NodeGroup(
+        name="node",
+        device=name,
+        devices=1,
+        link=Link(bandwidth=20e9),
+        network=Link(bandwidth=3e9),
+        host=Host(memory=host * GIB),
+    )
+    return PlanProblem(
+        cluster=Cluster(name="one", nodes=(node,)),
+        model=model,
+        sequence_length=LENGTH,
+        global_batch_size=batch,
+        precision="bf16" if CATALOGUE[name].bf16 else "fp16",
+        host_reserved=8 * GIB,
+    )
+
+
+# --- sizes -----------------------------------------------------------------------------------------------
+
+
+def largest(name: str, host: int, hidden: int) -> None:
+    """The largest models of a hidden size: by the rule, with gradients of two bytes too, and planned."""
+    given = problem_of(name, host, _shape(hidden, 1), LARGEST_BATCH)
+    of_rule = _largest_by_rule(given)
+    of_small = _largest_by_rule(given, gradient_bytes=2)
+    search = SearchConfig(offload=TIERS, micro_batch_size=(1,), schedule=("1f1b",), recompute=("full",))
+    planned = find_largest(given, search, micro_batch_size=1).problem.model.parameters
+    print(
+        f"{name}, {host} GiB, {hidden} | {of_rule / 1e9:.2f} B | {of_small / 1e9:.2f} B | "
+        f"{planned / 1e9:.2f} B | {planned / max(of_rule, 1):.2f} | {planned / max(of_small, 1):.2f}",
+        flush=True,
+    )
+
+
+def _shape(hidden: int, layers: int) -> ModelConfig:
+    return ModelConfig(
+        name=f"h{hidden}",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=hidden // (64 if hidden < 4096 else 128),
+        ffn_hidden_size=4 * hidden,
+        vocab_size=135040,
+        max_sequence_length=LENGTH,
+    )
+
+
+def _largest_by_rule(given: PlanProblem, *, gradient_bytes: int | None = None) -> int:
+    """Parameters of the largest model that fits with all optimizer state on the host and full recompute; with
+    `gradient_bytes`, as if a gradient took so many on the card."""
+    found = 0
+    for layers in itertools.count(1):
+        own = replace(given, model=replace(given.model, num_layers=layers))
+        _, cost = _by_rule(make_costs(own), "full")
+        (stage,) = cost.stages
+        memory, parameters = stage.memory, own.model.parameters
+        saved = 0.0
+        if gradient_bytes is not None:
+            saved = memory.gradients - gradient_bytes * parameters
+        if memory.total - saved > stage.capacity_bytes or stage.host_bytes > stage.host_capacity_bytes:
+            return found
+        found = parameters
+    return found
+
+
+def _by_rule(costs: Costs, recompute: Recompute) -> tuple[Plan, PlanCost]:
+    (card,), problem = costs.problem.cluster.cards, costs.problem
+    cut = PipelineCut(
+        micro_batch_size=1,
+        num_micro_batches=problem.global_batch_size,
+        stage_groups=(((card,),),),
+        bounds=(0, problem.model.num_layers + 2),
+        recompute=(recompute,),
+    )
+    plan = assemble_plan(costs, [cut], schedule="1f1b")
+    (pipeline,) = plan.pipelines
+    stage = replace(pipeline.stages[0], optimizer_offload=1.0)
+    plan = replace(plan, pipelines=(replace(pipeline, stages=(stage,)),))
+    return plan, cost_plan(costs, plan)
+
+
+# --- steps -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step of one card does, in seconds."""
+
+    name: str
+    forward: float
+    """Of a micro-batch; so the next two."""
+    backward: float
+    copy: float
+    """Of activations, one way, waited for; 0 if they stay or leave beside the compute."""
+    num_micro_batches: int
+    card_step: float
+    """Of the optimizer, on the card."""
+    down: float
+    """Of gradients; then of the host's step, and of weights."""
+    host_step: float
+    up: float
+    beside: bool
+    """Whether these go side by side, chunk by chunk."""
+    words: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        update = (
+            max(self.down, self.host_step, self.up) if self.beside else self.down + self.host_step + self.up
+        )
+        compute = self.num_micro_batches * (self.forward + self.backward + 2 * self.copy)
+        return compute + max(self.card_step, update)
+
+
+def steps(name: str, host: int, batch: int, scale_to: float | None) -> None:
+    """A line for each policy with Yuan2-2B, or what the rule can train on the smallest card."""
+    model = _shape(2048, 8) if name == "RTX-3080" else load_model("configs/model/yuan2-2b.yaml")
+    given = problem_of(name, host, model, batch)
+    costs = make_costs(given)
+    works = [work for work in (_rule(costs), _save_on_cpu(costs), _planned(given, costs)) if work is not None]
+    rule = next((work.seconds for work in works if work.name == "rule"), None)
+    slowest = max(work.seconds for work in works)
+    measured_rule = None
+    for work in works:
+        text = "-"
+        if scale_to is not None:
+            seconds = measure(work, scale_to / slowest) * slowest / scale_to
+            measured_rule = seconds if work.name == "rule" else measured_rule
+            text = f"{seconds:.2f} s ({work.seconds / seconds - 1:+.1%})"
+            if measured_rule is not None:
+                text += f", ratio {measured_rule / seconds:.3f}"
+        ratio = "-" if rule is None else f"{rule / work.seconds:.3f}"
+        print(
+            f"{name}, {batch} | {work.name} {work.words} | {work.seconds:.2f} s | {text} | {ratio}",
+            flush=True,
+        )
+
+
+def _rule(costs: Costs) -> Work | None:
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    found = [(cost, kind) for kind in kinds if (cost := _by_rule(costs, kind)[1]).fits]
+    if not found:
+        return None
+    cost, kind = min(found, key=lambda one: one[0].step_seconds)
+    return _work(costs, cost, "rule", 1.0, beside=False, words=f"(recompute {kind})")
+
+
+def _save_on_cpu(costs: Costs) -> Work | None:
+    _, cost = _by_rule(costs, "none")
+    (stage,) = cost.stages
+    kept = sum(unit.activation_bytes for unit in stage.units)
+    largest_unit = max(unit.activation_bytes for unit in stage.units)
+    if stage.memory.total - kept + largest_unit > stage.capacity_bytes:
+        return None
+    link = costs.host_of(stage.card).link_bytes_per_second
+    return _work(costs, cost, "save_on_cpu", 1.0, beside=False, copy=kept / link)
+
+
+def _planned(given: PlanProblem, costs: Costs) -> Work | None:
+    search = SearchConfig(micro_batch_size=(1,), schedule=("1f1b",))
+    best = search_plan(given, search, micro_batch_size=1).best
+    (stage,) = best.plan.pipelines[0].stages
+    words = f"(x {stage.optimizer_offload:g}, recompute {stage.recompute}"
+    words += f", {stage.num_recomputed} layers)" if stage.num_recomputed else ")"
+    work = _work(costs, best.cost, "planned", stage.optimizer_offload, beside=True, words=words)
+    if not stage.activation_offload:
+        return work
+    # `bench_tiers.py` measures these copies; here the compute sleeps as long as is forecast with them.
+    words = f"{words[:-1]}, activations of {stage.activation_offload} layers)"
+    forward = best.cost.compute_seconds / batch_of(given) - work.backward
+    return replace(work, forward=forward, words=words)
+
+
+def batch_of(given: PlanProblem) -> int:
+    """Micro-batches of a step: of one sequence each."""
+    return given.global_batch_size
+
+
+def _work(
+    costs: Costs, cost: PlanCost, name: str, x: float, *, beside: bool, copy: float = 0.0, words: str = ""
+) -> Work:
+    (stage,) = cost.stages
+    host, state = costs.host_of(stage.card), STATE_BYTES[costs.problem.precision]
+    parameters = costs.problem.model.parameters
+    device = costs.of(stage.card.type, 1, "none").update_bytes_per_second
+    return Work(
+        name=name,
+        forward=stage.forward_seconds,
+        backward=stage.backward_seconds,
+        copy=copy,
+        num_micro_batches=costs.problem.global_batch_size,
+        card_step=(1 - x) * parameters * state.update_traffic / device,
+        down=x * parameters * state.gradients / host.link_bytes_per_second,
+        host_step=x * parameters * state.update_traffic / host.memory_bytes_per_second,
+        up=x * parameters * state.parameters / host.link_bytes_per_second,
+        beside=beside,
+        words=words,
+    )
+
+
+def measure(work: Work, scale: float) -> float:
+    """Seconds of the step with everything `scale` times as fast, through the engine's links and chunks."""
+    elements = 1024
+    num_bytes = 4 * elements * CHUNKS
+    down = make_link(CPU, bytes_per_second=_rate(num_bytes, work.down * scale))
+    up = make_link(CPU, bytes_per_second=_rate(num_bytes // 2, work.up * scale))
+    kept = torch.zeros(num_bytes, dtype=torch.uint8)
+    saving = make_link(CPU, bytes_per_second=_rate(num_bytes, work.copy * scale))
+    clock = SleepClock()
+
+    def save() -> None:
+        if work.copy:
+            target = torch.empty_like(kept)
+            with clock.pause():
+                saving.begin(lambda: target.copy_(kept), num_bytes).finish()
+
+    links = HostLinks(down=down, up=up)
+    chunks = [_chunk(i, elements, links) for i in range(CHUNKS)] if work.host_step else []
+    reduced, weights = torch.zeros(CHUNKS * elements), torch.zeros(CHUNKS * elements, dtype=torch.bfloat16)
+    began = clock.start()
+    for _ in range(work.num_micro_batches):
+        clock.compute(work.forward * scale)
+        save()
+        save()
+        clock.compute(work.backward * scale)
+    if work.beside:
+        _update_beside(work, scale, clock, chunks, reduced, weights)
+    else:
+        _update_in_turn(work, scale, clock, chunks, reduced, weights)
+    return time.perf_counter() - began
+
+
+def _update_beside(
+    work: Work,
+    scale: float,
+    clock: SleepClock,
+    chunks: list[HostChunk],
+    reduced: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
+    """As `train/optimizer.py`: the card's part has been enqueued, and the host goes on chunk by chunk."""
+    card_ends = time.perf_counter() + work.card_step * scale
+    for chunk in chunks:
+        chunk.start_gradient(reduced)
+    for chunk in chunks:
+        with clock.pause():
+            chunk.finish_gradient()
+        clock.compute(work.host_step * scale / CHUNKS)
+        chunk.start_weights(weights)
+    with clock.pause():
+        for chunk in chunks:
+            chunk.finish_weights()
+        time.sleep(max(0.0, card_ends - time.perf_counter()))
+
+
+def _update_in_turn(
+    work: Work,
+    scale: float,
+    clock: SleepClock,
+    chunks: list[HostChunk],
+    reduced: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
+    for chunk in chunks:
+        chunk.start_gradient(reduced)
+    with clock.pause():
+        for chunk in chunks:
+            chunk.finish_gradient()
+    clock.compute(work.host_step * scale)
+    for chunk in chunks:
+        chunk.start_weights(weights)
+    with clock.pause():
+        for chunk in chunks:
+            chunk.finish_weights()
+
+
+def _rate(num_bytes: int, seconds: float) -> float:
+    return num_bytes / max(seconds, 1e-9)
+
+
+def _chunk(number: int, elements: int, links: HostLinks) -> HostChunk:
+    master, gradient, first, second = (torch.zeros(elements) for _ in range(4))
+    return HostChunk(0, number * elements, master, gradient, first, second, True, links)
+
+
+if __name__ == "__main__":
+    main()

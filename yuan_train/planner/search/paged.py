@@ -1,0 +1,228 @@
+"""Layers in pages of the hosts, for models larger than the cards (`search.offload: [parameters]`).
+
+What the engine runs: one pipeline of single cards with full recompute, without a sharded optimizer. For some
+sets and orders of the cards, the layers are dealt by speed and moved, one at a time, from stage to stage as
+long as that first lets more fit, then makes the step shorter. Each stage has the fewest pages with which it
+fits, with the smallest fraction of the other state on its host. Nothing here is proven.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
+from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
+from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.offload import STEPS
+from yuan_train.planner.search.shapes import Options, PipelineCut, Shape, assemble_plan
+
+MOST_CARDS, FEW_CARDS = 16, 3
+"""Cards beyond which no pages are tried; up to the second, every order of every set of types is."""
+SLOTS = (3, 2, 1)
+GROUPS = (1, 1 / 2, 1 / 4, 0)
+"""Of a pipeline's micro-batches; 0: one micro-batch."""
+
+Worth = tuple[float, float]
+"""Bytes that do not fit, and seconds; less is better."""
+
+
+@dataclass(frozen=True)
+class _Priced:
+    plan: Plan
+    cost: PlanCost | None
+    """None if some stage does not fit."""
+    worth: Worth
+
+
+def check_pages(problem: PlanProblem, options: Options) -> None:
+    """Raises ConfigError, with every fault, if `search.offload` names parameters that no plan may page."""
+    if not options.offload_parameters:
+        return
+    faults = [fault for fault, is_one in _faults(problem, options) if is_one]
+    if faults:
+        raise ConfigError(
+            "search.offload: parameters, but pages are written for dense models in one pipeline of single "
+            f"cards with full recompute, and {'; '.join(faults)}; leave parameters out, or change that"
+        )
+
+
+def _faults(problem: PlanProblem, options: Options) -> Iterator[tuple[str, bool]]:
+    model: ModelConfig = problem.model
+    yield f"the model has {model.num_experts} experts", bool(model.num_experts)
+    yield "search.recompute has no full", "full" not in options.recompute
+    yield "search.pipelines has no 1", options.pipelines is not None and 1 not in options.pipelines
+    yield "search.tensor has no 1", 1 not in options.tensor
+    yield "search.replicas has no 1", 1 not in options.replicas
+    yield "search.schedule has no 1f1b", "1f1b" not in options.polished_schedules
+    yield "search.optimizer_sharding has no false", False not in options.sharded
+    yield "train.compile makes each layer one piece", problem.compile
+    yield "the profile is of another program", problem.has_external_profile
+
+
+def paged_plans(
+    costs: Costs,
+    cards: Sequence[Card],
+    options: Options,
+    *,
+    limit_seconds: float,
+    stopped: Callable[[], bool],
+) -> list[Candidate]:
+    """Plans with pages that take less than `limit_seconds`: the best of each order and micro-batch size."""
+    found: list[Candidate] = []
+    if not options.offload_parameters or len(cards) > MOST_CARDS:
+        return found
+    for order, size in itertools.product(_orders(cards, options), options.micro_batch_sizes):
+        count, rest = divmod(costs.problem.global_batch_size, size)
+        wanted = options.num_micro_batches is None or count in options.num_micro_batches
+        if stopped() or rest or not wanted or len(order) > costs.problem.model.num_layers:
+            continue
+        if _least_seconds(costs, order, size) * count >= limit_seconds:
+            continue
+        best = _best_of(costs, order, size, count, stopped)
+        if best is not None and best.cost is not None and best.cost.step_seconds < limit_seconds:
+            slots = tuple((((card,),),) for card in order)
+            shape = Shape(schedule="1f1b", micro_batch_size=size, num_micro_batches=count, slots=slots)
+            found.append(Candidate(plan=best.plan, cost=best.cost, shape=shape))
+    return found
+
+
+def _orders(cards: Sequence[Card], options: Options) -> list[tuple[Card, ...]]:
+    """Sets of the cards in orders that differ by types."""
+    orders: list[tuple[Card, ...]] = []
+    if len(cards) <= FEW_CARDS and not options.fixed_order:
+        least = len(cards) if options.use_all_devices else 1
+        for count in range(len(cards), least - 1, -1):
+            orders += itertools.permutations(cards, count)
+    else:
+        orders = [tuple(cards)] if options.fixed_order else [tuple(cards), tuple(reversed(cards))]
+    distinct = {tuple((card.type, card.node) for card in order): order for order in reversed(orders)}
+    return list(distinct.values())[::-1]
+
+
+def _layer_seconds(costs: Costs, card: Card, size: int) -> float:
+    layer = costs.of_replica((card,), size, "full").layer
+    return layer.forward_seconds + layer.backward_seconds
+
+
+def _least_seconds(costs: Costs, order: Sequence[Card], size: int) -> float:
+    """Of a micro-batch's layers, perfectly shared."""
+    rate = sum(1.0 / _layer_seconds(costs, card, size) for card in order)
+    return costs.problem.model.num_layers / rate
+
+
+def _best_of(
+    costs: Costs, order: Sequence[Card], size: int, count: int, stopped: Callable[[], bool]
+) -> _Priced | None:
+    """The best plan of the cards in this order, over groups and slots."""
+    best: _Priced | None = None
+    speeds = [1.0 / _layer_seconds(costs, card, size) for card in order]
+    layers = _dealt(costs.problem.model.num_layers, speeds)
+    for share, slots in itertools.product(GROUPS, SLOTS):
+        if stopped():
+            break
+        group = max(1, round(share * count))
+
+        def price(layers: Sequence[int], group: int = group, slots: int = slots) -> _Priced:
+            return _price(costs, _plan(costs, order, layers, size, count), group, slots)
+
+        found = price(layers)
+        while not stopped():
+            moves = (price(moved) for moved in _moves(_layers(found.plan)))
+            nearer = min(moves, key=lambda one: one.worth, default=found)
+            if nearer.worth >= found.worth:
+                break
+            found = nearer
+        if best is None or found.worth < best.worth:
+            best, layers = found, _layers(found.plan)
+    return best
+
+
+def _dealt(num_layers: int, speeds: Sequence[float]) -> list[int]:
+    """Layers in proportion to speeds, one at least."""
+    ends = [round(num_layers * share / sum(speeds)) for share in itertools.accumulate(speeds)]
+    ends = [max(end, s + 1) for s, end in enumerate(ends)]
+    ends = [min(end, num_layers - (len(ends) - 1 - s)) for s, end in enumerate(ends)]
+    return [end - first for first, end in itertools.pairwise([0, *ends])]
+
+
+def _moves(layers: Sequence[int]) -> Iterator[list[int]]:
+    """One layer from one stage to another."""
+    for giver, taker in itertools.permutations(range(len(layers)), 2):
+        if layers[giver] > 1:
+            yield [n - (s == giver) + (s == taker) for s, n in enumerate(layers)]
+
+
+def _layers(plan: Plan) -> list[int]:
+    return [stage.num_blocks for stage in plan.pipelines[0].stages]
+
+
+def _plan(costs: Costs, order: Sequence[Card], layers: Sequence[int], size: int, count: int) -> Plan:
+    ends = list(itertools.accumulate(layers))
+    cut = PipelineCut(
+        micro_batch_size=size,
+        num_micro_batches=count,
+        stage_groups=tuple(((card,),) for card in order),
+        bounds=(0, *(end + 1 for end in ends[:-1]), ends[-1] + 2),
+        recompute=("full",) * len(order),
+    )
+    return assemble_plan(costs, [cut], schedule="1f1b")
+
+
+def _price(costs: Costs, plan: Plan, group: int, slots: int) -> _Priced:
+    """The plan with the fewest pages with which each stage fits."""
+    plan = _with_pipeline(plan, replace(plan.pipelines[0], page_group=group))
+    stages: list[StagePlan] = []
+    over = 0.0
+    for old in cost_stages(costs, plan):
+        stage, excess = _fewest_pages(costs, plan, old, slots)
+        stages.append(stage)
+        over += excess
+    plan = _with_pipeline(plan, replace(plan.pipelines[0], stages=tuple(stages)))
+    # Without any page a plan takes no groups: the search has it already.
+    if over or any(True for _ in validate_plan(plan)):
+        return _Priced(plan, None, (over or math.inf, math.inf))
+    cost = cost_plan(costs, plan)
+    return _Priced(plan, cost if cost.fits else None, (0.0, cost.step_seconds if cost.fits else math.inf))
+
+
+def _with_pipeline(plan: Plan, pipeline: PipelinePlan) -> Plan:
+    return replace(plan, pipelines=(pipeline,))
+
+
+def _fewest_pages(costs: Costs, plan: Plan, old: StageCost, slots: int) -> tuple[StagePlan, float]:
+    """The stage with the fewest pages with which it fits, or all, and the bytes that do not fit then."""
+    least, most = 0, plan.pipelines[0].stages[old.stage].num_blocks
+    while least < most:
+        middle = (least + most) // 2
+        if _with_fraction(costs, plan, old, middle, slots)[1]:
+            least = middle + 1
+        else:
+            most = middle
+    return _with_fraction(costs, plan, old, most, slots)
+
+
+def _with_fraction(
+    costs: Costs, plan: Plan, old: StageCost, count: int, slots: int
+) -> tuple[StagePlan, float]:
+    """The stage with so many pages and the smallest fraction of its other state on the host with which it
+    fits its cards, and the bytes of card and host that do not fit then."""
+    stage = plan.pipelines[0].stages[old.stage]
+    if count:
+        stage = replace(stage, parameter_offload=count, page_slots=min(slots, count))
+    cost = change_stage(costs, plan, old, stage)
+    over = cost.memory.total - cost.capacity_bytes
+    if over > 0 and cost.memory.optimizer > 0:
+        fraction = min(STEPS, math.ceil(STEPS * over / cost.memory.optimizer)) / STEPS
+        stage = replace(stage, optimizer_offload=fraction)
+        cost = change_stage(costs, plan, old, stage)
+    on_card = max(0.0, cost.memory.total - cost.capacity_bytes)
+    return stage, on_card + max(0.0, cost.host_bytes - cost.host_capacity_bytes)
