@@ -77,7 +77,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"Machine: {machine_name()}\n")
     print(
-        "| network | backward s | reduction s | alone s | one bucket s | exposed | a bucket a layer s "
+        "| network | backward s | reduction s | alone s | one bucket s | exposed | two buckets a layer s "
         "| exposed | off by |"
     )
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
@@ -107,22 +107,22 @@ def measure(name: str, rate: float, options: argparse.Namespace, folder: Path) -
             write_text(folder / "run.yaml", dump(run))
             profile = measure_profile(nodes, folder, number)
             problem = make_problem(cluster, run, profile)
-            layerwise = make_costs(replace(problem, bucket_size=run.model.layer_parameters))
+            halves = make_costs(replace(problem, bucket_size=run.model.layer_parameters // 2))
             whole = make_costs(replace(problem, bucket_size=ONE_BUCKET))
-            plan = _plan(layerwise, run)
+            plan = _plan(halves, run)
             costs = cost_plan(whole, plan)
             if number == 0:
                 size = max(1, round(costs.grad_reduce_seconds / (SHARE * costs.stages[0].backward_seconds)))
         save_plan(folder / "plan.yaml", plan)
         alone, one, many = (
             Measured(None if costs is None else cost_plan(costs, plan).step_seconds, [])
-            for costs in (None, whole, layerwise)
+            for costs in (None, whole, halves)
         )
         for number in range(options.rounds):
             ways = (
                 (alone, None, ONE_BUCKET),
                 (one, plan, ONE_BUCKET),
-                (many, plan, layerwise.problem.bucket_size),
+                (many, plan, halves.problem.bucket_size),
             )
             for way, followed, bucket_size in ways:
                 training = f"{'alone' if followed is None else 'buckets'}-{bucket_size}-{number}"
