@@ -3,7 +3,9 @@
 Makes two equal nodes on this machine (tools/testbed/nodes.py; needs root), each with one pipeline of one
 stage, so that both reduce all gradients. The micro-batch is chosen so that the reduction takes about half of
 the backward. Trains three ways: in buckets that start inside the backward, in one bucket that starts when
-the backward has ended, and each node alone without a reduction. Prints a Markdown table with the forecasts.
+the backward has ended, and each node alone without a reduction; in `--rounds` one way after the other, so
+that all see the machine alike when it changes its speed. Prints a Markdown table with the forecasts. Exposed
+is what a user waits: the median step less that of the nodes alone, in parts of the reduction.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class Measured:
 
     forecast: float | None
     seconds: list[float]
+    """Of the steps of all rounds."""
 
     @property
     def median(self) -> float:
@@ -67,20 +70,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=12, help=f"steps, {WARM_UP_STEPS} of them warm-up")
-    parser.add_argument("--layers", type=int, default=12, help="of the model; each is a bucket")
+    parser.add_argument("--rounds", type=int, default=1, help="of trainings, each in all ways")
+    parser.add_argument("--layers", type=int, default=12, help="of the model")
+    parser.add_argument("--network", choices=NETWORKS, action="append", help="default: all")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"Machine: {machine_name()}\n")
     print(
-        "| network | backward s | reduction s | alone s | one bucket s | exposed | a bucket a layer s "
+        "| network | backward s | reduction s | alone s | one bucket s | exposed | two buckets a layer s "
         "| exposed | off by |"
     )
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     try:
         warn_of_load()
-        for name, rate in NETWORKS.items():
+        for name in options.network or NETWORKS:
             with tempfile.TemporaryDirectory() as folder:
-                print(measure(name, rate, options, Path(folder).resolve()), flush=True)
+                print(measure(name, NETWORKS[name], options, Path(folder).resolve()), flush=True)
     except YuanError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -102,24 +107,30 @@ def measure(name: str, rate: float, options: argparse.Namespace, folder: Path) -
             write_text(folder / "run.yaml", dump(run))
             profile = measure_profile(nodes, folder, number)
             problem = make_problem(cluster, run, profile)
-            layerwise = make_costs(replace(problem, bucket_size=run.model.layer_parameters))
+            halves = make_costs(replace(problem, bucket_size=run.model.layer_parameters // 2))
             whole = make_costs(replace(problem, bucket_size=ONE_BUCKET))
-            plan = _plan(layerwise, run)
+            plan = _plan(halves, run)
             costs = cost_plan(whole, plan)
             if number == 0:
                 size = max(1, round(costs.grad_reduce_seconds / (SHARE * costs.stages[0].backward_seconds)))
         save_plan(folder / "plan.yaml", plan)
-        alone = Measured(None, _train(nodes, folder, "alone", options.steps, run, plan=None))
-        one, many = (
-            Measured(
-                cost_plan(costs, plan).step_seconds,
-                _train(
-                    nodes, folder, f"buckets-{costs.problem.bucket_size}", options.steps, run, plan=plan,
-                    bucket_size=costs.problem.bucket_size,
-                ),
+        alone, one, many = (
+            Measured(None if costs is None else cost_plan(costs, plan).step_seconds, [])
+            for costs in (None, whole, halves)
+        )
+        for number in range(options.rounds):
+            ways = (
+                (alone, None, ONE_BUCKET),
+                (one, plan, ONE_BUCKET),
+                (many, plan, halves.problem.bucket_size),
             )
-            for costs in (whole, layerwise)
-        )  # fmt: skip
+            for way, followed, bucket_size in ways:
+                training = f"{'alone' if followed is None else 'buckets'}-{bucket_size}-{number}"
+                way.seconds.extend(
+                    _train(
+                        nodes, folder, training, options.steps, run, plan=followed, bucket_size=bucket_size
+                    )
+                )
     return _row(name, cost_plan(whole, plan), alone, one, many)
 
 

@@ -212,6 +212,10 @@ def _by_name(model: ModelConfig, in_layers: bool) -> dict[str, ParameterSpec]:
     return {parameter.name: parameter for parameter in found}
 
 
+HALVES: tuple[Literal["attention"], Literal["feed_forward"]] = ("attention", "feed_forward")
+"""Of a layer, in the order in which they run."""
+
+
 def half_of(module: str) -> Literal["attention", "feed_forward"]:
     """The half of a layer that a module of it belongs to, by its name inside the layer."""
     first = module.partition(".")[0]

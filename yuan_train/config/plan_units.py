@@ -22,6 +22,19 @@ def layer_units(plan: Plan) -> Iterator[tuple[str, float, float]]:
             yield str(layer), layer, layer + 1
 
 
+def whole_layers(plan: Plan) -> frozenset[int]:
+    """The numbers, among all units of a plan, of layers that no pipeline divides and that are no page of a
+    host."""
+    pages = {
+        int(stage.layers[0]) + layer
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for layer in range(stage.parameter_offload)
+    }
+    units = enumerate(layer_units(plan), start=1)
+    return frozenset(u for u, (_, first, end) in units if end - first == 1 and first not in pages)
+
+
 def plan_unit_parameters(plan: Plan) -> tuple[int, ...]:
     """Parameters of each unit of a plan; of the head its norm alone if the embedding is tied."""
     model = plan.model

@@ -177,7 +177,7 @@ class OptimizerConfig:
     every partial sum to 8 bits; fp32 is what gradients are accumulated in (fp64 for fp64 models)."""
     bucket_size: Count = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation. Smaller buckets start earlier in the
-    backward, each at the cost of one latency; a layer is never divided."""
+    backward, each at the cost of one latency; a larger layer is two, attention and feed-forward."""
     update: Literal["exact", "delayed"] = "exact"
     """`delayed`: what the plan's stages keep on their hosts (`optimizer_offload`) is updated one step late,
     while the next step computes. It changes the loss, for the worse; see docs/planning.md."""

@@ -410,7 +410,7 @@ def _flatten(
     """The buckets of a rank; pages in `slab`."""
     flat: list[FlatBucket] = []
     whole: dict[str, FlatParameter] = {}
-    divided, apart = grid.plan.divided_layers, divides_experts(grid.plan)
+    divided, apart = grid.layers_in_halves, divides_experts(grid.plan)
     for bucket in grid.buckets:
         held = {n: p for n, p in parameters.items() if unit_of(n, divided, apart=apart) in bucket.units}
         if not held or not bucket.slices_of(rank):

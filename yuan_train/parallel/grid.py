@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from yuan_train.config.architecture import half_of
+from yuan_train.config.architecture import HALVES, half_of
 from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.plan_units import (
     divides_experts,
@@ -17,9 +17,10 @@ from yuan_train.config.plan_units import (
     layer_units,
     plan_unit_parameters,
     stage_unit_range,
+    whole_layers,
 )
 from yuan_train.config.run import BUCKET_SIZE
-from yuan_train.schedule.buckets import group_units
+from yuan_train.schedule.buckets import group_units, is_halved
 from yuan_train.schedule.step import Workers, worker_of
 
 Replica = tuple[int, ...]
@@ -159,10 +160,39 @@ class Grid:
     def buckets(self) -> tuple[Bucket, ...]:
         """All units of the model, in the model's order; see `schedule.buckets.group_units`."""
         units, owners = zip(*self._owners(), strict=True)
-        groups = group_units(owners, self._unit_parameters(units), bucket_size=self.bucket_size)
+        sizes = self._unit_parameters(units)
+        groups = group_units(owners, sizes, bucket_size=self.bucket_size)
         runs = [run for group in groups for run in self._pages_apart(units, group)]
-        found = [Bucket(units[run.start : run.stop], owners[run.start]) for run in runs]
-        return tuple(self._with_experts(found)) if divides_experts(self.plan) else tuple(found)
+        found = {run: Bucket(units[run.start : run.stop], owners[run.start]) for run in runs}
+        if divides_experts(self.plan):
+            return tuple(self._with_experts(list(found.values())))
+        return tuple(
+            part for run, bucket in found.items() for part in self._in_halves(bucket, run.start, sizes)
+        )
+
+    def _in_halves(self, bucket: Bucket, unit: int, sizes: Sequence[int]) -> Iterator[Bucket]:
+        """The bucket that begins at a unit or, if that is a layer with too many parameters, its halves."""
+        size = self.bucket_size
+        if is_halved(sizes[unit], num_owners=len(bucket.owners), bucket_size=size) and unit in self._whole:
+            for half in HALVES:
+                yield replace(bucket, units=(f"{bucket.units[0]}.{half}",))
+        else:
+            yield bucket
+
+    @cached_property
+    def _whole(self) -> frozenset[int]:
+        return whole_layers(self.plan)
+
+    @cached_property
+    def layers_in_halves(self) -> frozenset[int]:
+        """The layers whose halves are in different buckets, or may be."""
+        halved = {
+            int(unit.split(".")[1])
+            for bucket in self.buckets
+            for unit in bucket.units
+            if unit.endswith(f".{HALVES[0]}")
+        }
+        return self.plan.divided_layers | halved
 
     def _pages_apart(self, units: Sequence[str], group: range) -> Iterator[range]:
         """A group of units, divided where one is a page of the host: that is a bucket of its own."""

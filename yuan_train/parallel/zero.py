@@ -132,8 +132,13 @@ class OwnedState:
             self._packed.append(packed)
 
     def take_if_reduced(self) -> None:
-        """If the reduction is known to have ended, take its result: what the host steps goes down at once."""
-        if self._packed and self._norm is None and all(pending.is_done() for pending in self._pending):
+        """If the reduction is known to have ended, begin to bring down what the host steps.
+
+        Where it steps nothing, there is no hurry: the norm is taken when compute would wait.
+        """
+        if not self._packed or self._norm is not None or not any(True for _ in self.host_chunks):
+            return
+        if all(pending.is_done() for pending in self._pending):
             self._take()
 
     def finish_grad_reduce(self) -> torch.Tensor:

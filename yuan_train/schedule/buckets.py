@@ -13,7 +13,7 @@ def group_units(
 
     A bucket is a run of adjacent units with the same owners. Gradients become complete from the last unit to
     the first, so a run is divided from its end: a bucket takes units as long as it has at most `bucket_size`
-    parameters. A unit is never divided: a larger one is a bucket of its own. `owners` and `parameters`
+    parameters. A larger unit is a bucket of its own, or two; see `is_halved`. `owners` and `parameters`
     (elements; 0 for a unit that holds none) are by unit.
     """
     buckets: list[range] = []
@@ -26,3 +26,12 @@ def group_units(
             buckets.append(range(unit, end))
             end, size = unit, 0.0
     return tuple(reversed(buckets))
+
+
+def is_halved(parameters: float, *, num_owners: int, bucket_size: int) -> bool:
+    """Whether the halves of a layer of so many parameters are buckets of their own.
+
+    In the backward the gradients of its feed-forward are complete before those of its attention, and hide
+    behind them: of the first layer, whose reduction comes last, less is left when the backward has ended.
+    """
+    return num_owners > 1 and parameters > bucket_size

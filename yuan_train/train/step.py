@@ -106,7 +106,6 @@ def train_step(
             bucket.gradient.zero_()
     next_sample = first_sample + runtime.grid.plan.global_batch_size
     begin_pass(trainer, blend, first_sample=first_sample, then=next_sample, scale=scale)
-    squares = torch.zeros((), dtype=torch.float64, device=trainer.device)
     runtime.reducer.begin()
     with as_training_error(runtime.coord):
         trainer.executor.run(
@@ -114,9 +113,7 @@ def train_step(
             before_step=runtime.reducer.before_step,
             after_step=runtime.reducer.after_step,
         )
-        for number, state in enumerate(runtime.states):
-            with during(Activity("finish_grad_reduce", number=number)):
-                squares += state.finish_grad_reduce()
+        squares = _finish_reductions(runtime, trainer.device)
     stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
     # On the CPU: not all cards share a communication backend, but all ranks share gloo.
     totals = torch.stack([squares, trainer.loss, stop_flag]).cpu()
@@ -149,6 +146,19 @@ def train_step(
     if trainer.expert_load is not None:
         trainer.expert_load.balance()
     return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, preference=preference)
+
+
+def _finish_reductions(runtime: RankRuntime, device: torch.device) -> torch.Tensor:
+    """Wait for the gradient reductions; this rank's share of the squared global norm, fp64.
+
+    In the order in which they started: the norms of those that have ended are taken while the last ones are
+    on their way. Added up in the model's order.
+    """
+    squares: list[torch.Tensor] = []
+    for number, state in reversed(list(enumerate(runtime.states))):
+        with during(Activity("finish_grad_reduce", number=number)):
+            squares.append(state.finish_grad_reduce())
+    return sum(reversed(squares), torch.zeros((), dtype=torch.float64, device=device))
 
 
 def validation_loss(trainer: Trainer, blend: Samples, *, num_batches: int) -> float:

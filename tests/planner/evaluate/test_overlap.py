@@ -7,9 +7,11 @@ import pytest
 
 from tests.planner.evaluate.test_any_plan import EIGHT, ONE, on_cards, plan_of
 from tests.planner.search.test_search import MODEL, problem
+from yuan_train.config.architecture import HALVES as HALF_NAMES
 from yuan_train.config.cluster import Link
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
-from yuan_train.planner.costs.grad_reduce import bucket_costs
+from yuan_train.parallel.grid import Grid
+from yuan_train.planner.costs.grad_reduce import bucket_costs, half_parts
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import cards_of
@@ -206,6 +208,28 @@ def test_buckets_of_a_plan():
     assert len({bucket.owners for bucket in buckets}) == 2
     # Two layers, over rings that take turns on card 0.
     assert [bucket.grad_reduce_seconds for bucket in buckets] == [close(2)] * 4
+
+
+def test_halves_of_a_large_layer_are_buckets_of_their_own():
+    plan = on_cards(plan_of((4, [ONE]), (4, [(((1,),), 4), (((2,),), 4)])), [0, 4, 5])
+    costs = make_costs(problem_of(plan, bucket_size=LAYER // 2))
+    cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
+    attention = half_parts(costs)
+    buckets = bucket_costs(costs, plan, cards)
+    assert [bucket.early for bucket in buckets] == [0, attention.seconds] * 8 + [0]
+    # The engine has the same ones, and the tied embedding.
+    found = [f"layers.{bucket.units[0] - 1}" for bucket in buckets[:-1]]
+    names = [f"{name}.{half}" for name, half in zip(found, HALF_NAMES * 8, strict=True)]
+    assert [bucket.units for bucket in Grid(plan, LAYER // 2).buckets[1:]] == [
+        *((n,) for n in names),
+        ("head",),
+    ]
+    # The feed-forward of the first layer goes behind its attention's backward.
+    exposed = max(attention.parameters, 1 - 2 * attention.seconds)
+    assert 0.3 < exposed < 0.7
+    assert cost(TWO_OF_ONE, bucket_size=LAYER // 2).grad_reduce_seconds == close(exposed)
+    # One owner reduces nothing, and has whole layers.
+    assert Grid(plan_of((4, [ONE])), LAYER // 2).buckets[1].units == ("layers.0",)
 
 
 @pytest.mark.parametrize(("precision", "share"), [("bf16", 0.5), ("fp64", 0.25)])

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yuan_train.planner.solver.overlap import exposed_grad_reduce, exposed_weight_sync
+from yuan_train.planner.solver.instance import Halves
+from yuan_train.planner.solver.overlap import exposed_grad_reduce, exposed_weight_sync, with_halves
 from yuan_train.schedule.buckets import group_units
 
 
@@ -73,3 +74,18 @@ def test_by_hand():
     whole = (*arrays[:3], np.zeros(4, dtype=int))
     assert exposed_grad_reduce(*whole)[0, 0, 0].tolist() == [0, 3, 6, 9]
     assert exposed_weight_sync(*whole)[0, 0, 0].tolist() == [0, 3, 6, 9]
+
+
+def test_a_layer_of_two_buckets_by_hand():
+    # As above, but the last unit is two buckets: the attention takes a quarter of the compute and a third of
+    # the bytes. With it alone, the feed-forward's 2 s start 0.5 s before the end, and 1 s of attention
+    # follows. With all three, the feed-forward starts 4.5 s before the end, and 9 s follow one another.
+    halves = Halves(units=np.array([False, False, True]), seconds=0.25, parameters=1 / 3)
+    arrays = np.full((1, 1, 3), 2.0), np.full((1, 3), 3.0), np.zeros(1), np.array([0, 0, 1, 2])
+    reduce = with_halves(exposed_grad_reduce, halves, halves.seconds)(*arrays)
+    assert np.allclose(reduce[0, 0, 2], [0, 0, 0, 2.5])
+    assert np.allclose(reduce[0, 0, 0], [0, 3, 4, 4.5])
+    # Weights: the last layer waits for both halves, so nothing changes but a second latency.
+    late = (*arrays[:2], np.ones(1), arrays[3])
+    sync = with_halves(exposed_weight_sync, halves, 0.0)(*late)
+    assert np.allclose(sync[0, 0, 0], [0, 4, 6, 9]) and np.allclose(sync[0, 0, 2], [0, 0, 0, 5])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from yuan_train.config.cluster import Card
+from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_units import (
@@ -23,6 +24,7 @@ from yuan_train.config.plan_units import (
     layer_units,
     plan_unit_parameters,
     stage_unit_range,
+    whole_layers,
 )
 from yuan_train.planner.costs.expert_costs import stage_experts
 from yuan_train.planner.costs.links import (
@@ -34,8 +36,9 @@ from yuan_train.planner.costs.links import (
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import Topology
-from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.schedule.buckets import group_units
+from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS, HalfShare, half_shares
+from yuan_train.planner.costs.workload import STATE_BYTES, model_work
+from yuan_train.schedule.buckets import group_units, is_halved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ class BucketCost:
     """Of the weights' way back after the optimizer step, likewise; 0 unless the optimizer is sharded."""
     compute_seconds: float = 0.0
     """Of its owners' compute, which the reduction takes while it is hidden behind it."""
+    early: float = 0.0
+    """Of a feed-forward: the share of its layer's backward that follows when it is complete."""
 
     @property
     def own_sharers(self) -> int:
@@ -81,7 +86,7 @@ def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost
         if len(bucket.owners) > 1 and bucket.parameters:
             if key not in known:
                 known[key] = _bucket_cost(costs, bucket.units, *key, sharded=plan.optimizer_sharding)
-            found.append(replace(known[key], units=bucket.units))
+            found.append(replace(known[key], units=bucket.units, early=bucket.early))
     return tuple(found)
 
 
@@ -91,6 +96,8 @@ class _Bucket:
     owners: tuple[Replica, ...]
     parameters: float
     """Of all cards of an owner."""
+    early: float = 0.0
+    """As in `BucketCost`."""
 
 
 def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> list[_Bucket]:
@@ -100,11 +107,19 @@ def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...
         return _with_experts(costs, plan, holders, sizes)
     if max(map(len, holders)) == 1:
         return []
-    return [
-        _Bucket(units, owners, sum(sizes[u] for u in units))
-        for units in bucket_units(costs, holders, sizes)
-        for owners in [holders[units.start]]
-    ]
+    halvable = whole_layers(plan) if max(sizes) > costs.problem.bucket_size else frozenset[int]()
+    found: list[_Bucket] = []
+    for units in bucket_units(costs, holders, sizes):
+        owners, size = holders[units.start], sum(sizes[u] for u in units)
+        is_large = is_halved(size, num_owners=len(owners), bucket_size=costs.problem.bucket_size)
+        if is_large and units.start in halvable:
+            halves = half_parts(costs)
+            attention = round(size * halves.parameters)
+            found.append(_Bucket(units, owners, attention))
+            found.append(_Bucket(units, owners, size - attention, early=halves.seconds))
+        else:
+            found.append(_Bucket(units, owners, size))
+    return found
 
 
 def _with_experts(
@@ -168,6 +183,23 @@ def bucket_units(
         owners = [None, *owners[1:]]
     sizes = unit_parameters(problem.model) if parameters is None else parameters
     return group_units(owners, sizes, bucket_size=problem.bucket_size)
+
+
+def half_parts(costs: Costs) -> HalfShare:
+    """What the attention takes of a layer, whose halves are buckets of their own."""
+    return _half_parts(costs.problem.model, costs.problem.sequence_length, costs.problem.precision)
+
+
+@functools.lru_cache(maxsize=16)
+def _half_parts(model: ModelConfig, sequence_length: int, precision: Precision) -> HalfShare:
+    work = model_work(
+        model,
+        sequence_length=sequence_length,
+        micro_batch_size=1,
+        precision=precision,
+        logit_rows=CUDA_LOGIT_ROWS,
+    )
+    return half_shares(work, "none")[0]
 
 
 def slice_rings(owners: Sequence[Replica]) -> list[list[Card]]:

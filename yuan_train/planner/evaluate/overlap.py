@@ -25,11 +25,12 @@ def grad_reduce_end(
 ) -> float:
     """End of the last gradient reduction or backward, in seconds from the step's start.
 
-    The last backward of a stage completes its gradients unit by unit, the last unit first; under zero_bubble
-    the last weight-gradient part does. A bucket can start when its lowest unit is complete on all owners; and
-    buckets start in the reverse of the model's order, on each card one after the other. Those under way at
-    the same time share NICs, also with the `messages` that are on their way after a time. What a reduction
-    takes of the compute that hides it makes that compute end later.
+    The last backward of a stage completes its gradients unit by unit, the last unit first, and of a layer the
+    feed-forward first; under zero_bubble the last weight-gradient part does. A bucket can start when its
+    lowest unit, or its half of one, is complete on all owners; and buckets start in the reverse of the
+    model's order, on each card one after the other. Those under way at the same time share NICs, also with
+    the `messages` that are on their way after a time. What a reduction takes of the compute that hides it
+    makes that compute end later.
     """
     latest = max(simulation.step_seconds for simulation in simulations)
     if not buckets:
@@ -39,11 +40,16 @@ def grad_reduce_end(
     def seconds(unit: UnitCost) -> float:
         return unit.weight_seconds if split else unit.backward_seconds
 
-    complete = [0.0] * num_units(plan)
-    for stage, units in _with_units(plan, stages):
-        end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
-        for u, below in zip(units, _seconds_before(stage, seconds), strict=False):
-            complete[u] = max(complete[u], end - below)
+    def completions(early: float) -> list[float]:
+        """When each unit, but for a share of its backward, is complete on all its owners."""
+        complete = [0.0] * num_units(plan)
+        for stage, units in _with_units(plan, stages):
+            end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
+            for u, unit, below in zip(units, stage.units, _seconds_before(stage, seconds), strict=False):
+                complete[u] = max(complete[u], end - below - early * seconds(unit))
+        return complete
+
+    complete = {early: completions(early) for early in {bucket.early for bucket in buckets}}
     ends = _compute_ends(stages, simulations)
     slowed = dict.fromkeys(ends, 0.0)
     order = buckets[::-1]
@@ -52,7 +58,7 @@ def grad_reduce_end(
             cards=bucket.cards,
             crossing=bucket.crossing,
             seconds=bucket.reduce_seconds,
-            ready=max(complete[u] for u in bucket.units),
+            ready=max(complete[bucket.early][u] for u in bucket.units),
         )
         for bucket in order
     ]

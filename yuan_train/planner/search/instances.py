@@ -13,6 +13,7 @@ from yuan_train.planner.costs.grad_reduce import (
     bucket_units,
     crossing_rings,
     grad_reduce_seconds,
+    half_parts,
     ring_sharers,
     tied_embedding_seconds,
     unit_parameters,
@@ -24,7 +25,7 @@ from yuan_train.planner.costs.topology import find_route
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.search.offload import offload_bytes
 from yuan_train.planner.search.shapes import Options, Shape, Slot
-from yuan_train.planner.solver.instance import Hosts, Instance
+from yuan_train.planner.solver.instance import Halves, Hosts, Instance
 
 FAR = 1e4
 """Times the model's size: a ring's seconds of that much are latency + bytes / bandwidth."""
@@ -103,6 +104,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         use_all=options.use_all_devices,
         replicas=np.array([len(slot[0]) for slot in slots], dtype=np.int64),
         has_work=has_work,
+        halves=_halves(costs),
         hosts=None
         if room is None
         else Hosts(
@@ -146,6 +148,9 @@ def _is_line(costs: Costs, shape: Shape, owners: Sequence[Replica]) -> bool:
         return grad_reduce_seconds(costs, owners, size, sharded=shape.sharded, sharers=sharers)
 
     sizes = [size for size in unit_parameters(costs.problem.model) if size]
+    if _halves(costs) is not None:
+        share = half_parts(costs).parameters
+        sizes.append(costs.problem.model.layer_parameters * min(share, 1 - share))
     row, start = _as_line(seconds, sizes, far=True)
     return math.isclose(min(row) + start, seconds(min(sizes)), rel_tol=1e-9)
 
@@ -259,6 +264,17 @@ def _bucket_starts(costs: Costs) -> np.ndarray:
     num_units = costs.problem.model.num_layers + 2
     starts = [bucket_units(costs, [0] * end)[-1].start for end in range(1, num_units + 1)]
     return np.array([0, *starts], dtype=np.int64)
+
+
+def _halves(costs: Costs) -> Halves | None:
+    """The layers that are two buckets; slots with one owner reduce nothing, whatever their buckets."""
+    sizes = np.array(unit_parameters(costs.problem.model))
+    halved = sizes > costs.problem.bucket_size
+    halved[[0, -1]] = False
+    if not halved.any():
+        return None
+    attention = half_parts(costs)
+    return Halves(units=halved, seconds=attention.seconds, parameters=attention.parameters)
 
 
 def _bucket_seconds(

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from yuan_train.planner.solver.instance import SPLIT_SCHEDULES, Cut, Floats, Instance, Integers
-from yuan_train.planner.solver.overlap import exposed_grad_reduce, exposed_weight_sync
+from yuan_train.planner.solver.overlap import exposed_grad_reduce, exposed_weight_sync, with_halves
 from yuan_train.planner.solver.ranges import prefix_sums, range_maxima, range_sums
 from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE, in_flight
 
@@ -136,18 +136,19 @@ class CostTables:
         """[C, R, U+1, U+1]: seconds of a stage's reductions after its last backward, by `ring_of`."""
         x = self.instance
         backward = x.weight_seconds if x.schedule in SPLIT_SCHEDULES else x.backward_seconds
-        return self._exposed(
-            exposed_grad_reduce, backward, x.grad_reduce_seconds, x.grad_reduce_start_seconds
-        )
+        table = exposed_grad_reduce
+        if x.halves is not None:
+            table = with_halves(table, x.halves, x.halves.seconds)
+        return self._exposed(table, backward, x.grad_reduce_seconds, x.grad_reduce_start_seconds)
 
     @cached_property
     def exposed_weight_sync(self) -> Floats:
         """[C, R, U+1, U+1]: seconds by which a stage's weights come back later than its first forward needs
         them, if that starts at once; by `ring_of`."""
         x = self.instance
-        return self._exposed(
-            exposed_weight_sync, x.forward_seconds, x.weight_sync_seconds, x.weight_sync_start_seconds
-        )
+        # A layer's forward waits for the weights of both halves.
+        table = exposed_weight_sync if x.halves is None else with_halves(exposed_weight_sync, x.halves, 0.0)
+        return self._exposed(table, x.forward_seconds, x.weight_sync_seconds, x.weight_sync_start_seconds)
 
     def _exposed(
         self,

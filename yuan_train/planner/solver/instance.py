@@ -33,6 +33,17 @@ class Hosts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Halves:
+    """Which units are two buckets, attention and feed-forward, and what the attention takes of both."""
+
+    units: NDArray[np.bool_]
+    """[U]"""
+    seconds: float
+    """Of a unit's compute."""
+    parameters: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Instance:
     """What one micro-batch costs on each slot. C choices of recompute, D slots, U units, M message sizes."""
 
@@ -85,6 +96,8 @@ class Instance:
     """[D]: replicas of a slot's stage, n; micro-batch m runs on replica m mod n."""
     has_work: NDArray[np.bool_]
     """[U]: whether a stage of this unit alone has any work; an embedding without cost has none."""
+    halves: Halves | None = None
+    """None: no unit is divided among two buckets."""
     hosts: Hosts | None = None
     """None: nothing lies on hosts."""
 

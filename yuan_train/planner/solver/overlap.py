@@ -7,11 +7,11 @@ pass over the ends gives the answer for every range. Shapes: C choices of recomp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from yuan_train.planner.solver.instance import Floats, Integers
+from yuan_train.planner.solver.instance import Floats, Halves, Integers
 from yuan_train.planner.solver.ranges import prefix_sums
 
 
@@ -50,6 +50,32 @@ def exposed_weight_sync(
         last = (whole[:, None] + before)[None] - forward[..., first, None]
         waits[..., :first, end] = np.maximum(waits[..., :first, first], last)
     return np.maximum(waits + forward[..., :, None], 0.0)
+
+
+def with_halves(
+    table: Callable[[Floats, Floats, Floats, Integers], Floats], halves: Halves, compute_share: float
+) -> Callable[[Floats, Floats, Floats, Integers], Floats]:
+    """One of the tables above where some units are two buckets. A stage holds both, as each is whole.
+
+    Of such a unit's compute the first bucket's half takes `compute_share`.
+    """
+    counts = 1 + halves.units
+    unit_of = np.repeat(np.arange(len(counts)), counts)
+    borders = np.append(0, counts.cumsum())
+    is_second = np.diff(unit_of, prepend=-1) == 0
+    is_half = halves.units[unit_of]
+
+    def spread(values: Floats, first: float) -> Floats:
+        return values[..., unit_of] * np.where(is_half, np.where(is_second, 1 - first, first), 1.0)
+
+    def table_of_halves(compute: Floats, seconds: Floats, latency: Floats, starts: Integers) -> Floats:
+        ends = np.arange(len(unit_of) + 1)
+        of_units = borders[starts[unit_of + 1]]
+        own = np.append(0, np.where(is_half, ends[:-1], of_units))
+        parts = spread(compute, compute_share), spread(seconds, halves.parameters), latency, own
+        return table(*parts)[..., borders[:, None], borders]
+
+    return table_of_halves
 
 
 def _no_stage(prefix: Floats) -> Floats:
