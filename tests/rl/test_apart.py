@@ -134,6 +134,37 @@ def check_messages(told: dict[int, tuple[int, str]], victim: int) -> None:
     assert f"{label} {own} (rank {victim} of the job) is gone" in seen or f"; rank {own} is gone" in seen
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path, staleness: int) -> None:
+    """A rank of an engine of two is killed: the other rank ends, and the other engine answers what was asked.
+    In sync mode answers stay those of one process. When it is killed as well, the run ends."""
+    path = write_rl(tmp_path)
+    save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=staleness))
+    log = tmp_path / "log"
+    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={log}"]
+    changes = ["generation.on_lost_engine=go_on", "train.steps=100000"]
+    with start_ranks([*words, *changes], tmp_path, 5) as ranks:
+        for victim in (3, 4):
+            wanted, deadline = num_steps(log) + 2, time.monotonic() + 120
+            while num_steps(log) < wanted:
+                assert time.monotonic() < deadline and ranks[0].process.is_alive(), ranks[0].stderr.read_text()
+                time.sleep(0.01)
+            ranks[victim].kill()
+        told = {n: ranks[n].wait(within_seconds=10) for n in (0, 1, 2)}
+    assert [code for code, _ in told.values()] == [1, 1, 1]
+    errors = told[0][1]
+    assert "engine 0 (generation rank 0 (rank 2 of the job), generation rank 1 (rank 3 of the job)) is l" in errors
+    assert "going on with 1 of 2 engines" in errors
+    assert "generation rank 2 (rank 4 of the job) is gone or stuck" in errors.splitlines()[-1]
+    curve = read_lines(log)
+    assert [line["next_ticket"] for line in curve] == [2 * line["step"] for line in curve]
+    assert max(line["staleness_max"] for line in curve) == staleness
+    if staleness == 0:
+        run_rl(RLCase(path, tmp_path / "alone", overrides=(f"train.steps={len(curve)}",)))
+        answers = read_lines(tmp_path / "alone", "samples.jsonl")
+        assert read_lines(log, "samples.jsonl") == answers[: len(read_lines(log, "samples.jsonl"))]
+
+
 def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
     """An engine draws with weights that are not finite: the policy says so, with ticket and checkpoint."""
     path = write_rl(tmp_path)

@@ -115,6 +115,11 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
         )
     if run.schedule.mode == "sync" and roles is not None and roles.mode != "sync":
         faults.append("schedule.mode: sync, but the plan is async; plan again, or leave it out")
+    if run.generation.on_lost_engine == "go_on" and (roles is None or len(roles.engine_shares) < 2):
+        faults.append(
+            "generation.on_lost_engine: go_on, but no other engine would be left; give an RL plan of several "
+            "engines on cards of their own, or leave it out"
+        )
     if run.critic is not None and roles is not None:
         faults.append(
             f"algorithm.name: {run.algorithm.name}: its critic does not run with roles apart yet; give an "

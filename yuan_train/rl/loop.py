@@ -23,9 +23,10 @@ from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.parallel.groups import init_distributed, make_tensor_groups, shutdown
 from yuan_train.parallel.links import RolePosition, join_role
 from yuan_train.parallel.world_sum import sum_over_world
-from yuan_train.rl.apart import RemoteCollector, Told, job_ranks
+from yuan_train.rl.apart import RemoteCollector, Told
 from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic
+from yuan_train.rl.engines import job_ranks
 from yuan_train.rl.experience import RowFeed
 from yuan_train.rl.generator import Engine
 from yuan_train.rl.job import RLJob
