@@ -147,13 +147,18 @@ def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path, staleness:
         for victim in (3, 4):
             wanted, deadline = num_steps(log) + 2, time.monotonic() + 120
             while num_steps(log) < wanted:
-                assert time.monotonic() < deadline and ranks[0].process.is_alive(), ranks[0].stderr.read_text()
+                assert time.monotonic() < deadline and ranks[0].process.is_alive(), ranks[
+                    0
+                ].stderr.read_text()
                 time.sleep(0.01)
             ranks[victim].kill()
         told = {n: ranks[n].wait(within_seconds=10) for n in (0, 1, 2)}
     assert [code for code, _ in told.values()] == [1, 1, 1]
     errors = told[0][1]
-    assert "engine 0 (generation rank 0 (rank 2 of the job), generation rank 1 (rank 3 of the job)) is l" in errors
+    assert (
+        "engine 0 (generation rank 0 (rank 2 of the job), generation rank 1 (rank 3 of the job)) is l"
+        in errors
+    )
     assert "going on with 1 of 2 engines" in errors
     assert "generation rank 2 (rank 4 of the job) is gone or stuck" in errors.splitlines()[-1]
     curve = read_lines(log)

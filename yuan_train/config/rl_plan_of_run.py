@@ -34,6 +34,15 @@ def check_rl_plan_of_run(plan: RlPlan, run: RLConfig) -> None:
         has = "has" if plan.roles.reference is not None else "has no"
         coefficient = run.algorithm.kl.coefficient
         faults.append(f"roles.reference: the plan {has} one, and algorithm.kl.coefficient is {coefficient:g}")
+    scoring = plan.roles.reward
+    if scoring is not None and run.reward.model is None:
+        faults.append("roles.reward: the plan has one, and reward.model is null; plan again")
+    if scoring is not None and scoring.plan.sequence_length < run.sequence_length:
+        planned = scoring.plan.sequence_length
+        faults.append(
+            f"roles.reward.plan.sequence_length: a prompt and its answer may have {run.sequence_length} "
+            f"(planned {planned}); plan again"
+        )
     if run.critic is not None:
         faults.append(
             f"algorithm.name: {run.algorithm.name}: an RL plan does not place its critic yet; give an "

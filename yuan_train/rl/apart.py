@@ -9,7 +9,7 @@ it is told: take weights, answer tickets, stop. While it answers, the policy tra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -40,6 +40,9 @@ from yuan_train.rl.engines import (
 )
 from yuan_train.rl.generator import Drawing, Engine
 from yuan_train.rl.job import RLJob
+from yuan_train.rl.reference import own_weights
+from yuan_train.rl.remote import RemoteRewardModel
+from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.train.build import DTYPES, build_part
@@ -60,17 +63,18 @@ class Told:
     sync_bytes: int
 
 
-def _own_weights(runtime: RankRuntime) -> dict[str, torch.Tensor]:
-    """This rank's part of each parameter, by global name."""
-    parts = runtime.parts.values()
-    return {name: p.detach() for part in parts for name, p in part.named_parameters() if p.numel()}
-
-
 class RemoteCollector(Collector):
     """Collects batches from engines on other cards; every rank of the policy calls the same."""
 
-    def __init__(self, job: RLJob, trainer: Trainer, scorers: Scorers | None, position: RolePosition) -> None:
-        super().__init__(job, trainer, None, scorers)
+    def __init__(
+        self,
+        job: RLJob,
+        trainer: Trainer,
+        scorers: Scorers | None,
+        reward_model: RewardModel | RemoteRewardModel | None,
+        position: RolePosition,
+    ) -> None:
+        super().__init__(job, trainer, None, scorers, reward_model)
         roles = job.roles
         assert roles is not None, "roles are apart"
         run = job.run
@@ -129,7 +133,7 @@ class RemoteCollector(Collector):
         start = time.perf_counter()
         runtime = self._trainer.runtime
         with as_training_error(runtime.coord):
-            self._sync_bytes = self._engines.publish(version, _own_weights(runtime), runtime.shards)
+            self._sync_bytes = self._engines.publish(version, own_weights(runtime), runtime.shards)
         self._published = version
         self._sync_seconds = time.perf_counter() - start
         self._ask_again()
@@ -239,22 +243,12 @@ def serve(job: EngineJob) -> None:
                 dtype=dtype,
                 timeout_seconds=run.train.timeout,
                 startup_timeout_seconds=run.train.startup_timeout,
+                trained=False,
             )
-            _drop_gradients(runtime)
             with as_training_error(runtime.coord):
                 _Server(job, runtime, position, dtype).run()
         finally:
             shutdown()
-
-
-def _drop_gradients(runtime: RankRuntime) -> None:
-    """An engine trains nothing: free what was made for gradients."""
-    for part in runtime.parts.values():
-        for parameter in part.parameters():
-            parameter.grad = None
-            parameter.requires_grad_(False)
-    for bucket in runtime.buckets:
-        bucket.gradient = bucket.gradient.new_empty(0)
 
 
 class _Server:
@@ -308,7 +302,7 @@ class _Server:
                 version = rest[0]
                 move_weights(
                     self._buckets,
-                    _own_weights(self._runtime),
+                    own_weights(self._runtime),
                     self._runtime.shards,
                     link=self._link,
                     job_rank=self._position.job_rank,

@@ -117,9 +117,7 @@ class Engines:
             return self._channels[engine].receive()
         return None
 
-    def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
-    ) -> int:
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> int:
         """Start to send the weights of `version` to all engines, once those before are taken; returns the
         bytes of this rank. Raises LostPeer."""
         if self.is_controller:
