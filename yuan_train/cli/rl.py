@@ -83,8 +83,8 @@ def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | No
     check_rl_plan_of_run(roles, config)
     if "critic" in roles.plans:
         raise PlanError(
-            f"{path}: roles.critic: cards of its own do not run yet; give an ordinary plan of the policy, "
-            "whose cards train the critic too"
+            f"{path}: roles.critic: cards of its own do not run yet; leave it out, and the policy's cards "
+            "train the critic too"
         )
     generation = roles.roles.generation
     if generation.is_shared:

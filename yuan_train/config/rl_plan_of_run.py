@@ -43,10 +43,9 @@ def check_rl_plan_of_run(plan: RlPlan, run: RLConfig) -> None:
             f"roles.reward.plan.sequence_length: a prompt and its answer may have {run.sequence_length} "
             f"(planned {planned}); plan again"
         )
-    if run.critic is not None:
+    if plan.roles.critic is not None and run.critic is None:
         faults.append(
-            f"algorithm.name: {run.algorithm.name}: an RL plan does not place its critic yet; give an "
-            "ordinary plan of the policy, which draws, scores and trains"
+            f"roles.critic: the plan has one, and algorithm.name is {run.algorithm.name}; plan again"
         )
     if faults:
         raise PlanError("\n".join(faults))

@@ -130,11 +130,6 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
             "generation.on_lost_engine: go_on, but no other engine would be left; give an RL plan of several "
             "engines on cards of their own, or leave it out"
         )
-    if run.critic is not None and roles is not None:
-        faults.append(
-            f"algorithm.name: {run.algorithm.name}: its critic does not run with roles apart yet; give an "
-            "ordinary plan of the policy, or use grpo"
-        )
     if run.model.num_experts:
         faults.append("model.num_experts: a policy with experts is not trained yet; use a dense model")
     scaling = run.model.rope_scaling
