@@ -16,11 +16,14 @@ import pytest
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import as_rank, free_port, spawn, start_ranks
+from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
+from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
+from yuan_train.rl.job import check_supported
 
 POLICY, ENGINES = "2x4: 1@0 | 3@1", "4x1: 1@0 | 3@1 / 4x1: 4@2"
 
@@ -231,3 +234,26 @@ def test_what_an_rl_plan_asks_too_much_is_refused(tmp_path: Path, capsys: pytest
     assert main([*command, "algorithm.group=1"]) == 2
     assert main([*command, "generation.max_new_tokens=3"]) == 2
     assert "sequence_length: not the run's" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="on_lost_engine: go_on, but no other engine would be left"):
+        one = roles_of(path, staleness=1, engines="8x1: 4@0")
+        check_supported(load_rl(path, ("generation.on_lost_engine=go_on",)), None, one)
+
+
+def test_the_launcher_spares_engines_whose_loss_the_policy_decides_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank to spare may be killed once its links stand; before, or if another fails, all end."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+
+    def ended(*commands: str, spared: int) -> int:
+        children = [
+            launch._Child(rank, subprocess.Popen(["sh", "-c", command]), None)  # pyright: ignore[reportPrivateUsage]
+            for rank, command in enumerate(commands)
+        ]
+        return launch._wait(children, lambda child: child.rank == spared)  # pyright: ignore[reportPrivateUsage]
+
+    assert ended("sleep 0.4", "kill -9 $$", spared=1) == 0
+    assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
+    assert ended("sleep 9", "kill -9 $$", spared=0) == 1
+    assert ended("sleep 0.2; exit 1", "exit 1", spared=1) == 1
+    assert ended("sleep 9", "exit 2", spared=1) == 2

@@ -14,6 +14,7 @@ from tests.support.rl import RLCase, assert_same_run, facts, read_lines, run_rl,
 from tests.support.spawn import free_port, spawn
 from tests.train.test_preference import REWARD, write_run
 from yuan_train.checkpoint.load import find_checkpoint
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
@@ -25,6 +26,10 @@ from yuan_train.config.rl_plan import (
     RolePlans,
     validate_rl_plan,
 )
+from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
+from yuan_train.rl import remote
+from yuan_train.rl.scoring import prepare_scoring
+from yuan_train.train.job import Position
 
 KL = "algorithm.kl.coefficient=0.1"
 
@@ -59,7 +64,7 @@ def shared_with(path: Path, scores: Path, *, reference: str, reward: str) -> RlP
 
 
 def test_scores_of_other_cards_are_those_of_the_policys(tmp_path: Path, scores: Path) -> None:
-    """fp32: metrics, samples and weights of one process, resumed; a reference that moves changes them. In
+    """fp32: metrics, samples and weights of one process, resumed; another reference's differ. In
     fp64, tensor-parallel and under unlike pipelines, beside engines: to rounding."""
     path = write_rl(tmp_path)
     model = f"reward.model={{checkpoint: '{scores}', weight: -2.0}}"
@@ -87,11 +92,14 @@ def test_scores_of_other_cards_are_those_of_the_policys(tmp_path: Path, scores: 
         [
             (path, changes("same", *fp32, "train.steps=2"), same, free_port()),
             (path, changes("same", *fp32), same, free_port()),
+            (path, changes("other", *fp32, "train.steps=1"), same, free_port()),
             (path, changes("beside", KL, model), beside, free_port()),
         ],
     )
     run_rl(RLCase(path, tmp_path / "alone", None, changes("alone", *fp32)))
     assert_same_run(tmp_path / "same", tmp_path / "alone", "c/step-00000003")
+    found, expected = (facts(tmp_path / name)[0] for name in ("other", "alone"))
+    assert found["rewards"] == expected["rewards"] and found["kl"] != expected["kl"]
     run_rl(RLCase(path, tmp_path / "fp64", None, (KL, model)))
     assert read_lines(tmp_path / "beside", "samples.jsonl")[0]["rewards"] == pytest.approx(
         read_lines(tmp_path / "fp64", "samples.jsonl")[0]["rewards"], rel=1e-9
@@ -102,6 +110,29 @@ def test_scores_of_other_cards_are_those_of_the_policys(tmp_path: Path, scores: 
     assert facts(tmp_path / "fp64")[1]["kl"] > 0
 
 
+def test_what_is_refused(tmp_path: Path, scores: Path) -> None:
+    path = write_rl(tmp_path)
+    roles = shared_with(path, scores, reference="2x4: 4@0", reward="2x4: 4@0")
+    model = f"reward.model={{checkpoint: '{scores}', weight: -2.0}}"
+    with pytest.raises(PlanError, match=r"roles.reward: the plan has one, and reward.model is null"):
+        check_rl_plan_of_run(roles, load_rl(path, (KL,)))
+    reward = roles.roles.reward
+    assert reward is not None
+    other = replace(reward.plan, model=replace(reward.plan.model, hidden_size=32))
+    roles = replace(roles, roles=replace(roles.roles, reward=RolePlan(plan=other)))
+    with pytest.raises(PlanError, match=r"roles.reward.plan.model: not that of .*scores"):
+        prepare_scoring(load_rl(path, (KL, model)), roles, "reward", Position())
+    stage = replace(reward.plan.pipelines[0].stages[0], recompute="full")
+    costly = replace(reward.plan, pipelines=(replace(reward.plan.pipelines[0], stages=(stage,)),))
+    roles = replace(roles, roles=replace(roles.roles, reward=RolePlan(plan=costly)))
+    assert any("backwards, which this role does not do" in v.message for v in validate_rl_plan(roles))
+
+
 def run_cases_of_sizes(rank: int, cases: list[tuple[Path, tuple[str, ...], RlPlan, int]]) -> None:
-    """Those of the cases that have such a rank."""
-    run_cases(rank, [case for case in cases if rank < case[2].world_size])
+    """Those of the cases that have such a rank; in the folder `other` the reference is not the policy."""
+    own = remote.own_weights
+    for case in cases:
+        if rank < case[2].world_size:
+            is_other = any(word.endswith("/other") for word in case[1])
+            remote.own_weights = (lambda r: {n: 1.1 * w for n, w in own(r).items()}) if is_other else own
+            run_cases(rank, [case])
