@@ -16,11 +16,14 @@ import pytest
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import as_rank, free_port, spawn, start_ranks
+from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
+from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
+from yuan_train.rl.job import check_supported
 
 POLICY, ENGINES = "2x4: 1@0 | 3@1", "4x1: 1@0 | 3@1 / 4x1: 4@2"
 
@@ -134,6 +137,42 @@ def check_messages(told: dict[int, tuple[int, str]], victim: int) -> None:
     assert f"{label} {own} (rank {victim} of the job) is gone" in seen or f"; rank {own} is gone" in seen
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path, staleness: int) -> None:
+    """A rank of an engine of two is killed: the other rank ends, and the other engine answers what was asked.
+    In sync mode answers stay those of one process. When it is killed as well, the run ends."""
+    path = write_rl(tmp_path)
+    save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=staleness))
+    log = tmp_path / "log"
+    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={log}"]
+    changes = ["generation.on_lost_engine=go_on", "train.steps=100000"]
+    with start_ranks([*words, *changes], tmp_path, 5) as ranks:
+        for victim in (3, 4):
+            wanted, deadline = num_steps(log) + 2, time.monotonic() + 120
+            while num_steps(log) < wanted:
+                assert time.monotonic() < deadline and ranks[0].process.is_alive(), ranks[
+                    0
+                ].stderr.read_text()
+                time.sleep(0.01)
+            ranks[victim].kill()
+        told = {n: ranks[n].wait(within_seconds=10) for n in (0, 1, 2)}
+    assert [code for code, _ in told.values()] == [1, 1, 1]
+    errors = told[0][1]
+    assert (
+        "engine 0 (generation rank 0 (rank 2 of the job), generation rank 1 (rank 3 of the job)) is l"
+        in errors
+    )
+    assert "going on with 1 of 2 engines" in errors
+    assert "generation rank 2 (rank 4 of the job) is gone or stuck" in errors.splitlines()[-1]
+    curve = read_lines(log)
+    assert [line["next_ticket"] for line in curve] == [2 * line["step"] for line in curve]
+    assert max(line["staleness_max"] for line in curve) == staleness
+    if staleness == 0:
+        run_rl(RLCase(path, tmp_path / "alone", overrides=(f"train.steps={len(curve)}",)))
+        answers = read_lines(tmp_path / "alone", "samples.jsonl")
+        assert read_lines(log, "samples.jsonl") == answers[: len(read_lines(log, "samples.jsonl"))]
+
+
 def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
     """An engine draws with weights that are not finite: the policy says so, with ticket and checkpoint."""
     path = write_rl(tmp_path)
@@ -195,3 +234,26 @@ def test_what_an_rl_plan_asks_too_much_is_refused(tmp_path: Path, capsys: pytest
     assert main([*command, "algorithm.group=1"]) == 2
     assert main([*command, "generation.max_new_tokens=3"]) == 2
     assert "sequence_length: not the run's" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="on_lost_engine: go_on, but no other engine would be left"):
+        one = roles_of(path, staleness=1, engines="8x1: 4@0")
+        check_supported(load_rl(path, ("generation.on_lost_engine=go_on",)), None, one)
+
+
+def test_the_launcher_spares_engines_whose_loss_the_policy_decides_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank to spare may be killed once its links stand; before, or if another fails, all end."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+
+    def ended(*commands: str, spared: int) -> int:
+        children = [
+            launch._Child(rank, subprocess.Popen(["sh", "-c", command]), None)  # pyright: ignore[reportPrivateUsage]
+            for rank, command in enumerate(commands)
+        ]
+        return launch._wait(children, lambda child: child.rank == spared)  # pyright: ignore[reportPrivateUsage]
+
+    assert ended("sleep 0.4", "kill -9 $$", spared=1) == 0
+    assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
+    assert ended("sleep 9", "kill -9 $$", spared=0) == 1
+    assert ended("sleep 0.2; exit 1", "exit 1", spared=1) == 1
+    assert ended("sleep 9", "exit 2", spared=1) == 2

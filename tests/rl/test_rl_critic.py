@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.rl.test_apart import roles_of
+from tests.rl.test_apart import roles_of, run_cases, with_names
 from tests.support.project import parse_plan
-from tests.support.rl import RLCase, assert_same_run, facts, read_lines, run_rl, run_rl_cases, write_rl
+from tests.support.rl import RLCase, assert_same_run, facts, read_lines, run_cases_of_rank, run_rl, write_rl
+from tests.support.spawn import free_port, spawn
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors, tensor_names
-from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
+from yuan_train.cli.main import main
+from yuan_train.config.errors import CheckpointError, PlanError
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl_plan import ReferencePlan, RlPlan, RolePlan, save_rl_plan
 from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
 from yuan_train.models.transformer import Transformer
 from yuan_train.objectives.value import explained_variance, value_loss
@@ -122,23 +126,44 @@ def test_the_loss_of_values() -> None:
     assert explained_variance(values.detach(), torch.ones(200)) is None
 
 
+def roles_with_reference(path: Path) -> RlPlan:
+    """A policy of two stages, and engines on other cards; the reference is on the policy's hosts."""
+    roles = roles_of(path, staleness=0)
+    return replace(roles, roles=replace(roles.roles, reference=ReferencePlan(where="host")))
+
+
+def beside_engines(rank: int, cases: list[RLCase], apart: Any) -> None:
+    """Cases on the cards that draw, then one on those of a policy beside engines."""
+    run_cases_of_rank(rank, cases)
+    run_cases(rank, [apart])
+
+
 def test_the_plan_changes_nothing(project: Path, tmp_path: Path) -> None:
-    """Two stages, and two pipelines that share optimizer states; without their sum the critic is another."""
+    """Two stages, two pipelines that share optimizer states, and a policy beside engines on other cards;
+    without the sum of gradients the critic is another."""
     kl = "algorithm.kl={coefficient: 0.1, where: reward}"
     overrides = (*PPO, "algorithm.updates=2", kl, "train.steps=1")
     run = policy_run(load_rl(project), sequence_length=16)
     stages = parse_plan(run, "2x4: 1@0 | 3@1", schedule="1f1b")
     pipelines = parse_plan(run, "2x3: 4@0 / 2x1: 4@1", schedule="1f1b", optimizer_sharding=True)
-    run_rl_cases(
+    spawn(
+        beside_engines,
+        5,
         [
             RLCase(project, tmp_path / "stages", stages, overrides),
             RLCase(project, tmp_path / "pipelines", pipelines, overrides),
             RLCase(project, tmp_path / "broken", pipelines, overrides, without="sharded_grad_reduce"),
-        ]
+        ],
+        (
+            project,
+            (*overrides, f"log.directory={tmp_path / 'apart'}"),
+            roles_with_reference(project),
+            free_port(),
+        ),
     )
     alone = run_rl(RLCase(project, tmp_path / "alone", None, overrides))
     keys = ("loss", "grad_norm", "reward", "value_loss", "explained_variance")
-    for name in ("stages", "pipelines"):
+    for name in ("stages", "pipelines", "apart"):
         for line, wanted in zip(facts(tmp_path / name), alone, strict=False):
             for key in keys:
                 assert line[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12), (name, key)
@@ -147,13 +172,17 @@ def test_the_plan_changes_nothing(project: Path, tmp_path: Path) -> None:
     assert broken["value_loss"] != pytest.approx(alone[0]["value_loss"], rel=1e-6)
 
 
-def test_what_is_refused(project: Path, tmp_path: Path) -> None:
+def test_what_is_refused(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = load_rl(project, PPO)
     roles = roles_of(project, staleness=0)
-    with pytest.raises(PlanError, match="an RL plan does not place its critic yet"):
-        check_rl_plan_of_run(roles, run)
-    with pytest.raises(ConfigError, match="does not run with roles apart yet"):
-        check_supported(run, roles.roles.policy.plan, roles)
+    value = replace(roles.roles.policy.plan, model=replace(run.model, output="value"))
+    critic = with_names(value, "c")
+    own = replace(roles, roles=replace(roles.roles, critic=RolePlan(plan=critic)))
+    with pytest.raises(PlanError, match="the plan has one, and algorithm.name is grpo"):
+        check_rl_plan_of_run(own, load_rl(project))
+    save_rl_plan(tmp_path / "plan.yaml", own)
+    assert main(["rl", "--config", str(project), "--plan", str(tmp_path / "plan.yaml"), *PPO]) == 2
+    assert "roles.critic: cards of its own do not run yet; leave it out" in capsys.readouterr().err
     offload = parse_plan(
         policy_run(run, sequence_length=16), "2x4: 4@0", schedule="1f1b", optimizer_offload=(0.5,)
     )

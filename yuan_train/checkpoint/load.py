@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from yuan_train.checkpoint.local_shards import LoadPlanner, Tensors
+from yuan_train.checkpoint.local_shards import LoadPlanner, LocalShard, Tensors
 from yuan_train.checkpoint.metadata import Reader
 from yuan_train.checkpoint.names import (
     LATEST,
@@ -31,6 +31,8 @@ from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.parallel.boxes import global_boxes
+from yuan_train.parallel.shard import Shard, TensorBox
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,32 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
         _load(checkpoint, reader, {key: master}, no_dist=True)
         with torch.no_grad():
             parameter.copy_(master)
+
+
+def load_parts(
+    checkpoint: Checkpoint, parts: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
+) -> None:
+    """Fill a rank's parts of parameters, by global name, with the masters in their precision. Not collective.
+
+    Raises CheckpointError if a name is missing or a global shape differs.
+    """
+    reader = Reader(checkpoint.path)
+    held = tensor_names(checkpoint)
+    for name, part in parts.items():
+        key, shard = f"{WEIGHTS}.{name}", shards[name]
+        if key not in held:
+            raise CheckpointError(f"{checkpoint.path}: {key} is missing")
+        master = torch.empty(part.numel(), dtype=_dtype_of(reader, key))
+        boxes = tuple(
+            TensorBox(
+                box.offsets, box.sizes, master[box.start : box.start + box.num_elements].view(box.sizes)
+            )
+            for box in global_boxes(shard, shard.index, shard.count, 0, part.numel())
+        )
+        # One by one: a model in another precision needs no second copy of itself.
+        _load(checkpoint, reader, {key: LocalShard(torch.Size(shard.shape), boxes)}, no_dist=True)
+        with torch.no_grad():
+            part.copy_(master.view(part.shape))
 
 
 def describe(path: str | Path) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from yuan_train.config.environment import count_cores, rank_defaults
+from yuan_train.config.environment import LINKED, count_cores, has_told, rank_defaults
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.express import check_engine, express
 from yuan_train.config.plan import Plan, RankPlan
@@ -35,6 +35,8 @@ GRACE_SECONDS = 10.0
 """How long the other ranks may take to notice that one has failed, before they are killed."""
 
 DEFAULT_PORT = 29500
+_SIGNALS = tuple(-number for number in signal.valid_signals())
+"""Exit codes of a process that a signal has ended."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal a process gets when its parent dies."""
 
@@ -94,7 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     node = _this_node(nodes, arguments.this_node)
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
-    return start_ranks(node, command, world_size=plan.world_size, host=host, port=port, speaker=speaker)
+    spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
+    size = plan.world_size
+    return start_ranks(node, command, world_size=size, host=host, port=port, speaker=speaker, spare=spare)
+
+
+def _ranks_to_spare(config: str, overrides: Sequence[str], roles: RlPlan) -> range:
+    """The ranks whose loss the policy decides about: those of engines, if it may go on without some."""
+    goes_on = load_rl(config, tuple(overrides)).generation.on_lost_engine == "go_on"
+    return roles.role_ranks.get("generation", range(0)) if goes_on else range(0)
 
 
 def _read_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Plan | RlPlan, str, int]:
@@ -216,12 +226,20 @@ class _Child:
 
 
 def start_ranks(
-    node: Node, command: Sequence[str], *, world_size: int, host: str, port: int, speaker: int = 0
+    node: Node,
+    command: Sequence[str],
+    *,
+    world_size: int,
+    host: str,
+    port: int,
+    speaker: int = 0,
+    spare: Sequence[int] = (),
 ) -> int:
     """Run the ranks of a node until they exit; returns 0, or the exit code of the rank at fault.
 
     The rank `speaker`, or on another node the first, writes to this process's streams. Each rank runs
-    `yuan-train COMMAND`; `host` and `port` are the rendezvous. Forwards SIGTERM to the ranks.
+    `yuan-train COMMAND`; `host` and `port` are the rendezvous. Forwards SIGTERM to the ranks. A rank of
+    `spare` that fails once its links stand leaves the others as they are.
     """
     children: list[_Child] = []
 
@@ -230,15 +248,18 @@ def start_ranks(
             if child.process.poll() is None:
                 child.process.send_signal(signum)
 
+    linked = tempfile.TemporaryDirectory(prefix="yuan-train-")
     previous = signal.signal(signal.SIGTERM, forward_signal)
     try:
         for local_rank, rank in enumerate(node.ranks):
             environment = _environment(node, rank, local_rank, world_size, host, port)
+            environment[LINKED] = linked.name
             speaks = rank == (speaker if speaker in node.ranks else node.ranks[0])
             children.append(_start_rank(command, rank, environment, inherits_output=speaks))
-        return _wait(children)
+        return _wait(children, lambda child: child.rank in spare and has_told(linked.name, child.rank))
     finally:
         _kill(children)
+        linked.cleanup()
         signal.signal(signal.SIGTERM, previous)
         for child in children:
             if child.output is not None:
@@ -283,21 +304,28 @@ def _terminate_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(children: list[_Child]) -> int:
+def _wait(children: list[_Child], is_spared: Callable[[_Child], bool]) -> int:
     """Wait for all ranks and return the exit code.
 
-    After a failure the other ranks get a grace period and are then killed; the failure is printed last.
+    After a failure the other ranks get a grace period and are then killed; the failure is printed last. One
+    that is spared is printed at once, and the others go on; if they end well, so has the job.
     """
     deadline = None
+    spared: list[_Child] = []
     while any(child.process.poll() is None for child in children):
-        if deadline is None and any(child.process.poll() for child in children):
+        for child in children:
+            if child not in spared and child.process.poll() in (1, *_SIGNALS) and is_spared(child):
+                spared.append(child)
+                _report(child)
+        if deadline is None and any(child.process.poll() for child in children if child not in spared):
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             break
         time.sleep(0.05)
     failed = [child for child in children if child.process.poll() not in (None, 0)]
+    others = [child for child in children if child not in spared]
     _kill(children)
-    if not failed:
+    if not failed or (others and not any(child in failed for child in others)):
         return 0
     culprit = min(failed, key=_blame_order)
     _report(culprit)

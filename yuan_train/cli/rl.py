@@ -76,22 +76,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | None]:
-    """The policy's plan, the run with an RL plan's slots, and that plan if its roles are apart."""
+    """The policy's plan, the run with an RL plan's slots, and that plan if some role is apart."""
     if not names_rl_plan(path):
         return load_plan(path), config, None
     roles = load_rl_plan(path)
     check_rl_plan_of_run(roles, config)
-    own = [name for name in roles.plans if name not in ("policy", "generation")]
-    if own:
-        advice = "plan without it"
-        if own[0] == "reward":
-            advice = "plan with reward.model=null, and the reward model scores on the policy's cards"
-        raise PlanError(f"{path}: roles.{own[0]}: cards of its own do not run yet; {advice}")
+    if "critic" in roles.plans:
+        raise PlanError(
+            f"{path}: roles.critic: cards of its own do not run yet; leave it out, and the policy's cards "
+            "train the critic too"
+        )
     generation = roles.roles.generation
-    if not generation.is_shared:
-        return roles.roles.policy.plan, config, roles
-    slots = replace(config.generation, slots=generation.slots)
-    return roles.roles.policy.plan, replace(config, generation=slots), None
+    if generation.is_shared:
+        config = replace(config, generation=replace(config.generation, slots=generation.slots))
+    return roles.roles.policy.plan, config, roles if len(roles.plans) > 1 else None
 
 
 def _run_role(config: RLConfig, roles: RlPlan) -> int:
@@ -100,6 +98,7 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
     from yuan_train.rl.apart import EngineJob, serve
     from yuan_train.rl.job import check_supported, prepare_rl
     from yuan_train.rl.loop import train_rl
+    from yuan_train.rl.scoring import prepare_scoring, serve_scores
     from yuan_train.train.job import choose_device, find_position
 
     position = find_position()
@@ -116,6 +115,10 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
             serve(EngineJob(config, roles, choose_device(config.train.device, position)))
             return 0
         own = replace(position, rank=position.rank - ranks.start, world_size=len(ranks))
+        if role in ("reference", "reward"):
+            check_supported(config, None, roles)
+            serve_scores(prepare_scoring(config, roles, role, own))
+            return 0
         train_rl(prepare_rl(config, roles.roles.policy.plan, own, roles=roles))
     except TrainingError as error:
         # Inside, ranks are those of the role.

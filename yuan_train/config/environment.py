@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 THREADS = "OMP_NUM_THREADS"
 OWN_THREADS = "YUAN_THREADS"
 """For users of torchrun who want one thread per rank: an OMP_NUM_THREADS of 1 is taken for torchrun's own."""
+LINKED = "YUAN_LINKED_DIRECTORY"
+"""Where a rank of generation tells the launcher that its links stand: from then on others notice its loss."""
 
 CUDA_DEFAULTS: tuple[tuple[tuple[str, ...], str], ...] = (
     # Loading a kernel at its first use may wait for the card, which may wait for a message of another rank.
@@ -52,3 +55,14 @@ def set_rank_defaults() -> None:
 def count_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tell_launcher(rank: int) -> None:
+    """Tell a launcher that asked for it that the links of this rank of the job stand."""
+    if LINKED in os.environ:
+        (Path(os.environ[LINKED]) / str(rank)).touch()
+
+
+def has_told(directory: str, rank: int) -> bool:
+    """Whether a rank has told the launcher, whose directory it is, that its links stand."""
+    return (Path(directory) / str(rank)).exists()

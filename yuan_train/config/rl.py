@@ -34,6 +34,7 @@ EstimatorKind = Literal["k1", "k2", "k3"]
 Correction = Literal["auto", "aipo", "decoupled", "none"]
 RewardName = Literal["exact", "number", "regex", "format"]
 Mode = Literal["sync", "async"]
+OnLostEngine = Literal["stop", "go_on"]
 Placement = Literal["shared", "apart"]
 NotNegative = Annotated[float, Ge(0)]
 Bounds = tuple[float, float]
@@ -97,6 +98,8 @@ class GenerationConfig:
     """Tokens of a prompt that are read at a time."""
     weights: Literal["in_flight", "between_groups"] = "in_flight"
     """When engines of their own take new weights: between two tokens, or when their answers are written."""
+    on_lost_engine: OnLostEngine = "stop"
+    """When an engine of several on cards of their own is lost: end the run, or go on with the others."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import validate_plan
 
 RoleName = Literal["policy", "generation", "reference", "reward", "critic"]
+ScoringRole = Literal["reference", "reward"]
+"""Roles that only score what others write."""
 Mode = Literal["sync", "async"]
 ROLES: tuple[RoleName, ...] = ("policy", "generation", "reference", "reward", "critic")
 Share = Annotated[float, Gt(0), Le(1)]
@@ -172,6 +174,9 @@ def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
     yield from _card_constraints(plan)
     yield from _generation_constraints(plan.roles.generation)
     yield from _model_constraints(plan)
+    for name in ("reference", "reward"):
+        if name in plan.plans:
+            yield from _untrained(("roles", name, "plan"), plan.plans[name])
     reference = plan.roles.reference
     if reference is not None and (reference.where is None) == (reference.plan is None):
         given = "both" if reference.plan is not None else "neither"
@@ -241,7 +246,7 @@ def _generation_constraints(generation: GenerationPlan) -> Iterator[Violation]:
 
 def _untrained(path: tuple[str, ...], plan: Plan) -> Iterator[Violation]:
     """What only training has: recompute, and the optimizer's keys."""
-    idle = "which generation does not do; leave it out"
+    idle = "which this role does not do; leave it out"
     if plan.optimizer_sharding:
         yield Violation((*path, "optimizer_sharding"), f"true: optimizer steps, {idle}")
     for p, pipeline in enumerate(plan.pipelines):

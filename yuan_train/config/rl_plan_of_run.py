@@ -34,10 +34,18 @@ def check_rl_plan_of_run(plan: RlPlan, run: RLConfig) -> None:
         has = "has" if plan.roles.reference is not None else "has no"
         coefficient = run.algorithm.kl.coefficient
         faults.append(f"roles.reference: the plan {has} one, and algorithm.kl.coefficient is {coefficient:g}")
-    if run.critic is not None:
+    scoring = plan.roles.reward
+    if scoring is not None and run.reward.model is None:
+        faults.append("roles.reward: the plan has one, and reward.model is null; plan again")
+    if scoring is not None and scoring.plan.sequence_length < run.sequence_length:
+        planned = scoring.plan.sequence_length
         faults.append(
-            f"algorithm.name: {run.algorithm.name}: an RL plan does not place its critic yet; give an "
-            "ordinary plan of the policy, which draws, scores and trains"
+            f"roles.reward.plan.sequence_length: a prompt and its answer may have {run.sequence_length} "
+            f"(planned {planned}); plan again"
+        )
+    if plan.roles.critic is not None and run.critic is None:
+        faults.append(
+            f"roles.critic: the plan has one, and algorithm.name is {run.algorithm.name}; plan again"
         )
     if faults:
         raise PlanError("\n".join(faults))

@@ -99,13 +99,15 @@ def parallelize(
     bucket_size: int = BUCKET_SIZE,
     reduce_dtype: torch.dtype | None = None,
     tiers: TierOptions = PLAIN,
+    trained: bool = True,
 ) -> RankRuntime:
     """Build this rank's parts of the model, move their weights into flat buckets, create its process groups.
 
     `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another,
     `startup_timeout_seconds` (None: the same) how long in the first use of a link or a group. Gradients are
     reduced in buckets of at most `bucket_size` parameters, in `reduce_dtype` (None: as they are accumulated).
-    `tiers` are the run's options for state that is not on the card.
+    `tiers` are the run's options for state that is not on the card. Not `trained`: the parts only run
+    forward, and have neither gradients nor optimizer state.
 
     Collective over all ranks. Raises TrainingError if a link or a group fails, PlanError for a schedule that
     cannot run.
@@ -131,23 +133,31 @@ def parallelize(
     }
     all_parameters = {n: p for held in parameters.values() for n, p in held.items()}
     slab = page_slab(all_parameters, shards, grid.paged_units, device)
-    buckets = _flatten(grid, rank, all_parameters, shards, slab)
+    buckets = _flatten(grid, rank, all_parameters, shards, slab, trained=trained)
     buckets_of: dict[str, list[int]] = {}
     for number, bucket in enumerate(buckets):
         for name in bucket.parameters:
             buckets_of.setdefault(name, []).append(number)
-    states = make_states(
-        plan,
-        buckets,
-        groups,
-        [
-            [pipeline.stages[s] for s, held in parameters.items() if bucket.parameters.keys() & held.keys()]
-            for bucket in buckets
-        ],
-        reduce_dtype,
-        tiers,
+    states = (
+        ()
+        if not trained
+        else make_states(
+            plan,
+            buckets,
+            groups,
+            [
+                [
+                    pipeline.stages[s]
+                    for s, held in parameters.items()
+                    if bucket.parameters.keys() & held.keys()
+                ]
+                for bucket in buckets
+            ],
+            reduce_dtype,
+            tiers,
+        )
     )
-    for module in modules.values():
+    for module in modules.values() if trained else ():
         _await_weights(module, states, buckets_of)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
     offloads = offloads_of({s: pipeline.stages[s] for s in coord.stages})
@@ -406,8 +416,10 @@ def _flatten(
     parameters: dict[str, torch.nn.Parameter],
     shards: Mapping[str, Shard],
     slab: HostSlab | None,
+    *,
+    trained: bool,
 ) -> list[FlatBucket]:
-    """The buckets of a rank; pages in `slab`."""
+    """The buckets of a rank; pages in `slab`. Not `trained`: without gradients."""
     flat: list[FlatBucket] = []
     whole: dict[str, FlatParameter] = {}
     divided, apart = grid.layers_in_halves, divides_experts(grid.plan)
@@ -418,6 +430,9 @@ def _flatten(
         if bucket.experts is None:
             paged = not grid.paged_units.isdisjoint(bucket.units)
             flat.append(FlatBucket(bucket, held, shards, rank=rank, slab=slab if paged else None))
+            if not trained:
+                # One by one: no two buckets' gradients are in memory at once.
+                flat[-1].drop_gradient()
             continue
         for name, parameter in held.items():
             # One parameter a bucket: its rows lie together, those of two parameters do not.

@@ -111,6 +111,13 @@ class FlatBucket:
         for name, parameter in self.parameters.items():
             _move(parameter, self.view(self.weights, name), self.view(self.gradient, name))
 
+    def drop_gradient(self) -> None:
+        """The parameters are not trained: free what is there for their gradients."""
+        self.gradient = self.gradient.new_empty(0)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+            parameter.main_gradient = self.gradient  # pyright: ignore[reportAttributeAccessIssue]
+
     @property
     def num_matrix_elements(self) -> int:
         """Elements of the matrices, which come before the vectors."""

@@ -9,7 +9,7 @@ it is told: take weights, answer tickets, stop. While it answers, the policy tra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -18,19 +18,31 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.architecture import sharding_of
+from yuan_train.config.environment import tell_launcher
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, make_tensor_groups, shutdown
-from yuan_train.parallel.links import Link, RolePosition, join_role, move_weights, post_weights
-from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
+from yuan_train.parallel.links import RolePosition, join_role, move_weights
 from yuan_train.parallel.transport import blame_peers
 from yuan_train.rl.channels import Channel
 from yuan_train.rl.collect import Collector
+from yuan_train.rl.engines import (
+    Engines,
+    engine_ranks,
+    job_ranks,
+    message_link,
+    shares_of,
+    weight_buckets,
+    weight_link,
+)
 from yuan_train.rl.generator import Drawing, Engine
 from yuan_train.rl.job import RLJob
+from yuan_train.rl.reference import own_weights
+from yuan_train.rl.remote import RemoteRewardModel
+from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.train.build import DTYPES, build_part
@@ -51,62 +63,30 @@ class Told:
     sync_bytes: int
 
 
-def job_ranks(roles: RlPlan) -> dict[str, range]:
-    """The ranks of the job of each role."""
-    return {str(name): ranks for name, ranks in roles.role_ranks.items()}
-
-
-def leaders_of(roles: RlPlan) -> list[int]:
-    """The leader of each engine: the first rank of its first stage, as a rank of the job."""
-    engines = roles.roles.generation.plan
-    assert engines is not None, "roles are apart"
-    first = roles.role_ranks["generation"].start
-    return [first + pipeline.stages[0].replicas[0][0] for pipeline in engines.pipelines]
-
-
-def weight_buckets(roles: RlPlan, itemsize: int) -> tuple[Bucket, ...]:
-    """What each rank of the policy sends to each rank of an engine, the same on all ranks."""
-    engines = roles.roles.generation.plan
-    assert engines is not None, "roles are apart"
-    devices = [entry.device.rpartition("/")[0] for entry in roles.ranks]
-    first = roles.role_ranks["generation"].start
-    table = transfer_table(
-        plan_holdings(roles.roles.policy.plan),
-        plan_holdings(engines, first_rank=first),
-        node_of=lambda rank: devices[rank],
-    )
-    return make_buckets(table, itemsize=itemsize)
-
-
-def _own_weights(runtime: RankRuntime) -> dict[str, torch.Tensor]:
-    """This rank's part of each parameter, by global name."""
-    parts = runtime.parts.values()
-    return {name: p.detach() for part in parts for name, p in part.named_parameters() if p.numel()}
-
-
 class RemoteCollector(Collector):
     """Collects batches from engines on other cards; every rank of the policy calls the same."""
 
-    def __init__(self, job: RLJob, trainer: Trainer, scorers: Scorers | None, position: RolePosition) -> None:
-        super().__init__(job, trainer, None, scorers)
+    def __init__(
+        self,
+        job: RLJob,
+        trainer: Trainer,
+        scorers: Scorers | None,
+        reward_model: RewardModel | RemoteRewardModel | None,
+        position: RolePosition,
+    ) -> None:
+        super().__init__(job, trainer, None, scorers, reward_model)
         roles = job.roles
         assert roles is not None, "roles are apart"
         run = job.run
-        self._position = position
         self._staleness = roles.staleness
         self._shares = roles.engine_shares
-        self._dtype = DTYPES[run.train.precision]
-        leaders, ranks = leaders_of(roles), job_ranks(roles)
-        self._channels: list[Channel] = []
-        if position.rank == 0:
-            talk = Link(
-                "messages", [position.job_rank, *leaders], position, timeout_seconds=run.train.timeout
-            )
-            self._channels = [Channel(talk, leader) for leader in leaders]
-        members = [*ranks["policy"], *ranks["generation"]]
-        self._link = Link("weights", members, position, timeout_seconds=run.train.timeout)
-        self._buckets = weight_buckets(roles, self._dtype.itemsize)
-        self._sends: list[Callable[[], None]] = []
+        self._engines = Engines(
+            roles,
+            position,
+            dtype=DTYPES[run.train.precision],
+            timeout_seconds=run.train.timeout,
+            on_lost=run.generation.on_lost_engine,
+        )
         self._published = -1
         self._issued = 0
         self._owner: dict[int | str, int] = {}
@@ -115,7 +95,8 @@ class RemoteCollector(Collector):
         """Of each ticket since the last batch: version, engine, and its part of the seconds of generation."""
         self._told_early: dict[int | str, tuple[int, int, float]] = {}
         """The same of tickets that no batch has taken yet."""
-        self._outstanding: list[int] = [0] * len(leaders)
+        self._open: dict[int | str, tuple[Ticket, Drawing]] = {}
+        """On the controller: what is asked and not answered; if its engine is lost, another one is asked."""
         self._sync_seconds, self._sync_bytes = 0.0, 0
 
     def begin(self, version: int, *, first_ticket: int, replaced: int) -> None:
@@ -144,41 +125,41 @@ class RemoteCollector(Collector):
     def stop(self) -> None:
         """Tell the engines to end, once they have taken all that was sent."""
         with as_training_error(self._trainer.runtime.coord):
-            for channel in self._channels:
-                channel.send(("stop",))
-            for wait in self._sends:
-                wait()
-            for channel in self._channels:
-                channel.flush()
+            self._engines.stop()
 
     def _publish(self, version: int) -> None:
         if version == self._published:
             return
         start = time.perf_counter()
-        with as_training_error(self._trainer.runtime.coord):
-            for channel in self._channels:
-                channel.send(("weights", version))
-            for wait in self._sends:
-                wait()
-            runtime = self._trainer.runtime
-            self._sync_bytes, self._sends = post_weights(
-                self._buckets,
-                _own_weights(runtime),
-                runtime.shards,
-                link=self._link,
-                job_rank=self._position.job_rank,
-                dtype=self._dtype,
-            )
+        runtime = self._trainer.runtime
+        with as_training_error(runtime.coord):
+            self._sync_bytes = self._engines.publish(version, own_weights(runtime), runtime.shards)
         self._published = version
         self._sync_seconds = time.perf_counter() - start
+        self._ask_again()
 
     def _issue(self, tickets: Sequence[Ticket], drawing: Drawing) -> None:
-        for engine, own in enumerate(share_out(tickets, self._shares)):
-            if own and self._channels:
-                with as_training_error(self._trainer.runtime.coord):
-                    self._channels[engine].send(("generate", own, drawing))
-                self._outstanding[engine] += 1
+        self._ask(tickets, drawing)
+        self._ask_again()
+
+    def _ask(self, tickets: Sequence[Ticket], drawing: Drawing) -> None:
+        """Ask the engines that are left; one that is lost now has its tickets in `_open`."""
+        left = self._engines.left
+        for engine, own in zip(left, share_out(tickets, shares_of(self._shares, left)), strict=True):
             self._owner |= dict.fromkeys((ticket.number for ticket in own), engine)
+            if own and self._engines.is_controller:
+                self._open |= {ticket.number: (ticket, drawing) for ticket in own}
+                if engine in self._engines.left:
+                    with as_training_error(self._trainer.runtime.coord):
+                        self._engines.tell(engine, ("generate", own, drawing))
+
+    def _ask_again(self) -> None:
+        """Ask the engines that are left for what those that are lost have not answered, in its order."""
+        per_step = self._job.run.train.prompts_per_step
+        while lost := [n for n in self._open if self._owner[n] not in self._engines.left]:
+            drawing = self._open[lost[0]][1]
+            same = [n for n in lost if self._open[n][1] == drawing][:per_step]
+            self._ask([self._open[n][0] for n in same], drawing)
 
     def _generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[list[Sample]]:
         """The answers to each ticket, on all ranks of the policy; waits for the engines that have them."""
@@ -188,13 +169,14 @@ class RemoteCollector(Collector):
             numbers = [ticket.number for ticket in missing if isinstance(ticket.number, int)]
             self._issued = max([self._issued, *(number + 1 for number in numbers)])
         with as_training_error(self._trainer.runtime.coord):
-            for ticket in tickets if self._channels else ():
+            for ticket in tickets if self._engines.is_controller else ():
                 while len(self._found.get(ticket.number, ())) < ticket.count:
                     self._take(self._owner[ticket.number])
+                    self._ask_again()
         told: list[Any] = [None]
         for ticket in tickets:
             del self._owner[ticket.number]
-        if self._channels:
+        if self._engines.is_controller:
             samples = [self._found.pop(ticket.number) for ticket in tickets]
             told[0] = samples, {ticket.number: self._told_early.pop(ticket.number) for ticket in tickets}
         if dist.is_initialized():
@@ -204,15 +186,17 @@ class RemoteCollector(Collector):
         return told[0][0]
 
     def _take(self, engine: int) -> None:
-        """The next answers of an engine."""
-        assert self._outstanding[engine], "an engine answers what it was asked"
-        answers = self._channels[engine].receive()
-        self._outstanding[engine] -= 1
+        """The next answers of an engine; none if it is lost and others are left."""
+        answers = self._engines.hear(engine)
+        if answers is None:
+            return
         if answers["error"] is not None:
             raise TrainingError(f"engine {engine}: {answers['error']}")
         for sample in answers["samples"]:
             self._found.setdefault(sample.ticket, []).append(sample)
         tickets = {sample.ticket for sample in answers["samples"]}
+        for ticket in tickets:
+            del self._open[ticket]
         told = answers["version"], engine, answers["seconds"] / max(len(tickets), 1)
         self._told_early |= dict.fromkeys(tickets, told)
 
@@ -259,22 +243,12 @@ def serve(job: EngineJob) -> None:
                 dtype=dtype,
                 timeout_seconds=run.train.timeout,
                 startup_timeout_seconds=run.train.startup_timeout,
+                trained=False,
             )
-            _drop_gradients(runtime)
             with as_training_error(runtime.coord):
                 _Server(job, runtime, position, dtype).run()
         finally:
             shutdown()
-
-
-def _drop_gradients(runtime: RankRuntime) -> None:
-    """An engine trains nothing: free what was made for gradients."""
-    for part in runtime.parts.values():
-        for parameter in part.parameters():
-            parameter.grad = None
-            parameter.requires_grad_(False)
-    for bucket in runtime.buckets:
-        bucket.gradient = bucket.gradient.new_empty(0)
 
 
 class _Server:
@@ -290,17 +264,16 @@ class _Server:
         wide = [ranks for ranks in pipelines if len(ranks) > 1]
         groups = make_tensor_groups(wide, timeout_seconds=run.train.timeout) if dist.is_initialized() else {}
         self._group = groups.get(pipelines[coord.pipeline])
-        leaders, ranks = leaders_of(roles), job_ranks(roles)
-        leader = leaders[coord.pipeline]
+        leader, ranks = engine_ranks(roles)[coord.pipeline][0], job_ranks(roles)
         self._leader = leader - ranks["generation"].start
         self._channel: Channel | None = None
         controller = ranks["policy"].start
         if position.job_rank == leader:
-            talk = Link("messages", [controller, *leaders], position, timeout_seconds=run.train.timeout)
+            talk = message_link(roles, coord.pipeline, position, run.train.timeout)
             self._channel = Channel(talk, controller)
-        members = [*ranks["policy"], *ranks["generation"]]
-        self._link = Link("weights", members, position, timeout_seconds=run.train.timeout)
-        self._buckets = weight_buckets(roles, dtype.itemsize)
+        self._link = weight_link(roles, coord.pipeline, position, run.train.timeout)
+        self._buckets = weight_buckets(roles, dtype.itemsize)[coord.pipeline]
+        tell_launcher(position.job_rank)
         self._runtime, self._position, self._dtype = runtime, position, dtype
         device_type = grid.plan.device_type(coord.rank)
         slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
@@ -329,7 +302,7 @@ class _Server:
                 version = rest[0]
                 move_weights(
                     self._buckets,
-                    _own_weights(self._runtime),
+                    own_weights(self._runtime),
                     self._runtime.shards,
                     link=self._link,
                     job_rank=self._position.job_rank,

@@ -15,6 +15,7 @@ from yuan_train.parallel.groups import guard_world_collective
 from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import Drawing, Engine
 from yuan_train.rl.job import RLJob
+from yuan_train.rl.remote import RemoteRewardModel
 from yuan_train.rl.reward_model import RewardModel, score_error
 from yuan_train.rl.rewards import Scorers, Scores, reward_of
 from yuan_train.rl.tickets import Sample, Ticket, share_out
@@ -43,16 +44,21 @@ class Collected:
 class Collector:
     """Draws and scores; every rank calls the same, at the same time."""
 
-    def __init__(self, job: RLJob, trainer: Trainer, engine: Engine | None, scorers: Scorers | None) -> None:
+    def __init__(
+        self,
+        job: RLJob,
+        trainer: Trainer,
+        engine: Engine | None,
+        scorers: Scorers | None,
+        reward_model: RewardModel | RemoteRewardModel | None,
+    ) -> None:
         """`engine`: None where other cards generate; `scorers`: on rank 0."""
         self._job = job
         self._trainer = trainer
         self._engine = engine
         self._scorers = scorers
         run = job.run
-        self._reward_model: RewardModel | None = None
-        if job.reward_model is not None:
-            self._reward_model = RewardModel(job.reward_model, run, trainer)
+        self._reward_model = reward_model
         self._drawing = Drawing(
             seed=run.train.seed,
             max_new_tokens=run.generation.max_new_tokens,
@@ -202,7 +208,10 @@ class Collector:
         return self._with_model(self._reward_model, groups, told[0])
 
     def _with_model(
-        self, model: RewardModel, groups: Sequence[tuple[Prompt, Sequence[Sample]]], scored: Sequence[Scores]
+        self,
+        model: RewardModel | RemoteRewardModel,
+        groups: Sequence[tuple[Prompt, Sequence[Sample]]],
+        scored: Sequence[Scores],
     ) -> list[Scores]:
         """Scores with those of the reward model behind them; groups that failed are left as they are."""
         read = [(n, *group) for n, group in enumerate(groups) if scored[n].error is None]

@@ -96,6 +96,25 @@ def make_rows(groups: Sequence[Group], *, length: int, packed: bool) -> Rows:
     return Rows(tokens_RS, targets_RS, starts_RS, place_RS, sum(sizes), shared)
 
 
+def make_score_rows(sequences: Sequence[Sequence[int]], *, length: int, packed: bool) -> Rows:
+    """Rows of sequences that are read whole; `place` has the number of each at its last token."""
+    sizes = [len(sequence) for sequence in sequences]
+    bins = fit_rows(sizes, length) if packed else [[i] for i in range(len(sizes))]
+    tokens_RS = torch.zeros((len(bins), length), dtype=torch.int64)
+    starts_RS, place_RS = torch.zeros_like(tokens_RS, dtype=torch.bool), torch.full_like(tokens_RS, -1)
+    for row, members in enumerate(bins):
+        at = 0
+        for i in members:
+            starts_RS[row, at] = True
+            tokens_RS[row, at : at + sizes[i]] = torch.tensor(sequences[i])
+            at += sizes[i]
+            place_RS[row, at - 1] = i
+        if at < length:
+            starts_RS[row, at] = True
+    shared = any(len(members) > 1 for members in bins)
+    return Rows(tokens_RS, torch.full_like(tokens_RS, IGNORE_INDEX), starts_RS, place_RS, sum(sizes), shared)
+
+
 def fit_rows(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Bins of items: each into the first that has room, the largest first (Johnson 1973)."""
     bins: list[list[int]] = []

@@ -11,7 +11,7 @@ from yuan_train.config.errors import ConfigError, DataError, PlanError
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.rl import Mode, RLConfig, policy_run
-from yuan_train.config.rl_plan import RlPlan
+from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.data.prompts import Prompt, Prompts, read_prompts
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Answers
@@ -32,11 +32,20 @@ class RLJob:
     evaluation: tuple[Prompt, ...]
     """To be measured; empty if none are."""
     roles: RlPlan | None = None
-    """Where engines on other cards generate; None: the policy's cards do."""
+    """Where some roles have cards of their own; None: the policy's cards do everything."""
     reward_model: Checkpoint | None = None
     """Whose scores are added to those of functions."""
     critic_start: Checkpoint | None = None
     """Whose weights the critic begins with; None: the policy's."""
+
+    @property
+    def generates_apart(self) -> bool:
+        """Whether engines on other cards draw the answers."""
+        return self.roles is not None and not self.roles.roles.generation.is_shared
+
+    def has_apart(self, role: ScoringRole) -> bool:
+        """Whether a role scores on cards of its own."""
+        return self.roles is not None and role in self.roles.plans
 
     @property
     def mode(self) -> Mode:
@@ -77,7 +86,7 @@ class RLJob:
 def prepare_rl(run: RLConfig, plan: Plan | None, position: Position, *, roles: RlPlan | None = None) -> RLJob:
     """Check all files of a run and return its job; without a plan, one process does everything.
 
-    With `roles`, engines on other cards generate: `plan` and `position` are the policy's.
+    With `roles`, some of them have cards of their own: `plan` and `position` are the policy's.
 
     Succeeds or fails on every rank alike. Raises YuanError.
     """
@@ -115,10 +124,11 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
         )
     if run.schedule.mode == "sync" and roles is not None and roles.mode != "sync":
         faults.append("schedule.mode: sync, but the plan is async; plan again, or leave it out")
-    if run.critic is not None and roles is not None:
+    has_others = roles is not None and not roles.roles.generation.is_shared and len(roles.engine_shares) > 1
+    if run.generation.on_lost_engine == "go_on" and not has_others:
         faults.append(
-            f"algorithm.name: {run.algorithm.name}: its critic does not run with roles apart yet; give an "
-            "ordinary plan of the policy, or use grpo"
+            "generation.on_lost_engine: go_on, but no other engine would be left; give an RL plan of several "
+            "engines on cards of their own, or leave it out"
         )
     if run.model.num_experts:
         faults.append("model.num_experts: a policy with experts is not trained yet; use a dense model")

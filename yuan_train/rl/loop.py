@@ -23,15 +23,18 @@ from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.parallel.groups import init_distributed, make_tensor_groups, shutdown
 from yuan_train.parallel.links import RolePosition, join_role
 from yuan_train.parallel.world_sum import sum_over_world
-from yuan_train.rl.apart import RemoteCollector, Told, job_ranks
+from yuan_train.rl.apart import RemoteCollector, Told
 from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic
+from yuan_train.rl.engines import job_ranks
 from yuan_train.rl.experience import RowFeed
 from yuan_train.rl.generator import Engine
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.losses import PolicyLoss
 from yuan_train.rl.metrics import RLMetrics, SampleLog
 from yuan_train.rl.reference import Reference, finish_weight_sync
+from yuan_train.rl.remote import RemoteReference, RemoteRewardModel, RemoteScores
+from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers
 from yuan_train.rl.updates import Updater, UpdateResult
 from yuan_train.train.agreement import (
@@ -146,9 +149,9 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
         p for p in plan.pipelines if policy.position.rank in {r for s in p.stages for r in s.ranks}
     )
     feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, pin=policy.device.type == "cuda")
-    trainer, progress, reference = _build(job, feed, loss)
+    trainer, progress, reference = _build(job, feed, loss, apart)
     critic = Critic(job, feed) if run.critic is not None else None
-    engine = _make_engine(job, trainer) if apart is None else None
+    engine = None if job.generates_apart else _make_engine(job, trainer)
     updater = Updater(
         run,
         trainer,
@@ -177,21 +180,37 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
             last_good=lambda: last_good(saver.saved),
         )
     )
-    if apart is None:
-        collector = Collector(job, trainer, engine, scorers)
+    reward_model = _make_reward_model(job, trainer, apart)
+    if job.generates_apart:
+        assert apart is not None
+        collector = RemoteCollector(job, trainer, scorers, reward_model, apart)
     else:
-        collector = RemoteCollector(job, trainer, scorers, apart)
+        collector = Collector(job, trainer, engine, scorers, reward_model)
     parts = _Parts(job, trainer, collector, updater, critic, log, samples, saver)
     state = RLProgress()
     if policy.checkpoint is not None and "rl" in policy.checkpoint.state:
         state = RLProgress(**policy.checkpoint.state["rl"]["progress"])
         trainer.optimizer.set_step(state.optimizer_steps)
     _run_steps(parts, progress, state, stop_requested)
-    if isinstance(collector, RemoteCollector):
-        collector.stop()
+    for role in (collector, reward_model, reference):
+        if isinstance(role, RemoteCollector | RemoteScores):
+            role.stop()
 
 
-def _build(job: RLJob, feed: RowFeed, loss: PolicyLoss) -> tuple[Trainer, Progress, Reference | None]:
+def _make_reward_model(
+    job: RLJob, trainer: Trainer, apart: RolePosition | None
+) -> RewardModel | RemoteRewardModel | None:
+    if job.reward_model is None:
+        return None
+    if job.has_apart("reward"):
+        assert job.roles is not None and apart is not None
+        return RemoteRewardModel(job.roles, trainer, apart, job.run)
+    return RewardModel(job.reward_model, job.run, trainer)
+
+
+def _build(
+    job: RLJob, feed: RowFeed, loss: PolicyLoss, apart: RolePosition | None
+) -> tuple[Trainer, Progress, Reference | RemoteReference | None]:
     """The trainer, and the reference if the run needs one; both with the weights of step 0 at first."""
     policy = job.policy
     if not job.run.needs_reference:
@@ -200,7 +219,12 @@ def _build(job: RLJob, feed: RowFeed, loss: PolicyLoss) -> tuple[Trainer, Progre
     if policy.checkpoint is not None:
         fresh = replace(policy, checkpoint=None, start=job.reference_start())
     trainer, progress = build(fresh, feed=feed, objective=loss)
-    reference = Reference(trainer.runtime)
+    if job.has_apart("reference"):
+        assert job.roles is not None and apart is not None
+        finish_weight_sync(trainer.runtime)
+        reference = RemoteReference(job.roles, trainer, apart, job.run)
+    else:
+        reference = Reference(trainer.runtime)
     if policy.checkpoint is not None:
         progress = restore(policy.checkpoint, trainer, policy.run)
     return trainer, progress, reference

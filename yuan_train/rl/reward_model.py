@@ -11,17 +11,19 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.config.errors import CheckpointError, YuanError
 from yuan_train.config.rl import RLConfig
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.models.documents import DocumentResets, resets_at
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.world_sum import sum_over_world
-from yuan_train.rl.experience import fit_rows
+from yuan_train.rl.experience import RowFeed, make_score_rows
+from yuan_train.rl.losses import places
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.build import DTYPES
+from yuan_train.train.objective import Targets
 from yuan_train.train.step import Trainer
 
 
@@ -79,42 +81,45 @@ class RewardModel:
 
         Where rows are packed, no sequence sees another. A value may be not finite.
         """
-        sizes = [len(sequence) for sequence in sequences]
-        bins = fit_rows(sizes, self._length) if self._packed else [[i] for i in range(len(sizes))]
-        batches = [bins[first : first + self._rows] for first in range(0, len(bins), self._rows)]
+        if not sequences:
+            return []
+        rows = make_score_rows(sequences, length=self._length, packed=self._packed)
+        feed = RowFeed(micro_batch_size=self._rows, pin=False)
+        feed.use(rows, first=0)
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        scores = torch.zeros(len(sequences), dtype=torch.float64)
-        self._model.to(self._trainer.device)
-        for batch in batches[rank::num_ranks]:
-            members = [i for row in batch for i in row]
-            scores[members] = self._score_rows(sequences, batch)
+        device = self._trainer.device
+        values = LastValues(rows.place.to(device), len(sequences))
+        self._model.to(device)
+        with torch.no_grad():
+            for number in range(rank, -(-rows.count // self._rows), num_ranks):
+                batch = feed.take(number)
+                assert batch.tokens_BS is not None and batch.targets_BS is not None
+                hidden_BSH = self._model(batch.tokens_BS.to(device), **batch.resets.on(device))
+                targets = Targets(batch.targets_BS, batch.places_B)
+                values.total(self._model, hidden_BSH, targets, gradient_scale=1.0)
         self._model.to("cpu")
         runtime = self._trainer.runtime
-        sum_over_world(runtime.groups, runtime.coord, scores, "the sum of the reward model's scores")
-        return scores.tolist()
+        sum_over_world(runtime.groups, runtime.coord, values.scores, "the sum of the reward model's scores")
+        return values.scores.tolist()
 
-    @torch.no_grad()
-    def _score_rows(self, sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Scores of the sequences of some rows, in their order: fp64 on the host."""
-        tokens_BS = torch.zeros((len(rows), self._length), dtype=torch.int64)
-        starts_BS = torch.zeros(tokens_BS.shape, dtype=torch.bool)
-        ends: list[tuple[int, int]] = []
-        for row, members in enumerate(rows):
-            at = 0
-            for i in members:
-                starts_BS[row, at] = True
-                end = at + len(sequences[i])
-                tokens_BS[row, at:end] = torch.tensor(sequences[i])
-                ends.append((row, end - 1))
-                at = end
-            if at < self._length:
-                starts_BS[row, at] = True
-        device = self._trainer.device
-        shared = any(len(members) > 1 for members in rows)
-        resets = resets_at(starts_BS) if shared else DocumentResets()
-        hidden_BSH = self._model(tokens_BS.to(device), **resets.on(device))
-        at_row, at_token = zip(*ends, strict=True)
-        return self._model.scores(hidden_BSH[list(at_row), list(at_token)]).double().cpu()
+
+class LastValues:
+    """Records the value at the last token of each sequence, for a forward pass; its loss is 0.
+
+    `scores` fp64 [N] on the host: those that this rank has seen, else 0.
+    """
+
+    def __init__(self, place_RS: Tensor, count: int) -> None:
+        self._place_RS = place_RS
+        self.scores = torch.zeros(count, dtype=torch.float64)
+
+    def total(
+        self, model: Transformer, hidden_BSH: Tensor, targets: Targets, *, gradient_scale: float
+    ) -> Tensor:
+        """Record; returns 0."""
+        place_BS, mask_BS = places(self._place_RS, targets)
+        self.scores[place_BS[mask_BS].cpu()] = model.scores(hidden_BSH[mask_BS]).double().cpu()
+        return hidden_BSH.new_zeros((), dtype=torch.float64)
 
 
 def score_error(scores: Sequence[float]) -> str | None:

@@ -22,6 +22,7 @@ from yuan_train.rl.experience import Group, RowFeed, Rows, make_rows
 from yuan_train.rl.lanes import Lanes
 from yuan_train.rl.losses import SUMS, Batch, PolicyLoss, TokenScores
 from yuan_train.rl.reference import Reference, finish_weight_sync
+from yuan_train.rl.remote import RemoteReference
 from yuan_train.train.step import Trainer
 
 
@@ -79,7 +80,7 @@ class Updater:
         loss: PolicyLoss,
         *,
         sequence_length: int,
-        reference: Reference | None,
+        reference: Reference | RemoteReference | None,
         decoupled: bool,
         critic: Critic | None = None,
     ) -> None:
@@ -101,9 +102,13 @@ class Updater:
         decay the weights. Raises TrainingError, as `train_step` does.
         """
         parts = self._parts(groups)
+        remote = self._reference if isinstance(self._reference, RemoteReference) else None
+        if remote is not None:
+            # Other cards score meanwhile.
+            remote.begin([part.rows for part in parts], [part.count for part in parts])
         old = self._score(parts) if self._needs_old else None
-        reference = None
-        if self._reference is not None:
+        reference = remote.finish() if remote is not None else None
+        if isinstance(self._reference, Reference):
             with self._reference.in_place():
                 reference = self._score(parts)
         penalty = self._penalty(groups, old, reference)

@@ -42,11 +42,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 def build(
-    job: Job, *, feed: Passes | None = None, objective: Objective | None = None
+    job: Job, *, feed: Passes | None = None, objective: Objective | None = None, trained: bool = True
 ) -> tuple[Trainer, Progress]:
     """This rank's trainer and the progress to start from; with the checkpoint's state if the job has one.
 
     `feed` has the micro-batches (None: those of the job's data), `objective` is the loss (None: the run's).
+    Not `trained`: it only runs forward, and its weights are to be filled.
     Collective over all ranks. Raises CheckpointError if the checkpoint cannot be read.
     """
     run, plan, rank = job.run, job.plan, job.position.rank
@@ -54,7 +55,7 @@ def build(
     sharding, row_blocks = sharding_of(run.model)
     parts = ModelParts(
         build=partial(build_part, run.model, dtype),
-        initial=_initial(job),
+        initial=_initial(job) if trained else None,
         sharding=sharding,
         row_blocks=row_blocks,
         compile=_compile if run.train.compile else None,
@@ -74,6 +75,7 @@ def build(
             disk_directory=run.memory.disk_directory,
             disk_timeout_seconds=run.train.timeout,
         ),
+        trained=trained,
     )
     device_type = plan.device_type(rank)
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
@@ -109,8 +111,8 @@ def build(
         device=job.device,
         pair_loss=pair_loss,
     )
-    if job.checkpoint is None:
-        if job.start is not None:
+    if job.checkpoint is None or not trained:
+        if job.start is not None and trained:
             _load_start(job.start, trainer)
         return trainer, Progress.initial(run)
     return trainer, restore(job.checkpoint, trainer, run)

@@ -161,6 +161,12 @@ def _policy_plan(problem: RolesProblem, placement: Placement) -> Plan:
 def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
     """The price of any valid RL plan on the problem's cluster. Raises PlanError if it is another run's, or if
     its cards are not in the cluster."""
+    unpriced = [name for name in ("reference", "critic") if name in plan.plans]
+    if unpriced:
+        raise PlanError(
+            f"roles.{unpriced[0]}: cards of its own run, but are not priced yet; plans without them "
+            "have a forecast"
+        )
     costs = make_costs(problem.policy)
     own, load = plan.roles.policy.plan, problem.load
     cost = cost_plan(costs, own)

@@ -1,0 +1,187 @@
+"""The policy's ends of the engines: messages to each one's leader, and weights to each one's ranks.
+
+Each engine has links of its own: what becomes of one leaves the links to the others as they are. An engine
+that is lost is let go with its links, which tells what is left of it to end, if the run goes on with the
+others (`generation.on_lost_engine`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from yuan_train.config.rl import OnLostEngine
+from yuan_train.config.rl_plan import RlPlan
+from yuan_train.parallel.links import Link, RolePosition, post_weights
+from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
+from yuan_train.parallel.transport import LostPeer
+from yuan_train.rl.channels import Channel
+
+logger = logging.getLogger(__name__)
+
+
+def job_ranks(roles: RlPlan) -> dict[str, range]:
+    """The ranks of the job of each role."""
+    return {str(name): ranks for name, ranks in roles.role_ranks.items()}
+
+
+def engine_ranks(roles: RlPlan) -> list[tuple[int, ...]]:
+    """The ranks of the job of each engine, its leader first: the first rank of its first stage."""
+    engines = roles.roles.generation.plan
+    assert engines is not None, "roles are apart"
+    first = roles.role_ranks["generation"].start
+    found: list[tuple[int, ...]] = []
+    for pipeline in engines.pipelines:
+        leader = pipeline.stages[0].replicas[0][0]
+        others = sorted({rank for stage in pipeline.stages for rank in stage.ranks} - {leader})
+        found.append(tuple(first + rank for rank in (leader, *others)))
+    return found
+
+
+def weight_buckets(roles: RlPlan, itemsize: int) -> list[tuple[Bucket, ...]]:
+    """What each rank of the policy sends to each rank of each engine, the same on all ranks."""
+    engines = roles.roles.generation.plan
+    assert engines is not None, "roles are apart"
+    devices = [entry.device.rpartition("/")[0] for entry in roles.ranks]
+    first = roles.role_ranks["generation"].start
+    table = transfer_table(
+        plan_holdings(roles.roles.policy.plan),
+        plan_holdings(engines, first_rank=first),
+        node_of=lambda rank: devices[rank],
+    )
+    buckets = make_buckets(table, itemsize=itemsize)
+    return [tuple(b for b in buckets if b.target in ranks) for ranks in engine_ranks(roles)]
+
+
+def message_link(roles: RlPlan, engine: int, position: RolePosition, timeout_seconds: float) -> Link:
+    """The link of the controller and an engine's leader, on either of them."""
+    ranks = [job_ranks(roles)["policy"].start, engine_ranks(roles)[engine][0]]
+    return Link(f"messages of engine {engine}", ranks, position, timeout_seconds=timeout_seconds)
+
+
+def weight_link(roles: RlPlan, engine: int, position: RolePosition, timeout_seconds: float) -> Link:
+    """The link of the policy's ranks and an engine's, on any of them."""
+    ranks = [*job_ranks(roles)["policy"], *engine_ranks(roles)[engine]]
+    return Link(f"weights of engine {engine}", ranks, position, timeout_seconds=timeout_seconds)
+
+
+class Engines:
+    """The ends of a rank of the policy; the controller's, rank 0's, have messages too."""
+
+    def __init__(
+        self,
+        roles: RlPlan,
+        position: RolePosition,
+        *,
+        dtype: torch.dtype,
+        timeout_seconds: float,
+        on_lost: OnLostEngine,
+    ) -> None:
+        self._position = position
+        self._dtype = dtype
+        self._goes_on = on_lost == "go_on"
+        self._buckets = weight_buckets(roles, dtype.itemsize)
+        self._ranks = engine_ranks(roles)
+        self._channels: dict[int, Channel] = {}
+        self._links: dict[int, Link] = {}
+        self._sends: dict[int, list[Callable[[], None]]] = {}
+        for engine in range(len(self._ranks)):
+            if self.is_controller:
+                talk = message_link(roles, engine, position, timeout_seconds)
+                self._channels[engine] = Channel(talk, self._ranks[engine][0])
+            self._links[engine] = weight_link(roles, engine, position, timeout_seconds)
+
+    @property
+    def is_controller(self) -> bool:
+        """Whether this rank talks to engines."""
+        return self._position.rank == 0
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The engines that this rank has not found to be lost."""
+        return tuple(self._links)
+
+    def tell(self, engine: int, message: Any) -> None:
+        """On the controller: start to send an engine a message. If it is lost, see `left`, or LostPeer."""
+        with self._reaching(engine):
+            self._channels[engine].send(message)
+
+    def hear(self, engine: int) -> Any | None:
+        """On the controller: an engine's next message; None if it is lost and the run goes on."""
+        with self._reaching(engine):
+            return self._channels[engine].receive()
+        return None
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> int:
+        """Start to send the weights of `version` to all engines, once those before are taken; returns the
+        bytes of this rank. Raises LostPeer."""
+        if self.is_controller:
+            self._tell_all(("weights", version))
+        self._wait_for_sends()
+        sent = 0
+        for engine in self.left:
+            with self._reaching(engine):
+                more, self._sends[engine] = post_weights(
+                    self._buckets[engine],
+                    tensors,
+                    shards,
+                    link=self._links[engine],
+                    job_rank=self._position.job_rank,
+                    dtype=self._dtype,
+                )
+                sent += more
+        return sent
+
+    def stop(self) -> None:
+        """Tell the engines to end, once they have taken all that was sent. Raises LostPeer."""
+        if self.is_controller:
+            self._tell_all(("stop",))
+        self._wait_for_sends()
+        for engine in self.left if self.is_controller else ():
+            with self._reaching(engine):
+                self._channels[engine].flush()
+
+    def _tell_all(self, message: Any) -> None:
+        for engine in self.left:
+            self.tell(engine, message)
+
+    def _wait_for_sends(self) -> None:
+        for engine in self.left:
+            with self._reaching(engine):
+                for wait in self._sends.pop(engine, ()):
+                    wait()
+
+    @contextmanager
+    def _reaching(self, engine: int) -> Iterator[None]:
+        """Around what needs an engine: if it is lost and others are left, let it go, where the run does."""
+        try:
+            yield
+        except LostPeer as error:
+            if not self._goes_on or self.left == (engine,):
+                raise
+            # What is left of it waits for these links, and ends when they are gone.
+            self._channels.pop(engine, None)
+            self._sends.pop(engine, None)
+            del self._links[engine]
+            if self.is_controller:
+                logger.warning(
+                    "engine %d (%s) is lost: %s; going on with %d of %d engines",
+                    engine,
+                    ", ".join(map(self._position.label, self._ranks[engine])),
+                    error,
+                    len(self.left),
+                    len(self._ranks),
+                )
+
+
+def shares_of(shares: Sequence[float], left: Sequence[int]) -> list[float]:
+    """The shares of the engines that are left, in their proportion; as they are if all are."""
+    if len(left) == len(shares):
+        return list(shares)
+    whole = sum(shares[engine] for engine in left)
+    return [shares[engine] / whole for engine in left]

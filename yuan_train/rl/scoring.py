@@ -1,0 +1,133 @@
+"""A rank of a role that scores rows on cards of its own: the reference, or the reward model.
+
+It does what the controller says until that says stop: a forward pass over some rows, under any plan, and a
+number of each token or sequence back. Nothing is trained, so there is neither gradient nor optimizer state.
+The reference has its weights from the policy, once; a reward model reads its checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.checkpoint.load import Checkpoint, load_parts
+from yuan_train.config.errors import PlanError
+from yuan_train.config.rl import RLConfig, policy_run
+from yuan_train.config.rl_plan import RlPlan, ScoringRole
+from yuan_train.parallel.groups import as_training_error, guard_world_collective, shutdown
+from yuan_train.parallel.links import RolePosition, join_role, move_weights
+from yuan_train.rl.channels import Channel
+from yuan_train.rl.experience import Answers, RowFeed, Rows
+from yuan_train.rl.lanes import Lanes, Recorder
+from yuan_train.rl.losses import TokenScores
+from yuan_train.rl.reference import own_weights
+from yuan_train.rl.remote import role_buckets, role_message_link, role_weight_link
+from yuan_train.rl.reward_model import LastValues, find_reward_model
+from yuan_train.train.build import DTYPES, build
+from yuan_train.train.job import Job, Position, check_position
+from yuan_train.train.signals import stop_on_sigterm
+from yuan_train.train.step import Trainer
+
+
+@dataclass(frozen=True)
+class ScoringJob:
+    """What a rank of such a role needs; the ranks are not connected yet."""
+
+    run: RLConfig
+    roles: RlPlan
+    role: ScoringRole
+    own: Job
+    """Of a trainer that only runs forward."""
+    reward_model: Checkpoint | None
+
+
+def prepare_scoring(run: RLConfig, roles: RlPlan, role: ScoringRole, position: Position) -> ScoringJob:
+    """Check the files of a rank of a role, whose `position` is that in it. Raises YuanError."""
+    plan = roles.plans[role]
+    own = replace(policy_run(run, sequence_length=plan.sequence_length), model=plan.model)
+    device, tokenizer = check_position(own, plan, position)
+    reward_model = find_reward_model(run, tokenizer) if role == "reward" else None
+    if reward_model is not None and replace(reward_model.model, name="") != replace(plan.model, name=""):
+        raise PlanError(
+            f"roles.reward.plan.model: not that of {reward_model.path} (reward.model.checkpoint); plan again"
+        )
+    job = Job(own, plan, position, device, Answers([]), None, tokenizer, None)
+    return ScoringJob(run, roles, role, job, reward_model)
+
+
+def serve_scores(job: ScoringJob) -> None:
+    """Score until the controller says stop. Raises TrainingError if another rank is lost."""
+    train = job.run.train
+    position = join_role(
+        {str(name): ranks for name, ranks in job.roles.role_ranks.items()},
+        device=job.own.device,
+        timeout_seconds=train.timeout,
+        startup_seconds=train.startup_timeout,
+    )
+    # The policy ends the run, also on SIGTERM; this role then hears of it.
+    with stop_on_sigterm():
+        try:
+            _serve(job, position)
+        finally:
+            shutdown()
+
+
+def _serve(job: ScoringJob, position: RolePosition) -> None:
+    pipelines = job.own.plan.pipelines
+    pipeline = next(p for p in pipelines if position.rank in {r for s in p.stages for r in s.ranks})
+    feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, pin=job.own.device.type == "cuda")
+    trainer, _ = build(job.own, feed=feed, trained=False)
+    _fill(job, trainer, position)
+    lanes, coord = Lanes(trainer, feed), trainer.runtime.coord
+    channel: Channel | None = None
+    if position.rank == 0:
+        with as_training_error(coord):
+            link = role_message_link(job.roles, job.role, position, job.run.train.timeout)
+        channel = Channel(link, job.roles.role_ranks["policy"].start)
+    while True:
+        told: list[Any] = [None]
+        if channel is not None:
+            with as_training_error(coord):
+                told[0] = channel.receive()
+        if dist.is_initialized():
+            with guard_world_collective(coord, "the controller's message"):
+                dist.broadcast_object_list(told, src=0)
+        kind, *rest = told[0]
+        if kind == "stop":
+            return
+        scores = _score(job, lanes, *rest)
+        if channel is not None:
+            with as_training_error(coord):
+                channel.send(scores)
+
+
+def _score(job: ScoringJob, lanes: Lanes, rows: Rows, count: int) -> torch.Tensor:
+    """A number of each of `count` tokens or sequences: fp64 on the host, on all ranks of the role."""
+
+    def make(place_RS: torch.Tensor) -> Recorder:
+        if job.role == "reward":
+            return LastValues(place_RS, count)
+        return TokenScores(place_RS, count, temperature=job.run.generation.temperature)
+
+    return lanes.record(rows, make, "scores")
+
+
+def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> None:
+    """Fill this rank's weights: those of the policy, or a checkpoint's."""
+    runtime, dtype = trainer.runtime, DTYPES[job.run.train.precision]
+    weights = own_weights(runtime)
+    if job.reward_model is None:
+        with as_training_error(runtime.coord):
+            move_weights(
+                role_buckets(job.roles, job.role, dtype.itemsize),
+                weights,
+                runtime.shards,
+                link=role_weight_link(job.roles, job.role, position, job.run.train.timeout),
+                job_rank=position.job_rank,
+                dtype=dtype,
+            )
+        return
+    load_parts(job.reward_model, weights, runtime.shards)
