@@ -26,7 +26,7 @@ from yuan_train.schedule.schedules import make_schedule
 SIZES = (1, 2)
 SCHEDULES = ("1f1b", "zero_bubble", "interleaved_1f1b")
 NUM_PLANS = 120
-WORK = 4e6
+WORK = 1.2e7
 
 
 def random_problem(chance: random.Random):
@@ -202,7 +202,7 @@ def test_a_bound_of_slower_stages_is_undercut(monkeypatch):
         return replace(table, seconds=3 * table.seconds)
 
     monkeypatch.setattr(equal_bound, "stage_table", slower)
-    assert bounds_of(costs, ("1f1b",), least, work=1.5e7).any_seconds > least
+    assert bounds_of(costs, ("1f1b",), least, work=2e7).any_seconds > least
 
 
 # --- all plans of few cards ------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_no_plan_of_few_cards_is_faster_than_the_bound_of_its_schedule(memory: f
             if is_equal(plan, cost):
                 fastest_equal[plan.schedule] = min(fastest_equal[plan.schedule], seconds)
     least = min(fastest_any.values())
-    bounds = bounds_of(costs, SCHEDULES, least, work=1.2e7)
+    bounds = bounds_of(costs, SCHEDULES, least, work=1.5e7)
     for bound in bounds.under:
         for name in bound.schedules:
             assert bound.any_seconds <= fastest_any[name] * (1 + 1e-9)

@@ -46,6 +46,8 @@ MAX_STEPS = 40
 Grid = tuple[int, float]
 COARSE, FINE = (4, 1.25), (8, 1.1)
 """Cells and growth of `pipeline_bound.Limits`."""
+WORK_PER_KIND = 250_000
+"""Of a table of stages."""
 HOST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1.0)
 """Ends of ranges of the hosts' seconds, as shares of a step."""
 
@@ -126,10 +128,11 @@ class Setting:
         """Sequences of a step."""
         return self.costs.problem.global_batch_size
 
-    def table(self, size: int, owner_share: float, host_seconds: float) -> StageTable:
+    def table(self, size: int, owner_share: float, host_seconds: float, work: Work) -> StageTable:
         """Stages that hold such a share of their optimizer state; see `stage_table`."""
         key = (size, owner_share, host_seconds)
         if key not in self.tables:
+            work.left -= WORK_PER_KIND * len(self.kinds)
             self.tables[key] = stage_table(
                 self.costs,
                 self.kinds,
@@ -221,7 +224,7 @@ def excludes_equal(
         compute = seconds - max(setting.update_seconds, least)
         if compute <= 0:
             return True
-        table = setting.table(size, 1.0 / count, most)
+        table = setting.table(size, 1.0 / count, most, work)
         limits = setting.limits(
             table,
             size,

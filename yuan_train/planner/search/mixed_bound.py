@@ -139,7 +139,7 @@ class _Columns:
     """Ranges that gave a column, which are tried first."""
 
     def limits(self, size: int, begin: int) -> tuple[StageTable, Limits]:
-        table = self.setting.table(size, self.owner_share, self.host_seconds)
+        table = self.setting.table(size, self.owner_share, self.host_seconds, self.work)
         limits = self.setting.limits(
             table,
             size,
