@@ -118,7 +118,7 @@ def test_what_is_refused(tmp_path: Path, scores: Path) -> None:
         check_rl_plan_of_run(roles, load_rl(path, (KL,)))
     reward = roles.roles.reward
     assert reward is not None
-    other = replace(reward.plan, model=replace(reward.plan.model, hidden_size=32))
+    other = replace(reward.plan, model=replace(reward.plan.model, max_sequence_length=17))
     roles = replace(roles, roles=replace(roles.roles, reward=RolePlan(plan=other)))
     with pytest.raises(PlanError, match=r"roles.reward.plan.model: not that of .*scores"):
         prepare_scoring(load_rl(path, (KL, model)), roles, "reward", Position())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,6 @@ from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.parallel.boxes import global_boxes
-from yuan_train.parallel.shard import Shard, TensorBox
 
 
 @dataclass(frozen=True)
@@ -172,27 +170,24 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
 
 
 def load_parts(
-    checkpoint: Checkpoint, parts: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
+    checkpoint: Checkpoint,
+    parts: Mapping[str, torch.Tensor],
+    shard_of: Callable[[str, torch.Tensor], LocalShard],
 ) -> None:
     """Fill a rank's parts of parameters, by global name, with the masters in their precision. Not collective.
 
-    Raises CheckpointError if a name is missing or a global shape differs.
+    `shard_of` says of which boxes a part's master, flat [n], is made. Raises CheckpointError if a name is
+    missing or a global shape differs.
     """
     reader = Reader(checkpoint.path)
     held = tensor_names(checkpoint)
     for name, part in parts.items():
-        key, shard = f"{WEIGHTS}.{name}", shards[name]
+        key = f"{WEIGHTS}.{name}"
         if key not in held:
             raise CheckpointError(f"{checkpoint.path}: {key} is missing")
         master = torch.empty(part.numel(), dtype=_dtype_of(reader, key))
-        boxes = tuple(
-            TensorBox(
-                box.offsets, box.sizes, master[box.start : box.start + box.num_elements].view(box.sizes)
-            )
-            for box in global_boxes(shard, shard.index, shard.count, 0, part.numel())
-        )
         # One by one: a model in another precision needs no second copy of itself.
-        _load(checkpoint, reader, {key: LocalShard(torch.Size(shard.shape), boxes)}, no_dist=True)
+        _load(checkpoint, reader, {key: shard_of(name, master)}, no_dist=True)
         with torch.no_grad():
             part.copy_(master.view(part.shape))
 

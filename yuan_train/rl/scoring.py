@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.checkpoint.load import Checkpoint, load_parts
+from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import PlanError
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
+from yuan_train.parallel.boxes import global_boxes
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, shutdown
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
+from yuan_train.parallel.shard import TensorBox
 from yuan_train.rl.channels import Channel
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.rl.lanes import Lanes, Recorder
@@ -130,4 +133,16 @@ def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> None:
                 dtype=dtype,
             )
         return
-    load_parts(job.reward_model, weights, runtime.shards)
+
+    def shard_of(name: str, master: torch.Tensor) -> LocalShard:
+        shard = runtime.shards[name]
+        boxes = global_boxes(shard, shard.index, shard.count, 0, master.numel())
+        return LocalShard(
+            torch.Size(shard.shape),
+            tuple(
+                TensorBox(b.offsets, b.sizes, master[b.start : b.start + b.num_elements].view(b.sizes))
+                for b in boxes
+            ),
+        )
+
+    load_parts(job.reward_model, weights, shard_of)
