@@ -32,8 +32,8 @@ MAX_RESTRUCTURED_CARDS = 56
 POLISH_WORK, POLISH_WORK_PER_CARD = 4_000_000, 4_000
 """Budget of all polishes on few cards, and for each card of more; see `descent.Budget`."""
 RESTRUCTURE_WORK = 12_000_000
-"""Budget of all changes of structure, with the polishes that they bring, on few cards; twice that on more, for
-each plan goes two ways there."""
+"""Budget of all changes of structure, with the polishes that they bring, on few cards; twice that on more,
+for each plan goes two ways there."""
 NUM_RESTRUCTURED, MOST_RESTRUCTURED = 3, 6
 """Polished plans whose structure is changed; the same on few cards, with the fastest of other kinds."""
 WORTH_RESTRUCTURING = 1.2
