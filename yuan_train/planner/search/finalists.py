@@ -32,7 +32,8 @@ MAX_RESTRUCTURED_CARDS = 56
 POLISH_WORK, POLISH_WORK_PER_CARD = 4_000_000, 4_000
 """Budget of all polishes on few cards, and for each card of more; see `descent.Budget`."""
 RESTRUCTURE_WORK = 12_000_000
-"""Budget of all changes of structure, with the polishes that they bring."""
+"""Budget of all changes of structure, with the polishes that they bring, on few cards; twice that on more,
+for each plan goes two ways there."""
 NUM_RESTRUCTURED, MOST_RESTRUCTURED = 3, 6
 """Polished plans whose structure is changed; the same on few cards, with the fastest of other kinds."""
 WORTH_RESTRUCTURING = 1.2
@@ -102,8 +103,9 @@ def _with_polished(
     starts = [result[i] for i in _restructured(fastest, result, len(cards))] if few else []
     if starts and len(cards) <= FEW_CARDS:
         starts += _under_other_schedules(costs, starts[0], options, stopped)
+    ways = 1 if len(cards) <= FEW_CARDS else 2
     for start in starts:
-        budget = Budget(RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
+        budget = Budget(ways * RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
         plan, cost = restructure_plan(costs, start.plan, start.cost, cards, options, budget)
         result.append(Candidate(plan=plan, cost=cost, shape=_reshaped(start.shape, plan)))
     return result

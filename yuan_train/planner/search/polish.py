@@ -81,10 +81,13 @@ def restructure_plan(
         return best
     own_sizes = tuple(dict.fromkeys(pipeline.micro_batch_size for pipeline in plan.pipelines))
     own = replace(options, polished_schedules=(plan.schedule,), polished_sizes=own_sizes)
-    # Two ways lead to unlike plans: all choices at once, and the plan's own schedule and sizes first.
-    at_once = budget.part(budget.work / 2)
-    wide = _restructured(costs, best, cards, options, at_once, set())
-    budget.work += at_once.work - budget.work / 2
+    # Two ways lead to unlike plans: all choices at once, and the plan's own schedule and sizes first. On few
+    # cards the parts below have the time for both.
+    wide = best
+    if len(cards) > FEW_CARDS:
+        at_once = budget.part(budget.work / 2)
+        wide = _restructured(costs, best, cards, options, at_once, set())
+        budget.work += at_once.work - budget.work / 2
     half = budget.part(budget.work / 2)
     # What did not gain under less choice does not gain from the same plan under more.
     tried: set[Draft] = set()
