@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
-from yuan_train.config.devices import Backend, DeviceType
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import LinkProfile, Profile
 
@@ -68,20 +68,17 @@ def make_topology(cluster: Cluster, profile: Profile | None = None) -> Topology:
 
 def uses_gloo(topology: Topology, cards: Iterable[Card]) -> bool:
     """Whether the library of a group of these cards is gloo, from host memory to host memory, instead of
-    their own."""
-    return share_only_gloo(_backend(topology.types[name]) for name in {card.type for card in cards})
-
-
-def _backend(device: DeviceType) -> Backend:
-    """A simulated card is a process without a card, which has gloo alone."""
-    return device.backend if device.slowdown is None else "gloo"
+    their own. Simulated cards are processes without a card, which have gloo alone."""
+    types = [topology.types[name] for name in {card.type for card in cards}]
+    simulated = all(device.slowdown is not None for device in types)
+    return simulated or share_only_gloo(device.backend for device in types)
 
 
 def copy_seconds_per_byte(topology: Topology, cards: Iterable[Card]) -> float:
     """Seconds per byte of one copy between each of these cards and its host, one after the other; a card of
-    gloo's is its host."""
+    gloo's, or a simulated one, is its host."""
     types = [topology.types[card.type] for card in cards]
-    return sum(1.0 / card.host_link for card in types if _backend(card) != "gloo")
+    return sum(1.0 / card.host_link for card in types if card.backend != "gloo" and card.slowdown is None)
 
 
 def find_route(topology: Topology, source: Card, target: Card) -> Route:
