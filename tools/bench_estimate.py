@@ -28,10 +28,11 @@ from yuan_train.config.dump import dump, write_text
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.run import Recompute, load_run
-from yuan_train.models.generate import generate_batch
+from yuan_train.models.sampling import draw, draw_keys
+from yuan_train.models.slots import fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
-from yuan_train.planner.costs.yuan_memory import yuan_memory
+from yuan_train.planner.costs.yuan_memory import PREFILL_CHUNK, yuan_memory
 from yuan_train.train.footprint import held_bytes, peak_memory_bytes, reset_peak_memory
 from yuan_train.train.measure import machine_name
 
@@ -89,6 +90,7 @@ YUAN = {
     "vocab_size": 4096,
 }
 WIDE_CACHE = FLAT | {"num_key_value_heads": 8, "ffn_hidden_size": 256, "vocab_size": 64}
+MANY_WORDS = FLAT | {"vocab_size": 65536}
 QWEN = DEEP | {"architecture": "qwen", "qkv_bias": True, "num_layers": 2, "vocab_size": 32768}
 CASES = (
     Case(name="Llama", sizes=DEEP, samples=SHORT),
@@ -99,6 +101,7 @@ CASES = (
     Case(name="Qwen", sizes=QWEN, samples=SHORT, recompute="full"),
     Case(name="Llama", sizes=FLAT, samples=Samples(group=64, prompt=256, new=16), generate=True),
     Case(name="Llama", sizes=WIDE_CACHE, samples=Samples(group=128, prompt=16, new=240), generate=True),
+    Case(name="Llama", sizes=MANY_WORDS, samples=Samples(group=64, prompt=64, new=4), generate=True),
 )
 
 
@@ -230,13 +233,30 @@ def generate_alone(case: Case, results) -> None:  # pyright: ignore
 
 
 def _generate(model: ModelConfig, samples: Samples) -> None:
-    transformer = Transformer(model)
+    """As `yuan_train.rl.generator` does it on one card: the prompt is read once, by chunks, and copied to the
+    slots of all answers; then a token is added to each, round by round."""
+    transformer, group = Transformer(model), samples.group
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter.normal_(std=0.02)
-    prompts = [[i % model.vocab_size for i in range(samples.prompt)] for _ in range(samples.group)]
-    for _ in generate_batch(transformer, prompts, max_new_tokens=samples.new, seed=0):
-        pass
+    read = new_slots(transformer, slots=1, max_length=samples.prompt)
+    hidden_BSH = torch.empty(0)
+    for first in range(0, samples.prompt, PREFILL_CHUNK):
+        places = torch.arange(first, min(first + PREFILL_CHUNK, samples.prompt)).unsqueeze(0)
+        last = int(places[0, -1])
+        hidden_BSH = step_slots(transformer, places % model.vocab_size, read, places, last=last)
+    slots = new_slots(transformer, slots=group, max_length=samples.length)
+    sources = torch.zeros(group, dtype=torch.int64)
+    fork(read, sources, slots, torch.arange(group), length=samples.prompt)
+    rows = [0] * group
+    for token in range(samples.new):
+        keys = [draw_keys(0, 0, sample, token) for sample in range(group)]
+        drawn = draw(transformer, hidden_BSH[:, -1], rows, keys, temperature=1.0, greedy=False)
+        rows = list(range(group))
+        if token + 1 < samples.new:
+            place = samples.prompt + token
+            tokens = drawn[:, 0].to(torch.int64).unsqueeze(1)
+            hidden_BSH = step_slots(transformer, tokens, slots, torch.full((group, 1), place), last=place)
 
 
 if __name__ == "__main__":
