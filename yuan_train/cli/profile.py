@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from yuan_train.cli.launch import Node, free_port, start_ranks
 from yuan_train.config.cluster import Cluster, load_cluster
-from yuan_train.config.devices import CATALOGUE, Backend, Precision
+from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.dump import as_plain, write_text
 from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError, HostMemoryError
@@ -302,11 +302,11 @@ def _measure_card(bench: Bench) -> Profile:
         precision=precision,
         compile=base.compile,
         entries=tuple(entries),
-        hosts=_measure_host(bench, precision),
+        hosts=_measure_host(bench),
     )
 
 
-def _measure_host(bench: Bench, precision: Precision) -> tuple[HostProfile, ...]:
+def _measure_host(bench: Bench) -> tuple[HostProfile, ...]:
     """What this rank's card gets of its host; nothing if some rank has no host memory for that."""
     from yuan_train.train.measure_host import host_room, measure_host
 
@@ -324,7 +324,6 @@ def _measure_host(bench: Bench, precision: Precision) -> tuple[HostProfile, ...]
         room,
         device=bench.device,
         device_type=bench.device_type,
-        precision=precision,
         bytes_per_second=bench.host_link,
     )
     return (found,)

@@ -13,17 +13,17 @@ import time
 import torch
 import torch.distributed as dist
 
-from yuan_train.config.devices import Precision
 from yuan_train.config.profile import HostProfile
 from yuan_train.parallel.tiers.link import Transfer, make_link
 from yuan_train.parallel.tiers.slab import HostSlab
-from yuan_train.planner.costs.workload import STATE_BYTES
 
 COPIED_BYTES, COPIES = 8 << 20, 4
 """Of each copy, and the copies each way that are in flight."""
 SLOW_SECONDS = 0.1
 """About the longest that the copies of a simulated card's slow link take."""
 STEP_ELEMENTS = 1 << 21
+STEP_TRAFFIC = 28
+"""Bytes of a step in fp32, an element: weight, gradient, moments are read, all but the gradient written."""
 REPEATS = 3
 
 
@@ -37,7 +37,6 @@ def measure_host(
     *,
     device: torch.device,
     device_type: str,
-    precision: Precision,
     bytes_per_second: float | None = None,
 ) -> HostProfile:
     """The rates of this rank's card; collective over all ranks.
@@ -53,7 +52,7 @@ def measure_host(
         device_type=device_type,
         host_link_down=COPIES * copied / down,
         host_link_up=COPIES * copied / up,
-        host_step_bytes_per_second=_step_rate(STATE_BYTES[precision].update_traffic),
+        host_step_bytes_per_second=_step_rate(),
     )
 
 
@@ -83,8 +82,8 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _step_rate(traffic: float) -> float:
-    """Bytes a second of AdamW on the host, where an element's step moves `traffic` bytes."""
+def _step_rate() -> float:
+    """Bytes a second that AdamW moves in the host's memory."""
     master = torch.zeros(STEP_ELEMENTS)
     master.grad = torch.ones(STEP_ELEMENTS)
     adamw = torch.optim.AdamW([master], lr=1e-3, fused=True)
@@ -94,7 +93,7 @@ def _step_rate(traffic: float) -> float:
         began = time.perf_counter()
         adamw.step()
         seconds.append(time.perf_counter() - began)
-    return traffic * STEP_ELEMENTS / statistics.median(seconds[1:])
+    return STEP_TRAFFIC * STEP_ELEMENTS / statistics.median(seconds[1:])
 
 
 def _together() -> None:
