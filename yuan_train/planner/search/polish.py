@@ -143,7 +143,8 @@ def _restructured(
             break
         nearest = min(range(len(near)), key=lambda i: near[i][1].step_seconds)
         centre = polish_plan(costs, *near.pop(nearest), options, budget)
-        best = min(best, centre, key=lambda priced: priced[1].step_seconds)
+        if centre[1].step_seconds < best[1].step_seconds:
+            best = centre
     return best
 
 
