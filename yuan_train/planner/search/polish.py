@@ -132,20 +132,19 @@ def _restructured(
     by itself, the search goes on from the changes that cost least: so are two changes found that gain
     together. `tried` are the changes that were tried so far."""
     near: list[Priced] = []
-    centre = best
+    centre: Priced = best
     while not budget.is_over:
-        found = _around(costs, centre, best, cards, options, budget, tried, near)
-        gained = found is not best
-        best = polish_plan(costs, *found, options, budget) if gained else best
-        if gained:
-            centre = best
+        found: Priced = _around(costs, centre, best, cards, options, budget, tried, near)
+        if found is not best:
+            best = centre = polish_plan(costs, *found, options, budget)
             continue
         near = [other for other in near if _is_near(other, best)]
         if not near:
             break
         nearest = min(range(len(near)), key=lambda i: near[i][1].step_seconds)
         centre = polish_plan(costs, *near.pop(nearest), options, budget)
-        best = min(best, centre, key=lambda priced: priced[1].step_seconds)
+        if centre[1].step_seconds < best[1].step_seconds:
+            best = centre
     return best
 
 
