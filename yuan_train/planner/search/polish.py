@@ -136,16 +136,22 @@ def _restructured(
     while not budget.is_over:
         found: Priced = _around(costs, centre, best, cards, options, budget, tried, near)
         if found is not best:
-            best = centre = polish_plan(costs, *found, options, budget)
+            best = polish_plan(costs, found[0], found[1], options, budget)
+            centre = best
             continue
-        near = [other for other in near if _is_near(other, best)]
-        if not near:
+        nearest = _take_nearest(near, best)
+        if nearest is None:
             break
-        nearest = min(range(len(near)), key=lambda i: near[i][1].step_seconds)
-        centre = polish_plan(costs, *near.pop(nearest), options, budget)
+        centre = polish_plan(costs, nearest[0], nearest[1], options, budget)
         if centre[1].step_seconds < best[1].step_seconds:
             best = centre
     return best
+
+
+def _take_nearest(near: list[Priced], best: Priced) -> Priced | None:
+    """Take the fastest plan from the list; those that are no longer near the best one are dropped."""
+    near.sort(key=lambda priced: priced[1].step_seconds)
+    return near.pop(0) if near and _is_near(near[0], best) else None
 
 
 def _around(
