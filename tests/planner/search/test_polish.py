@@ -18,6 +18,7 @@ from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
 from yuan_train.planner.search.descent import Budget, PipelineScreen, balanced_cut, lawful_depths
 from yuan_train.planner.search.one_f_one_b import one_f_one_b_seconds
 from yuan_train.planner.search.polish import polish_plan, polished_estimate, restructure_plan
+from yuan_train.planner.search.regroup import regrouped
 from yuan_train.planner.search.restructure import draft_of, neighbours, plan_of
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import read_options
@@ -209,6 +210,23 @@ def test_every_neighbour_keeps_the_laws_and_the_search_keys():
         plan = plan_of(costs, other)
         assert plan.world_size == best.plan.world_size
         assert {p.num_micro_batches for p in plan.pipelines} == {8}
+
+
+def test_regrouped_pipelines_keep_the_laws_the_cards_and_the_batch():
+    given_problem = problem(TWO_SPEEDS, global_batch_size=16)
+    costs = make_costs(given_problem)
+    best = find(given_problem, pipelines=(2,)).best
+    draft = draft_of(best.plan, best.cost)
+    numbers: set[int] = set()
+    for other in regrouped(draft, options(tensor=(1, 2), replicas=(1, 2))):
+        plan = plan_of(costs, other)
+        assert not list(validate_plan(plan))
+        assert plan.world_size == best.plan.world_size
+        numbers.add(len(plan.pipelines))
+    assert numbers == {1, 2, 4}
+    kept = options(pipelines=(2,), replicas=(1,))
+    assert {len(other.pipelines) for other in regrouped(draft, kept)} <= {2}
+    assert not list(regrouped(draft, options(device_order="fixed")))
 
 
 def test_restructuring_finds_a_larger_micro_batch():
