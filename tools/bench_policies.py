@@ -15,6 +15,7 @@ host steps sleep, copies go through the engine's own links and chunks of host st
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
 from dataclasses import dataclass, replace
@@ -269,6 +270,10 @@ def _work(
     )
 
 
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
 def measure(work: Work, scale: float) -> float:
     """Seconds of the step with everything `scale` times as fast, through the engine's links and chunks."""
     elements = 1024
@@ -283,7 +288,7 @@ def measure(work: Work, scale: float) -> float:
         if work.copy:
             target = torch.empty_like(kept)
             with clock.pause():
-                saving.begin(lambda: target.copy_(kept), num_bytes).finish()
+                saving.begin(functools.partial(_copy, kept, target), num_bytes).finish()
 
     links = HostLinks(down=down, up=up)
     chunks = [_chunk(i, elements, links) for i in range(CHUNKS)] if work.host_step else []

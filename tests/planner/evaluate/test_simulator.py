@@ -15,7 +15,7 @@ from yuan_train.planner.evaluate.simulator import (
 )
 from yuan_train.planner.evaluate.steady import Rounds
 from yuan_train.schedule.schedules import make_schedule
-from yuan_train.schedule.step import one_worker_each
+from yuan_train.schedule.step import Kind, one_worker_each
 
 
 def run(forward, backward, links, m, *, sends: Sends = "overlapped", schedule="1f1b"):
@@ -200,7 +200,10 @@ def test_one_f_one_b_without_its_schedule_is_in_the_same_order(stages, count):
     for worker in range(stages):
         assert [o for o in direct if o.worker == worker] == [o for o in scheduled if o.worker == worker]
     place = {operation[:3]: i for i, operation in enumerate(direct)}
-    sent_by = {"forward": ("send_activation", -1), "backward": ("send_gradient", 1)}
+    sent_by: dict[Kind, tuple[Kind, int]] = {
+        "forward": ("send_activation", -1),
+        "backward": ("send_gradient", 1),
+    }
     for i, (kind, stage, micro_batch, _, _, waits) in enumerate(direct):
         if waits:
             send, step = sent_by[kind]

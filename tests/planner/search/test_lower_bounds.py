@@ -24,7 +24,7 @@ from yuan_train.planner.search.stage_table import StageTable, stage_table
 from yuan_train.schedule.schedules import make_schedule
 
 SIZES = (1, 2)
-SCHEDULES = ("1f1b", "zero_bubble", "interleaved_1f1b")
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble", "interleaved_1f1b")
 NUM_PLANS = 120
 WORK = 1.2e7
 
@@ -335,7 +335,7 @@ def plan_of(
 @pytest.mark.parametrize(("memory", "network"), [(4.0, 1e7), (0.02, 1e9)])
 def test_no_plan_of_few_cards_is_faster_than_the_bound_of_its_schedule(memory: float, network: float):
     costs = make_costs(few_cards(memory, network))
-    fastest_any = dict.fromkeys(SCHEDULES, float("inf"))
+    fastest_any: dict[ScheduleName, float] = dict.fromkeys(SCHEDULES, float("inf"))
     fastest_equal = dict(fastest_any)
     for plan in every_plan(costs):
         if any(True for _ in validate_plan(plan)):

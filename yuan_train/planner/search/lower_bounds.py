@@ -103,7 +103,9 @@ def lower_bounds(
         any_seconds = _climb(
             least_seconds, high, mixed(schedules), 1 / 3, MIXED_PRECISION, Work(mixed_work), stopped
         )
-        names = tuple(name for name in scope.schedules if CLASSES[name] == schedules)
+        names: tuple[ScheduleName, ...] = tuple(
+            name for name in scope.schedules if CLASSES[name] == schedules
+        )
         under.append(ScheduleBound(names, equal_seconds, any_seconds))
     return Bounds(
         equal_seconds=min(bound.equal_seconds for bound in under),
