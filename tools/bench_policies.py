@@ -15,7 +15,6 @@ host steps sleep, copies go through the engine's own links and chunks of host st
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import time
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks
-from yuan_train.parallel.tiers.link import make_link
+from yuan_train.parallel.tiers.link import begin_copy, make_link
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
@@ -275,10 +274,6 @@ def _work(
     )
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
-
-
 def measure(work: Work, scale: float) -> float:
     """Seconds of the step with everything `scale` times as fast, through the engine's links and chunks."""
     elements = 1024
@@ -293,7 +288,7 @@ def measure(work: Work, scale: float) -> float:
         if work.copy:
             target = torch.empty_like(kept)
             with clock.pause():
-                saving.begin(functools.partial(_copy, kept, target), num_bytes).finish()
+                begin_copy(saving, kept, target).finish()
 
     links = HostLinks(down=down, up=up)
     chunks = [_chunk(i, elements, links) for i in range(CHUNKS)] if work.host_step else []

@@ -134,31 +134,16 @@ def parallelize(
     all_parameters = {n: p for held in parameters.values() for n, p in held.items()}
     slab = page_slab(all_parameters, shards, grid.paged_units, device)
     buckets = _flatten(grid, rank, all_parameters, shards, slab, trained=trained)
-    buckets_of: dict[str, list[int]] = {}
-    for number, bucket in enumerate(buckets):
-        for name in bucket.parameters:
-            buckets_of.setdefault(name, []).append(number)
-    states = (
-        ()
-        if not trained
-        else make_states(
-            plan,
-            buckets,
-            groups,
-            [
-                [
-                    pipeline.stages[s]
-                    for s, held in parameters.items()
-                    if bucket.parameters.keys() & held.keys()
-                ]
-                for bucket in buckets
-            ],
-            reduce_dtype,
-            tiers,
-        )
-    )
-    for module in modules.values() if trained else ():
-        _await_weights(module, states, buckets_of)
+    buckets_of = _buckets_of(buckets)
+    states: tuple[OwnedState, ...] = ()
+    if trained:
+        stages = [
+            [pipeline.stages[s] for s, held in parameters.items() if bucket.parameters.keys() & held.keys()]
+            for bucket in buckets
+        ]
+        states = make_states(plan, buckets, groups, stages, reduce_dtype, tiers)
+        for module in modules.values():
+            _await_weights(module, states, buckets_of)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
     offloads = offloads_of({s: pipeline.stages[s] for s in coord.stages})
     program, evaluation_program, bridge = _make_programs(grid, coord, groups, Boundary(shape, dtype, device))
@@ -187,6 +172,15 @@ def parallelize(
         copies=_copies_of(program, offloads, coord.pipeline) if offloads else None,
         pages=pages,
     )
+
+
+def _buckets_of(buckets: Sequence[FlatBucket]) -> dict[str, list[int]]:
+    """The numbers of the buckets that have a part of each parameter, by name."""
+    found: dict[str, list[int]] = {}
+    for number, bucket in enumerate(buckets):
+        for name in bucket.parameters:
+            found.setdefault(name, []).append(number)
+    return found
 
 
 def _add_collectives(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from yuan_train.config.rl import OnLostEngine
-from yuan_train.config.rl_plan import RlPlan
+from yuan_train.config.rl_plan import RlPlan, RoleName
 from yuan_train.parallel.links import Link, RolePosition, post_weights
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
@@ -43,18 +43,20 @@ def engine_ranks(roles: RlPlan) -> list[tuple[int, ...]]:
     return found
 
 
-def weight_buckets(roles: RlPlan, itemsize: int) -> list[tuple[Bucket, ...]]:
-    """What each rank of the policy sends to each rank of each engine, the same on all ranks."""
-    engines = roles.roles.generation.plan
-    assert engines is not None, "roles are apart"
+def role_buckets(roles: RlPlan, role: RoleName, itemsize: int) -> tuple[Bucket, ...]:
+    """What each rank of the policy sends to each rank of a role with the same model."""
     devices = [entry.device.rpartition("/")[0] for entry in roles.ranks]
-    first = roles.role_ranks["generation"].start
     table = transfer_table(
         plan_holdings(roles.roles.policy.plan),
-        plan_holdings(engines, first_rank=first),
+        plan_holdings(roles.plans[role], first_rank=roles.role_ranks[role].start),
         node_of=lambda rank: devices[rank],
     )
-    buckets = make_buckets(table, itemsize=itemsize)
+    return make_buckets(table, itemsize=itemsize)
+
+
+def weight_buckets(roles: RlPlan, itemsize: int) -> list[tuple[Bucket, ...]]:
+    """What each rank of the policy sends to each rank of each engine, the same on all ranks."""
+    buckets = role_buckets(roles, "generation", itemsize)
     return [tuple(b for b in buckets if b.target in ranks) for ranks in engine_ranks(roles)]
 
 

@@ -16,8 +16,8 @@ from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.parallel.groups import as_training_error, guard_world_collective
 from yuan_train.parallel.links import Link, RolePosition, post_weights
-from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
 from yuan_train.rl.channels import Channel
+from yuan_train.rl.engines import role_buckets
 from yuan_train.rl.experience import Rows, make_score_rows
 from yuan_train.rl.reference import own_weights
 from yuan_train.train.build import DTYPES
@@ -38,17 +38,6 @@ def role_weight_link(
     """The link of the policy's ranks and a role's, on any of them."""
     ranks = [*roles.role_ranks["policy"], *roles.role_ranks[role]]
     return Link(f"weights of the {role}", ranks, position, timeout_seconds=timeout_seconds)
-
-
-def role_buckets(roles: RlPlan, role: ScoringRole, itemsize: int) -> tuple[Bucket, ...]:
-    """What each rank of the policy sends to each rank of a role with the same model."""
-    devices = [entry.device.rpartition("/")[0] for entry in roles.ranks]
-    table = transfer_table(
-        plan_holdings(roles.roles.policy.plan),
-        plan_holdings(roles.plans[role], first_rank=roles.role_ranks[role].start),
-        node_of=lambda rank: devices[rank],
-    )
-    return make_buckets(table, itemsize=itemsize)
 
 
 class RemoteScores:

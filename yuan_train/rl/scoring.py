@@ -23,11 +23,12 @@ from yuan_train.parallel.groups import as_training_error, guard_world_collective
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.rl.channels import Channel
+from yuan_train.rl.engines import job_ranks, role_buckets
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.rl.lanes import Lanes, Recorder
 from yuan_train.rl.losses import TokenScores
 from yuan_train.rl.reference import own_weights
-from yuan_train.rl.remote import role_buckets, role_message_link, role_weight_link
+from yuan_train.rl.remote import role_message_link, role_weight_link
 from yuan_train.rl.reward_model import LastValues, find_reward_model
 from yuan_train.train.build import DTYPES, build
 from yuan_train.train.job import Job, Position, check_position
@@ -65,7 +66,7 @@ def serve_scores(job: ScoringJob) -> None:
     """Score until the controller says stop. Raises TrainingError if another rank is lost."""
     train = job.run.train
     position = join_role(
-        {str(name): ranks for name, ranks in job.roles.role_ranks.items()},
+        job_ranks(job.roles),
         device=job.own.device,
         timeout_seconds=train.timeout,
         startup_seconds=train.startup_timeout,

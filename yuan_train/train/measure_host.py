@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.profile import HostProfile
-from yuan_train.parallel.tiers.link import Transfer, make_link
+from yuan_train.parallel.tiers.link import Transfer, begin_copy, make_link
 from yuan_train.parallel.tiers.slab import HostSlab
 
 COPIED_BYTES, COPIES = 8 << 20, 4
@@ -62,24 +62,20 @@ def _seconds_both_ways(
     """(down, up): until COPIES of [n] bytes have gone that way, as many of the other way having begun too."""
     source, target = (torch.ones_like(low, device=device) for _ in range(2))
     links = [make_link(device, bytes_per_second=rate) for _ in range(2)]
-    copies = [lambda: _copy(source, low), lambda: _copy(high, target)]
+    ways = ((source, low), (high, target))
     seconds: list[list[float]] = [[], []]
     for _ in range(1 + REPEATS):
         _together()
         began = time.perf_counter()
         transfers: list[list[Transfer]] = [[], []]
         for _, way in itertools.product(range(COPIES), range(2)):
-            transfers[way].append(links[way].begin(copies[way], low.numel()))
+            transfers[way].append(begin_copy(links[way], *ways[way]))
         for own, found in zip(transfers, seconds, strict=True):
             own[-1].finish()
             found.append(time.perf_counter() - began)
     # The first time touches the pages.
     down, up = (statistics.median(found[1:]) for found in seconds)
     return down, up
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
 
 
 def _step_rate() -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from yuan_train.parallel.tiers.disk import DiskStore
-from yuan_train.parallel.tiers.link import Link, Transfer, make_link
+from yuan_train.parallel.tiers.link import Link, Transfer, begin_copy, make_link
 from yuan_train.parallel.tiers.slab import HostSlab
 
 CHUNK = 1 << 22
@@ -81,9 +81,7 @@ class HostChunk:
         # Of a chunk that no forward has used since: on their way up from the buffer that is filled now.
         self.finish_weights()
         self._source = source
-        self._coming = self.links.down.begin(
-            lambda: _copy(source, self.gradient), source.numel() * source.itemsize
-        )
+        self._coming = begin_copy(self.links.down, source, self.gradient)
 
     def finish_gradient(self) -> None:
         """Block the host until the gradient is there, and the step may begin."""
@@ -105,7 +103,7 @@ class HostChunk:
             room = self.gradient if self.spare is None else self.spare
             source = room.view(target.dtype)[: target.numel()]
             source.copy_(self.master)
-        self._going = self.links.up.begin(lambda: _copy(source, target), target.numel() * target.itemsize)
+        self._going = begin_copy(self.links.up, source, target)
 
     def take_late_gradient(self) -> None:
         """Block the host until the gradient is there, and set it aside as `spare`, for the late update."""
@@ -136,7 +134,3 @@ def chunk_ranges(num_elements: int, num_matrix_elements: int) -> Iterator[tuple[
     for first, last, decays in ((0, num_matrix_elements, True), (num_matrix_elements, num_elements, False)):
         for start in range(first, last, CHUNK):
             yield start, min(start + CHUNK, last), decays
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)

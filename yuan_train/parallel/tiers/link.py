@@ -34,6 +34,15 @@ class Link(Protocol):
         ...
 
 
+def begin_copy(link: Link, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    """Begin to copy a tensor over a link, without making the host wait where the memory allows."""
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return link.begin(copy, source.numel() * source.itemsize)
+
+
 def make_link(device: torch.device, *, bytes_per_second: float | None = None) -> Link:
     """One direction of a device's link. `bytes_per_second`: that of a simulated card; None: as it comes."""
     if device.type == "cuda":

@@ -14,7 +14,7 @@ import torch
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.tiers.host_state import HostLinks
-from yuan_train.parallel.tiers.link import Transfer
+from yuan_train.parallel.tiers.link import Transfer, begin_copy
 from yuan_train.schedule.step import Step
 
 
@@ -110,13 +110,13 @@ class ParameterPages:
 
     def _up(self, page: _Page, host: torch.Tensor, slot: torch.Tensor) -> None:
         target = slot[: host.numel()]
-        page.coming.append(self._links.up.begin(lambda: _copy(host, target), host.numel() * host.itemsize))
+        page.coming.append(begin_copy(self._links.up, host, target))
 
     def _down(self, page: _Page) -> None:
         assert page.slot is not None and page.is_ready
         host = page.bucket.gradient
         source = page.slot.gradient[: host.numel()]
-        page.going = self._links.down.begin(lambda: _copy(source, host), host.numel() * host.itemsize)
+        page.going = begin_copy(self._links.down, source, host)
         page.is_summed = True
 
     def _page_out(self, step: Step, page: _Page) -> None:
@@ -143,7 +143,3 @@ def _place(bucket: FlatBucket, weights: torch.Tensor, gradient: torch.Tensor) ->
         parameter.main_gradient = own  # pyright: ignore[reportAttributeAccessIssue]
         if not bucket.is_low_precision:
             parameter.grad = own
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)

@@ -140,20 +140,13 @@ def search_plan(
     ranked = rank(costs, _valid(without_hosts if apart else found.candidates, options))
     ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
     before = ranked
-    ranked = [candidate for candidate in ranked if candidate.plan.schedule in options.polished_schedules]
-    ranked = improve(costs, ranked, cards, options, stopped)
-    # Apart, so that no plan without hosts or groups is improved less because there are some with.
     hosted = rank(costs, _valid(found.candidates[len(without_hosts) :] if apart else (), options))
-    hosted = [candidate for candidate in hosted if candidate.plan.schedule in options.polished_schedules]
-    ranked = rank(costs, [*ranked, *improve(costs, hosted, cards, options, stopped)])
-    limit = ranked[0].step_seconds if ranked else math.inf
-    grouped = plans_with_experts(costs, cards, options, limit_seconds=LEAST_HOPE * limit, stopped=stopped)
-    ranked = rank(costs, [*ranked, *improve(costs, rank(costs, grouped), cards, options, stopped)])
+    ranked = _improved(costs, ranked, hosted, cards, options, stopped)
     tries_activations = may_send_activations(costs, ranked, options)
     if tries_activations:
         ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
-    limit = ranked[0].step_seconds if ranked else math.inf
-    ranked = rank(costs, [*ranked, *paged_plans(costs, cards, options, limit_seconds=limit, stopped=stopped)])
+    paged = paged_plans(costs, cards, options, limit_seconds=_least_seconds(ranked), stopped=stopped)
+    ranked = rank(costs, [*ranked, *paged])
     if not ranked and not before and (stopped() or not has_all_shapes):
         raise SearchStopped(
             f"search.time_limit ({search.time_limit:g} s) ended the search before it found a plan that fits; "
@@ -189,6 +182,32 @@ def search_plan(
         num_simulated=found.num_simulated,
         notes=_notes(best.cost),
     )
+
+
+def _improved(
+    costs: Costs,
+    ranked: Sequence[Candidate],
+    hosted: Sequence[Candidate],
+    cards: Sequence[Card],
+    options: Options,
+    stopped: Callable[[], bool],
+) -> list[Candidate]:
+    """The plans under schedules that may be polished, improved, ranked. Plans with hosts, and those that
+    divide experts, are improved apart, so that no other is improved less because there are some."""
+
+    def improved(candidates: Sequence[Candidate]) -> list[Candidate]:
+        wanted = [one for one in candidates if one.plan.schedule in options.polished_schedules]
+        return improve(costs, wanted, cards, options, stopped)
+
+    found = improved(ranked)
+    found = rank(costs, [*found, *improved(hosted)])
+    limit = LEAST_HOPE * _least_seconds(found)
+    grouped = plans_with_experts(costs, cards, options, limit_seconds=limit, stopped=stopped)
+    return rank(costs, [*found, *improve(costs, rank(costs, grouped), cards, options, stopped)])
+
+
+def _least_seconds(ranked: Sequence[Candidate]) -> float:
+    return ranked[0].step_seconds if ranked else math.inf
 
 
 def _closing_seconds(num_cards: int, time_limit: float) -> float:
@@ -301,8 +320,7 @@ def _more_plans(
         splittable = itertools.islice((item for item in split if item[1]), NUM_SPLIT)
         made += [(shape, plan) for shape, plans in splittable for plan in plans]
     if _may_mix(options, cards) and not stopped():
-        limit = ranked[0].step_seconds if ranked else math.inf
-        mixed = mix_pipelines(costs, cards, options, limit_seconds=limit)
+        mixed = mix_pipelines(costs, cards, options, limit_seconds=_least_seconds(ranked))
         made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
     if not stopped():
         made += [(None, plan) for plan in alternating_plans(costs, cards, options)]
