@@ -5,7 +5,13 @@ stage, so that both reduce all gradients. The micro-batch is chosen so that the 
 the backward. Trains three ways: in buckets that start inside the backward, in one bucket that starts when
 the backward has ended, and each node alone without a reduction; in `--rounds` one way after the other, so
 that all see the machine alike when it changes its speed. Prints a Markdown table with the forecasts. Exposed
-is what a user waits: the median step less that of the nodes alone, in parts of the reduction.
+is what a user pays: the median step less that of the nodes alone, in parts of the reduction. Waited is what
+is left of it when a machine changes its speed between trainings: the step less the compute of its slower
+node, less the same of the nodes alone. "Off by" is the forecast against the median step, from the profile and
+with each step's compute as it was measured.
+
+With `--slowdown`, the cards are simulated ones that many times slower than their core: they sleep for the
+rest of the time, which leaves the core to the network's work, as the host of a GPU is left to it.
 """
 
 from __future__ import annotations
@@ -28,9 +34,11 @@ from tools.testbed.run import (
     make_problem,
     measure_profile,
     rank_environment,
+    replay,
     warn_of_load,
     with_random_data,
 )
+from yuan_train.config.cluster import Cluster
 from yuan_train.config.document import Document
 from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import YuanError
@@ -52,16 +60,40 @@ ONE_BUCKET = 10**12
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A way of reducing gradients on a network: forecast and measured step seconds."""
+class Step:
+    """A measured step; alone, of the node that took longer."""
 
-    forecast: float | None
-    seconds: list[float]
-    """Of the steps of all rounds."""
+    seconds: float
+    busy: tuple[float, ...]
+    """Compute seconds of each node."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which the slower node did not compute."""
+        return self.seconds - max(self.busy)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A way of reducing gradients on a network, and its steps of all rounds."""
+
+    bucket_size: int
+    cost: PlanCost | None
+    """The forecast; None for the nodes alone."""
+    steps: list[Step]
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        return statistics.median(step.seconds for step in self.steps)
+
+    @property
+    def waited(self) -> float:
+        return statistics.median(step.waited for step in self.steps)
+
+    def replayed_error(self, plan: Plan) -> float:
+        """How far the forecast is off with each step's compute as it was measured."""
+        assert self.cost is not None
+        return statistics.median(replay(plan, self.cost, step.busy) / step.seconds - 1 for step in self.steps)
 
 
 def main() -> int:
@@ -72,15 +104,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12, help=f"steps, {WARM_UP_STEPS} of them warm-up")
     parser.add_argument("--rounds", type=int, default=1, help="of trainings, each in all ways")
     parser.add_argument("--layers", type=int, default=12, help="of the model")
+    parser.add_argument("--slowdown", type=float, default=1.0, help="of simulated cards; 1: the cores alone")
     parser.add_argument("--network", choices=NETWORKS, action="append", help="default: all")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"Machine: {machine_name()}\n")
-    print(
-        "| network | backward s | reduction s | alone s | one bucket s | exposed | two buckets a layer s "
-        "| exposed | off by |"
-    )
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    print("| network | backward s | reduction s | alone s ", end="")
+    for way in ("one bucket", "two buckets a layer"):
+        print(f"| {way} s | exposed | waited | off by ", end="")
+    print(f"|\n|---{11 * '|--:'}|")
     try:
         warn_of_load()
         for name in options.network or NETWORKS:
@@ -95,7 +127,7 @@ def main() -> int:
 def measure(name: str, rate: float, options: argparse.Namespace, folder: Path) -> str:
     """A row of the table: profile, choose the micro-batch, profile it, and train three ways."""
     specs = tuple(NodeSpec(name=node, cpu=CPU, network=rate) for node in ("left", "right"))
-    cluster = cluster_of(specs)
+    cluster = _slowed(cluster_of(specs), options.slowdown)
     write_text(folder / "cluster.yaml", dump(cluster))
     run = with_random_data(
         load_run(CONFIG, (f"model.num_layers={options.layers}", "model.vocab_size=512")), folder
@@ -114,35 +146,50 @@ def measure(name: str, rate: float, options: argparse.Namespace, folder: Path) -
             if number == 0:
                 size = max(1, round(costs.grad_reduce_seconds / (SHARE * costs.stages[0].backward_seconds)))
         save_plan(folder / "plan.yaml", plan)
+        for node, single in zip(nodes, cluster.nodes, strict=True):
+            lone = replace(problem, cluster=replace(cluster, nodes=(single,)), global_batch_size=size)
+            save_plan(folder / f"{node.spec.name}.yaml", _plan(make_costs(lone), run))
         alone, one, many = (
-            Measured(None if costs is None else cost_plan(costs, plan).step_seconds, [])
-            for costs in (None, whole, halves)
+            Measured(costs.problem.bucket_size, None if way == "alone" else cost_plan(costs, plan), [])
+            for way, costs in (("alone", whole), ("one bucket", whole), ("buckets", halves))
         )
         for number in range(options.rounds):
-            ways = (
-                (alone, None, ONE_BUCKET),
-                (one, plan, ONE_BUCKET),
-                (many, plan, halves.problem.bucket_size),
-            )
-            for way, followed, bucket_size in ways:
-                training = f"{'alone' if followed is None else 'buckets'}-{bucket_size}-{number}"
-                way.seconds.extend(
+            for way in (alone, one, many):
+                training = f"{'alone' if way is alone else 'buckets'}-{way.bucket_size}-{number}"
+                way.steps.extend(
                     _train(
-                        nodes, folder, training, options.steps, run, plan=followed, bucket_size=bucket_size
+                        nodes,
+                        folder / training,
+                        options.steps,
+                        bucket_size=way.bucket_size,
+                        alone_with=size if way is alone else None,
                     )
                 )
-    return _row(name, cost_plan(whole, plan), alone, one, many)
+    return _row(name, plan, alone, (one, many))
 
 
-def _row(name: str, cost: PlanCost, alone: Measured, one: Measured, many: Measured) -> str:
-    assert one.forecast is not None and many.forecast is not None
+def _row(name: str, plan: Plan, alone: Measured, ways: Sequence[Measured]) -> str:
+    cost = ways[0].cost
+    assert cost is not None
     reduction = cost.grad_reduce_seconds
-    return (
-        f"| {name} | {cost.stages[0].backward_seconds:.3f} | {reduction:.3f} | {alone.median:.3f} "
-        f"| {one.forecast:.3f}, {one.median:.3f} | {(one.median - alone.median) / reduction:.0%} "
-        f"| {many.forecast:.3f}, {many.median:.3f} | {(many.median - alone.median) / reduction:.0%} "
-        f"| {many.forecast / many.median - 1:+.1%} |"
-    )
+    cells = [name, f"{cost.stages[0].backward_seconds:.3f}", f"{reduction:.3f}", f"{alone.median:.3f}"]
+    for way in ways:
+        assert way.cost is not None
+        cells += [
+            f"{way.cost.step_seconds:.3f}, {way.median:.3f}",
+            f"{(way.median - alone.median) / reduction:.0%}",
+            f"{(way.waited - alone.waited) / reduction:.0%}",
+            f"{way.cost.step_seconds / way.median - 1:+.1%}, {way.replayed_error(plan):+.1%}",
+        ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _slowed(cluster: Cluster, slowdown: float) -> Cluster:
+    """The cluster with simulated cards, `slowdown` times slower; itself if that is 1."""
+    if slowdown == 1:
+        return cluster
+    types = {name: replace(device, slowdown=slowdown) for name, device in cluster.device_types.items()}
+    return replace(cluster, device_types=types)
 
 
 def _with_micro_batches(run: RunConfig, size: int) -> RunConfig:
@@ -155,7 +202,7 @@ def _with_micro_batches(run: RunConfig, size: int) -> RunConfig:
 
 
 def _plan(costs: Costs, run: RunConfig) -> Plan:
-    """Two pipelines of one stage, one micro-batch each."""
+    """A pipeline of one stage on each card, one micro-batch each."""
     units = run.model.num_layers + 2
     cuts = [
         PipelineCut(
@@ -171,39 +218,38 @@ def _plan(costs: Costs, run: RunConfig) -> Plan:
 
 
 def _train(
-    nodes: Sequence[Node],
-    folder: Path,
-    name: str,
-    steps: int,
-    run: RunConfig,
-    *,
-    plan: Plan | None,
-    bucket_size: int = ONE_BUCKET,
-) -> list[float]:
-    """Step seconds after the warm-up, of the slower node; without a plan each node trains half the batch."""
+    nodes: Sequence[Node], folder: Path, steps: int, *, bucket_size: int, alone_with: int | None
+) -> list[Step]:
+    """Steps after the warm-up; of each node alone, if it is said with how many of the batch's sequences."""
     tasks: list[Task] = []
     logs: list[Path] = []
     for rank, node in enumerate(nodes):
-        log = folder / f"{name}-{rank}"
-        logs.append(log)
-        command = ["train", "--config", folder / "run.yaml", f"train.steps={steps}", "log.every=1"]
+        log = folder / node.spec.name
+        logs.append(log / "metrics.jsonl")
+        command = ["train", "--config", folder.parent / "run.yaml", f"train.steps={steps}", "log.every=1"]
         command += [f"log.directory={log}", f"optimizer.bucket_size={bucket_size}", "checkpoint.directory="]
-        if plan is not None:
-            command += ["--plan", folder / "plan.yaml"]
+        if alone_with is None:
+            command += ["--plan", folder.parent / "plan.yaml"]
             environment = rank_environment(rank, nodes)
         else:
-            command.append(f"train.global_batch_size={run.train.micro_batch_size}")
+            command += ["--plan", folder.parent / f"{node.spec.name}.yaml"]
+            command.append(f"train.global_batch_size={alone_with}")
             environment = rank_environment(0, [node])
         tasks.append(Task(node, [sys.executable, "-m", "yuan_train", *map(str, command)], environment))
-    (folder / name).mkdir()
-    print(name, file=sys.stderr)
-    run_together(tasks, folder / name, timeout_seconds=TRAIN_SECONDS)
-    found: list[list[Document]] = [
-        [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+    folder.mkdir()
+    print(folder.name, file=sys.stderr)
+    run_together(tasks, folder, timeout_seconds=TRAIN_SECONDS)
+    found = [
+        [_step(json.loads(line)) for line in log.read_text().splitlines()][WARM_UP_STEPS:]
         for log in logs
-        if (log / "metrics.jsonl").exists()
+        if log.exists()
     ]
-    return [max(line["step_seconds"] for line in lines) for lines in zip(*found, strict=True)]  # pyright: ignore
+    return [max(steps, key=lambda step: step.seconds) for steps in zip(*found, strict=True)]
+
+
+def _step(line: Document) -> Step:
+    """Of a line of metrics."""
+    return Step(float(line["step_seconds"]), tuple(line["stage_seconds"]))  # pyright: ignore
 
 
 if __name__ == "__main__":

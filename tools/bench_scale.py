@@ -3,7 +3,7 @@
 Nothing is sent: the groups are made, and their operations return at once. So the figures are one rank's own:
 seconds and private memory of its set-up (the plan file, the data, the comparison of jobs, groups, buckets),
 the groups of which it is a member, and a training step whose model does nothing. Seconds are processor time,
-which other programs of the machine do not change.
+the least of the steps: other programs, which share caches and the cores of a virtual machine, only add to it.
 
 Steps are taken with the operations that gloo gets, one for each range of a slice, and with those of nccl, one
 for all ranges if they are equal. What torch itself takes of the reductions is measured by starting those of a
@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import gc
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -109,7 +108,7 @@ class Row:
     reduction_seconds: float
     """Starting and ending the gradient reductions and the weight sync."""
     rest_seconds: float
-    """Everything else: the feed, AdamW, norm, loss; the median step, which is not logged."""
+    """Everything else: the feed, AdamW, norm, loss; of a step that is not logged."""
     num_reductions: int
     """Operations of torch.distributed that the reductions and the weight sync are made of."""
     torch_seconds: float
@@ -263,8 +262,7 @@ def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", ste
                 take_step(steps)
             torch_seconds = min(reductions.repeat() for _ in range(steps))
         number = _num_groups(trainer.runtime.groups, rank)
-    medians = map(statistics.median, zip(*rows[min(WARM_UP, steps - 1) :], strict=True))
-    null, micro_batches, reduction, rest = medians
+    null, micro_batches, reduction, rest = map(min, zip(*rows[min(WARM_UP, steps - 1) :], strict=True))
     return Row(
         rank=rank,
         setup_seconds=setup_seconds,

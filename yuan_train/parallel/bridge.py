@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.parallel.grid import Edge, Grid, RankCoord
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.transport import Pending, PendingReceive
+from yuan_train.parallel.transport import Pending, PendingReceive, Transport
 from yuan_train.schedule.step import RECEIVE_OF, Step, receive_of, send_of
 
 
@@ -29,6 +30,15 @@ class Boundary:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+
+class _Route(NamedTuple):
+    """The way of a message. Found once: to hash an edge takes longer than all else that a step looks up."""
+
+    edge: Edge
+    transport: Transport
+    under_way: deque[tuple[Step, Pending]]
+    """The messages of the edge that this rank has sent, and that may not have arrived."""
 
 
 class Bridge:
@@ -58,8 +68,9 @@ class Bridge:
         self._proofs = proofs
         self._window = window
         self._is_leader = coord.tensor_rank == 0
-        self._edges: dict[Step, Edge] = {}
-        """The edges of the sends and receives so far, which every training step repeats."""
+        self._routes: dict[Step, _Route] = {}
+        """Those of the sends and receives so far, which every training step repeats."""
+        self._broadcast_names: dict[Step, str] = {}
         self._received: dict[Step, PendingReceive] = {}
         self._sent: dict[Edge, deque[tuple[Step, Pending]]] = {}
 
@@ -81,10 +92,9 @@ class Bridge:
     def post(self, step: Step) -> None:
         """Allocate the buffer of a message and start to receive it; does not wait."""
         if self._is_leader:
-            edge, boundary = self._edge(step), self._boundary
-            transport = self._groups.edges[edge]
+            route, boundary = self._route(step), self._boundary
             try:
-                self._received[step] = transport.post(boundary.shape, boundary.dtype, edge.sender)
+                self._received[step] = route.transport.post(boundary.shape, boundary.dtype, route.edge.sender)
             except RuntimeError as error:
                 raise self._lost_peer(step, error) from error
 
@@ -104,7 +114,7 @@ class Bridge:
             buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
         if self._groups.replica is not None:
             first = self._grid.replica(self._coord)[0]
-            self._groups.replica.broadcast(buffer, first, f"the broadcast after the {step}").wait()
+            self._groups.replica.broadcast(buffer, first, self._broadcast_name(step)).wait()
         for proven in self._proofs.get(step, ()) if self._is_leader else ():
             self._retire(proven)
         self._let_go()
@@ -118,11 +128,9 @@ class Bridge:
         if not self._is_leader:
             return
         self._let_go()
-        edge = self._edge(step)
-        under_way = self._sent.setdefault(edge, deque())
+        edge, transport, under_way = self._route(step)
         while len(under_way) >= self._window:
             self._wait(*under_way.popleft())
-        transport = self._groups.edges[edge]
         try:
             under_way.append((step, transport.send(tensor.detach().contiguous(), edge.receiver)))
         except RuntimeError as error:
@@ -151,7 +159,7 @@ class Bridge:
 
     def _retire(self, proven: Step) -> None:
         """Let go a send that has arrived, and those before it on its edge."""
-        under_way = self._sent.get(self._edge(proven))
+        under_way = self._route(proven).under_way
         if not under_way:
             return
         if under_way[0][0] != proven and all(step != proven for step, _ in under_way):
@@ -162,13 +170,22 @@ class Bridge:
             last, pending = under_way.popleft()
             self._wait(last, pending)
 
+    def _broadcast_name(self, step: Step) -> str:
+        if step not in self._broadcast_names:
+            self._broadcast_names[step] = f"the broadcast after the {step}"
+        return self._broadcast_names[step]
+
+    def _route(self, step: Step) -> _Route:
+        """Of a send or a receive of this rank."""
+        route = self._routes.get(step)
+        if route is None:
+            edge = self._edge(step)
+            under_way = self._sent.setdefault(edge, deque()) if step.kind in RECEIVE_OF else deque()
+            route = self._routes[step] = _Route(edge, self._groups.edges[edge], under_way)
+        return route
+
     def _edge(self, step: Step) -> Edge:
         """The edge of a send or a receive of this rank."""
-        if step not in self._edges:
-            self._edges[step] = self._find_edge(step)
-        return self._edges[step]
-
-    def _find_edge(self, step: Step) -> Edge:
         peer_stage = self._peer_stage(step)
         peer = self._grid.peer(self._coord, peer_stage, step.micro_batch)
         own = self._grid.replica(self._coord)[0]

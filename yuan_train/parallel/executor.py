@@ -228,7 +228,7 @@ class Executor:
 
     def _run(self, task: _Task, *, training: bool) -> None:
         step = task.step
-        if step.stage in self._in_groups and step.is_compute:
+        if self._in_groups and step.stage in self._in_groups and step.is_compute:
             self._member(task, self._in_groups[step.stage], training=training)
         elif step.kind == "forward":
             self._forward(task, training=training)
