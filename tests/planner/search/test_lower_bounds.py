@@ -23,6 +23,8 @@ from yuan_train.planner.search.shapes import read_options
 from yuan_train.planner.search.stage_table import StageTable, stage_table
 from yuan_train.schedule.schedules import make_schedule
 
+pytestmark = pytest.mark.bounds
+
 SIZES = (1, 2)
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble", "interleaved_1f1b")
 NUM_PLANS = 120

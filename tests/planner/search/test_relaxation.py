@@ -39,7 +39,7 @@ def with_bandwidth(cards: Cluster, bandwidth: float) -> Cluster:
     return replace(cards, nodes=tuple(replace(group, link=link, network=link) for group in cards.nodes))
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=20)
 @given(
     fast=st.integers(1, 3),
     slow=st.integers(1, 3),

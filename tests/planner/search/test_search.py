@@ -192,7 +192,8 @@ def test_every_cluster_file_plans(path):
         with pytest.raises(ConfigError, match=r"V100-16G\) have no bf16 units, and there are no other cards"):
             find(given_problem)
         given_problem = replace(given_problem, precision="fp16")
-    result = find(given_problem)
+    # Of the largest, one number of pipelines: its hundreds of shapes take a minute.
+    result = find(given_problem, **({"pipelines": (2,)} if path.stem == "geforce-40" else {}))
     assert not list(validate_plan(result.best.plan))
 
 
