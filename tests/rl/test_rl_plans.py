@@ -21,8 +21,11 @@ MORE_PLANS = {
     "virtual": ("2x4: 1@0 | 1@1 | 1@0 | 1@1", "interleaved_1f1b", False),
     "pairs": ("1x4: 4@0,1 / 1x4: 2@2 | 2@3", "1f1b", True),
     "alike": ("2x2: 4@0 / 2x2: 4@1", "1f1b", False),
+    "unpacked": ("2x4: 3@0 | 1@1", "1f1b", False),
 }
 KL = ("algorithm.kl={coefficient: 0.1}", "algorithm.updates=2", "generation.temperature=0.7")
+OVERRIDES = {"pipelines": KL, "unpacked": ("train.steps=1", "train.pack=false")}
+"""Of a plan's run, and of the run of one process that it is held against."""
 
 
 def test_the_plan_changes_nothing(tmp_path: Path) -> None:
@@ -52,7 +55,7 @@ def cases_of(folder: Path, plans: dict[str, tuple[str, str, bool]]) -> dict[str,
     path = write_rl(folder)
     cases: dict[str, RLCase] = {}
     for name, (text, schedule, sharding) in plans.items():
-        overrides = KL if name == "pipelines" else ("train.steps=1",)
+        overrides = OVERRIDES.get(name, ("train.steps=1",))
         run = policy_run(load_rl(path, overrides), sequence_length=16)
         plan = parse_plan(run, text, schedule=schedule, optimizer_sharding=sharding)
         cases[name] = RLCase(path, folder / name, plan, overrides)
