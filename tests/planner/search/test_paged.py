@@ -20,8 +20,14 @@ def test_never_slower_than_every_cut_and_number_of_pages_of_two_unlike_cards():
     """Every order, cut, number of pages, of slots and group, with two fractions of the rest."""
     types = {"Fast": (1, card(0.2, speed=2.0)), "Slow": (1, card(0.19))}
     given = problem(cluster(**types), model=DEEP, global_batch_size=4)
-    with pytest.raises(NoPlanFits):
-        find(given, offload=("optimizer",))
+    advice = r"search.offload: \[optimizer, parameters\], with which a plan fits"
+    for offload in ((), ("optimizer",)):
+        with pytest.raises(NoPlanFits, match=advice):
+            find(given, offload=offload)
+    tiny = problem(cluster(Card=(1, card(0.13))), model=DEEP, global_batch_size=4)
+    with pytest.raises(NoPlanFits) as refused:
+        find(tiny, offload=("optimizer",))
+    assert "search.offload" not in str(refused.value)
     found = find(given, offload=("optimizer", "parameters"))
     (pipeline,) = found.best.plan.pipelines
     assert found.best.cost.fits and any(stage.parameter_offload for stage in pipeline.stages)

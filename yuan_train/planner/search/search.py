@@ -164,7 +164,9 @@ def search_plan(
             "search.time_limit, or allow fewer with search.tensor, search.pipelines or search.replicas"
         )
     if not ranked:
-        raise NoPlanFits(NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, options))
+        raise NoPlanFits(
+            NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, cards, options)
+        )
     lowest = found.lower_bound_seconds
     has_unproven = tries_activations or _has_unproven(costs, cards, options)
     exact = (
