@@ -36,6 +36,8 @@ from yuan_train.schedule.step import PAGING, RankProgram
 PARTS, MICRO_BATCHES, IN_FLIGHT = 8, 12, 4
 PART_BYTES = 1 << 20
 CPU = torch.device("cpu")
+NO_WAIT = 2e-4
+"""Seconds: what it takes to see that there is nothing to wait for."""
 
 
 def main() -> None:
@@ -209,10 +211,13 @@ class SleepClock:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Around a wait for a copy."""
+        began = time.perf_counter()
         yield
-        # A copy that ended while the part before was still due is no stall.
-        late = max(0.0, time.perf_counter() - self._due)
-        self.stalled, self._due = self.stalled + late, self._due + late
+        ended = time.perf_counter()
+        # A copy that had ended, or did so while the part before was still due, is no stall; a part that slept
+        # too long is none either, and the next one makes up for it.
+        if ended - began > NO_WAIT and ended > self._due:
+            self.stalled, self._due = self.stalled + ended - self._due, ended
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
+from yuan_train.parallel import paging, place
 from yuan_train.parallel.tiers.parameters import ParameterPages
+from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.train import build
 
 OVERRIDES = (
@@ -104,11 +106,24 @@ def test_no_more_pages_are_on_the_card_than_may_be(
             super().__init__(*arguments, **keys)
             made.append(self)
 
+    slabs: list[int] = []
+
+    class Slab(HostSlab):
+        def __init__(self, num_bytes: int, **keys: Any) -> None:
+            super().__init__(num_bytes, **keys)
+            slabs.append(num_bytes)
+
     monkeypatch.setattr(build, "ParameterPages", Recorded)
+    for module in (paging, place):
+        monkeypatch.setattr(module, "HostSlab", Slab)
     more = ("train.steps=1", "validation.every=0", "optimizer.bucket_size=1000000")
     keys = {"text": "1x8: 6@0"}
     run_alone(Case(run_file, tmp_path, paged(run_file, keys, 4, [(6, 3)]), (*OVERRIDES, *more)))
     assert made[0].most_pages_here == 3
+    # All of their state is in slabs: 18 bytes a parameter, or in fp32 16, as the forecast has it.
+    run = run_config(run_file, *OVERRIDES, *more)
+    each = {"bf16": 18, "fp32": 16}[run.train.precision]
+    assert sum(slabs) == pytest.approx(each * sum(run.model.unit_parameters[1:-1]), rel=0.01)
 
 
 FAULTS = {

@@ -11,6 +11,7 @@ import torch
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.parallel.tiers import slab as slab_module
+from yuan_train.parallel.tiers.host_pool import HostPool
 from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.slab import HostSlab, available_bytes, piece_bytes
@@ -27,6 +28,18 @@ def test_pieces_of_a_slab_are_apart_and_begin_at_a_cache_line() -> None:
     assert not second.any()
     with pytest.raises(AssertionError, match="too small"):
         slab.take(1, torch.float32)
+
+
+def test_a_pool_holds_no_more_than_is_ever_taken_at_once() -> None:
+    pool, mebibyte = HostPool(CPU), 1 << 20
+    for _ in range(3):
+        taken = [pool.take(size * mebibyte) for size in (3, 5, 3, 5, 3)]
+        for one in taken[::-1]:
+            pool.give(one)
+    assert pool.num_bytes == 19 * mebibyte
+    # What is small shares a block.
+    small = [pool.take(mebibyte // 4) for _ in range(8)]
+    assert len({one.block for one in small}) == 1 and pool.num_bytes == 19 * mebibyte
 
 
 def test_a_host_keeps_a_fifth_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from yuan_train.parallel.gradients import FlatBucket, Slice, master_dtype
 from yuan_train.parallel.tiers.disk import file_bytes
 from yuan_train.parallel.tiers.disk_state import disk_chunks
 from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, chunk_ranges
-from yuan_train.parallel.tiers.slab import piece_bytes
+from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
 from yuan_train.parallel.transport import Ranges
 
 
@@ -134,6 +134,12 @@ def away_bytes(
     return AwayBytes(host, disk)
 
 
+def page_state_bytes(bucket: FlatBucket) -> int:
+    """What the state of a bucket that is a page takes of a slab, beside its weights and gradient."""
+    dtype = master_dtype(bucket.weights.dtype)
+    return (2 + bucket.is_low_precision) * piece_bytes(bucket.weights.numel(), dtype)
+
+
 def disk_parts(n: int, num_matrix_elements: int, first: int) -> Iterator[tuple[int, int, bool]]:
     """What lies on the disk, [first, n): (first, last, whether weights decay); matrices before vectors."""
     border = min(max(num_matrix_elements, first), n)
@@ -152,26 +158,32 @@ def make_shards(
     layout: int = 0,
     start: int = 0,
     own_master: bool = True,
+    slab: HostSlab | None = None,
 ) -> list[OptimizerShard]:
     """The shards of consecutive weights [n]: the part on the card, then those in host memory and on the disk.
 
     Without `gradient` [n] each shard gets a gradient buffer of its own; without `own_master` the weights on
-    the card are their own master.
+    the card are their own master. Of weights that lie on the host, the first part is on the host too, in
+    pieces of `slab`, and is stepped there.
     """
     n, dtype = weights.numel(), master_dtype(weights.dtype)
     split, in_memory = away.cuts(n, num_matrix_elements)
     shards: list[OptimizerShard] = []
     if split or not n:
         own = weights[:split]
-        master = own.to(dtype, copy=True) if own_master else own
+
+        def zeros() -> torch.Tensor:
+            return own.new_zeros(split, dtype=dtype) if slab is None else slab.take(split, dtype)
+
+        master = zeros().copy_(own) if own_master else own
         shards.append(
             OptimizerShard(
                 start=start,
                 end=start + split,
                 master=master,
                 gradient=torch.zeros_like(master) if gradient is None else gradient[:split],
-                exp_avg=torch.zeros_like(master),
-                exp_avg_sq=torch.zeros_like(master),
+                exp_avg=zeros(),
+                exp_avg_sq=zeros(),
                 num_matrix_elements=min(num_matrix_elements, split),
             )
         )

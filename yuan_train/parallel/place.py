@@ -11,10 +11,11 @@ from yuan_train.config.disk import DISK_STATES
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.optimizer_shards import Away, away_bytes
+from yuan_train.parallel.optimizer_shards import Away, away_bytes, page_state_bytes
 from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
 from yuan_train.parallel.tiers.disk_state import chunk_elements
 from yuan_train.parallel.tiers.host_state import HostPlace, make_host_place
+from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.parallel.zero import OwnedState
 
 
@@ -42,7 +43,7 @@ def make_states(
     options: TierOptions,
 ) -> tuple[OwnedState, ...]:
     """The optimizer state of each bucket, which `stages` of this rank hold; one slab and one file for all but
-    pages, which are stepped where they lie.
+    pages, which are stepped where they lie, on the host, in a slab that no card copies to or from.
 
     Raises HostMemoryError and DiskError if these have not enough room.
     """
@@ -62,8 +63,18 @@ def make_states(
             disk=_disk(sum(bill.disk for bill in bills), buckets[0], options),
             late=options.late,
         )
+    of_pages = sum(page_state_bytes(bucket) for bucket in buckets if bucket.is_paged)
+    slab = HostSlab(of_pages, device=torch.device("cpu"), what="parameter_offload") if of_pages else None
     return tuple(
-        OwnedState(bucket, groups, shares, away=away, host=host, reduce_dtype=reduce_dtype)
+        OwnedState(
+            bucket,
+            groups,
+            shares,
+            away=away,
+            host=host,
+            slab=slab if bucket.is_paged else None,
+            reduce_dtype=reduce_dtype,
+        )
         for bucket, away in zip(buckets, aways, strict=True)
     )
 

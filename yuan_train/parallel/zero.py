@@ -34,6 +34,7 @@ from yuan_train.parallel.optimizer_shards import (
 )
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, make_host_place
+from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.parallel.transport import Pending
 
 State = Literal["master", "exp_avg", "exp_avg_sq"]
@@ -57,9 +58,10 @@ class OwnedState:
         *,
         away: Away = HERE,
         host: HostPlace | None = None,
+        slab: HostSlab | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """`host`: None: this state makes a place of its own, if it offloads anything."""
+        """`host`: None: this state makes a place of its own, if it offloads anything. `slab`: of a page."""
         self._bucket = bucket
         self._groups = groups
         self._reduce_dtype = reduce_dtype or bucket.gradient.dtype
@@ -76,7 +78,7 @@ class OwnedState:
         if host is None and away.share:
             host = make_host_place(away_bytes(bucket, shares, away).host, device=bucket.weights.device)
         if self._ranges is None:
-            self._held = [self._whole_shards(away, host)]
+            self._held = [self._whole_shards(away, host, slab)]
         else:
             self._held = [self._range_shards(i, own, away, host) for i, own in enumerate(self._own)]
         """By slice; one entry for the whole bucket where the state is not sharded."""
@@ -87,7 +89,9 @@ class OwnedState:
         """The chunks of all shards on the host, in the layouts' order."""
         return (chunk for shard in self.shards for chunk in shard.chunks)
 
-    def _whole_shards(self, away: Away, host: HostPlace | None) -> list[OptimizerShard]:
+    def _whole_shards(
+        self, away: Away, host: HostPlace | None, slab: HostSlab | None
+    ) -> list[OptimizerShard]:
         return make_shards(
             self._bucket.weights,
             self._bucket.gradient,
@@ -96,6 +100,7 @@ class OwnedState:
             host=host,
             # Weights in full precision are their own master.
             own_master=self._bucket.is_low_precision,
+            slab=slab,
         )
 
     def _range_shards(

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.search.test_activations import bound_beside
 from tests.planner.search.test_offload import BIG, memory_of, pipeline_of
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
 from yuan_train.config.cluster import Disk, Host
@@ -19,12 +20,22 @@ def test_never_slower_than_every_cut_and_number_of_pages_of_two_unlike_cards():
     """Every order, cut, number of pages, of slots and group, with two fractions of the rest."""
     types = {"Fast": (1, card(0.2, speed=2.0)), "Slow": (1, card(0.19))}
     given = problem(cluster(**types), model=DEEP, global_batch_size=4)
-    with pytest.raises(NoPlanFits):
-        find(given, offload=("optimizer",))
+    advice = r"search.offload: \[optimizer, parameters\], with which a plan fits"
+    for offload in ((), ("optimizer",)):
+        with pytest.raises(NoPlanFits, match=advice):
+            find(given, offload=offload)
+    tiny = problem(cluster(Card=(1, card(0.13))), model=DEEP, global_batch_size=4)
+    with pytest.raises(NoPlanFits) as refused:
+        find(tiny, offload=("optimizer",))
+    assert "search.offload" not in str(refused.value)
     found = find(given, offload=("optimizer", "parameters"))
     (pipeline,) = found.best.plan.pipelines
     assert found.best.cost.fits and any(stage.parameter_offload for stage in pipeline.stages)
     assert not found.exact and found.lower_bound_seconds <= found.best.step_seconds
+    # The bounds know of pages: without them they are above.
+    best = found.best.step_seconds
+    assert bound_beside(given, best, 1, offload=("optimizer", "parameters")) <= best
+    assert bound_beside(given, best, 1, offload=("optimizer",)) > best
     costs, seconds = make_costs(given), []
     for order in itertools.permutations(given.cluster.cards):
         for cut in range(1, DEEP.num_layers):

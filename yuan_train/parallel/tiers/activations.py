@@ -21,6 +21,7 @@ from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.tiers.host_pool import HostPool, HostRange
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import Transfer
+from yuan_train.parallel.tiers.slab import ALIGNMENT
 from yuan_train.schedule.copies import Key, Offloads, PartSteps, group_copies
 from yuan_train.schedule.step import Kind, RankProgram, Step
 
@@ -35,7 +36,7 @@ class _Kept:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.flat: Tensor | None = _as_bytes(storage)
-        self.host: HostRange | None = None
+        self.host: Tensor | None = None
         self.num_bytes = storage.nbytes()
 
 
@@ -59,9 +60,11 @@ class _View:
 class _Part:
     """What the forward of one part of a micro-batch kept."""
 
-    __slots__ = ("coming", "going", "kept")
+    __slots__ = ("coming", "going", "host", "kept")
 
     def __init__(self) -> None:
+        self.host: HostRange | None = None
+        """Of all that is kept: parts of a kind are of one size, so that a range serves the next of them."""
         self.kept: dict[int, _Kept] = {}
         """By address of the storage, which is not used again before the part is evicted."""
         self.going: Transfer | None = None
@@ -195,14 +198,16 @@ class ActivationTiers:
     def _drop(self, key: Key) -> None:
         part = self._parts.pop(key)
         self._count(key[0], -1, -part.num_bytes)
-        for kept in part.kept.values():
-            if kept.host is not None:
-                self._pool.give(kept.host)
+        if part.host is not None:
+            self._pool.give(part.host)
 
     def _offload(self, part: _Part) -> None:
-        for kept in part.kept.values():
-            kept.host = self._pool.take(kept.num_bytes)
-        moved = [(kept.flat, kept.host.flat) for kept in part.kept.values() if kept.host is not None]
+        sizes = [-(-kept.num_bytes // ALIGNMENT) * ALIGNMENT for kept in part.kept.values()]
+        part.host = self._pool.take(sum(sizes))
+        pieces = part.host.flat.split(sizes)
+        for kept, piece in zip(part.kept.values(), pieces, strict=True):
+            kept.host = piece[: kept.num_bytes]
+        moved = [(kept.flat, kept.host) for kept in part.kept.values() if kept.host is not None]
 
         def copy() -> None:
             for flat, host in moved:
@@ -217,7 +222,7 @@ class ActivationTiers:
             assert kept.host is not None
             # Taken here, on the stream of the compute, which frees it again.
             kept.flat = torch.empty(kept.num_bytes, dtype=torch.uint8, device=self._pool.device)
-            moved.append((kept.flat, kept.host.flat))
+            moved.append((kept.flat, kept.host))
 
         def copy() -> None:
             for flat, host in moved:

@@ -10,8 +10,7 @@ from yuan_train.parallel.tiers.slab import HostSlab
 
 PAGE = 4096
 SMALLEST_BLOCK = 1 << 20
-LARGEST_GROWTH = 1 << 30
-"""Bytes by which the pool grows: as large as it is, between these two."""
+"""Bytes by which the pool grows, at least."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,8 @@ class HostRange:
 
 
 class HostPool:
-    """Grows by slabs when nothing fits, and never shrinks: after a step or two it has all that it needs."""
+    """Grows by a slab when nothing fits, and never shrinks: after a step it has all that it needs, and no
+    more than what was ever taken at once, as long as sizes come back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -36,7 +36,9 @@ class HostPool:
     def take(self, num_bytes: int) -> HostRange:
         """A range of that many bytes. Raises HostMemoryError if the host has no more."""
         size = -(-num_bytes // PAGE) * PAGE
-        at = next((i for i, (_, _, length) in enumerate(self._free) if length >= size), None)
+        # The tightest: what is larger is for what is larger.
+        fitting = [(length, i) for i, (_, _, length) in enumerate(self._free) if length >= size]
+        _, at = min(fitting, default=(0, None))
         if at is None:
             self._grow(size)
             return self.take(num_bytes)
@@ -58,7 +60,7 @@ class HostPool:
         self._free = merged
 
     def _grow(self, num_bytes: int) -> None:
-        more = max(num_bytes, SMALLEST_BLOCK, min(self.num_bytes, LARGEST_GROWTH))
+        more = max(num_bytes, SMALLEST_BLOCK)
         slab = HostSlab(more, device=self.device, what="activation_offload")
         self._blocks.append(slab.take(more, torch.uint8))
         self._free.append((len(self._blocks) - 1, 0, more))

@@ -191,14 +191,14 @@ def make_setting(
 
 
 def _update_seconds(costs: Costs, cards: Sequence[Card], options: Options) -> float:
-    """All cards step all parameters once, perfectly shared; each on itself or on its host."""
+    """All cards step all parameters once, perfectly shared; each on itself and on its host, side by side."""
     precision = costs.problem.precision
     traffic = STATE_BYTES[precision].update_traffic
-    rate = 0.0
+    rate, has_host = 0.0, options.offload or options.offload_parameters
     for card in cards:
         own = costs.of(card.type, options.micro_batch_sizes[0], "none").update_bytes_per_second / traffic
-        host = 1.0 / host_step_seconds(costs.host_of(card), precision) if options.offload else 0.0
-        rate += max(own, host)
+        host = 1.0 / host_step_seconds(costs.host_of(card), precision) if has_host else 0.0
+        rate += own + host
     return sum(costs.problem.model.unit_parameters[1:]) / rate
 
 

@@ -28,7 +28,7 @@ def solve_with_hosts(
         return replace(found, exact=False)
     best = min((choice_seconds(costs, c.cost) for c in found.candidates), default=math.inf)
     many = len(costs.problem.cluster.cards) > MANY_CARDS
-    if many and best < math.inf and not _is_short_of_memory(costs, found.candidates, best):
+    if many and best < math.inf and not is_short_of_memory(costs, found.candidates):
         return replace(found, exact=False)
     if many and best < math.inf:
         ranked = sorted(found.candidates, key=lambda c: choice_seconds(costs, c.cost))
@@ -62,8 +62,10 @@ def solve_with_hosts(
     )
 
 
-def _is_short_of_memory(costs: Costs, candidates: Sequence[Candidate], best: float) -> bool:
+def is_short_of_memory(costs: Costs, candidates: Sequence[Candidate]) -> bool:
     """Whether the best plan recomputes, or leaves a card out, which it may do for want of memory."""
+    if not candidates:
+        return True
     fastest = min(candidates, key=lambda c: choice_seconds(costs, c.cost))
     recomputes = any(stage.num_recomputed for stage in fastest.cost.stages)
     return recomputes or len(fastest.plan.ranks) < len(costs.problem.cluster.cards)

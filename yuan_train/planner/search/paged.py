@@ -95,6 +95,24 @@ def paged_plans(
     return found
 
 
+def pages_fit(costs: Costs, cards: Sequence[Card], options: Options) -> bool:
+    """Whether some plan with pages fits all of the cards: with one slot each and micro-batches one by one,
+    which takes the least memory, and the layers dealt by speed, by memory or alike. False if pages do not go
+    with the model or the other search keys."""
+    order, size = tuple(cards), min(options.micro_batch_sizes)
+    count, rest = divmod(costs.problem.global_batch_size, size)
+    asked = replace(options, offload_parameters=True)
+    num_layers = costs.problem.model.num_layers
+    refused = any(is_one for _, is_one in _faults(costs.problem, asked))
+    if refused or rest or len(order) > min(MOST_CARDS, num_layers):
+        return False
+    memory = [float(costs.problem.cluster.device_type(card.type).memory) for card in order]
+    speeds = [1.0 / _layer_seconds(costs, card, size) for card in order]
+    dealt = (_dealt(num_layers, weights) for weights in (memory, speeds, [1.0] * len(order)))
+    plans = (_plan(costs, order, layers, size, count) for layers in dealt)
+    return any(_price(costs, plan, 1, 1).cost is not None for plan in plans)
+
+
 def _orders(cards: Sequence[Card], options: Options) -> list[tuple[Card, ...]]:
     """Sets of the cards in orders that differ by types."""
     orders: list[tuple[Card, ...]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.plan_problem import Costs
@@ -11,6 +12,7 @@ from yuan_train.planner.search.equal_bound import Scope
 from yuan_train.planner.search.expert_groups import may_divide_experts
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
+from yuan_train.planner.search.paged import MOST_CARDS
 from yuan_train.planner.search.shapes import Options
 
 WORK_PER_CARD, WORK_PER_CARD_OF_FEW, LEAST_WORK = 2_000_000, 3_500_000, 25_000_000
@@ -26,6 +28,9 @@ def bound_plans(
     stopped: Callable[[], bool],
 ) -> Bounds:
     """What no plan that the search may make can beat; `best_seconds` is the best plan's step."""
+    # Beyond so many cards the search makes no pages, and memory is as it is without.
+    pages = options.offload_parameters and len(cards) <= MOST_CARDS
+    options = replace(options, offload_parameters=pages)
     few = len(costs.problem.cluster.cards) <= MAX_RESTRUCTURED_CARDS
     scope = Scope(
         schedules=options.polished_schedules if few else options.schedules,

@@ -29,11 +29,17 @@ from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.lower_bounds import Bounds
-from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines, split_stages
+from yuan_train.planner.search.mixed_pipelines import (
+    deal_mixed,
+    first_shape,
+    mix_pipelines,
+    split_stages,
+)
 from yuan_train.planner.search.paged import check_pages, paged_plans
 from yuan_train.planner.search.plan_bounds import bound_plans
 from yuan_train.planner.search.shapes import Options, Shape, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
+from yuan_train.planner.search.state_shares import mixed_with_hosts, with_other_shares
 
 NUM_RUNNERS_UP = 4
 LEAST_HOPE = 1.25
@@ -140,8 +146,12 @@ def search_plan(
     ranked = rank(costs, _valid(without_hosts if apart else found.candidates, options))
     ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
     before = ranked
-    hosted = rank(costs, _valid(found.candidates[len(without_hosts) :] if apart else (), options))
+    hosted = [*(found.candidates[len(without_hosts) :] if apart else ())]
+    if _may_mix(options, cards):
+        hosted += mixed_with_hosts(costs, cards, ranked, options, stopped)
+    hosted = rank(costs, _valid(hosted, options))
     ranked = _improved(costs, ranked, hosted, cards, options, stopped)
+    ranked = rank(costs, [*ranked, *with_other_shares(costs, ranked, options, stopped)])
     tries_activations = may_send_activations(costs, ranked, options)
     if tries_activations:
         ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
@@ -154,7 +164,9 @@ def search_plan(
             "search.time_limit, or allow fewer with search.tensor, search.pipelines or search.replicas"
         )
     if not ranked:
-        raise NoPlanFits(NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, options))
+        raise NoPlanFits(
+            NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, cards, options)
+        )
     lowest = found.lower_bound_seconds
     has_unproven = tries_activations or _has_unproven(costs, cards, options)
     exact = (
@@ -162,7 +174,9 @@ def search_plan(
     )
     bounds = None
     if not exact:
-        bounds = bound_plans(costs, cards, options, best_seconds=ranked[0].step_seconds, stopped=stopped)
+        # Where no plan recomputes, none has activations on hosts.
+        own = replace(options, offload_activations=tries_activations)
+        bounds = bound_plans(costs, cards, own, best_seconds=ranked[0].step_seconds, stopped=stopped)
         lowest = bounds.any_seconds
     bound = min(lowest, ranked[0].step_seconds)
     best = _with_forecast(costs, ranked[0], bound)
@@ -332,19 +346,9 @@ def _more_plans(
             continue
         cost = cost_plan(costs, plan)
         if cost.fits and _fits_memory(cost):
-            own = replace(shape or _first_shape(plan, cost), schedule=plan.schedule)
+            own = replace(shape or first_shape(plan, cost), schedule=plan.schedule)
             result.append(Candidate(plan=plan, cost=cost, shape=own))
     return result
-
-
-def _first_shape(plan: Plan, cost: PlanCost) -> Shape:
-    """The shape of a plan's first pipeline; for mixed pipelines where no shape has a candidate."""
-    return Shape(
-        schedule=plan.schedule,
-        micro_batch_size=plan.pipelines[0].micro_batch_size,
-        num_micro_batches=plan.pipelines[0].num_micro_batches,
-        slots=tuple((tuple(stage.replicas),) for stage in cost.stages if stage.pipeline == 0),
-    )
 
 
 def _fits_memory(cost: PlanCost) -> bool:

@@ -11,6 +11,7 @@ from yuan_train.config.run import Recompute
 from yuan_train.config.units import show_bytes
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, Replica
 from yuan_train.planner.search.instances import make_instance
+from yuan_train.planner.search.paged import pages_fit
 from yuan_train.planner.search.shapes import Options, Shape
 from yuan_train.planner.solver.cost_tables import CostTables
 from yuan_train.planner.solver.instance import Shortfall
@@ -20,7 +21,7 @@ MAX_MISSES = 24
 """Shapes among which the nearest miss is searched."""
 
 
-def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) -> str:
+def describe_shortfall(costs: Costs, shapes: Sequence[Shape], cards: Sequence[Card], options: Options) -> str:
     """The nearest miss over the shapes with most memory: which stage needs how much, and what would help."""
     on_host = replace(options, host_seconds=math.inf)
     if options.offload:
@@ -46,6 +47,10 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], options: Options) 
         if on_hosts.needed_bytes <= on_hosts.capacity_bytes:
             free = "search.engine: [yuan] and " if options.expressible else ""
             advice += f", or allow {free}search.offload: [optimizer], with which a plan fits"
+        elif not options.expressible:
+            advice += _page_words(costs, cards, options)
+    else:
+        advice += _page_words(costs, cards, options)
     if options.recompute[miss.choice] == "full":
         return f"{text} with recompute: full{advice}"
     kinds: tuple[Recompute, ...] = ("selective", "full")
@@ -76,6 +81,13 @@ def _host_words(costs: Costs, replica: Replica) -> str:
     if share == math.inf:
         return ""
     return f", of whose memory a card has {show_bytes(share)}"
+
+
+def _page_words(costs: Costs, cards: Sequence[Card], options: Options) -> str:
+    """That a plan fits with parameters in pages, as text; nothing if none does, or was sought already."""
+    if options.offload_parameters or not pages_fit(costs, cards, options):
+        return ""
+    return ", or allow search.offload: [optimizer, parameters], with which a plan fits"
 
 
 def _roomiest(costs: Costs, shapes: Sequence[Shape]) -> list[Shape]:

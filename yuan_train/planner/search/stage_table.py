@@ -3,7 +3,8 @@
 A kind of stage is a type of card, a tensor-parallel width and a number of replicas. What a plan may choose
 beside these is chosen for the best, and what is not known is left out, so that no stage of any plan takes
 less: nodes with the fastest links, the cheapest neighbouring layers, no more recomputed layers than memory
-requires, no buffers of gradient reductions.
+requires, no buffers of gradient reductions. Activations that leave take neither memory nor time, and a single
+card that may have its parameters in pages takes any stage.
 """
 
 from __future__ import annotations
@@ -142,6 +143,9 @@ def stage_table(
 def _kind_seconds(parts: _Parts, kind: Kind, owner_share: float, host_seconds: float, most: int) -> Floats:
     """[4, X, K]: the least of all nodes."""
     options = parts.options
+    if options.offload_parameters and kind.width == kind.fewest == 1:
+        # Everything may lie on the host, and the planner's plans with pages are of such stages.
+        return np.stack([parts.unlimited_seconds(kind.examples, role, most) for role in ROLES])
     share = owner_share / kind.most if any(options.sharded) else 1.0
     room = 0.0
     if options.offload:
@@ -256,7 +260,21 @@ class _Parts:
             added = self._added(plain, part) * np.maximum(count - halves[:, None], 0.0)
             fits = (count <= blocks[:, None]) & (free[:, None] >= 0)
             found.append(np.where(fits, base.seconds[:, None] + added, np.inf))
+        if self.options.offload_activations:
+            free = self._free(plain, base, replica, role, share, room)
+            # What a stage was sent stays, and so do its own messages; how long copies take is left out.
+            stays = sum(unit.activation_bytes for unit in _ends(plain, role))
+            stays += plain.boundary_bytes * (2 - role[0] - role[1])
+            fits = in_flight * stays <= free[:, None] * ROUNDING
+            found.append(np.where(fits, base.seconds[:, None], np.inf))
         return np.min(found, axis=0)
+
+    def unlimited_seconds(self, replicas: Sequence[Replica], role: tuple[bool, bool], most: int) -> Floats:
+        """[X, K]: least seconds of a stage on one of such replicas, whatever it holds."""
+        names = dict.fromkeys(("none", *self.options.recompute))
+        parts = [_part(self.costs, replica, self.size, name) for replica in replicas for name in names]
+        least = np.min([self._terms(part, role).seconds for part in parts], axis=0)
+        return np.repeat(least[:, None], most, axis=1)
 
     def _terms(self, part: CardCosts, role: tuple[bool, bool]) -> _Terms:
         ends = _ends(part, role)
