@@ -16,6 +16,7 @@ from yuan_train.config.document import is_list, is_mapping, parse_scalar
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.fields import field_hints, key_of
 from yuan_train.config.units import Unit, format_quantity
+from yuan_train.config.yaml_lines import YamlLines
 
 
 def as_plain(value: Any, hint: Any = None) -> Any:
@@ -38,6 +39,8 @@ def _plain(value: Any, unit: Unit | None) -> Any:
 
 
 _SCALARS = (str, int, float, bool)
+WIDTH = 160
+"""Columns from which on YAML is continued on another line."""
 
 
 @functools.cache
@@ -71,8 +74,28 @@ _Dumper.add_representer(str, _represent_text)
 def dump(value: Any) -> str:
     """A frozen value (or plain values) as YAML that `parse_document` reads back unchanged."""
     plain = as_plain(value)
+    if not is_mapping(plain) or not any(is_mapping(item) or is_list(item) for item in plain.values()):
+        return dump_plain(plain)
+    writer = YamlLines(_show, WIDTH)
+    return "".join(writer.of_key(key, item) or _dump_key(key, item) for key, item in plain.items())
+
+
+def _show(scalar: Any) -> str | None:
+    """A scalar as it stands in a row; None if it needs quotes, with which PyYAML writes no rows."""
+    text = dump_plain([scalar])
+    return text[1:-2] if text.startswith("[") else None
+
+
+def _dump_key(key: str, item: Any) -> str:
+    """A key of a document, by PyYAML; no other key makes the document a single row."""
+    block: dict[str, list[list[str]]] = {f"{key}_": [[]]}
+    return dump_plain({key: item} | block).removesuffix(dump_plain(block))
+
+
+def dump_plain(plain: Any) -> str:
+    """Plain values as PyYAML writes them."""
     return yaml.dump(
-        plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=160
+        plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=WIDTH
     )
 
 
