@@ -15,8 +15,13 @@ from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.paged import MOST_CARDS
 from yuan_train.planner.search.shapes import Options
 
-WORK_PER_CARD, WORK_PER_CARD_OF_FEW, LEAST_WORK = 2_000_000, 3_500_000, 25_000_000
-"""Budget of each bound of each kind of schedule, by cards; the search of few cards takes longer by card."""
+WORK_PER_CARD, WORK_PER_PAIR = 600_000, 2_000
+"""Budget of each bound of each kind of schedule, by cards and by their square, whichever is more: so grows
+the search's own time, and no plan should wait for its bound much longer than for itself."""
+WORK_PER_CARD_OF_FEW, LEAST_WORK = 3_500_000, 25_000_000
+"""The same of few cards, whose search takes longer by card."""
+LEAST_MIXED_WORK = 1e9
+"""On many cards a smaller budget finds nothing more of unequal pipelines than is known without."""
 
 
 def bound_plans(
@@ -42,7 +47,8 @@ def bound_plans(
     if may_divide_experts(costs, cards, options) or stopped():
         # Groups of cards that divide experts are not among the stages that `search.lower_bounds` knows.
         return Bounds(equal_seconds=least, any_seconds=least, scope=scope, knows_memory=False)
-    work = max((WORK_PER_CARD_OF_FEW if few else WORK_PER_CARD) * len(cards), LEAST_WORK)
+    many = max(WORK_PER_CARD * len(cards), WORK_PER_PAIR * len(cards) ** 2)
+    work = max(WORK_PER_CARD_OF_FEW * len(cards), LEAST_WORK) if few else many
     return lower_bounds(
         costs,
         cards,
@@ -51,6 +57,6 @@ def bound_plans(
         least_seconds=least,
         best_seconds=best_seconds,
         work=work,
-        mixed_work=2 * work if few else work,
+        mixed_work=2 * work if few else work if work >= LEAST_MIXED_WORK else 0.0,
         stopped=stopped,
     )

@@ -199,7 +199,7 @@ class _Parts:
     pieces: Sequence[_Piece]
     size: int
     sums: dict[tuple[int, str], Floats]
-    """What `of` has looked up. The parts are kept by `Costs`."""
+    """What `of` and `_once` have looked up. The parts are kept by `Costs`."""
 
     def of(self, part: CardCosts, name: str) -> Floats:
         """[X]: the least sum of a value over so many neighbouring layers."""
@@ -304,7 +304,7 @@ class _Parts:
         optimizer = share * (optimizer + sum(unit.optimizer_bytes for unit in stored))
         static = static + optimizer - np.minimum(optimizer, room)
         has_layers = np.array([p.layers > 0 for p in self.pieces])
-        transient = min(map(_transient, part.units[1:-1]))
+        transient = self._once(part, "transient", lambda: min(map(_transient, part.units[1:-1])))
         transient *= min(half.transient for half in part.halves) if self.options.half_layers else 1.0
         buffers = np.maximum(
             np.where(has_layers, transient, 0.0), part.units[0].transient_bytes if role[0] else 0.0
@@ -316,12 +316,21 @@ class _Parts:
     def _saved(self, plain: CardCosts, part: CardCosts) -> float:
         """Most bytes that recomputing a layer saves of a micro-batch."""
         pairs = zip(plain.units[1:-1], part.units[1:-1], strict=True)
-        return max(a.activation_bytes - b.activation_bytes for a, b in pairs)
+        return self._once(
+            part, "saved", lambda: max(a.activation_bytes - b.activation_bytes for a, b in pairs)
+        )
 
     def _added(self, plain: CardCosts, part: CardCosts) -> float:
         """Least seconds that recomputing a layer takes."""
         pairs = zip(plain.units[1:-1], part.units[1:-1], strict=True)
-        return max(0.0, min(_seconds(b) - _seconds(a) for a, b in pairs))
+        return self._once(part, "added", lambda: max(0.0, min(_seconds(b) - _seconds(a) for a, b in pairs)))
+
+    def _once(self, part: CardCosts, name: str, find: Callable[[], float]) -> float:
+        """A figure over the layers of a part, found for its first table; they are many."""
+        key = (id(part), name)
+        if key not in self.sums:
+            self.sums[key] = np.array(find())
+        return float(self.sums[key])
 
 
 @dataclass(frozen=True)
