@@ -306,7 +306,10 @@ class Executor:
 
 def _grad_enabled(wanted: bool) -> AbstractContextManager[object]:
     """As `torch.set_grad_enabled`, which takes microseconds also where it changes nothing."""
-    return nullcontext() if torch.is_grad_enabled() == wanted else torch.set_grad_enabled(wanted)
+    return _UNCHANGED if torch.is_grad_enabled() == wanted else torch.set_grad_enabled(wanted)
+
+
+_UNCHANGED = nullcontext()
 
 
 def _task(step: Step, program: frozenset[Step]) -> _Task:

@@ -164,33 +164,24 @@ class Transport(Protocol):
 class _PendingWork:
     """Operations of torch.distributed that were started together, and the tensors that they read or write."""
 
+    __slots__ = ("_polls", "_ranks", "_tensors", "_what", "_works")
+
     def __init__(
         self,
         works: Sequence[dist.Work],
         tensors: tuple[torch.Tensor, ...],
         ranks: Sequence[int],
         what: str,
-        *,
         polls: bool,
-        is_message: bool,
     ) -> None:
         self._works = works
-        self._is_message = is_message
         self._tensors = tensors
         self._ranks = ranks
         self._what = what
         self._polls = polls
 
     def wait(self) -> None:
-        if self._is_message:
-            # Who takes or sends a message says of which micro-batch. Nothing else: there are many.
-            try:
-                for work in self._works:
-                    work.wait()
-            except RuntimeError as error:
-                _raise_lost_peer(self._what, self._ranks, error)
-                raise
-        elif self._works:
+        if self._works:
             with blame_peers(self._what, self._ranks):
                 for work in self._works:
                     work.wait()
@@ -216,10 +207,28 @@ class _PendingWork:
             time.sleep(POLL_SECONDS)
 
 
+class _Message(_PendingWork):
+    """A message under way. Who sends or takes it tells the observers, and says of which micro-batch it is, so
+    it does nothing more: there are many."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            _raise_lost_peer(self._what, self._ranks, error)
+            raise
+        self._works, self._tensors = (), ()
+
+
 class _PendingMessage:
     """A posted receive of a message that arrives where it is used."""
 
-    def __init__(self, pending: _PendingWork, buffer: torch.Tensor) -> None:
+    __slots__ = ("_buffer", "_pending")
+
+    def __init__(self, pending: _Message, buffer: torch.Tensor) -> None:
         self._pending = pending
         self._buffer = buffer
 
@@ -256,9 +265,8 @@ class GroupTransport:
         return _PendingMessage(self._receive(buffer, sender), buffer)
 
     def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
-        what = f"the message to rank {receiver}"
         work = self._group.send([tensor], self._index[receiver], 0)
-        return self._pending(work, (tensor,), what, is_message=True)
+        return _Message((work,), (tensor,), self._ranks, self._names[receiver][0], self._polls)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
         with blame_peers(what, self._ranks):
@@ -319,20 +327,25 @@ class GroupTransport:
         """Destroy the process group; nothing may be pending."""
         dist.destroy_process_group(self._group)
 
-    def _receive(self, buffer: torch.Tensor, sender: int) -> _PendingWork:
+    def _receive(self, buffer: torch.Tensor, sender: int) -> _Message:
         work = self._group.recv([buffer], self._index[sender], 0)
-        return self._pending(work, (buffer,), f"the message from rank {sender}", is_message=True)
+        return _Message((work,), (buffer,), self._ranks, self._names[sender][1], self._polls)
+
+    @cached_property
+    def _names(self) -> dict[int, tuple[str, str]]:
+        """By rank, of a message to it and of one from it."""
+        return {
+            rank: (f"the message to rank {rank}", f"the message from rank {rank}") for rank in self._ranks
+        }
 
     def _pending(
         self,
         work: dist.Work | Sequence[dist.Work] | None,
         tensors: tuple[torch.Tensor, ...],
         what: str,
-        *,
-        is_message: bool = False,
     ) -> _PendingWork:
         works = () if work is None else (work,) if isinstance(work, dist.Work) else work
-        return _PendingWork(works, tensors, self._ranks, what, polls=self._polls, is_message=is_message)
+        return _PendingWork(works, tensors, self._ranks, what, self._polls)
 
 
 def _is_coalesced(ranges: Ranges, transport: GroupTransport) -> bool:
@@ -396,7 +409,7 @@ class HostStagedTransport(GlooTransport):
 class _PendingUpload(_PendingMessage):
     """A posted receive into host memory, from which the message is copied to the card."""
 
-    def __init__(self, pending: _PendingWork, buffer: torch.Tensor, transport: HostStagedTransport) -> None:
+    def __init__(self, pending: _Message, buffer: torch.Tensor, transport: HostStagedTransport) -> None:
         super().__init__(pending, buffer)
         self._transport = transport
 
