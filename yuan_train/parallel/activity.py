@@ -66,6 +66,11 @@ def observed_by(observer: Observer) -> Iterator[None]:
         _OBSERVERS.reset(token)
 
 
+def is_observed() -> bool:
+    """Whether anyone hears of what this thread does."""
+    return bool(_OBSERVERS.get())
+
+
 class during:  # noqa: N801 (reads as the context manager that it is)
     """Around an activity: tell the observers of its begin and its end."""
 

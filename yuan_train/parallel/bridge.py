@@ -68,6 +68,8 @@ class Bridge:
         self._proofs = proofs
         self._window = window
         self._is_leader = coord.tensor_rank == 0
+        self._leader = grid.replica(coord)[0]
+        """The rank of this rank's tensor-parallel group that sends and receives."""
         self._routes: dict[Step, _Route] = {}
         """Those of the sends and receives so far, which every training step repeats."""
         self._broadcast_names: dict[Step, str] = {}
@@ -113,11 +115,11 @@ class Bridge:
         else:
             buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
         if self._groups.replica is not None:
-            first = self._grid.replica(self._coord)[0]
-            self._groups.replica.broadcast(buffer, first, self._broadcast_name(step)).wait()
-        for proven in self._proofs.get(step, ()) if self._is_leader else ():
-            self._retire(proven)
-        self._let_go()
+            self._groups.replica.broadcast(buffer, self._leader, self._broadcast_name(step)).wait()
+        if self._is_leader:
+            for proven in self._proofs.get(step, ()):
+                self._retire(proven)
+            self._let_go()
         return buffer
 
     def send(self, step: Step, tensor: torch.Tensor) -> None:
@@ -131,8 +133,9 @@ class Bridge:
         edge, transport, under_way = self._route(step)
         while len(under_way) >= self._window:
             self._wait(*under_way.popleft())
+        message = tensor.detach().contiguous() if tensor.requires_grad else tensor.contiguous()
         try:
-            under_way.append((step, transport.send(tensor.detach().contiguous(), edge.receiver)))
+            under_way.append((step, transport.send(message, edge.receiver)))
         except RuntimeError as error:
             raise self._lost_peer(step, error) from error
 
@@ -160,9 +163,7 @@ class Bridge:
     def _retire(self, proven: Step) -> None:
         """Let go a send that has arrived, and those before it on its edge."""
         under_way = self._route(proven).under_way
-        if not under_way:
-            return
-        if under_way[0][0] != proven and all(step != proven for step, _ in under_way):
+        if not under_way or (under_way[0][0] != proven and all(step != proven for step, _ in under_way)):
             return
         last = None
         while last != proven:
@@ -171,9 +172,10 @@ class Bridge:
             self._wait(last, pending)
 
     def _broadcast_name(self, step: Step) -> str:
-        if step not in self._broadcast_names:
-            self._broadcast_names[step] = f"the broadcast after the {step}"
-        return self._broadcast_names[step]
+        name = self._broadcast_names.get(step)
+        if name is None:
+            name = self._broadcast_names[step] = f"the broadcast after the {step}"
+        return name
 
     def _route(self, step: Step) -> _Route:
         """Of a send or a receive of this rank."""
@@ -188,7 +190,7 @@ class Bridge:
         """The edge of a send or a receive of this rank."""
         peer_stage = self._peer_stage(step)
         peer = self._grid.peer(self._coord, peer_stage, step.micro_batch)
-        own = self._grid.replica(self._coord)[0]
+        own = self._leader
         is_activation = step.kind.endswith("activation")
         if step.kind in RECEIVE_OF:
             return Edge(self._coord.pipeline, step.stage, is_activation, own, peer)

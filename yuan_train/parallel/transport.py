@@ -26,15 +26,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from yuan_train.parallel.activity import Activity, during
+from yuan_train.parallel.activity import Activity, during, is_observed
 
 POLL_SECONDS = 1e-3
 """Between two looks at an operation for which the host waits."""
 
 
-# Torch 2.13 renames both, and warns of the earlier names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# Torch 2.13 renames both methods.
+_IS_NEW = hasattr(dist.ProcessGroup, "reduce_scatter_single")
+_REDUCE_SCATTER = "reduce_scatter_single" if _IS_NEW else "_reduce_scatter_base"
+_ALL_GATHER = "all_gather_single" if _IS_NEW else "_allgather_base"
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,20 @@ class blame_peers:  # noqa: N801 (reads as the context manager that it is)
     def __init__(self, what: str, ranks: Sequence[int]) -> None:
         self._what = what
         self._ranks = ranks
-        self._during = during(Activity("collective", what=what, ranks=tuple(ranks)))
+        self._during: during | None = None
 
     def __enter__(self) -> None:
-        self._during.__enter__()
+        if is_observed():
+            self._during = during(Activity("collective", what=self._what, ranks=tuple(self._ranks)))
+            self._during.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, RuntimeError):
             _raise_lost_peer(self._what, self._ranks, error)
-        self._during.__exit__(kind, error, trace)
+        if self._during is not None:
+            self._during.__exit__(kind, error, trace)
 
 
 class Pending(Protocol):
@@ -256,7 +260,8 @@ class GroupTransport:
         self._index = {rank: index for index, rank in enumerate(sorted(ranks))}
         """Of each rank, its number in the group, by which the group's own methods know it.
 
-        Torch.distributed's functions of the same names find it, and check what they are given, each time.
+        Torch.distributed's functions of the same names find it, and check what they are given, each time. No
+        method waits, by its default options.
         """
         self._device = device
 
@@ -270,7 +275,7 @@ class GroupTransport:
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
         with blame_peers(what, self._ranks):
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            work = self._group.allreduce([tensor])
         return self._pending(work, (tensor,), what)
 
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
@@ -283,7 +288,7 @@ class GroupTransport:
             return self._each(tensor, ranges, self._reduce_options, self._group.reduce, what)
         part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
-            work = _reduce_scatter(part, tensor, group=self._group, async_op=True)
+            work = getattr(self._group, _REDUCE_SCATTER)(part, tensor)
         return self._pending(work, (part, tensor), what)
 
     def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
@@ -291,7 +296,7 @@ class GroupTransport:
             return self._each(tensor, ranges, self._broadcast_options, self._group.broadcast, what)
         part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
-            work = _all_gather(tensor, part, group=self._group, async_op=True)
+            work = getattr(self._group, _ALL_GATHER)(tensor, part)
         return self._pending(work, (tensor, part), what)
 
     def _own_part(self, tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
@@ -317,11 +322,11 @@ class GroupTransport:
 
     @cached_property
     def _reduce_options(self) -> list[dist.ReduceOptions]:
-        return [_rooted(dist.ReduceOptions(), index) for index in range(len(self._ranks))]
+        return [rooted(dist.ReduceOptions(), index) for index in range(len(self._ranks))]
 
     @cached_property
     def _broadcast_options(self) -> list[dist.BroadcastOptions]:
-        return [_rooted(dist.BroadcastOptions(), index) for index in range(len(self._ranks))]
+        return [rooted(dist.BroadcastOptions(), index) for index in range(len(self._ranks))]
 
     def free(self) -> None:
         """Destroy the process group; nothing may be pending."""
@@ -356,7 +361,7 @@ def _is_coalesced(ranges: Ranges, transport: GroupTransport) -> bool:
     return ranges.are_equal and transport.library == "nccl"
 
 
-def _rooted(options: Any, index: int) -> Any:
+def rooted(options: Any, index: int) -> Any:
     """Options of an operation that does not block, with the rank at a position of the group as its root."""
     options.rootRank, options.asyncOp = index, True
     return options

@@ -173,10 +173,10 @@ class Feed:
         current = self._current
         assert current is not None and self._thread is not None
         with self._changed:
-            self._changed.wait_for(lambda: micro_batch in current.ready or current.error is not None)
-            if micro_batch not in current.ready:
-                assert current.error is not None
-                raise current.error
+            while micro_batch not in current.ready:
+                if current.error is not None:
+                    raise current.error
+                self._changed.wait()
             current.takes[micro_batch] = current.takes.get(micro_batch, 0) + 1
             if current.takes[micro_batch] < self._share.takers[micro_batch]:
                 return current.ready[micro_batch]

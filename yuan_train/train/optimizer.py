@@ -45,30 +45,14 @@ class Optimizer:
     def __init__(self, states: Sequence[OwnedState], config: OptimizerConfig) -> None:
         self.states = states
         self._config = config
-        self._adamw: torch.optim.AdamW | None = None
-        self._on_card = [s for state in states for s in state.shards if not s.on_host]
+        on_card = [s for state in states for s in state.shards if not s.on_host]
+        self._gradients = [shard.gradient for shard in on_card]
+        self._on_card = _sorted_by_decay([group for shard in on_card for group in _param_groups(shard)])
         on_host = any(True for state in states for _ in state.host_chunks)
         # Weights that were stepped on the host are sent while the host steps those of the next state.
         self._rounds = [[state] for state in states] if on_host else [states]
         self._host_steps = torch.zeros((), dtype=torch.float32)
         self._late = LateUpdate() if on_host and config.update == "delayed" else None
-        groups = [group for shard in self._on_card for group in _param_groups(shard)]
-        if not groups:
-            return
-        param_groups = [
-            {"params": [group.master], "weight_decay": config.weight_decay if group.decays else 0.0}
-            for group in groups
-        ]
-        betas = (config.beta1, config.beta2)
-        self._adamw = torch.optim.AdamW(param_groups, lr=0.0, betas=betas, eps=config.epsilon, fused=True)
-        for group in groups:
-            group.master.grad = group.gradient
-            # Created here and not in the first step, so that a checkpoint can be loaded into it.
-            self._adamw.state[group.master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=group.master.device),
-                "exp_avg": group.exp_avg,
-                "exp_avg_sq": group.exp_avg_sq,
-            }
 
     def step(self, lr: float, *, factor: float = 1.0) -> None:
         """Step the masters by `factor` times their gradients, and start to sync the model's weights;
@@ -78,13 +62,11 @@ class Optimizer:
         """
         with during(Activity("optimizer")):
             if factor != 1.0:
-                for shard in self._on_card:
-                    shard.gradient.mul_(factor)
-            if self._adamw is not None:
-                for group in self._adamw.param_groups:
-                    group["lr"] = lr
-                # Enqueued first: a card steps its part while the host steps the other.
-                self._adamw.step()
+                for gradient in self._gradients:
+                    gradient.mul_(factor)
+            # Enqueued first: a card steps its part while the host steps the other.
+            for parts in self._on_card:
+                self._adamw(parts, lr)
             if self._late is not None:
                 self._late.wait()
         for states in self._rounds:
@@ -129,27 +111,32 @@ class Optimizer:
 
         late.begin(update)
 
-    @torch.no_grad()
     def _step_on_host(
         self, chunk: HostChunk, gradient: torch.Tensor, steps: torch.Tensor, lr: float, factor: float
     ) -> None:
-        config = self._config
         if factor != 1.0:
             gradient.mul_(factor)
         # It counts the step in the tensor that it is given.
+        moments = [chunk.exp_avg], [chunk.exp_avg_sq]
+        self._adamw(_Parts([chunk.master], [gradient], *moments, [steps.clone()], chunk.decays), lr)
+
+    @torch.no_grad()
+    def _adamw(self, parts: _Parts, lr: float) -> None:
+        """Torch's function: its class takes the host several times as long to say the same."""
+        config = self._config
         adamw(
-            [chunk.master],
-            [gradient],
-            [chunk.exp_avg],
-            [chunk.exp_avg_sq],
+            parts.masters,
+            parts.gradients,
+            parts.exp_avgs,
+            parts.exp_avg_sqs,
             [],
-            [steps.clone()],
+            parts.steps,
             fused=True,
             amsgrad=False,
             beta1=config.beta1,
             beta2=config.beta2,
             lr=lr,
-            weight_decay=config.weight_decay if chunk.decays else 0.0,
+            weight_decay=config.weight_decay if parts.decay else 0.0,
             eps=config.epsilon,
             maximize=False,
         )
@@ -157,8 +144,20 @@ class Optimizer:
     def set_step(self, step: int) -> None:
         """Set AdamW's step count, for its bias correction, after loading a checkpoint."""
         self._host_steps.fill_(step)
-        for state in self._adamw.state.values() if self._adamw else ():
-            state["step"].fill_(step)
+        for steps in (steps for parts in self._on_card for steps in parts.steps):
+            steps.fill_(step)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one call of AdamW steps: flat buffers, and of each the steps so far, on its device."""
+
+    masters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    exp_avgs: list[torch.Tensor]
+    exp_avg_sqs: list[torch.Tensor]
+    steps: list[torch.Tensor]
+    decay: bool
 
 
 @dataclass(frozen=True)
@@ -180,3 +179,22 @@ def _param_groups(shard: OptimizerShard) -> Iterator[_ParamGroup]:
         master, gradient, exp_avg, exp_avg_sq = (split[number] for split in splits)
         if master.numel():
             yield _ParamGroup(master, gradient, exp_avg, exp_avg_sq, decays)
+
+
+def _sorted_by_decay(groups: Sequence[_ParamGroup]) -> list[_Parts]:
+    """The elements that decay together, and those that do not; none if there are none."""
+    found: list[_Parts] = []
+    for decays in (True, False):
+        alike = [group for group in groups if group.decays is decays]
+        if alike:
+            found.append(
+                _Parts(
+                    [group.master for group in alike],
+                    [group.gradient for group in alike],
+                    [group.exp_avg for group in alike],
+                    [group.exp_avg_sq for group in alike],
+                    [torch.zeros((), dtype=torch.float32, device=group.master.device) for group in alike],
+                    decays,
+                )
+            )
+    return found

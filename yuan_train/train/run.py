@@ -231,9 +231,11 @@ def measure_step(job: Job, stepper: Stepper, step: int, clock: StepClock) -> Mea
     Collective over all ranks. Many ranks' measurements are gathered only where a progress line is due.
     """
     # This waits for the device, so that the gathering waits for all of them.
-    local = torch.tensor([stepper.compute_seconds(), peak_footprint_bytes(job.device)], dtype=torch.float64)
+    compute_seconds = stepper.compute_seconds()
     world, of_ranks = stepper.world, None
     if not world.groups.tree or is_logged(step, job.run):
+        # To ask the system for the peak takes the host longer than to send a message.
+        local = torch.tensor([compute_seconds, peak_footprint_bytes(job.device)], dtype=torch.float64)
         of_ranks = gather_on_first(world.groups, world.coord, local, "the gather of measurements")
     expert_tokens = stepper.take_expert_tokens() if is_logged(step, job.run) else None
     return Measured(clock.lap(), of_ranks, expert_tokens)
