@@ -19,6 +19,7 @@ alone: it is computed once, and then one plan is a loop over numbers, and many p
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
+
+
+PROMPT_DEPTHS = 4
+"""Micro-batches by which a stage may be deeper than the next so that every message of 1F1B leaves when its
+step has ended: in the virtual run of `schedule.messages` there is then no time when all workers wait.
+
+Found by trying: with all differences up to 4 on up to 5 stages, and with thousands on up to 24, no message
+left later; with differences up to 5, some did in three schedules of five."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +190,9 @@ def simulate_schedule(
         )
         return _run(operations, workers, times, sends=sends, copies=copies, pages=pages)
 
-    plain = _is_plain(schedule, workers, in_flight) and group == 1
-    if plain and sends == "overlapped" and not copies and not pages:
-        return _run_rounds(times, num_micro_batches, lambda: run().played)
+    depths = _prompt_depths(schedule, workers, in_flight)
+    if depths and group == 1 and sends == "overlapped" and not copies and not pages:
+        return _run_rounds(times, num_micro_batches, depths, lambda: run().played)
     return run()
 
 
@@ -276,9 +285,23 @@ def _is_plain(schedule: str, workers: Workers, in_flight: tuple[int, ...] | None
     return schedule == "1f1b" and alone and in_flight in (None, tuple(range(count, 0, -1)))
 
 
-def _run_rounds(times: StageTimes, num_micro_batches: int, play: Callable[[], Played]) -> Simulation:
-    """Plain 1F1B, without the rounds that repeat."""
-    rounds = Rounds(times, num_micro_batches, range(times.num_stages, 0, -1))
+def _prompt_depths(
+    schedule: str, workers: Workers, in_flight: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """The depths of 1F1B with a worker for each stage, if every message leaves when its step has ended; None
+    if it may be another schedule. Where a stage is much deeper than the next one, some leave later."""
+    count = len(workers)
+    if schedule != "1f1b" or workers != one_worker_each(count):
+        return None
+    depths = in_flight or tuple(range(count, 0, -1))
+    return depths if all(0 <= a - b <= PROMPT_DEPTHS for a, b in itertools.pairwise(depths)) else None
+
+
+def _run_rounds(
+    times: StageTimes, num_micro_batches: int, depths: tuple[int, ...], play: Callable[[], Played]
+) -> Simulation:
+    """1F1B of these depths, without its schedule and without the rounds that repeat."""
+    rounds = Rounds(times, num_micro_batches, depths)
     rounds.run()
     ends = tuple(rounds.free)
     work = zip(times.forward_seconds, times.backward_seconds, strict=True)
