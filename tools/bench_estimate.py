@@ -31,8 +31,9 @@ from yuan_train.config.run import Recompute, load_run
 from yuan_train.models.sampling import draw, draw_keys
 from yuan_train.models.slots import fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
+from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
-from yuan_train.planner.costs.yuan_memory import PREFILL_CHUNK, yuan_memory
+from yuan_train.planner.costs.yuan_memory import yuan_memory
 from yuan_train.train.footprint import held_bytes, peak_memory_bytes, reset_peak_memory
 from yuan_train.train.measure import machine_name
 

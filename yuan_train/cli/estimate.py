@@ -109,10 +109,11 @@ def _print_roles(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.evaluate.role_memory import plan_memory
     from yuan_train.planner.report.memory_text import roles_memory_json, roles_memory_text
 
-    for name in ("model", "method", "engine", "largest", "table", "group", "new"):
+    for name in ("model", "method", "engine", "largest", "table", "new"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--plan has its own model, cards and slots; leave --{name} out")
-    found = plan_memory(load_rl_plan(arguments.plan), prompt=arguments.prompt)
+    plan = load_rl_plan(arguments.plan)
+    found = plan_memory(plan, prompt=arguments.prompt, group=arguments.group or 1)
     if arguments.json:
         print(json.dumps(roles_memory_json(found)))
     else:

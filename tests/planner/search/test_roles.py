@@ -39,7 +39,7 @@ def test_the_search_equals_brute_force(seed: int, tmp_path: Path) -> None:
     assert (plan.roles.reference is not None) == problem.reference
     assert plan.roles.reward is None
     # The plan alone says what its roles hold, as the search had it.
-    held = plan_memory(plan, prompt=problem.load.prompt_tokens)
+    held = plan_memory(plan, prompt=problem.load.prompt_tokens, group=problem.load.group)
     assert all(stage.fits for stage in held)
     assert plan.forecast is not None
     forecast = [entry.peak_memory_bytes for entries in plan.forecast.roles.values() for entry in entries]

@@ -14,13 +14,14 @@ well-tuned model reaches of them. Nothing of it is measured by a profile.
 
 from __future__ import annotations
 
-import math
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
+from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import (
@@ -28,8 +29,7 @@ from yuan_train.planner.costs.unit_costs import (
     MEMORY_EFFICIENCY,
     UNIT_OVERHEAD_SECONDS,
 )
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, model_work
-from yuan_train.planner.costs.yuan_memory import PREFILL_CHUNK
+from yuan_train.planner.costs.workload import ELEMENT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,35 +140,38 @@ def prefill_seconds(
     )
 
 
-def slot_bytes(model: ModelConfig, stage: DecodeStage, *, length: int, precision: Precision) -> float:
-    """Bytes of a slot on each card of a stage: keys and values of every token, the state of the localized
-    filter (u and its first convolution), and with a head the logits, in fp32 where one is drawn."""
-    e = ELEMENT_BYTES[precision]
-    state = 1.5 * model.hidden_size if model.attention == "localized_filter" else 0.0
-    per_layer = e * (2.0 * length * model.key_value_size / stage.width + state)
-    logits = model.vocab_size * (e + 4.0) / stage.width if stage.head else 0.0
-    return stage.num_layers * per_layer + logits
+def writing_on(
+    model: ModelConfig, stage: DecodeStage, *, group: int, prompt: int, length: int, precision: Precision
+) -> Writing:
+    """What samples take of a stage's cards, `group` to a prompt."""
+    return Writing(
+        model=model,
+        num_layers=stage.num_layers,
+        head=stage.head,
+        width=stage.width,
+        group=group,
+        prompt=prompt,
+        length=length,
+        precision=precision,
+    )
 
 
 def fixed_bytes(
-    topology: Topology, model: ModelConfig, stage: DecodeStage, *, prompt: int, precision: Precision
+    topology: Topology, model: ModelConfig, stage: DecodeStage, *, precision: Precision
 ) -> dict[str, float]:
-    """Bytes on each card of a generating stage beside its slots, by category."""
-    chunk = model_work(
-        model,
-        sequence_length=min(prompt, PREFILL_CHUNK),
-        micro_batch_size=1,
-        precision=precision,
-        logit_rows=1,
-        tensor_parallel=1 if model.num_experts else stage.width,
-    )
+    """Bytes on each card of a generating stage beside what it writes, by category."""
     return {
         "weights": held_parameters(model, stage) * ELEMENT_BYTES[precision] / stage.width,
-        "prefill": chunk.layer.activation_bytes,
         "reserved": float(max(topology.types[card.type].reserved for card in stage.cards)),
     }
 
 
-def most_slots(free_bytes: float, per_slot_bytes: float, *, group: int) -> int:
-    """The largest multiple of `group` slots that fits so many bytes."""
-    return max(math.floor(free_bytes / per_slot_bytes) // group * group, 0) if per_slot_bytes else 0
+def most_slots(free_bytes: float, writing: Writing, *, limit: int, num_groups: int) -> int:
+    """The most slots that fit, at most `limit`, in whole groups of samples; `num_groups` groups of slots take
+    turns."""
+
+    def held(count: int) -> float:
+        slots = count * writing.group
+        return count * writing.group_cache_bytes + writing.lane_bytes(-(-slots // num_groups))
+
+    return bisect.bisect_right(range(1, limit // writing.group + 1), free_bytes, key=held) * writing.group

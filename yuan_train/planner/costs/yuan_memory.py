@@ -10,15 +10,10 @@ from __future__ import annotations
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.generation_memory import Writing
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
 from yuan_train.planner.costs.unit_costs import card_costs
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, model_work
-
-PREFILL_CHUNK = 512
-"""Prompt tokens that generation reads at once."""
-DRAWN_ELEMENTS = 1 << 22
-"""Logits whose noise is in memory at once: `NOISE_ELEMENTS` of yuan_train/models/sampling.py."""
 
 
 def yuan_memory(
@@ -72,30 +67,15 @@ def yuan_memory(
 
 
 def _generation(model: ModelConfig, samples: Samples, precision: Precision) -> dict[str, float]:
-    """All answers of a group at once: keys and values of every token, the localized filter's state of u (H)
-    and of its first convolution (H/2). The prompt is read once, into a cache of its own from which it is
-    copied to every answer; each cache has a place for padding. Beside them the largest of
-
-    - a chunk of the prompt: at most what a layer would keep of it for a backward,
-    - a layer's keys and values, repeated for each query head, where heads share them (a masked attention),
-    - a draw: logits in fp64, and of DRAWN_ELEMENTS of them a copy and three more while their noise is made.
-    """
-    e, group = ELEMENT_BYTES[precision], samples.group
-    state = 1.5 * model.hidden_size if model.attention == "localized_filter" else 0.0
-    places = group * (samples.length + 1) + samples.prompt + 1
-    per_layer = e * (2 * places * model.key_value_size + (group + 1) * state)
-    chunk = model_work(
-        model,
-        sequence_length=min(samples.prompt, PREFILL_CHUNK),
-        micro_batch_size=1,
+    """All answers of a group at once."""
+    writing = Writing(
+        model=model,
+        num_layers=model.num_layers,
+        head=True,
+        width=1,
+        group=samples.group,
+        prompt=samples.prompt,
+        length=samples.length,
         precision=precision,
-        logit_rows=1,
     )
-    shared = model.key_value_size < model.projection_size
-    repeated = 2.0 * e * group * samples.length * model.projection_size if shared else 0.0
-    words = group * model.vocab_size
-    drawing = 8.0 * words + 32.0 * min(words, max(DRAWN_ELEMENTS, model.vocab_size))
-    return {
-        "cache": model.num_layers * per_layer,
-        "logits or layer": max(chunk.layer.activation_bytes, repeated, drawing),
-    }
+    return {"cache": writing.group_cache_bytes, "logits or layer": writing.lane_bytes(samples.group)}

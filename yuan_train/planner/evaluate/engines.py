@@ -19,8 +19,9 @@ from yuan_train.planner.costs.decode import (
     most_slots,
     prefill_seconds,
     round_seconds,
-    slot_bytes,
+    writing_on,
 )
+from yuan_train.planner.costs.generation_memory import Writing
 from yuan_train.planner.costs.links import message_seconds
 from yuan_train.planner.costs.topology import Topology, find_route
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
@@ -221,23 +222,46 @@ def with_slots(
 
     `held_bytes`, if given, is what each stage's cards hold of other phases, weights and reserve included.
     """
-    load, group = rates.load, rates.load.group
-    fitting = limit // group * group
-    for s, stage in enumerate(stages):
-        capacity = min(rates.topology.types[card.type].memory for card in stage.cards)
-        fixed = fixed_bytes(
-            rates.topology, load.model, stage, prompt=load.prompt_tokens, precision=load.precision
+    group = rates.load.group
+
+    free = [_free_bytes(rates, stage, held_bytes[s : s + 1]) for s, stage in enumerate(stages)]
+    writings = [_writing(rates, stage) for stage in stages]
+
+    def fitting(num_groups: int) -> int:
+        return min(
+            most_slots(bytes_, own, limit=limit, num_groups=num_groups)
+            for bytes_, own in zip(free, writings, strict=True)
         )
-        held = fixed["prefill"] + held_bytes[s] if held_bytes else math.fsum(fixed.values())
-        per_slot = slot_bytes(load.model, stage, length=load.length, precision=load.precision)
-        fitting = min(fitting, most_slots(capacity - held, per_slot, group=group))
-    if fitting < group:
+
+    num_groups = 1 if len(stages) == 1 else min(GROUPS_PER_STAGE * len(stages), limit // group)
+    slots = fitting(max(num_groups, 1))
+    while 0 < slots // group < num_groups:
+        # With fewer groups, each is larger, and holds more while it is run.
+        num_groups = slots // group
+        slots = fitting(num_groups)
+    if slots < group:
         return None
-    groups = 1
-    if len(stages) > 1:
-        groups = min(GROUPS_PER_STAGE * len(stages), fitting // group)
-    per_group = fitting // groups // group * group
-    return Engine(stages=tuple(stages), slots_per_group=per_group, num_groups=groups)
+    per_group = slots // num_groups // group * group
+    return Engine(stages=tuple(stages), slots_per_group=per_group, num_groups=num_groups)
+
+
+def _free_bytes(rates: EngineRates, stage: DecodeStage, held_bytes: Sequence[float]) -> float:
+    """What weights and reserve, or `held_bytes` if it is given, leave of the smallest card."""
+    capacity = min(rates.topology.types[card.type].memory for card in stage.cards)
+    fixed = fixed_bytes(rates.topology, rates.load.model, stage, precision=rates.load.precision)
+    return capacity - (held_bytes[0] if held_bytes else math.fsum(fixed.values()))
+
+
+def _writing(rates: EngineRates, stage: DecodeStage) -> Writing:
+    load = rates.load
+    return writing_on(
+        load.model,
+        stage,
+        group=load.group,
+        prompt=load.prompt_tokens,
+        length=load.length,
+        precision=load.precision,
+    )
 
 
 def without_idle_slots(generation: Generation, *, batches: int) -> Generation:
@@ -257,15 +281,17 @@ def without_idle_slots(generation: Generation, *, batches: int) -> Generation:
 
 def engine_memory(rates: EngineRates, engine: Engine) -> list[dict[str, float]]:
     """Bytes on each card of each stage of an engine, by category."""
-    load = rates.load
     found: list[dict[str, float]] = []
     for stage in engine.stages:
-        fixed = fixed_bytes(
-            rates.topology, load.model, stage, prompt=load.prompt_tokens, precision=load.precision
-        )
-        slots = engine.slots * slot_bytes(load.model, stage, length=load.length, precision=load.precision)
+        fixed = fixed_bytes(rates.topology, rates.load.model, stage, precision=rates.load.precision)
+        writing = _writing(rates, stage)
         found.append(
-            {"weights": fixed["weights"], "slots": slots, **{k: fixed[k] for k in ("prefill", "reserved")}}
+            {
+                "weights": fixed["weights"],
+                "slots": engine.slots / writing.group * writing.group_cache_bytes,
+                "buffers": writing.lane_bytes(engine.slots_per_group),
+                "reserved": fixed["reserved"],
+            }
         )
     return found
 

@@ -12,9 +12,10 @@ from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl_plan import RlPlan
-from yuan_train.planner.costs.decode import DecodeStage, fixed_bytes, slot_bytes
+from yuan_train.planner.costs.decode import DecodeStage, fixed_bytes, writing_on
+from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
-from yuan_train.planner.costs.yuan_memory import PREFILL_CHUNK
+from yuan_train.planner.evaluate.engines import GROUPS_PER_STAGE
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
 
@@ -45,23 +46,31 @@ class StageBytes:
         return self.peak <= self.capacity
 
 
-def plan_memory(plan: RlPlan, *, prompt: int | None = None) -> list[StageBytes]:
+def plan_memory(plan: RlPlan, *, prompt: int | None = None, group: int = 1) -> list[StageBytes]:
     """The bytes of every role by stage, in bf16 (fp16 where a card has none).
 
-    `prompt` is the length of a prompt; None: a whole chunk is read at a time. Raises PlanError for a card of
-    unknown type.
+    `prompt` is the length of a prompt; None: a whole chunk is read at a time. `group` is the answers to a
+    prompt: so many slots share the reading of one. Raises PlanError for a card of unknown type.
     """
     found: list[StageBytes] = []
-    generation, chunk = plan.roles.generation, prompt or PREFILL_CHUNK
+    generation, read = plan.roles.generation, _Read(prompt or PREFILL_CHUNK, group)
     for role, own in plan.plans.items():
         costs = _costs_of(own)
         if role == "policy":
             for stage in cost_plan(costs, own).stages:
                 slots = generation.slots if generation.is_shared else None
-                found.append(_training(costs, own, stage, slots, chunk))
+                found.append(_training(costs, own, stage, slots, read))
         else:
-            found += _forward_only(role, costs, own, chunk)
+            found += _forward_only(role, costs, own, read)
     return found
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a plan does not say: tokens of a prompt, and answers to it."""
+
+    prompt: int
+    group: int
 
 
 def _costs_of(plan: Plan) -> Costs:
@@ -93,7 +102,7 @@ def _costs_of(plan: Plan) -> Costs:
     )
 
 
-def _training(costs: Costs, plan: Plan, stage: StageCost, slots: int | None, prompt: int) -> StageBytes:
+def _training(costs: Costs, plan: Plan, stage: StageCost, slots: int | None, read: _Read) -> StageBytes:
     """What training holds; on shared cards generation instead, where that is more."""
     training = {name: float(getattr(stage.memory, name)) for name in type(stage.memory).__dataclass_fields__}
     phases = [training]
@@ -102,8 +111,10 @@ def _training(costs: Costs, plan: Plan, stage: StageCost, slots: int | None, pro
             cards=stage.replicas[0], layers=stage.layers, embedding=stage.embedding, head=stage.head
         )
         kept = {name: training[name] for name in ("parameters", "gradients", "optimizer", "reserved")}
-        drawn = _drawing(costs, plan, own, slots, prompt)
-        phases.append(kept | {name: drawn[name] for name in ("slots", "prefill")})
+        num_stages = len(plan.pipelines[stage.pipeline].stages)
+        num_groups = min(GROUPS_PER_STAGE * num_stages, slots // read.group) if num_stages > 1 else 1
+        drawn = _drawing(costs, plan, own, slots // num_groups, num_groups, read)
+        phases.append(kept | {name: drawn[name] for name in ("slots", "buffers")})
     return StageBytes(
         role="policy",
         pipeline=stage.pipeline,
@@ -114,32 +125,49 @@ def _training(costs: Costs, plan: Plan, stage: StageCost, slots: int | None, pro
     )
 
 
-def _forward_only(role: str, costs: Costs, plan: Plan, prompt: int) -> list[StageBytes]:
+def _forward_only(role: str, costs: Costs, plan: Plan, read: _Read) -> list[StageBytes]:
     found: list[StageBytes] = []
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             cards = cards_of(costs, plan, stage)[0]
             own = DecodeStage(cards=cards, layers=stage.layers, embedding=stage.embedding, head=stage.head)
-            # A role that scores keeps no keys and values: it reads a sample at once.
-            slots = pipeline.num_sequences if role == "generation" else 0
-            chunk = prompt if role == "generation" else plan.sequence_length
+            if role == "generation":
+                slots, num_groups = pipeline.micro_batch_size, pipeline.num_micro_batches
+                categories = _drawing(costs, plan, own, slots, num_groups, read)
+            else:
+                categories = _scoring(costs, plan, own)
             found.append(
                 StageBytes(
                     role=role,
                     pipeline=p,
                     stage=s,
                     card=cards[0].type,
-                    categories=_drawing(costs, plan, own, slots, chunk),
+                    categories=categories,
                     capacity=min(costs.problem.cluster.device_type(card.type).memory for card in cards),
                 )
             )
     return found
 
 
-def _drawing(costs: Costs, plan: Plan, stage: DecodeStage, slots: int, prompt: int) -> dict[str, float]:
-    precision = costs.problem.precision
-    fixed = fixed_bytes(costs.topology, plan.model, stage, prompt=prompt, precision=precision)
-    per_slot = slot_bytes(plan.model, stage, length=plan.sequence_length, precision=precision)
-    return {"weights": fixed["weights"], "slots": slots * per_slot} | {
-        name: fixed[name] for name in ("prefill", "reserved")
-    }
+def _drawing(
+    costs: Costs, plan: Plan, stage: DecodeStage, slots: int, num_groups: int, read: _Read
+) -> dict[str, float]:
+    """Of a stage that generates on `slots` slots of each group."""
+    fixed, writing = _held(costs, plan, stage, read)
+    caches = slots * num_groups / read.group * writing.group_cache_bytes
+    buffers = writing.lane_bytes(slots)
+    return {"weights": fixed["weights"], "slots": caches, "buffers": buffers, "reserved": fixed["reserved"]}
+
+
+def _scoring(costs: Costs, plan: Plan, stage: DecodeStage) -> dict[str, float]:
+    """Of a role that reads a sample at once, and keeps no keys and values."""
+    fixed, writing = _held(costs, plan, stage, _Read(plan.sequence_length, 1))
+    return {"weights": fixed["weights"], "buffers": writing.chunk_bytes, "reserved": fixed["reserved"]}
+
+
+def _held(costs: Costs, plan: Plan, stage: DecodeStage, read: _Read) -> tuple[dict[str, float], Writing]:
+    precision, length = costs.problem.precision, plan.sequence_length
+    writing = writing_on(
+        plan.model, stage, group=read.group, prompt=read.prompt, length=length, precision=precision
+    )
+    return fixed_bytes(costs.topology, plan.model, stage, precision=precision), writing

@@ -247,7 +247,7 @@ def role_memory(placement: Placement) -> dict[str, tuple[RoleMemory, ...]]:
             engine = generation.engines[stage.pipeline]
             own = engine_memory(generation.rates, engine)[stage.stage]
             kept = ("parameters", "gradients", "optimizer", "reserved")
-            drawing = math.fsum(categories[name] for name in kept) + own["slots"] + own["prefill"]
+            drawing = math.fsum(categories[name] for name in kept) + own["slots"] + own["buffers"]
             categories["slots"] = own["slots"]
             peak = max(peak, drawing)
         policy.append(
