@@ -9,6 +9,8 @@ shapes, not from the config.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,9 +18,12 @@ from yuan_kernels import ops
 
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x weight^T of x [..., in] and weight [out, in]."""
+
 
 class Linear(nn.Module):
-    """x weight^T + bias; weight is [out, in], bias [out] or none."""
+    """x weight^T + bias; weight is [out, in], bias [out] or none. For adapters see `add_adapters`."""
 
     def __init__(
         self, in_size: int, out_size: int, *, bias: bool = False, device: torch.device, dtype: torch.dtype
@@ -26,10 +31,26 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_size, device=device, dtype=dtype)) if bias else None
+        self.lora_a: nn.Parameter | None = None
+        self.lora_b: nn.Parameter | None = None
+        self.lora_scale = 0.0
+
+    def add_adapters(self, rank: int, scale: float) -> None:
+        """Add scale (x lora_a^T) lora_b^T to the result; lora_a is [rank, in], lora_b [out, rank]."""
+        (rows, columns), new = self.weight.shape, self.weight.new_empty
+        self.lora_a = nn.Parameter(new(rank, columns))
+        self.lora_b = nn.Parameter(new(rows, rank))
+        self.lora_scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return ops.linear(x, self.weight, self.bias)
+        return self.adapt(ops.linear(x, self.weight, self.bias), x)
+
+    def adapt(self, y: Tensor, x: Tensor, product: Product = ops.linear) -> Tensor:
+        """Return y [..., out] with what the adapters, if there are some, make of x [..., in]."""
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        return y + product(self.lora_scale * product(x, self.lora_a), self.lora_b)
 
 
 class Score(nn.Module):

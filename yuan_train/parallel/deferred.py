@@ -74,14 +74,19 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
         name
         for name, style in styles.items()
         # The bias of a linear is added outside of it.
-        if style in ("filter", "expert") or (style in ("column", "row") and name.endswith(".weight"))
+        if style in ("filter", "expert") or (style in ("column", "row") and not name.endswith(".bias"))
     }
 
 
 def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Tensor]:
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        if not weight.requires_grad:
+            return _FrozenLinear.apply(x, weight)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(x, weight, deferred)  # pyright: ignore[reportReturnType]
+
     def forward(x: Tensor) -> Tensor:
-        y: Tensor = _Linear.apply(x, module.weight, deferred)  # pyright: ignore[reportAssignmentType]
-        return y if module.bias is None else y + module.bias
+        y = product(x, module.weight)
+        return module.adapt(y if module.bias is None else y + module.bias, x, product)
 
     return forward
 
@@ -138,6 +143,19 @@ class _Linear(torch.autograd.Function):
         dx = ops.linear(dy, weight.T) if ctx.needs_input_grad[0] else None
         _add_or_defer(ctx.deferred, [weight], add)
         return dx, None, None
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """Of a weight that is not trained: nothing is kept for the backward but the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return ops.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ops.linear(gradients[0], ctx.weight.T), None
 
 
 class _Experts(torch.autograd.Function):
@@ -197,7 +215,9 @@ class _Filter(torch.autograd.Function):
         y, taps = ops.localized_filter_forward(
             u, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start
         )
-        ctx.save_for_backward(u, taps, document_start)
+        # Of frozen weights there is no gradient that would need its input.
+        kept = (u, taps) if conv1_weight.requires_grad else (None, None)
+        ctx.save_for_backward(*kept, document_start)
         ctx.weights, ctx.deferred = (conv1_weight, conv1_bias, conv2_weight, conv2_bias), deferred
         return y
 
@@ -217,5 +237,6 @@ class _Filter(torch.autograd.Function):
                 if weight is not None:
                     weight.main_gradient += gradient
 
-        _add_or_defer(ctx.deferred, [weight for weight in weights if weight is not None], add)
+        if weights[0].requires_grad:
+            _add_or_defer(ctx.deferred, [weight for weight in weights if weight is not None], add)
         return dx, None, None, None, None, None, None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from yuan_train.config.architecture import is_trained, is_whole_adapter, layer_table
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
@@ -345,12 +346,20 @@ def holders_of(model: ModelConfig, stages: Sequence[DecodeStage]) -> list[Holder
 
 
 def sync_bytes(model: ModelConfig, engines: Sequence[Engine], precision: Precision) -> float:
-    """Bytes that all engines get: their parts, those that each card of a group holds whole included."""
+    """Bytes that all engines get: their parts, those that each card of a group holds whole included. Of a
+    model with adapters these alone, after the first time."""
     e = ELEMENT_BYTES[precision]
-    whole = sum(p.size for p in model.spec.layer(model) if p.sharding in ("whole", "head_norm"))
+    table = [p for p in layer_table(model) if is_trained(model, p.name)]
+    whole = sum(p.size for p in table if p.sharding in ("whole", "head_norm") or is_whole_adapter(p))
+
+    def held(stage: DecodeStage) -> float:
+        if model.lora is None:
+            return held_parameters(model, stage)
+        return stage.num_layers * sum(p.size for p in table)
+
     return float(
         sum(
-            e * (held_parameters(model, stage) + (stage.width - 1) * stage.num_layers * whole)
+            e * (held(stage) + (stage.width - 1) * stage.num_layers * whole)
             for engine in engines
             for stage in engine.stages
         )
