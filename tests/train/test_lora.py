@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from tests.support.rl import write_rl
 from yuan_train.checkpoint.hf_export import export_hf
 from yuan_train.checkpoint.hf_import import import_hf
 from yuan_train.checkpoint.load import find_checkpoint, load_weights, tensor_names
+from yuan_train.checkpoint.megatron_export import export_megatron
+from yuan_train.checkpoint.megatron_import import import_megatron
+from yuan_train.cli.main import main
 from yuan_train.config.architecture import ADAPTERS, is_trained
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.lora import LoraConfig
@@ -259,3 +263,38 @@ def test_reinforcement_learning_refuses_what_training_does(tmp_path: Path) -> No
     ):
         load_rl(path, options)
     assert load_rl(path, options[:1]).model.lora == LoraConfig(rank=2)
+
+
+def test_commands_read_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`generate` with the adapters in place gives what it gives of the merged model."""
+    run_file = make_project(tmp_path, model=MODELS["yuan"] | {"vocab_size": 400})
+    save = f"checkpoint.directory={tmp_path}/lora"
+    options = (*LORA, "train.steps=6", "optimizer.learning_rate=0.02", "train.precision=fp32")
+    curve = run_alone(Case(run_file, tmp_path / "log", None, (*options, save)))
+    found = find_checkpoint(tmp_path / "lora")
+    export_megatron(found, tmp_path / "ranks", tensor=2)
+    import_megatron(tmp_path / "ranks", tmp_path / "merged", model=replace(found.model, lora=None))
+    adapted, merged = (logits(find_checkpoint(tmp_path / name)) for name in ("lora", "merged"))
+    assert torch.allclose(adapted, merged, rtol=0, atol=2e-6)
+    capsys.readouterr()
+    texts = []
+    for name in ("lora", "merged"):
+        words = [
+            "--prompt-ids",
+            "5",
+            "--max-new-tokens",
+            "8",
+            "--temperature",
+            "0",
+            "--tokenizer",
+            str(tmp_path / "tokenizer"),
+        ]
+        assert main(["generate", "--checkpoint", str(tmp_path / name), *words]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].strip()
+    assert main(["inspect", str(tmp_path / "lora"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == found.model.parameters
+    assert len(curve) == 6
+    bad = ["lora={rank: 2, targets: [gate]}", "train.steps=1"]
+    assert main(["train", "--config", str(run_file), *bad]) == 2
+    assert "error: " in capsys.readouterr().err

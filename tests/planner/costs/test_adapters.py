@@ -1,5 +1,6 @@
 """Seconds and bytes of what is trained, where that is adapters on a frozen base."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,12 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
+from yuan_train.planner.costs.decode import DecodeStage
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.unit_costs import check_profile
 from yuan_train.planner.costs.workload import STATE_BYTES, model_work
+from yuan_train.planner.evaluate.engines import Engine, holders_of, sync_bytes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search import search_plan
 
@@ -71,10 +74,7 @@ def test_each_card_holds_what_the_engine_gives_it(width: int) -> None:
     sizes: dict[bool, int] = {True: 0, False: 0}
     for p in layer_table(MODEL):
         shard = find_shard(f"layers.0.{p.name}", p.shape, sharding, blocks, index=0, count=width)
-        elements = 1
-        for n in shard.local_shape:
-            elements *= n
-        sizes[is_trained(MODEL, p.name)] += elements
+        sizes[is_trained(MODEL, p.name)] += math.prod(shard.local_shape)
     layer = work_of(MODEL, width).layer
     assert layer.trained == sizes[True]
     # The few weights of norms are divided in the forecast, and whole on each card.
@@ -142,6 +142,37 @@ def test_a_plan_is_found_that_keeps_nothing_on_hosts() -> None:
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     assert plan.model.lora == MODEL.lora
     assert not any(s.optimizer_offload or s.activation_offload or s.parameter_offload for s in stages)
+
+
+def test_engines_are_sent_what_the_transfer_sends_them() -> None:
+    pytest.importorskip("torch")
+    from yuan_train.parallel.transfer import plan_holdings
+
+    cards = problem(MODEL).cluster.cards
+    ends = ((0, 1, True, False), (1, 4, False, True))
+    stages = [
+        DecodeStage(cards=cards[2 * s : 2 * s + 2], layers=(a, b), embedding=embedding, head=head)
+        for s, (a, b, embedding, head) in enumerate(ends)
+    ]
+    pipeline = PipelinePlan(
+        micro_batch_size=1,
+        num_micro_batches=8,
+        stages=tuple(
+            StagePlan(replicas=((2 * s, 2 * s + 1),), layers=(a, b), embedding=embedding, head=head)
+            for s, (a, b, embedding, head) in enumerate(ends)
+        ),
+    )
+    plan = replace(two_pipelines(MODEL), pipelines=(pipeline,), optimizer_sharding=False)
+    elements = sum(
+        math.prod(shard.local_shape)
+        for held in plan_holdings(plan).values()
+        for name, shard in held.items()
+        if is_trained(MODEL, name)
+    )
+    engine = Engine(stages=tuple(stages), slots_per_group=8, num_groups=1)
+    assert sync_bytes(MODEL, [engine], "bf16") == 2 * elements
+    # Of four layers the first card has one, whatever the embedding weighs.
+    assert [(h.first, h.last) for h in holders_of(MODEL, stages)] == [(0, 0.25)] * 2 + [(0.25, 1)] * 2
 
 
 def test_a_profile_of_full_training_is_refused() -> None:
