@@ -23,7 +23,9 @@ from yuan_train.config.architecture import ADAPTERS, is_trained
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.lora import LoraConfig
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan_files import load_plan
 from yuan_train.config.rl_files import load_rl
+from yuan_train.config.run import load_run
 from yuan_train.models.transformer import Transformer, init_weights
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -87,6 +89,16 @@ def test_a_plan_computes_what_one_process_computes(tmp_path: Path, name: str) ->
     other = run_alone(Case(run_file, tmp_path / "alpha", None, (*LORA, "lora.alpha=7")))
     for curve in (base, other, alone_some):
         assert difference(curve, alone, "loss") > 1e-6
+
+
+def test_compiled_layers_have_adapters(tmp_path: Path) -> None:
+    run_file = make_project(tmp_path, model=MODELS["yuan"])
+    plan = parse_plan(run_config(run_file, *LORA), "1x4: 2@0 selective | 4@1 full / 1x4: 6@2")
+    case = Case(run_file, tmp_path / "plan", plan, (*LORA, "train.compile=true"), without="inductor")
+    run_cases([case])
+    alone = run_alone(Case(run_file, tmp_path / "alone", None, LORA))
+    for key in ("loss", "grad_norm"):
+        assert difference(read_metrics(case.folder), alone, key) < 1e-12
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -207,7 +219,6 @@ def test_other_objectives_train_adapters(tmp_path: Path, kind: str) -> None:
             r"'gate' is no matrix of a layer \(has: value, query_key",
         ),
         (("lora={rank: 2}", "engine=megatron"), "engine: megatron, which trains no adapters"),
-        (("lora={rank: 2}", "train.compile=true"), "train.compile: true: layers with adapters"),
         (("lora={rank: 2}", "optimizer.update=delayed"), "optimizer.update: delayed: the state of adapters"),
         (("lora={rank: 2}", "search.offload=[optimizer]"), "search.offload: optimizer: a run with adapters"),
         (
@@ -298,3 +309,13 @@ def test_commands_read_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[st
     bad = ["lora={rank: 2, targets: [gate]}", "train.steps=1"]
     assert main(["train", "--config", str(run_file), *bad]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_files_hold_adapters(tmp_path: Path) -> None:
+    """The resolved run and the plan in the log directory read as what they were."""
+    run_file = make_project(tmp_path)
+    options = ("lora={rank: 3, targets: [out, up]}", "train.steps=1")
+    run_alone(Case(run_file, tmp_path / "log", None, options))
+    run = load_run(tmp_path / "log" / "config.yaml")
+    assert run.model.lora == run.lora == LoraConfig(rank=3, alpha=3.0, targets=("out", "up"))
+    assert load_plan(tmp_path / "log" / "plan.yaml").model == run.model

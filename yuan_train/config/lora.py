@@ -65,10 +65,6 @@ def lora_run_violations(run: RunConfig) -> Iterator[Violation]:
         return
     if run.engine == "megatron":
         yield Violation(("engine",), "megatron, which trains no adapters (lora); set yuan, or leave lora out")
-    if run.train.compile:
-        yield Violation(
-            ("train", "compile"), "true: layers with adapters (lora) are not compiled yet; set false"
-        )
     if run.optimizer.update == "delayed":
         yield Violation(
             ("optimizer", "update"), "delayed: the state of adapters (lora) stays on the cards; set exact"
