@@ -9,17 +9,12 @@ shapes, not from the config.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from yuan_kernels import ops
 
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
-
-Product = Callable[[Tensor, Tensor], Tensor]
-"""x weight^T of x [..., in] and weight [out, in]."""
 
 
 class Linear(nn.Module):
@@ -44,13 +39,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return self.adapt(ops.linear(x, self.weight, self.bias), x)
-
-    def adapt(self, y: Tensor, x: Tensor, product: Product = ops.linear) -> Tensor:
-        """Return y [..., out] with what the adapters, if there are some, make of x [..., in]."""
+        y = ops.linear(x, self.weight, self.bias)
         if self.lora_a is None or self.lora_b is None:
             return y
-        return y + product(self.lora_scale * product(x, self.lora_a), self.lora_b)
+        return y + ops.linear(self.lora_scale * ops.linear(x, self.lora_a), self.lora_b)
 
 
 class Score(nn.Module):

@@ -79,14 +79,17 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
 
 
 def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Tensor]:
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        if not weight.requires_grad:
-            return _FrozenLinear.apply(x, weight)  # pyright: ignore[reportReturnType]
-        return _Linear.apply(x, weight, deferred)  # pyright: ignore[reportReturnType]
+    def product(x: Tensor) -> Any:
+        if module.weight.requires_grad:
+            return _Linear.apply(x, module.weight, deferred)
+        if module.lora_a is None:
+            return _FrozenLinear.apply(x, module.weight)
+        adapters = module.lora_a, module.lora_b, module.lora_scale
+        return _AdaptedLinear.apply(x, module.weight, *adapters, deferred)
 
     def forward(x: Tensor) -> Tensor:
-        y = product(x, module.weight)
-        return module.adapt(y if module.bias is None else y + module.bias, x, product)
+        y: Tensor = product(x)
+        return y if module.bias is None else y + module.bias
 
     return forward
 
@@ -156,6 +159,46 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return ops.linear(gradients[0], ctx.weight.T), None
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """x W^T + scale (x A^T) B^T with a frozen W: keeps x, and the product [..., rank] between A and B.
+
+    The products of the adapters are added to those of W in place: what they cost are passes over memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, deferred: DeferredWeightGrads
+    ) -> Tensor:
+        inner = scale * ops.linear(x, a)
+        y = ops.linear(x, weight)
+        ops.add_product_(_rows(y), inner.flatten(0, -2), b.T)
+        ctx.save_for_backward(x, inner)
+        ctx.weights, ctx.scale, ctx.deferred = (weight, a, b), scale, deferred
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x, inner), (weight, a, b) = ctx.saved_tensors, ctx.weights
+        dy = gradients[0]
+        dinner = ctx.scale * ops.linear(dy, b.T)
+
+        def add() -> None:
+            ops.add_product_(b.main_gradient, dy.flatten(0, -2).T, inner.flatten(0, -2))
+            ops.add_product_(a.main_gradient, dinner.flatten(0, -2).T, x.flatten(0, -2))
+
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = ops.linear(dy, weight.T)
+            ops.add_product_(_rows(dx), dinner.flatten(0, -2), a)
+        _add_or_defer(ctx.deferred, [a, b], add)
+        return dx, None, None, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A view [T, K] of x [..., K], to add to in place."""
+    return x.view(-1, x.shape[-1])
 
 
 class _Experts(torch.autograd.Function):

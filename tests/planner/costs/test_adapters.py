@@ -65,6 +65,18 @@ def test_flops_of_a_frozen_base() -> None:
     assert units == tokens * MODEL.training_flops(16)
 
 
+def test_passes_of_adapters() -> None:
+    """One adapter, of `down` [64, 128], for 32 tokens in bf16: x, y twice; dy twice, x, dx twice."""
+    one = replace(BASE, lora=LoraConfig(rank=3, targets=("down",)))
+    adapted, base = work_of(one).layer, work_of(BASE).layer
+    weights, inner = 3 * (64 + 128), 32 * 3
+    forward = adapted.forward_traffic_bytes - base.forward_traffic_bytes
+    assert forward == 2 * (weights + 2 * inner + 32 * (128 + 2 * 64))
+    backward = adapted.backward_traffic_bytes - base.backward_traffic_bytes
+    frozen = 2 * 4 * (weights - BASE.layer_parameters)
+    assert backward == 2 * (2 * weights + 4 * inner + 32 * (3 * 128 + 2 * 64)) + frozen
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_each_card_holds_what_the_engine_gives_it(width: int) -> None:
     pytest.importorskip("torch")

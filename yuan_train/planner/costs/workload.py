@@ -270,6 +270,7 @@ def _with_adapters(
 
     The backward has no weight gradients but the adapters' own. Beside what the base keeps, an adapter keeps
     the product between its two matrices; what of the base only frozen matrices would read is counted though.
+    Low rank makes its products passes over memory.
     """
     e, gradients = ELEMENT_BYTES[precision], STATE_BYTES[precision].gradients
     names = [name for name, half in zip(HALVES, model.spec.sublayers(model), strict=True) if half in halves]
@@ -277,11 +278,16 @@ def _with_adapters(
     trained = sum(p.size for p in found)
     whole = sum(p.size for p in found if is_whole_adapter(p))
     assert model.lora is not None
-    kept = e * tokens * model.lora.rank * len(found) // 2
+    rank = model.lora.rank
+    kept = e * tokens * rank * len(found) // 2
     products = 2.0 * tokens * sum(half.products for half in halves)
     weight_flops = 2.0 * tokens * trained
     backward = base.backward_flops - products + 2 * weight_flops
-    traffic = 2.0 * kept + e * trained
+    inputs, outputs = (sum(p.size for p in found if p.name.endswith(kind)) // rank for kind in ADAPTERS)
+    # Forward: x is read, and y read and written again. Backward: dy is read twice, x once, and dx read and
+    # written again.
+    forward_traffic = 2.0 * kept + e * (trained + tokens * (inputs + 2 * outputs))
+    backward_traffic = 4.0 * kept + e * (2 * trained + tokens * (3 * inputs + 2 * outputs))
     held = max(tokens * _bytes(half.held, precision) for half in halves)
     return replace(
         base,
@@ -291,9 +297,9 @@ def _with_adapters(
         weight_share=weight_flops / backward,
         forward_flops=base.forward_flops + weight_flops,
         backward_flops=backward,
-        forward_traffic_bytes=base.forward_traffic_bytes + traffic,
+        forward_traffic_bytes=base.forward_traffic_bytes + forward_traffic,
         backward_traffic_bytes=base.backward_traffic_bytes
-        + 2 * traffic
+        + backward_traffic
         + gradients * 2 * (trained - base.parameters),
         activation_bytes=base.activation_bytes + kept,
         selective_bytes=base.selective_bytes + kept,
