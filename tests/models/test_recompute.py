@@ -8,11 +8,13 @@ from yuan_kernels import attention, products
 
 from tests.support.memory import kept_bytes
 from tests.support.models import VARIANTS, tiny_model
-from yuan_train.config.architecture import sharding_of
+from yuan_train.config.architecture import is_trained, sharding_of
+from yuan_train.config.lora import LoraConfig
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.experts import Choice, Router
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import collectives
+from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.experts import apply_expert_parallel
 from yuan_train.parallel.tensor import ShardSpec, shard_parameters
 from yuan_train.planner.costs.workload import model_work
@@ -64,6 +66,27 @@ def test_kept_bytes_equal_the_planners(variant, precision, recompute, layers):
     # The rotary tables, cosine and sine, are computed once for all layers.
     tables = 48 * model.rotary_size * (8 if precision == "fp64" else 4)
     assert kept_by(model, DTYPES[precision], recompute, layers) == expected + tables
+
+
+@pytest.mark.parametrize("variant", ["yuan", "yuan-plain", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_kept_bytes_of_adapters_on_a_frozen_base(variant, recompute):
+    """As the engine runs it: frozen linears and filters keep nothing that only their gradients need."""
+    model = replace(tiny_model(variant), lora=LoraConfig(rank=3))
+    part = Transformer(model, embedding=False, head=False, recompute=recompute, dtype=torch.float32)
+    init_weights(part, seed=0)
+    for name, parameter in part.named_parameters():
+        parameter.requires_grad_(is_trained(model, name))
+    add_weight_grads(part, DeferredWeightGrads(), sharding_of(model)[0])
+    hidden_BSH = torch.randn(2, 48, 64).requires_grad_()
+    kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
+    work = model_work(model, sequence_length=48, micro_batch_size=2, precision="fp32", logit_rows=48)
+    assert kept == 4 * work.layer.kept_bytes(recompute) + 48 * model.rotary_size * 4
+    assert sum(p.numel() for p in part.parameters()) == 4 * work.layer.parameters
+    trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
+    assert trained == 4 * work.layer.trained == sum(model.trained_unit_parameters)
+    for whole, halves in (("parameters", work.halves), ("trained", work.halves)):
+        assert sum(getattr(half, whole) for half in halves) == getattr(work.layer, whole)
 
 
 @pytest.mark.parametrize("held", [0, 1, 3])

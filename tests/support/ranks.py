@@ -126,7 +126,7 @@ def disabled(key: str) -> Iterator[None]:
         "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
         "tensor_all_reduce": (collectives.dist, "all_reduce", _skip_activations(collectives.dist.all_reduce)),
         "expert_all_reduce": (experts, "reduce_from_tp", lambda part, group: part),
-        "head_norm_reduce": (apply, "reduce_head_norms", lambda *a: None),
+        "head_norm_reduce": (apply, "reduce_partial", lambda *a: None),
         "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),
         "norm_all_reduce": (collectives.dist, "all_reduce", _skip_norm(collectives.dist.all_reduce)),
         "inductor": (compiled, "BACKEND", "aot_eager"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def export_hf(
     shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
     """Write a checkpoint's model to `out` in the published format, with code where transformers has none.
+    Adapters are merged into their matrices.
 
     Args:
         checkpoint: of any plan.
@@ -98,7 +99,8 @@ def export_hf(
         raise CheckpointError(f"{out}: cannot be written: {error}; give another --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(str(out), checkpoint.model.parameters, len(tensors), common, files)
+    parameters = replace(checkpoint.model, lora=None).parameters
+    return Exported(str(out), parameters, len(tensors), common, files)
 
 
 def _published(

@@ -7,8 +7,9 @@
                       tokenizer/     the tokenizer of the run
                       manifest.json  every file with its size; written last
 
-Tensors are `weights.NAME` (the fp32 master), `exp_avg.NAME` and `exp_avg_sq.NAME`, NAME being the global name
-of a parameter. Where updates come a step late, `late.NAME` are the weights that the next step computes with.
+Tensors are `weights.NAME` (the fp32 master; of what is frozen the weights themselves), `exp_avg.NAME` and
+`exp_avg_sq.NAME`, NAME being the global name of a parameter. Where updates come a step late, `late.NAME` are
+the weights that the next step computes with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the full (unsharded) tensors of a checkpoint, one at a time."""
+"""Reads the full (unsharded) tensors of a checkpoint, one at a time; adapters are merged into matrices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from yuan_train.checkpoint.load import Checkpoint, load_tensors
 from yuan_train.checkpoint.metadata import Reader
 from yuan_train.checkpoint.names import BUFFERS, WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor
+from yuan_train.config.architecture import ADAPTERS
 from yuan_train.config.errors import CheckpointError
 
 
@@ -19,6 +20,7 @@ class WholeTensorReader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._lora = checkpoint.model.lora
         self._entries = {
             name: entry
             for name, entry in Reader(checkpoint.path).read_metadata().state_dict_metadata.items()
@@ -30,8 +32,22 @@ class WholeTensorReader:
         """The weights of global name `name` and global shape `shape`. Raises CheckpointError."""
         if self._last is None or self._last[0] != name:
             self._last = None  # Freed before the next one is allocated.
-            self._last = (name, self._load(f"{WEIGHTS}.{name}", shape))
+            self._last = (name, self._merged(name, self._load(f"{WEIGHTS}.{name}", shape)))
         return self._last[1]
+
+    def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """W + alpha / r B A of a matrix W with adapters, in fp32 (fp64 for fp64) or wider."""
+        module, _, kind = name.rpartition(".")
+        names = [f"{module}.{adapter}" for adapter in ADAPTERS]
+        if self._lora is None or kind != "weight" or f"{WEIGHTS}.{names[0]}" not in self._entries:
+            return weight
+        rank, (rows, columns) = self._lora.rank, weight.shape
+        a, b = (
+            self._load(f"{WEIGHTS}.{adapter}", shape)
+            for adapter, shape in zip(names, ((rank, columns), (rows, rank)), strict=True)
+        )
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=self._lora.scale)
 
     def buffers(self) -> Iterator[tuple[str, LazyTensor]]:
         """The published buffers that an import kept, by their published names."""

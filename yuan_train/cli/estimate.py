@@ -54,8 +54,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--engine",
         choices=ENGINES,
-        help="whose code trains: TRL 0.14 as it was counted, or our own engine, whose one method is full "
-        "(trl-0.14; yuan for layers that only our engine has)",
+        help="whose code trains: TRL 0.14 as it was counted, or our own engine, whose methods are full "
+        "and lora (trl-0.14; yuan for layers that only our engine has)",
     )
     parser.add_argument(
         "--largest", choices=("group", "new"), help="also find the largest of these that fits"
@@ -145,6 +145,7 @@ def _print_table(arguments: argparse.Namespace) -> int:
 def _cases(arguments: argparse.Namespace) -> list[MemoryCase]:
     """The case of the method that was asked for, or of each that the engine has."""
     from yuan_train.config.errors import ConfigError
+    from yuan_train.config.model import ModelConfig
     from yuan_train.planner.evaluate.memory_fit import MemoryCase
 
     model = _for_engine(read_model(arguments.model), arguments.engine)
@@ -152,11 +153,13 @@ def _cases(arguments: argparse.Namespace) -> list[MemoryCase]:
     wanted = METHODS if arguments.method is None else (arguments.method,)
     cases = [MemoryCase(model=model, method=name, samples=samples, card=arguments.card) for name in wanted]
     if cases[0].engine == "yuan":
-        if arguments.method not in (None, "full"):
+        if arguments.method not in (None, "full", "lora"):
             raise ConfigError(
-                f"--method {arguments.method}: our engine (yuan) has neither 8-bit Adam nor adapters; wanted "
-                "full. It keeps optimizer state on the host and recomputes instead: see what would fit"
+                f"--method {arguments.method}: our engine (yuan) has no 8-bit Adam; wanted full or lora. It "
+                "keeps optimizer state on the host and recomputes instead: see what would fit"
             )
+        if arguments.method == "lora" and isinstance(model, ModelConfig) and model.num_experts:
+            raise ConfigError("--method lora: a model with experts has no adapters yet; wanted full")
         return cases[:1]
     return cases
 

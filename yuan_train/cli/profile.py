@@ -122,6 +122,11 @@ def _read_config(arguments: argparse.Namespace) -> RunConfig | None:
             raise ConfigError("overrides change the run; give --config as well")
         return None
     config = load_run(arguments.config, tuple(arguments.overrides))
+    if config.model.lora is not None:
+        raise ConfigError(
+            f"{arguments.config}: lora: all parameters are trained where a model is measured; plan this run "
+            "without a profile"
+        )
     if arguments.model is not None and config.model != load_model(arguments.model):
         raise ConfigError(
             f"{arguments.model} is not the model of {arguments.config}; profile the model of the run"

@@ -199,6 +199,77 @@ def norm(name: str, size: int) -> ParameterSpec:
     return ParameterSpec(name=name, shape=(size,), sharding="whole", initial=Constant(1.0))
 
 
+ADAPTERS = ("lora_a", "lora_b")
+"""The last words of the names of adapters, which are named beside their matrix's `weight`."""
+
+
+WHOLE_ADAPTERS = (("column", "lora_a"), ("row", "lora_b"))
+"""By sharding: the adapter that every rank of a tensor-parallel group has in full. Each computes a part of
+its gradient: of the rows, or of the columns, that it holds."""
+
+
+def layer_table(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """The parameters of a layer, each matrix followed by its adapters, if it has some.
+
+    A is drawn as Kaiming's rule has it for `a = sqrt(5)`, as the paper's code does, and B is zero.
+    """
+    if model.lora is None:
+        return model.spec.layer(model)
+    table: list[ParameterSpec] = []
+    for parameter in model.spec.layer(model):
+        table.append(parameter)
+        if parameter.name.removesuffix(".weight") in adapted(model):
+            table += _adapters_of(parameter, model.lora.rank)
+    return tuple(table)
+
+
+def _adapters_of(weight: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]:
+    """A [rank, in] and B [out, rank] of a matrix [out, in]; sharded with it, see `parallel/shard.py`."""
+    module, (rows, columns) = weight.name.rpartition(".")[0], weight.shape
+    drawn = Uniform(1.0 / math.sqrt(columns))
+    return (
+        ParameterSpec(
+            name=f"{module}.lora_a", shape=(rank, columns), sharding=weight.sharding, initial=drawn
+        ),
+        ParameterSpec(
+            name=f"{module}.lora_b",
+            shape=(rows, rank),
+            sharding=weight.sharding,
+            initial=Constant(0.0),
+            blocks=weight.blocks,
+        ),
+    )
+
+
+def is_whole_adapter(parameter: ParameterSpec) -> bool:
+    """Whether every rank of a tensor-parallel group has this adapter in full: the one that neither reads a
+    part of the input nor makes a part of the output."""
+    kind = parameter.name.rpartition(".")[2]
+    return (parameter.sharding, kind) in WHOLE_ADAPTERS
+
+
+def adaptable(model: ModelConfig) -> tuple[str, ...]:
+    """The linear maps of a layer that may have adapters, by their names inside the layer."""
+    return tuple(
+        parameter.name.removesuffix(".weight")
+        for parameter in model.spec.layer(model)
+        if parameter.sharding in ("column", "row") and len(parameter.shape) == 2
+    )
+
+
+def adapted(model: ModelConfig) -> tuple[str, ...]:
+    """The linear maps of a layer that have adapters, by their names inside the layer."""
+    if model.lora is None:
+        return ()
+    targets = model.lora.targets
+    return tuple(name for name in adaptable(model) if not targets or name.rpartition(".")[2] in targets)
+
+
+def is_trained(model: ModelConfig, name: str) -> bool:
+    """Whether a parameter is trained, given its name: of a model with adapters these alone, and a score."""
+    return model.lora is None or name.rpartition(".")[2] in ADAPTERS or name == "score.weight"
+
+
 def find_parameter(model: ModelConfig, name: str) -> ParameterSpec:
     """A parameter by its global name, such as `layers.3.attention.out.weight`. Raises KeyError."""
     layers, _, rest = name.partition(".")
@@ -208,7 +279,7 @@ def find_parameter(model: ModelConfig, name: str) -> ParameterSpec:
 
 @functools.lru_cache(maxsize=16)
 def _by_name(model: ModelConfig, in_layers: bool) -> dict[str, ParameterSpec]:
-    found = model.spec.layer(model) if in_layers else ends(model)
+    found = layer_table(model) if in_layers else ends(model)
     return {parameter.name: parameter for parameter in found}
 
 
@@ -227,7 +298,7 @@ def sharding_of(model: ModelConfig) -> tuple[dict[str, str], dict[str, int]]:
 
     Both by pattern of module names (`fnmatch`; `*` is the number of a layer); each module matches one.
     """
-    table = [(f"layers.*.{parameter.name}", parameter) for parameter in model.spec.layer(model)]
+    table = [(f"layers.*.{parameter.name}", parameter) for parameter in layer_table(model)]
     table += [(parameter.name, parameter) for parameter in ends(model)]
     modules = {name.rpartition(".")[0]: parameter for name, parameter in table}
     return (

@@ -12,10 +12,19 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from yuan_train.config.architecture import ModelSpec, architectures, find_spec
+from yuan_train.config.architecture import (
+    ADAPTERS,
+    ModelSpec,
+    architectures,
+    ends,
+    find_spec,
+    is_trained,
+    layer_table,
+)
 from yuan_train.config.document import override, read_document
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import build
+from yuan_train.config.lora import LoraConfig, lora_violations
 
 AttentionKind = Literal["localized_filter", "plain"]
 RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
@@ -113,6 +122,8 @@ class ModelConfig:
     """Fraction of elements dropped after attention and after the feed-forward, before the residual."""
     attention_dropout: Rate = 0.0
     """Dropout of attention probabilities; only 0 is supported."""
+    lora: LoraConfig | None = None
+    """Adapters beside the matrices of the layers, the only parameters that are trained; a run sets it."""
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.hidden_size % self.num_attention_heads == 0:
@@ -160,7 +171,7 @@ class ModelConfig:
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one layer: 18H^2 + 4.5H for Yuan 2.0's published shapes."""
-        return sum(parameter.size for parameter in self.spec.layer(self))
+        return sum(parameter.size for parameter in layer_table(self))
 
     @property
     def embedding_parameters(self) -> int:
@@ -188,6 +199,20 @@ class ModelConfig:
         """All parameters, a tied embedding counted once."""
         return sum(self.unit_parameters)
 
+    @cached_property
+    def trained_unit_parameters(self) -> tuple[int, ...]:
+        """Of `unit_parameters` those that are trained: with adapters these alone, and a score."""
+        if self.lora is None:
+            return self.unit_parameters
+        layer = sum(p.size for p in layer_table(self) if is_trained(self, p.name))
+        head = sum(p.size for p in ends(self) if is_trained(self, p.name))
+        return (0, *[layer] * self.num_layers, head)
+
+    @cached_property
+    def adapter_parameters(self) -> int:
+        """Parameters of the adapters of one layer."""
+        return sum(p.size for p in layer_table(self) if p.name.rpartition(".")[2] in ADAPTERS)
+
     @property
     def active_parameters(self) -> int:
         """Parameters that a token meets: of the experts only those chosen for it."""
@@ -201,7 +226,8 @@ class ModelConfig:
         Each weight of a matrix product costs two FLOP; convolutions are matrix products over all tokens.
         Attention scores, and their weighted sum of values, cover S/2 earlier tokens on average.
         """
-        return sum(half.forward_flops(sequence_length) for half in self.spec.sublayers(self))
+        halves = sum(half.forward_flops(sequence_length) for half in self.spec.sublayers(self))
+        return halves + 2 * self.adapter_parameters
 
     @property
     def head_forward_flops(self) -> int:
@@ -209,9 +235,14 @@ class ModelConfig:
         return 2 * self.output_size * self.hidden_size
 
     def training_flops(self, sequence_length: int) -> int:
-        """FLOP per trained token, forward and backward without recompute: three times the forward."""
+        """FLOP per trained token, forward and backward without recompute: three times the forward, less the
+        weight gradients of what is frozen."""
         layers = self.num_layers * self.layer_forward_flops(sequence_length)
-        return 3 * (layers + self.head_forward_flops)
+        frozen = 0
+        if self.lora is not None:
+            products = sum(half.products for half in self.spec.sublayers(self))
+            frozen = 2 * self.num_layers * products + self.head_forward_flops
+        return 3 * (layers + self.head_forward_flops) - frozen
 
 
 OPTIONAL_FIELDS = (
@@ -265,6 +296,7 @@ def validate_model(model: ModelConfig) -> Iterator[Violation]:
             "depend on the partition of the model, and takes an outside mask only with all S x S scores; "
             "use hidden_dropout",
         )
+    yield from lora_violations(model)
     yield from _rope_violations(model)
     yield from _rotary_constraints(model)
     yield from _expert_constraints(model)

@@ -13,7 +13,7 @@ from yuan_train.config.page_constraints import page_constraints
 from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.run import RunConfig, ScheduleName
-from yuan_train.config.tier_constraints import disk_constraints
+from yuan_train.config.tier_constraints import adapter_constraints, disk_constraints
 
 
 def validate_plan(plan: Plan) -> Iterator[Violation]:
@@ -30,6 +30,7 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
             _recompute_constraints(pipeline),
             _activation_constraints(pipeline, plan),
             disk_constraints(pipeline),
+            adapter_constraints(pipeline, plan.model),
             page_constraints(pipeline, plan),
             _depth_constraints(pipeline, plan.schedule),
             _replica_constraints(pipeline, plan),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
+from yuan_train.config.architecture import HALVES, half_of, is_trained, layer_table
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
 
@@ -36,15 +37,16 @@ def whole_layers(plan: Plan) -> frozenset[int]:
 
 
 def plan_unit_parameters(plan: Plan) -> tuple[int, ...]:
-    """Parameters of each unit of a plan; of the head its norm alone if the embedding is tied."""
+    """Trained parameters of each unit of a plan; of the head its norm alone if the embedding is tied."""
     model = plan.model
     if not plan.divided_layers:
-        return model.unit_parameters
-    embedding, *_, head = model.unit_parameters
-    halves = tuple(half.parameters for half in model.spec.sublayers(model))
+        return model.trained_unit_parameters
+    embedding, *whole, head = model.trained_unit_parameters
+    trained = [p for p in layer_table(model) if is_trained(model, p.name)]
+    halves = [sum(p.size for p in trained if half_of(p.name) == half) for half in HALVES]
     layers: list[int] = []
-    for layer in range(model.num_layers):
-        layers += halves if layer in plan.divided_layers else [model.layer_parameters]
+    for layer, size in enumerate(whole):
+        layers += halves if layer in plan.divided_layers else [size]
     return (embedding, *layers, head)
 
 

@@ -5,11 +5,12 @@ A run file with the key `algorithm` is one. `policy_run` is the training run of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
 
+from yuan_train.config.lora import LoraConfig
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.objective import StartConfig
 from yuan_train.config.run import (
@@ -288,6 +289,8 @@ class RLConfig:
 
     model: ModelConfig
     start: StartConfig = field(default_factory=StartConfig)
+    lora: LoraConfig | None = None
+    """Train adapters alone; None: the model's, if it has some, else all parameters."""
     data: RLData
     generation: GenerationConfig
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -304,6 +307,8 @@ class RLConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self) -> None:
+        if self.lora is not None:
+            object.__setattr__(self, "model", replace(self.model, lora=self.lora))
         if self.critic is None and self.algorithm.advantage == "gae":
             object.__setattr__(self, "critic", CriticConfig())
 

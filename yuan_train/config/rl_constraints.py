@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from yuan_train.config.errors import Violation
 from yuan_train.config.rl import RewardFunction, RLConfig, policy_run
@@ -18,6 +19,8 @@ def validate_rl(run: RLConfig) -> Iterator[Violation]:
     for violation in validate_run(policy_run(run)):
         if violation.path[0] in OF_A_TRAINING_RUN and violation.path[1:] not in _SAID_BELOW:
             yield violation
+        elif run.model.lora is not None and violation.path[0] == "search":
+            yield replace(violation, path=("search", "policy", *violation.path[1:]))
     yield from _sizes(run)
     yield from _algorithm(run)
     yield from _rewards(run)

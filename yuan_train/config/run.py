@@ -14,6 +14,7 @@ from yuan_train.config.devices import GIB, Precision
 from yuan_train.config.document import override, read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
+from yuan_train.config.lora import LoraConfig, lora_run_violations
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
 from yuan_train.config.renamed import Renamed
@@ -303,6 +304,8 @@ class RunConfig:
     """`megatron`: megatron-core trains, which not every plan suits; see docs/megatron.md."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     start: StartConfig = field(default_factory=StartConfig)
+    lora: LoraConfig | None = None
+    """Train adapters alone; None: the model's, if it has some, else all parameters."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -312,12 +315,16 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.objective.kind == "reward" and self.model.output != "value":
             object.__setattr__(self, "model", replace(self.model, output="value"))
+        if self.lora is not None:
+            object.__setattr__(self, "model", replace(self.model, lora=self.lora))
 
     @property
     def feasible_search(self) -> SearchConfig:
         """`search`, without what the run rules out: compiled layers are not sharded, and they are one piece,
-        which excludes zero_bubble and activations on the hosts."""
+        which excludes zero_bubble and activations on the hosts; adapters keep nothing on hosts."""
         search = replace(self.search, engine=self.search.engine or (self.engine,))
+        if self.model.lora is not None:
+            search = replace(search, offload=(), half_layers=False)
         if not self.train.compile:
             return search
         schedule = search.schedule or ("1f1b", "interleaved_1f1b")
@@ -352,6 +359,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
     yield from trace_constraints(run)
     yield from deadline_constraints(run.search.objective, run.search.deadline)
     yield from tier_constraints(run)
+    yield from lora_run_violations(run)
     if train.compile:
         yield from compile_constraints(run)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:

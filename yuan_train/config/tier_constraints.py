@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from yuan_train.config.errors import ConfigError, PlanError, Violation
+from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.run import RunConfig
 
@@ -17,6 +18,18 @@ def disk_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
                 ("stages", s, "optimizer_disk"),
                 f"{stage.optimizer_disk:g} of the offloaded state, but optimizer_offload is 0; set it too",
             )
+
+
+def adapter_constraints(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[Violation]:
+    """Yield what stages put on hosts although the model has adapters, of which all stays on cards."""
+    for s, stage in enumerate(pipeline.stages if model.lora is not None else ()):
+        for key in ("optimizer_offload", "activation_offload", "parameter_offload"):
+            if getattr(stage, key):
+                yield Violation(
+                    ("stages", s, key),
+                    f"{getattr(stage, key):g}, but a model with adapters (lora) keeps nothing on hosts yet; "
+                    "leave this out",
+                )
 
 
 def check_tiers(plan: Plan, run: RunConfig) -> None:

@@ -18,7 +18,7 @@ from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 
 
 class Linear(nn.Module):
-    """x weight^T + bias; weight is [out, in], bias [out] or none."""
+    """x weight^T + bias; weight is [out, in], bias [out] or none. For adapters see `add_adapters`."""
 
     def __init__(
         self, in_size: int, out_size: int, *, bias: bool = False, device: torch.device, dtype: torch.dtype
@@ -26,10 +26,23 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_size, device=device, dtype=dtype)) if bias else None
+        self.lora_a: nn.Parameter | None = None
+        self.lora_b: nn.Parameter | None = None
+        self.lora_scale = 0.0
+
+    def add_adapters(self, rank: int, scale: float) -> None:
+        """Add scale (x lora_a^T) lora_b^T to the result; lora_a is [rank, in], lora_b [out, rank]."""
+        (rows, columns), new = self.weight.shape, self.weight.new_empty
+        self.lora_a = nn.Parameter(new(rank, columns))
+        self.lora_b = nn.Parameter(new(rows, rank))
+        self.lora_scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return ops.linear(x, self.weight, self.bias)
+        y = ops.linear(x, self.weight, self.bias)
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        return y + ops.linear(self.lora_scale * ops.linear(x, self.lora_a), self.lora_b)
 
 
 class Score(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from yuan_kernels import ops
 
-from yuan_train.config.architecture import find_module
+from yuan_train.config.architecture import adapted, find_module
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.models.attention import LayerCache
@@ -123,6 +123,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): build_block(config, device=device, dtype=dtype) for i in numbers}
         )
+        for block in self.blocks.values():
+            _add_adapters(block, config)
         for i, block in self.blocks.items():
             if i < first:
                 block.keep_half("feed_forward")
@@ -311,6 +313,13 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(x_BSH.shape[1], device=x_BSH.device).unsqueeze(0)
         return rotary_tables(self.config, positions, length=length, dtype=x_BSH.dtype)
+
+
+def _add_adapters(block: Block, config: ModelConfig) -> None:
+    """Add the adapters that a whole layer has."""
+    for name in adapted(config):
+        assert config.lora is not None
+        cast(Linear, block.get_submodule(name)).add_adapters(config.lora.rank, config.lora.scale)
 
 
 def _run(

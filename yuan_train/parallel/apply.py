@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import divides_experts, expert_ranges
@@ -22,9 +23,9 @@ from yuan_train.parallel.paging import StagePages, page_slab, stage_pages
 from yuan_train.parallel.place import PLAIN, TierOptions, make_states
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_head_norms, shard_parameters
+from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_partial, shard_parameters
 from yuan_train.parallel.tiers.slab import HostSlab
-from yuan_train.parallel.zero import OwnedState
+from yuan_train.parallel.zero import FrozenState, OwnedState
 from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
 from yuan_train.schedule.messages import arrivals_proven, post_early
@@ -74,6 +75,9 @@ class RankRuntime:
     """The shard that this rank holds of each parameter, by global name."""
     states: tuple[OwnedState, ...]
     buckets: tuple[FlatBucket, ...]
+    """Of what is trained."""
+    frozen: tuple[FrozenState, ...]
+    """Weights that are not: all but the adapters of a model that has some."""
     reducer: GradReducer
     """Starts the gradient reductions of `states` inside the program."""
     groups: Groups
@@ -133,7 +137,13 @@ def parallelize(
     }
     all_parameters = {n: p for held in parameters.values() for n, p in held.items()}
     slab = page_slab(all_parameters, shards, grid.paged_units, device)
-    buckets = _flatten(grid, rank, all_parameters, shards, slab, trained=trained)
+    base = {n: p for n, p in all_parameters.items() if not is_trained(plan.model, n)}
+    frozen = _flatten(grid, rank, base, shards, slab, trained=False)
+    for bucket in frozen:
+        bucket.freeze()
+    parameters = {s: {n: p for n, p in held.items() if n not in base} for s, held in parameters.items()}
+    adapted = {n: p for n, p in all_parameters.items() if n not in base}
+    buckets = _flatten(grid, rank, adapted, shards, slab, trained=trained)
     buckets_of = _buckets_of(buckets)
     states: tuple[OwnedState, ...] = ()
     if trained:
@@ -158,6 +168,7 @@ def parallelize(
         shards=shards,
         states=states,
         buckets=tuple(buckets),
+        frozen=tuple(map(FrozenState, frozen)),
         reducer=GradReducer(
             program,
             parameters,
@@ -214,7 +225,7 @@ def _start_reduction(
         bucket = buckets[number]
         # Ranks that share experts apply a norm to all heads, each of them.
         if groups.tensor is not None and not shares:
-            reduce_head_norms(bucket, spec, groups.tensor)
+            reduce_partial(bucket, spec, groups.tensor)
         if adds_zeros and not any(shard.rows for shard in bucket.shards.values()):
             bucket.gradient.zero_()
         # What was reduced meanwhile begins to go down to the host, where the host steps it.

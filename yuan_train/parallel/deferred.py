@@ -74,13 +74,21 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
         name
         for name, style in styles.items()
         # The bias of a linear is added outside of it.
-        if style in ("filter", "expert") or (style in ("column", "row") and name.endswith(".weight"))
+        if style in ("filter", "expert") or (style in ("column", "row") and not name.endswith(".bias"))
     }
 
 
 def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Tensor]:
+    def product(x: Tensor) -> Any:
+        if module.weight.requires_grad:
+            return _Linear.apply(x, module.weight, deferred)
+        if module.lora_a is None:
+            return _FrozenLinear.apply(x, module.weight)
+        adapters = module.lora_a, module.lora_b, module.lora_scale
+        return _AdaptedLinear.apply(x, module.weight, *adapters, deferred)
+
     def forward(x: Tensor) -> Tensor:
-        y: Tensor = _Linear.apply(x, module.weight, deferred)  # pyright: ignore[reportAssignmentType]
+        y: Tensor = product(x)
         return y if module.bias is None else y + module.bias
 
     return forward
@@ -140,6 +148,59 @@ class _Linear(torch.autograd.Function):
         return dx, None, None
 
 
+class _FrozenLinear(torch.autograd.Function):
+    """Of a weight that is not trained: nothing is kept for the backward but the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return ops.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ops.linear(gradients[0], ctx.weight.T), None
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """x W^T + scale (x A^T) B^T with a frozen W: keeps x, and the product [..., rank] between A and B.
+
+    The products of the adapters are added to those of W in place: what they cost are passes over memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, deferred: DeferredWeightGrads
+    ) -> Tensor:
+        inner = scale * ops.linear(x, a)
+        y = ops.linear(x, weight)
+        ops.add_product_(_rows(y), inner.flatten(0, -2), b.T)
+        ctx.save_for_backward(x, inner)
+        ctx.weights, ctx.scale, ctx.deferred = (weight, a, b), scale, deferred
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x, inner), (weight, a, b) = ctx.saved_tensors, ctx.weights
+        dy = gradients[0]
+        dinner = ctx.scale * ops.linear(dy, b.T)
+
+        def add() -> None:
+            ops.add_product_(b.main_gradient, dy.flatten(0, -2).T, inner.flatten(0, -2))
+            ops.add_product_(a.main_gradient, dinner.flatten(0, -2).T, x.flatten(0, -2))
+
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = ops.linear(dy, weight.T)
+            ops.add_product_(_rows(dx), dinner.flatten(0, -2), a)
+        _add_or_defer(ctx.deferred, [a, b], add)
+        return dx, None, None, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A view [T, K] of x [..., K], to add to in place."""
+    return x.view(-1, x.shape[-1])
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -197,7 +258,9 @@ class _Filter(torch.autograd.Function):
         y, taps = ops.localized_filter_forward(
             u, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start
         )
-        ctx.save_for_backward(u, taps, document_start)
+        # Of frozen weights there is no gradient that would need its input.
+        kept = (u, taps) if conv1_weight.requires_grad else (None, None)
+        ctx.save_for_backward(*kept, document_start)
         ctx.weights, ctx.deferred = (conv1_weight, conv1_bias, conv2_weight, conv2_bias), deferred
         return y
 
@@ -217,5 +280,6 @@ class _Filter(torch.autograd.Function):
                 if weight is not None:
                     weight.main_gradient += gradient
 
-        _add_or_defer(ctx.deferred, [weight for weight in weights if weight is not None], add)
+        if weights[0].requires_grad:
+            _add_or_defer(ctx.deferred, [weight for weight in weights if weight is not None], add)
         return dx, None, None, None, None, None, None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from yuan_train.config.architecture import ADAPTERS
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard, num_elements, part_of
 from yuan_train.parallel.tiers.slab import HostSlab
@@ -34,8 +35,8 @@ class Piece:
 class Slice:
     """One of the equal parts of a bucket; owners of different widths reduce gradients slice by slice.
 
-    Laid out like the bucket: matrices, sharded vectors, replicated vectors. A replicated vector is in every
-    slice, and counts only in slice 0.
+    Laid out like the bucket: matrices, sharded vectors, replicated vectors; of adapters sharded matrices come
+    before replicated ones. What is replicated is in every slice, and counts only in slice 0.
     """
 
     index: int
@@ -50,13 +51,13 @@ class Slice:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the slice, replicated vectors included."""
+        """Elements of the slice, replicated parameters included."""
         last = self.pieces[-1]
         return last.start + last.length
 
     @property
     def num_counted_elements(self) -> int:
-        """The leading elements that count in this slice; replicated vectors count in slice 0 only."""
+        """The leading elements that count in this slice; what is replicated counts in slice 0 only."""
         return self.num_elements if self.index == 0 else self.num_sharded_elements
 
 
@@ -89,7 +90,7 @@ class FlatBucket:
         """Whether all owners have the same tensor-parallel width, so that each holds a single slice."""
         self.is_first_owner = rank in bucket.owners[0]
         """Whether this rank belongs to the first owner, which writes what owners of different widths hold."""
-        order = {name: _order(p, shards[name]) for name, p in parameters.items()}
+        order = {name: _order(name, p, shards[name]) for name, p in parameters.items()}
         self.parameters = dict(sorted(parameters.items(), key=lambda item: order[item[0]]))
         self.shards = {name: shards[name] for name in self.parameters}
         sizes = {name: math.prod(shard.local_shape) for name, shard in self.shards.items()}
@@ -117,6 +118,14 @@ class FlatBucket:
         for parameter in self.parameters.values():
             parameter.grad = None
             parameter.main_gradient = self.gradient  # pyright: ignore[reportAttributeAccessIssue]
+
+    def freeze(self) -> None:
+        """The parameters are never trained: no gradient passes to them."""
+        self.drop_gradient()
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(False)
+            # The head then computes no gradient of its matrix.
+            del parameter.main_gradient  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def num_matrix_elements(self) -> int:
@@ -191,9 +200,15 @@ def _move(parameter: torch.nn.Parameter, weights: torch.Tensor, gradient: torch.
     parameter.register_post_accumulate_grad_hook(add)
 
 
-def _order(parameter: torch.nn.Parameter, shard: Shard) -> int:
-    """Sort key: 0 for matrices, 1 for sharded vectors, 2 for replicated vectors."""
-    return 0 if parameter.dim() >= 2 else 1 if not _is_replicated(shard) else 2
+def _order(name: str, parameter: torch.nn.Parameter, shard: Shard) -> int:
+    """Sort key: matrices, replicated adapters, sharded vectors, replicated vectors."""
+    if parameter.dim() >= 2:
+        return 1 if _is_replicated(shard) and _is_adapter(name) else 0
+    return 3 if _is_replicated(shard) else 2
+
+
+def _is_adapter(name: str) -> bool:
+    return name.rpartition(".")[2] in ADAPTERS
 
 
 def _is_replicated(shard: Shard) -> bool:
@@ -213,9 +228,12 @@ def _slices(bucket: Bucket, shards: Mapping[str, Shard], rank: int) -> Iterator[
     lengths = {name: num_elements(shard, bucket.num_slices) for name, shard in shards.items()}
     pieces = tuple(_pieces(shards, lengths))
     num_matrix = sum(piece.length for piece in pieces if len(piece.shard.shape) >= 2)
-    sharded = sum(
-        piece.length for piece in pieces if len(piece.shard.shape) >= 2 or not _is_replicated(piece.shard)
-    )
+    counted = [
+        not _is_replicated(piece.shard) or (len(piece.shard.shape) >= 2 and not _is_adapter(piece.name))
+        for piece in pieces
+    ]
+    assert counted == sorted(counted, reverse=True), "what counts in every slice comes first"
+    sharded = sum(piece.length for piece, counts in zip(pieces, counted, strict=True) if counts)
     for local_index, index in enumerate(indices):
         yield Slice(index, local_index, bucket.slice_group(index), pieces, num_matrix, sharded)
 

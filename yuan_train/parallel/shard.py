@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from yuan_train.config.architecture import WHOLE_ADAPTERS
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -104,8 +106,9 @@ def find_shard(
     With `experts`, the range of experts of a rank, those are divided, and all else is whole.
 
     `sharding` maps patterns of module names to the model's sharding styles: column, row, filter, vocabulary,
-    expert, head_norm or whole. `row_blocks` maps patterns to the number of matrices stacked in a weight; 1
-    where none matches.
+    expert, head_norm or whole. Adapters are sharded with their matrix [out, in]: of a column the rows of B
+    [out, rank], of a row the columns of A [rank, in]; the other one is whole. `row_blocks` maps patterns to
+    the number of matrices stacked in a weight; 1 where none matches.
     """
     module, _, kind = name.rpartition(".")
     style = sharding_style(module, sharding)
@@ -125,6 +128,9 @@ def sharding_style(module: str, sharding: Mapping[str, str]) -> str | None:
 
 
 def _dim(style: str, module: str, kind: str) -> int | None:
+    # Of adapters the one is whole that neither reads a part of the input nor makes one of the output.
+    if (style, kind) in WHOLE_ADAPTERS:
+        return None
     if style in ("column", "vocabulary", "expert"):
         return 0
     if style == "row":

@@ -11,6 +11,10 @@ full activations between modules; f and g are Megatron's operators (`collectives
     vocabulary  each rank looks up its own rows, and g all-reduces the output; the head all-gathers two
                 numbers per token (its logsumexp and its target's logit), and four to draw one
     head_norm   each rank norms its own heads; the weights' gradients are all-reduced once per step
+
+Adapters of a column or row (LoRA) are sharded with it, and need no collectives of their own in forward
+and backward: of a column A sees the copied input, of a row B's output is reduced with the matrix's. The
+gradient of the adapter that is whole is all-reduced once per step, with those of head norms.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from yuan_kernels import ops
 
+from yuan_train.config.architecture import WHOLE_ADAPTERS
 from yuan_train.parallel.collectives import copy_to_tp, reduce_from_tp
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import unit_of
@@ -101,25 +106,28 @@ def apply_tensor_parallel(model: Any, spec: ShardSpec, group: dist.ProcessGroup)
         model.set_vocabulary_part(spec.index, _all_gather(group, spec.count))
 
 
-def reduce_head_norms(bucket: FlatBucket, spec: ShardSpec, group: dist.ProcessGroup) -> None:
-    """All-reduce a bucket's gradients of weights that each rank applies to its own heads.
+def reduce_partial(bucket: FlatBucket, spec: ShardSpec, group: dist.ProcessGroup) -> None:
+    """All-reduce a bucket's gradients of what all ranks hold, and each applies to its part: to its own heads,
+    or as the whole one of a sharded matrix's adapters.
 
     Once per optimizer step, before the bucket's own reduction. Blocks the host on gloo, the stream on nccl;
     the ranks of the group run one program, so that all of them come here between the same two collectives.
     Raises LostPeer.
     """
-    partial = [
-        bucket.view(bucket.gradient, name)
-        for name in bucket.parameters
-        if sharding_style(name.rpartition(".")[0], spec.sharding) == "head_norm"
-    ]
+    partial = [bucket.view(bucket.gradient, name) for name in bucket.parameters if _is_partial(name, spec)]
     if not partial:
         return
     flat = torch.cat([gradient.flatten() for gradient in partial])
-    with blame_peers("the reduction of head norms", dist.get_process_group_ranks(group)):
+    with blame_peers("the reduction of partial gradients", dist.get_process_group_ranks(group)):
         dist.all_reduce(flat, group=group)
     for gradient, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
         gradient.copy_(total.view_as(gradient))
+
+
+def _is_partial(name: str, spec: ShardSpec) -> bool:
+    module, _, kind = name.rpartition(".")
+    style = sharding_style(module, spec.sharding)
+    return style == "head_norm" or (style, kind) in WHOLE_ADAPTERS
 
 
 class _LayerInputs:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from yuan_train.config.architecture import ParameterSpec, ends, half_of
+from yuan_train.config.architecture import ParameterSpec, ends, half_of, layer_table
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import divides_experts, expert_ranges
@@ -108,7 +108,7 @@ def _shards(
             for p in parameters
         }
 
-    return shards(ends(model)), shards(model.spec.layer(model))
+    return shards(ends(model)), shards(layer_table(model))
 
 
 class _Span(NamedTuple):

@@ -257,38 +257,20 @@ class OwnedState:
     def written_weights(self) -> Iterator[tuple[str, TensorBox]]:
         """The weights that the model computes with, as this rank writes them: over all owners, each once."""
         self.finish_weight_sync()
-        written = [
-            located
-            for located in self._whole_layout()
-            if located.piece.shard.dim is not None or self._bucket.slices[0].index == 0
-        ]
-        yield from _boxes(self._bucket.weights, 0, written, *self._share_of_whole())
+        yield from _written_weights(self._bucket)
 
     def _layouts(self) -> list[list[_Located]]:
         """The parameters in each of `_held`'s flat layouts, and which part of the global tensor each is."""
         bucket = self._bucket
         if self._ranges is None:
-            return [self._whole_layout()]
+            return [_whole_layout(bucket)]
         return [
             [_Located(piece, part.index, bucket.num_slices) for piece in part.pieces]
             for part in bucket.slices
         ]
 
-    def _whole_layout(self) -> list[_Located]:
-        return [_Located(piece, piece.shard.index, piece.shard.count) for piece in self._bucket.pieces]
-
     def _written_range(self, number: int) -> tuple[int, int]:
-        return self._share_of_whole() if self._ranges is None else self._own[number]
-
-    def _share_of_whole(self) -> tuple[int, int]:
-        """What this rank writes of the bucket, of which every owner has all."""
-        bucket = self._bucket
-        total = bucket.weights.numel()
-        if not bucket.owners_are_alike:
-            return (0, total) if bucket.is_first_owner else (0, 0)
-        group = bucket.slices[0].group
-        place = group.index(bucket.rank)
-        return total * place // len(group), total * (place + 1) // len(group)
+        return _share_of_whole(self._bucket) if self._ranges is None else self._own[number]
 
     def _counts(self, located: _Located) -> bool:
         """Whether this slice's owners write a parameter; those of slice 0 write replicated vectors."""
@@ -298,12 +280,55 @@ class OwnedState:
 
 
 @dataclass(frozen=True)
+class FrozenState:
+    """The weights of a bucket that is not trained: checkpoints hold them as the model has them."""
+
+    bucket: FlatBucket
+
+    def held_boxes(self, state: State) -> Iterator[tuple[str, TensorBox]]:
+        """As `OwnedState.held_boxes`; there is neither moment of them."""
+        if state == "master":
+            weights = self.bucket.weights
+            yield from _boxes(weights, 0, _whole_layout(self.bucket), 0, weights.numel())
+
+    def written_boxes(self, state: State) -> Iterator[tuple[str, TensorBox]]:
+        """As `OwnedState.written_boxes`."""
+        if state == "master":
+            yield from _written_weights(self.bucket)
+
+
+@dataclass(frozen=True)
 class _Located:
     """A parameter in a flat layout: part `index` of `count` of its global tensor."""
 
     piece: Piece
     index: int
     count: int
+
+
+def _whole_layout(bucket: FlatBucket) -> list[_Located]:
+    """The parameters in a bucket's own layout."""
+    return [_Located(piece, piece.shard.index, piece.shard.count) for piece in bucket.pieces]
+
+
+def _share_of_whole(bucket: FlatBucket) -> tuple[int, int]:
+    """What this rank writes of a bucket, of which every owner has all."""
+    total = bucket.weights.numel()
+    if not bucket.owners_are_alike:
+        return (0, total) if bucket.is_first_owner else (0, 0)
+    group = bucket.slices[0].group
+    place = group.index(bucket.rank)
+    return total * place // len(group), total * (place + 1) // len(group)
+
+
+def _written_weights(bucket: FlatBucket) -> Iterator[tuple[str, TensorBox]]:
+    """The weights of a bucket as this rank writes them: over all owners, each once."""
+    written = [
+        located
+        for located in _whole_layout(bucket)
+        if located.piece.shard.dim is not None or bucket.slices[0].index == 0
+    ]
+    yield from _boxes(bucket.weights, 0, written, *_share_of_whole(bucket))
 
 
 GRAD_REDUCE = "the gradient reduction over owners"

@@ -272,7 +272,8 @@ class _Server:
             talk = message_link(roles, coord.pipeline, position, run.train.timeout)
             self._channel = Channel(talk, controller)
         self._link = weight_link(roles, coord.pipeline, position, run.train.timeout)
-        self._buckets = weight_buckets(roles, dtype.itemsize)[coord.pipeline]
+        self._first = weight_buckets(roles, dtype.itemsize, trained=False)[coord.pipeline]
+        self._buckets = weight_buckets(roles, dtype.itemsize, trained=True)[coord.pipeline]
         tell_launcher(position.job_rank)
         self._runtime, self._position, self._dtype = runtime, position, dtype
         device_type = grid.plan.device_type(coord.rank)
@@ -299,9 +300,10 @@ class _Server:
             if kind == "stop":
                 return
             if kind == "weights":
+                buckets = self._first if version < 0 else self._buckets
                 version = rest[0]
                 move_weights(
-                    self._buckets,
+                    buckets,
                     own_weights(self._runtime),
                     self._runtime.shards,
                     link=self._link,

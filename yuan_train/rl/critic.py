@@ -16,7 +16,6 @@ from yuan_train.config.errors import CheckpointError, TrainingError
 from yuan_train.config.rl import CriticConfig
 from yuan_train.models.transformer import Transformer
 from yuan_train.objectives.value import value_loss
-from yuan_train.parallel.zero import OwnedState
 from yuan_train.rl.experience import RowFeed, Rows
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.lanes import Lanes
@@ -122,7 +121,7 @@ class Critic:
 
     def checkpoint_tensors(self) -> dict[str, LocalShard]:
         """What this rank writes of it into a checkpoint, by global name."""
-        found = checkpoint_tensors(self._lanes.trainer, OwnedState.written_boxes)
+        found = checkpoint_tensors(self._lanes.trainer, "written")
         return {f"{PREFIX}{name}": shard for name, shard in found.items()}
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -133,7 +132,7 @@ class Critic:
                 f"{checkpoint.path}: it holds no critic, so the run before was not of name: ppo; begin with "
                 "its weights (start.checkpoint), in another checkpoint.directory"
             )
-        wanted = checkpoint_tensors(trainer, OwnedState.held_boxes)
+        wanted = checkpoint_tensors(trainer, "held")
         load_tensors(checkpoint, {f"{PREFIX}{name}": shard for name, shard in wanted.items()})
         publish(trainer)
         self.steps = int(checkpoint.state["rl"]["progress"]["critic_steps"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from yuan_train.config.architecture import is_trained
 from yuan_train.config.rl import OnLostEngine
 from yuan_train.config.rl_plan import RlPlan, RoleName
 from yuan_train.parallel.links import Link, RolePosition, post_weights
@@ -43,20 +44,28 @@ def engine_ranks(roles: RlPlan) -> list[tuple[int, ...]]:
     return found
 
 
-def role_buckets(roles: RlPlan, role: RoleName, itemsize: int) -> tuple[Bucket, ...]:
-    """What each rank of the policy sends to each rank of a role with the same model."""
+def role_buckets(
+    roles: RlPlan, role: RoleName, itemsize: int, *, trained: bool = False
+) -> tuple[Bucket, ...]:
+    """What each rank of the policy sends to each rank of a role with the same model: all parameters, or only
+    those that are `trained`."""
     devices = [entry.device.rpartition("/")[0] for entry in roles.ranks]
     table = transfer_table(
         plan_holdings(roles.roles.policy.plan),
         plan_holdings(roles.plans[role], first_rank=roles.role_ranks[role].start),
         node_of=lambda rank: devices[rank],
     )
-    return make_buckets(table, itemsize=itemsize)
+    model = roles.roles.policy.plan.model
+    moves = [move for move in table if not trained or is_trained(model, move.name)]
+    return make_buckets(moves, itemsize=itemsize)
 
 
-def weight_buckets(roles: RlPlan, itemsize: int) -> list[tuple[Bucket, ...]]:
-    """What each rank of the policy sends to each rank of each engine, the same on all ranks."""
-    buckets = role_buckets(roles, "generation", itemsize)
+def weight_buckets(roles: RlPlan, itemsize: int, *, trained: bool) -> list[tuple[Bucket, ...]]:
+    """What each rank of the policy sends to each rank of each engine, the same on all ranks.
+
+    An engine has all parameters once; then those that are `trained`: of a policy with adapters these alone.
+    """
+    buckets = role_buckets(roles, "generation", itemsize, trained=trained)
     return [tuple(b for b in buckets if b.target in ranks) for ranks in engine_ranks(roles)]
 
 
@@ -87,7 +96,10 @@ class Engines:
         self._position = position
         self._dtype = dtype
         self._goes_on = on_lost == "go_on"
-        self._buckets = weight_buckets(roles, dtype.itemsize)
+        self._first = weight_buckets(roles, dtype.itemsize, trained=False)
+        self._buckets = weight_buckets(roles, dtype.itemsize, trained=True)
+        self._is_filled = False
+        """Whether the engines have had all parameters."""
         self._ranks = engine_ranks(roles)
         self._channels: dict[int, Channel] = {}
         self._links: dict[int, Link] = {}
@@ -120,16 +132,17 @@ class Engines:
         return None
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> int:
-        """Start to send the weights of `version` to all engines, once those before are taken; returns the
-        bytes of this rank. Raises LostPeer."""
+        """Start to send the weights of `version` to all engines, once those before are taken: all parameters
+        at first, then those that are trained. Returns the bytes of this rank. Raises LostPeer."""
         if self.is_controller:
             self._tell_all(("weights", version))
         self._wait_for_sends()
-        sent = 0
+        sent, buckets = 0, self._buckets if self._is_filled else self._first
+        self._is_filled = True
         for engine in self.left:
             with self._reaching(engine):
                 more, self._sends[engine] = post_weights(
-                    self._buckets[engine],
+                    buckets[engine],
                     tensors,
                     shards,
                     link=self._links[engine],

@@ -79,7 +79,7 @@ class RLJob:
         if path is None:
             return None
         found = find_checkpoint(path)
-        check_same_model(found, self.run.model)
+        check_same_model(found, self.run.model, as_start=True)
         return found
 
 
@@ -177,7 +177,7 @@ def _critic_start(run: RLConfig) -> Checkpoint | None:
     if run.critic is None or run.critic.checkpoint is None:
         return None
     found = find_checkpoint(run.critic.checkpoint)
-    check_same_model(found, replace(run.model, output="value"), may_lack_score=True)
+    check_same_model(found, replace(run.model, output="value"), as_start=True)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
@@ -206,7 +206,7 @@ def _initial(job: Job) -> InitialRows | None:
 def _load_start(checkpoint: Checkpoint, trainer: Trainer) -> None:
     """Fill the weights that a checkpoint holds, as masters of a new run; collective over all ranks."""
     held = tensor_names(checkpoint)
-    wanted = checkpoint_tensors(trainer, OwnedState.held_boxes, STATES[:1])
+    wanted = checkpoint_tensors(trainer, "held", STATES[:1])
     load_tensors(checkpoint, {name: shard for name, shard in wanted.items() if name in held})
     publish(trainer)
 
@@ -239,7 +239,7 @@ def _compile(part: torch.nn.Module) -> None:
 def restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:
     """Fill weights and optimizer state from a checkpoint; collective over all ranks."""
     kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
-    tensors = checkpoint_tensors(trainer, OwnedState.held_boxes, kinds)
+    tensors = checkpoint_tensors(trainer, "held", kinds)
     if checkpoint.model.balance != "bias":
         tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(".router.bias")}
     late = late_weights(trainer, OwnedState.late_boxes)
@@ -252,20 +252,20 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progres
 
 
 def checkpoint_tensors(
-    trainer: Trainer,
-    boxes_of: Callable[[OwnedState, State], Iterator[tuple[str, TensorBox]]],
-    kinds: Sequence[State] = STATES,
+    trainer: Trainer, which: Literal["written", "held"], kinds: Sequence[State] = STATES
 ) -> dict[str, LocalShard]:
-    """What a checkpoint stores or fills of this rank, by global name; `weights` are the masters.
+    """What a checkpoint stores or fills of this rank, by global name; `weights` are the masters, and of what
+    is frozen the weights themselves.
 
-    `boxes_of` is `OwnedState.written_boxes` for a save, `OwnedState.held_boxes` for a load.
+    `which`: `written` for a save, `held` for a load.
     """
     trainer.optimizer.settle()
     found: dict[str, list[TensorBox]] = {}
     for kind in kinds:
         prefix = WEIGHTS if kind == "master" else kind
-        for state in trainer.runtime.states:
-            for name, box in boxes_of(state, kind):
+        for state in (*trainer.runtime.states, *trainer.runtime.frozen):
+            boxes = state.written_boxes(kind) if which == "written" else state.held_boxes(kind)
+            for name, box in boxes:
                 found.setdefault(f"{prefix}.{name}", []).append(box)
     shapes = {name: torch.Size(shard.shape) for name, shard in trainer.runtime.shards.items()}
     biases = trainer.expert_load.biases() if trainer.expert_load is not None else {}

@@ -204,7 +204,7 @@ def find_checkpoints(run: RunConfig) -> tuple[Checkpoint | None, Checkpoint | No
     if resumed is not None or run.start.checkpoint is None:
         return resumed, None
     start = find_checkpoint(run.start.checkpoint)
-    check_same_model(start, run.model, may_lack_score=True)
+    check_same_model(start, run.model, as_start=True)
     return None, start
 
 
@@ -226,14 +226,16 @@ def find_resume(run: RunConfig) -> Checkpoint | None:
     return found
 
 
-def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, may_lack_score: bool = False) -> None:
+def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, as_start: bool = False) -> None:
     """Raise CheckpointError, listing every difference, unless the checkpoint holds this model.
 
-    With `may_lack_score`, a reward model may begin with the body of a language model.
+    `as_start`: a reward model may begin with the body of a language model, and adapters with a base model.
     """
     saved = checkpoint.model
-    if may_lack_score and model.output == "value":
+    if as_start and model.output == "value":
         saved = replace(saved, output="value")
+    if as_start and saved.lora is None:
+        saved = replace(saved, lora=model.lora)
     differences = [
         f"{key} {getattr(saved, key)!r} there, {getattr(model, key)!r} here"
         for key in ModelConfig.__dataclass_fields__
@@ -246,4 +248,5 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, may_lack_sco
         raise CheckpointError(
             f"{checkpoint.path} holds another model: {'; '.join(differences)}. "
             "Use the model it was trained with, or another checkpoint.directory"
+            + ("; export-hf and import-hf merge adapters (lora)" if saved.lora != model.lora else "")
         )

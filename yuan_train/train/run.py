@@ -135,8 +135,9 @@ def _log_start(job: Job, progress: Progress, log: Log) -> None:
     layers = " | ".join(
         ",".join(str(stage.num_layers) for stage in pipeline.stages) for pipeline in plan.pipelines
     )
+    trained = "" if run.model.lora is None else f" ({sum(run.model.trained_unit_parameters):,} trained)"
     log.say(
-        f"{run.model.name}: {run.model.parameters:,} parameters, {plan.world_size} ranks, "
+        f"{run.model.name}: {run.model.parameters:,} parameters{trained}, {plan.world_size} ranks, "
         f"layers per stage {layers}, {run.train.precision} on {job.device.type}"
     )
     if run.log.directory is not None:

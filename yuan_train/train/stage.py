@@ -124,6 +124,9 @@ class StageRunner:
                 assert batch.targets is not None
                 output = self._mean_loss(output, batch.targets)
         self.finite &= torch.isfinite(output.detach()).all()
+        if training and not output.requires_grad:
+            # Nothing before it is trained, in a run of adapters: the backward ends here.
+            output.requires_grad_()
         return output * self._scale if self._model.has_head else output
 
     def _mean_loss(self, hidden_BSH: torch.Tensor, targets: Targets) -> torch.Tensor:

@@ -132,7 +132,7 @@ class YuanStepper:
 
     def checkpoint_tensors(self) -> dict[str, LocalShard]:
         return {
-            **checkpoint_tensors(self.trainer, OwnedState.written_boxes),
+            **checkpoint_tensors(self.trainer, "written"),
             **late_weights(self.trainer, OwnedState.written_weights),
         }
 

@@ -90,18 +90,20 @@ def _attention_work(model: ModelConfig) -> SublayerWork:
     taps of the filter's convolutions     H
     q, k, v, heads' output                P each, and N log-sum-exps
 
-    Plain attention has neither the filter's norm nor taps, and f is u. No attention scores are stored.
+    Plain attention has neither the filter's norm nor taps, and f is u. No attention scores are stored. A
+    frozen filter (the model has adapters) keeps no taps: they are for its weights' gradients.
     """
     hidden, projection = model.hidden_size, model.projection_size
     filters = 1 if model.attention == "localized_filter" else 0
+    taps = filters if model.lora is None else 0
     sharded = Kept(4 * projection, model.num_attention_heads)
     return SublayerWork(
         parameters=sizes.parameters_of(_attention(model)),
         products=4 * hidden * projection + filters * 2 * hidden * hidden,
         scores=projection,
-        replicated=Kept((2 + 3 * filters) * hidden, 1 + filters),
+        replicated=Kept((2 + 2 * filters + taps) * hidden, 1 + filters),
         sharded=sharded,
-        selective_replicated=Kept((1 + 2 * filters) * hidden, 1 + filters),
+        selective_replicated=Kept((1 + filters + taps) * hidden, 1 + filters),
         selective_sharded=sharded,
         # The filter's shift and residual add a pass.
         shifted=3 * hidden * filters,

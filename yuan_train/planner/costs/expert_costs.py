@@ -118,7 +118,7 @@ def _scaled(
         forward_seconds=layer.forward_seconds * ratio("forward_seconds"),
         backward_seconds=layer.backward_seconds * backward,
         weight_seconds=layer.weight_seconds * backward,
-        parameters=works[0].parameters,
+        parameters=works[0].trained,
         parameter_bytes=layer.parameter_bytes * states,
         gradient_bytes=layer.gradient_bytes * states,
         optimizer_bytes=layer.optimizer_bytes * states,

@@ -235,11 +235,11 @@ def tied_embedding_seconds(
     costs: Costs, firsts: Sequence[Replica], lasts: Sequence[Replica], *, sharded: bool = False
 ) -> float:
     """Seconds to reduce the tied embedding's gradient over all that hold it, and with a `sharded` optimizer
-    to gather it again; 0 without `lasts` or for a single owner.
+    to gather it again; 0 without `lasts`, for a single owner, or if it is frozen.
 
     `firsts` and `lasts` are the replicas of all first and last stages.
     """
-    if not lasts:
+    if not lasts or costs.problem.model.lora is not None:
         return 0.0
     owners = list(dict.fromkeys([*firsts, *lasts]))
     size, sharers = costs.problem.model.embedding_parameters, ring_sharers([owners])[0]
@@ -304,5 +304,5 @@ def _slowest_ring_seconds(
 def unit_parameters(model: ModelConfig, units: Sequence[int] | None = None) -> list[float]:
     """Parameters whose gradients the owners reduce, by unit (`units`, or the model's); a tied embedding is
     reduced separately, over all that hold it."""
-    embedding, *others = map(float, model.unit_parameters if units is None else units)
+    embedding, *others = map(float, model.trained_unit_parameters if units is None else units)
     return [0.0 if model.tie_embeddings else embedding, *others]

@@ -130,7 +130,8 @@ def _reduced_shares(plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> dict[
     """The share of its gradients that a stage has in common with other owners, by pipeline and stage. A tied
     embedding is held by the first and the last stages."""
     model, last = plan.model, num_units(plan) - 1
-    sizes = [*plan_unit_parameters(plan)[:-1], model.head_parameters]
+    *sizes, head = plan_unit_parameters(plan)
+    sizes.append(head if model.lora is not None else model.head_parameters)
     tied = len({*holders[0], *holders[last]}) if model.tie_embeddings else 0
     several = [len(replicas) > 1 or (tied > 1 and u in (0, last)) for u, replicas in enumerate(holders)]
     return {

@@ -40,6 +40,7 @@ class UnitCost:
     forward_seconds: float
     backward_seconds: float
     parameters: int
+    """That are trained: so many are reduced and stepped. `parameter_bytes` are of all."""
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
@@ -65,6 +66,8 @@ class HalfShare:
 
     seconds: float
     parameters: float
+    """That are trained; `weights` are all."""
+    weights: float
     activations: float
     """Under full recompute, both halves keep their input."""
     transient: float
@@ -78,7 +81,7 @@ def share_of_layer(layer: UnitCost, half: HalfShare) -> UnitCost:
         forward_seconds=layer.forward_seconds * half.seconds,
         backward_seconds=layer.backward_seconds * half.seconds,
         parameters=round(layer.parameters * half.parameters),
-        parameter_bytes=layer.parameter_bytes * half.parameters,
+        parameter_bytes=layer.parameter_bytes * half.weights,
         gradient_bytes=layer.gradient_bytes * half.parameters,
         optimizer_bytes=layer.optimizer_bytes * half.parameters,
         activation_bytes=layer.activation_bytes * half.activations,
@@ -97,7 +100,8 @@ def half_shares(work: ModelWork, recompute: Recompute) -> tuple[HalfShare, HalfS
         whole = work.layer
         return HalfShare(
             seconds=half.forward_flops / whole.forward_flops,
-            parameters=half.parameters / whole.parameters,
+            parameters=half.trained / whole.trained,
+            weights=half.parameters / whole.parameters,
             activations=half.kept_bytes(recompute) / whole.kept_bytes(recompute),
             transient=half.transient_bytes / whole.transient_bytes,
             forward_collectives=half.forward_collectives,
@@ -136,6 +140,10 @@ def check_profile(
 ) -> None:
     """Raise ConfigError unless the profile was measured for this model's depth, length and precision, with
     layers compiled or not as here. External profiles do not say."""
+    if model.lora is not None:
+        raise ConfigError(
+            "profile: all parameters are trained where it is measured, and adapters (lora) here; plan without"
+        )
     if profile.sequence_length != sequence_length:
         raise ConfigError(
             f"profile: measured at sequence_length {profile.sequence_length}, the run has {sequence_length}; "
@@ -155,9 +163,8 @@ def check_profile(
     for i, entry in enumerate(profile.entries):
         if len(entry.layers) not in (1, model.num_layers):
             raise ConfigError(
-                f"profile: entries[{i}].layers: {len(entry.layers)} layers, "
-                f"the model has {model.num_layers}; "
-                "give one for all layers, or one per layer"
+                f"profile: entries[{i}].layers: {len(entry.layers)} layers, the model has "
+                f"{model.num_layers}; give one for all layers, or one per layer"
             )
 
 
@@ -375,7 +382,7 @@ def _from_profile(
             UnitCost(
                 forward_seconds=measured.forward_seconds,
                 backward_seconds=measured.backward_seconds,
-                parameters=unit.parameters,
+                parameters=unit.trained,
                 parameter_bytes=measured.state_bytes * state.parameters / state.total,
                 gradient_bytes=measured.state_bytes * state.gradients / state.total,
                 optimizer_bytes=measured.state_bytes * state.optimizer / state.total,
@@ -424,14 +431,14 @@ def estimate_units(
         return UnitCost(
             forward_seconds=forward,
             backward_seconds=backward + recompute_seconds[recompute],
-            parameters=unit.parameters,
+            parameters=unit.trained,
             parameter_bytes=float(state.parameters * unit.parameters),
-            gradient_bytes=float(state.gradients * unit.parameters),
-            optimizer_bytes=float(state.optimizer * unit.parameters),
+            gradient_bytes=float(state.gradients * unit.trained),
+            optimizer_bytes=float(state.optimizer * unit.trained),
             activation_bytes=unit.kept_bytes(recompute),
             transient_bytes=float(unit.transient_bytes + _recomputed_bytes(unit, recompute)),
             output_bytes=unit.output_bytes,
-            weight_seconds=backward / 2,
+            weight_seconds=backward * unit.weight_share,
             forward_collectives=unit.forward_collectives,
             backward_collectives=unit.backward_collectives
             # The recomputation ends with the last tensor that the backward needs: before the last all-reduce.

@@ -12,7 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from yuan_train.config.architecture import Kept, SublayerWork
+from yuan_train.config.architecture import (
+    ADAPTERS,
+    HALVES,
+    Kept,
+    SublayerWork,
+    half_of,
+    is_whole_adapter,
+    layer_table,
+)
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute
@@ -56,6 +64,8 @@ class UnitWork:
     """One unit of the model for one micro-batch, without recompute."""
 
     parameters: int
+    trained: int
+    """Of `parameters` those that have gradients and optimizer state: of a model with adapters these alone."""
     forward_flops: float
     backward_flops: float
     forward_traffic_bytes: float
@@ -79,6 +89,10 @@ class UnitWork:
     forward_collectives: int = 0
     """All-reduces of a hidden state over the tensor-parallel group."""
     backward_collectives: int = 0
+    weight_share: float = 0.5
+    """Of the backward: the weight gradients, which a schedule may split off."""
+    whole_adapters: int = 0
+    """Of `trained` what every card of a tensor-parallel group has in full."""
 
     def kept_bytes(self, recompute: Recompute) -> float:
         """Bytes kept from the forward to the backward."""
@@ -125,6 +139,8 @@ def model_work(
 
     def layer(*halves: SublayerWork) -> UnitWork:
         work = _layer_work(halves, model.hidden_size, tokens, sequence_length, precision)
+        if model.lora is not None:
+            work = _with_adapters(work, model, halves, tokens, precision)
         return _share_of(work, tensor_parallel)
 
     if experts is not None:
@@ -185,9 +201,11 @@ def _share_of(unit: UnitWork, width: int) -> UnitWork:
         replicated = min(replicated_bytes, bytes_)
         return replicated + (bytes_ - replicated) / width
 
+    whole = unit.whole_adapters
     return replace(
         unit,
-        parameters=-(-unit.parameters // width),
+        parameters=whole - (-(unit.parameters - whole) // width),
+        trained=whole - (-(unit.trained - whole) // width),
         forward_flops=unit.forward_flops / width,
         backward_flops=unit.backward_flops / width,
         forward_traffic_bytes=share(unit.forward_traffic_bytes),
@@ -225,6 +243,7 @@ def _layer_work(
     collectives = sum(half.collectives for half in halves)
     return UnitWork(
         parameters=parameters,
+        trained=parameters,
         replicated_bytes=tokens * replicated,
         forward_collectives=collectives,
         backward_collectives=collectives,
@@ -244,29 +263,79 @@ def _layer_work(
     )
 
 
+def _with_adapters(
+    base: UnitWork, model: ModelConfig, halves: Sequence[SublayerWork], tokens: int, precision: Precision
+) -> UnitWork:
+    """A layer, or one half of it, whose base is frozen, with its adapters.
+
+    The backward has no weight gradients but the adapters' own. Beside what the base keeps, an adapter keeps
+    the product between its two matrices; what of the base only frozen matrices would read is counted though.
+    Low rank makes its products passes over memory.
+    """
+    e, gradients = ELEMENT_BYTES[precision], STATE_BYTES[precision].gradients
+    names = [name for name, half in zip(HALVES, model.spec.sublayers(model), strict=True) if half in halves]
+    found = [p for p in layer_table(model) if p.name.endswith(ADAPTERS) and half_of(p.name) in names]
+    trained = sum(p.size for p in found)
+    whole = sum(p.size for p in found if is_whole_adapter(p))
+    assert model.lora is not None
+    rank = model.lora.rank
+    kept = e * tokens * rank * len(found) // 2
+    products = 2.0 * tokens * sum(half.products for half in halves)
+    weight_flops = 2.0 * tokens * trained
+    backward = base.backward_flops - products + 2 * weight_flops
+    inputs, outputs = (sum(p.size for p in found if p.name.endswith(kind)) // rank for kind in ADAPTERS)
+    # Forward: x is read, and y read and written again. Backward: dy is read twice, x once, and dx read and
+    # written again.
+    forward_traffic = 2.0 * kept + e * (trained + tokens * (inputs + 2 * outputs))
+    backward_traffic = 4.0 * kept + e * (2 * trained + tokens * (3 * inputs + 2 * outputs))
+    held = max(tokens * _bytes(half.held, precision) for half in halves)
+    return replace(
+        base,
+        parameters=base.parameters + trained,
+        trained=trained,
+        whole_adapters=whole,
+        weight_share=weight_flops / backward,
+        forward_flops=base.forward_flops + weight_flops,
+        backward_flops=backward,
+        forward_traffic_bytes=base.forward_traffic_bytes + forward_traffic,
+        backward_traffic_bytes=base.backward_traffic_bytes
+        + backward_traffic
+        + gradients * 2 * (trained - base.parameters),
+        activation_bytes=base.activation_bytes + kept,
+        selective_bytes=base.selective_bytes + kept,
+        replicated_bytes=base.replicated_bytes + kept,
+        selective_replicated_bytes=base.selective_replicated_bytes + kept,
+        transient_bytes=held + e * max((p.size for p in found), default=0),
+    )
+
+
 def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> UnitWork:
-    """Forward, a gather of rows; backward, a dense gradient of V * H, added to the main gradient."""
+    """Forward, a gather of rows; backward, a dense gradient of V * H, added to the main gradient, unless the
+    matrix is frozen."""
     e, matrix = ELEMENT_BYTES[precision], model.embedding_parameters
     rows = e * model.hidden_size * tokens
+    trained = matrix if model.lora is None else 0
     return UnitWork(
         parameters=matrix,
+        trained=trained,
         replicated_bytes=rows,
         forward_collectives=1,
         forward_flops=0.0,
         backward_flops=0.0,
         forward_traffic_bytes=2.0 * rows,
-        backward_traffic_bytes=2.0 * rows + (2 * e + 2 * STATE_BYTES[precision].gradients) * matrix,
+        backward_traffic_bytes=2.0 * rows * (trained > 0)
+        + (2 * e + 2 * STATE_BYTES[precision].gradients) * trained,
         activation_bytes=8 * tokens,
         input_bytes=8 * tokens,
         selective_bytes=8 * tokens,
-        transient_bytes=e * matrix,
+        transient_bytes=e * trained,
         output_bytes=rows,
     )
 
 
 def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows: int) -> UnitWork:
     """The block-wise loss computes its gradients in the forward: all 6VH FLOP a token are there, and about
-    none in the backward.
+    none in the backward. Of a frozen matrix there is no dW: 4VH.
 
     dW [V, H] is added to the main gradient at once; dh is kept in w until the backward. At most three blocks
     of logits are held at a time.
@@ -275,15 +344,17 @@ def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows
     hidden, matrix = model.hidden_size, model.output_size * model.hidden_size
     norm_bytes = tokens * (2 * e * hidden + w)
     blocks = -(-tokens // logit_rows)
+    frozen = model.lora is not None
     return UnitWork(
         parameters=model.head_parameters,
+        trained=model.trained_unit_parameters[-1] if frozen else model.head_parameters,
         replicated_bytes=norm_bytes + w * hidden * tokens,
         forward_collectives=1,
-        forward_flops=3.0 * tokens * model.head_forward_flops,
+        forward_flops=(2.0 if frozen else 3.0) * tokens * model.head_forward_flops,
         backward_flops=0.0,
         forward_traffic_bytes=2.0 * norm_bytes
         + 6.0 * w * model.output_size * tokens
-        + blocks * (2 * w + 2 * e) * matrix,
+        + blocks * (2 * w * (not frozen) + 2 * e) * matrix,
         backward_traffic_bytes=2.0 * norm_bytes,
         activation_bytes=norm_bytes + w * hidden * tokens,
         input_bytes=norm_bytes + w * hidden * tokens,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from yuan_train.config.architecture import is_trained, is_whole_adapter, layer_table
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
@@ -359,24 +360,34 @@ def _owners(holders: Sequence[Holder], first: float, last: float) -> float:
 
 
 def holders_of(model: ModelConfig, stages: Sequence[DecodeStage]) -> list[Holder]:
-    """What the cards of a pipeline hold, as ranges of the model's parameters from its first unit on."""
+    """What the cards of a pipeline hold, as ranges of the model's parameters from its first unit on: of those
+    that are sent after each batch."""
     found: list[Holder] = []
-    total = math.fsum(held_parameters(model, stage) for stage in stages)
+    total = math.fsum(sent_parameters(model, stage) for stage in stages)
     first = 0.0
     for stage in stages:
-        last = first + held_parameters(model, stage) / total
+        last = first + sent_parameters(model, stage) / total
         found += [Holder(card, first, last, stage.width) for card in stage.cards]
         first = last
     return found
 
 
+def sent_parameters(model: ModelConfig, stage: DecodeStage) -> float:
+    """Parameters of a stage that are sent to it after each batch: all, or those of adapters."""
+    if model.lora is None:
+        return held_parameters(model, stage)
+    return stage.num_layers * model.adapter_parameters
+
+
 def sync_bytes(model: ModelConfig, engines: Sequence[Engine], precision: Precision) -> float:
-    """Bytes that all engines get: their parts, those that each card of a group holds whole included."""
+    """Bytes that all engines get after each batch: their parts, those that each card of a group holds whole
+    included."""
     e = ELEMENT_BYTES[precision]
-    whole = sum(p.size for p in model.spec.layer(model) if p.sharding in ("whole", "head_norm"))
+    table = [p for p in layer_table(model) if is_trained(model, p.name)]
+    whole = sum(p.size for p in table if p.sharding in ("whole", "head_norm") or is_whole_adapter(p))
     return float(
         sum(
-            e * (held_parameters(model, stage) + (stage.width - 1) * stage.num_layers * whole)
+            e * (sent_parameters(model, stage) + (stage.width - 1) * stage.num_layers * whole)
             for engine in engines
             for stage in engine.stages
         )

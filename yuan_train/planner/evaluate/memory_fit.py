@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from yuan_train.config.architecture import adaptable
 from yuan_train.config.devices import CATALOGUE, DeviceType
+from yuan_train.config.lora import LoraConfig
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute
 from yuan_train.config.shape import ModelShape
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
-from yuan_train.planner.costs.trl_memory import Method, trl_memory
+from yuan_train.planner.costs.trl_memory import LORA_RANK, Method, trl_memory
 from yuan_train.planner.costs.yuan_memory import yuan_memory
 
 METHODS: tuple[Method, ...] = get_args(Method)
+LORA_TARGETS = ("query", "key", "query_key", "out", "up", "down")
+"""Of TRL's method `lora`; Yuan's layer has queries and keys in one matrix."""
 Length = Literal["group", "new"]
 
 
@@ -63,13 +67,22 @@ def memory_of(case: MemoryCase) -> PhaseBytes:
     if isinstance(case.model, ModelShape):
         return trl_memory(case.model, case.method, case.samples)
     return yuan_memory(
-        case.model,
+        case.model if case.method == "full" else with_adapters(case.model),
         case.samples,
         case.device,
         # The same bytes; cards from before bf16 train in fp16.
         precision="bf16" if case.device.bf16 else "fp16",
         recompute=case.recompute,
         optimizer_offload=case.optimizer_offload,
+    )
+
+
+def with_adapters(model: ModelConfig) -> ModelConfig:
+    """The model with the adapters that TRL's method `lora` has, as far as it has such matrices."""
+    words = [name.rpartition(".")[2] for name in adaptable(model)]
+    targets = tuple(word for word in words if word in LORA_TARGETS)
+    return (
+        model if model.lora is not None else replace(model, lora=LoraConfig(rank=LORA_RANK, targets=targets))
     )
 
 
@@ -116,13 +129,18 @@ def remedies(case: MemoryCase) -> list[Remedy]:
 
 
 def _other_ways(case: MemoryCase) -> Iterator[Remedy]:
-    """TRL has other methods, our engine has recompute and a place for the optimizer's state."""
+    """TRL has other methods, our engine has recompute, adapters and a place for the optimizer's state."""
     if isinstance(case.model, ModelShape):
         for method in METHODS:
             if method != case.method:
                 yield Remedy(change="method", value=method, case=replace(case, method=method))
         return
     yield Remedy(change="recompute", value="full", case=replace(case, recompute="full"))
+    if case.method == "full" and not case.model.num_experts:
+        yield Remedy(change="method", value="lora", case=replace(case, method="lora"))
+    if case.method == "lora":
+        # What adapters have stays on the card.
+        return
     yield Remedy(change="optimizer_offload", value=1.0, case=replace(case, optimizer_offload=1.0))
     both = replace(case, recompute="full", optimizer_offload=1.0)
     yield Remedy(change="optimizer_offload", value="1.0 with recompute full", case=both)

@@ -13,7 +13,7 @@ from yuan_train.config.run import Counts, SearchConfig
 from yuan_train.planner.costs.decode import DecodeStage
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.costs.unit_costs import card_costs
-from yuan_train.planner.costs.workload import ELEMENT_BYTES
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.evaluate.engines import (
     Engine,
     Generation,
@@ -26,6 +26,7 @@ from yuan_train.planner.evaluate.engines import (
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.play import FlowTimes, Play, play
 from yuan_train.planner.evaluate.simulator import simulate
+from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.schedule.schedules import forward_only
 
 
@@ -134,11 +135,19 @@ def policy_work(problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost)
     seconds += problem.forward_passes * _forward_seconds(plan, packed, rows)
     if problem.reference:
         seconds += max(
-            stage.memory.parameters / costs.host_of(card).link_bytes_per_second
+            _reference_bytes(problem, stage) / costs.host_of(card).link_bytes_per_second
             for stage in cost.stages
             for card in stage.cards
         )
     return PolicyWork(plan=plan, cost=cost, training_seconds=seconds)
+
+
+def _reference_bytes(problem: RolesProblem, stage: StageCost) -> float:
+    """What a card reads of the reference: its weights, or of a policy with adapters these."""
+    if problem.load.model.lora is None:
+        return stage.memory.parameters
+    state = STATE_BYTES[problem.load.precision]
+    return float(state.parameters * sum(unit.parameters for unit in stage.units))
 
 
 def _with_rows(plan: Plan, rows: int) -> Plan:
@@ -284,7 +293,8 @@ def place(
     if not shared:
         model, precision = problem.load.model, problem.load.precision
         targets = [holder for engine in generation.engines for holder in holders_of(model, engine.stages)]
-        whole = float(model.parameters * ELEMENT_BYTES[precision])
+        synced = model.parameters if model.lora is None else sum(model.trained_unit_parameters)
+        whole = float(synced * ELEMENT_BYTES[precision])
         moved = sync_seconds(costs.topology, policy.holders, targets, whole)
         moved_bytes = sync_bytes(model, generation.engines, precision)
     staleness = problem.staleness if mode == "async" else 0

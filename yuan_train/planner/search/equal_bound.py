@@ -199,7 +199,7 @@ def _update_seconds(costs: Costs, cards: Sequence[Card], options: Options) -> fl
         own = costs.of(card.type, options.micro_batch_sizes[0], "none").update_bytes_per_second / traffic
         host = 1.0 / host_step_seconds(costs.host_of(card), precision) if has_host else 0.0
         rate += own + host
-    return sum(costs.problem.model.unit_parameters[1:]) / rate
+    return sum(costs.problem.model.trained_unit_parameters[1:]) / rate
 
 
 def excludes_hosts(setting: Setting, excludes: Callable[[float, float], bool]) -> bool:

@@ -390,7 +390,7 @@ def _exposed_estimate(costs: Costs, shape: Shape, options: Options) -> float:
     depth = min(len(shape.slots), problem.model.num_layers)
     num_layers = problem.model.num_layers / depth
     share = sum(unit_parameters(problem.model)) / depth
-    bucket = min(share, max(problem.bucket_size, problem.model.layer_parameters))
+    bucket = min(share, max(problem.bucket_size, problem.model.trained_unit_parameters[1]))
     layer = costs.of_replica(slot[0][0], shape.micro_batch_size, options.recompute[0]).layer
 
     def exposed(seconds: Callable[[float], float], layer_seconds: float) -> float:

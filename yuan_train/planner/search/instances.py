@@ -150,7 +150,7 @@ def _is_line(costs: Costs, shape: Shape, owners: Sequence[Replica]) -> bool:
     sizes = [size for size in unit_parameters(costs.problem.model) if size]
     if _halves(costs) is not None:
         share = half_parts(costs).parameters
-        sizes.append(costs.problem.model.layer_parameters * min(share, 1 - share))
+        sizes.append(costs.problem.model.trained_unit_parameters[1] * min(share, 1 - share))
     row, start = _as_line(seconds, sizes, far=True)
     return math.isclose(min(row) + start, seconds(min(sizes)), rel_tol=1e-9)
 

@@ -67,7 +67,8 @@ def _most_pipelines(setting: Setting) -> int:
     """Each pipeline holds all weights and gradients."""
     problem = setting.costs.problem
     state = STATE_BYTES[problem.precision]
-    num_bytes = sum(problem.model.unit_parameters[1:-1]) * (state.parameters + state.gradients)
+    layers, trained = problem.model.unit_parameters[1:-1], problem.model.trained_unit_parameters[1:-1]
+    num_bytes = sum(layers) * state.parameters + sum(trained) * state.gradients
     if problem.profile is not None:
         return min(len(setting.cards), problem.global_batch_size)
     memory = sum(problem.cluster.device_type(card.type).memory for card in setting.cards)

@@ -55,6 +55,8 @@ def roles_problem(
     policy = policy_run(run)
     # Activations only if they are asked for: sampling wants its hosts' memory too.
     offload = ("optimizer",) if run.search.policy.offload is None else run.search.policy.offload
+    # What adapters have stays on the cards.
+    offload = offload if run.model.lora is None else ()
     modes = run.search.modes
     if run.schedule.mode != "auto":
         modes = tuple(mode for mode in modes if mode == run.schedule.mode)

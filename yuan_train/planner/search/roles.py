@@ -177,7 +177,8 @@ class RolesSearch:
         cards = [card for group in self.cards_of(split, 0) for card in group]
         types = [problem.policy.cluster.device_type(card.type) for card in cards]
         state = STATE_BYTES[problem.load.precision]
-        needed = problem.load.model.parameters * (state.parameters + state.gradients)
+        model = problem.load.model
+        needed = model.parameters * state.parameters + sum(model.trained_unit_parameters) * state.gradients
         if needed > sum(device.memory - device.reserved for device in types):
             return math.inf
         own = replace(

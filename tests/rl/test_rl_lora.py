@@ -1,0 +1,102 @@
+"""Reinforcement learning of adapters: plans, engines apart that are sent adapters alone, the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rl.test_apart import roles_of, run_cases
+from tests.rl.test_rl_critic import tensors_of
+from tests.rl.test_rl_plans import check
+from tests.support.project import parse_plan
+from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
+from tests.support.spawn import free_port, spawn
+from yuan_train.config.architecture import is_trained
+from yuan_train.config.rl import policy_run
+from yuan_train.config.rl_files import load_rl
+from yuan_train.rl.engines import weight_buckets
+
+LORA = "lora={rank: 2, alpha: 4}"
+PLANS = {
+    "wide": ("2x4: 1@0 | 3@1,2", "1f1b", False),
+    "pipelines": ("2x3: 1@0 | 3@1,2 / 2x1: 4@3", "zero_bubble", True),
+}
+KL = ("algorithm.kl={coefficient: 0.1}", "algorithm.updates=2", "generation.temperature=0.7", LORA)
+
+
+def test_the_plan_changes_nothing_and_the_reference_is_the_base(tmp_path: Path) -> None:
+    path = write_rl(tmp_path)
+    cases: dict[str, RLCase] = {}
+    for name, (text, schedule, sharding) in PLANS.items():
+        run = policy_run(load_rl(path, KL), sequence_length=16)
+        plan = parse_plan(run, text, schedule=schedule, optimizer_sharding=sharding)
+        cases[name] = RLCase(path, tmp_path / name, plan, KL)
+    run_rl_cases([*cases.values()])
+    check(tmp_path, cases)
+    curve = read_lines(cases["wide"].folder)
+    # At first the policy is its base; it then leaves it.
+    assert curve[0]["kl"] == pytest.approx(0, abs=1e-12) and curve[1]["kl"] > 1e-6
+
+
+def test_engines_are_sent_adapters_alone(tmp_path: Path) -> None:
+    path, save = write_rl(tmp_path), f"checkpoint.directory={tmp_path / 'ck'}"
+    assert load_rl(path, (LORA,)).model.lora is not None
+    lora = write_rl(tmp_path, lora={"rank": 2, "alpha": 4})
+    roles = {staleness: roles_of(lora, staleness=staleness) for staleness in (0, 2)}
+    cases = {
+        "sync": (0, ("train.steps=3",)),
+        "begun": (0, (save, "train.steps=2")),
+        "resumed": (0, (save, "train.steps=3")),
+        "async": (2, ("train.steps=4",)),
+    }
+    spawn(
+        run_cases,
+        5,
+        [
+            (lora, (*more, f"log.directory={tmp_path / name}"), roles[staleness], free_port())
+            for name, (staleness, more) in cases.items()
+        ],
+    )
+    run_rl(RLCase(lora, tmp_path / "alone", None, ("train.steps=3",)))
+    alone = read_lines(tmp_path / "alone")
+    assert read_lines(tmp_path / "sync", "samples.jsonl") == read_lines(tmp_path / "alone", "samples.jsonl")
+    together = [*read_lines(tmp_path / "begun"), *read_lines(tmp_path / "resumed")]
+    for curve in (read_lines(tmp_path / "sync"), together):
+        for found, expected in zip(curve, alone, strict=True):
+            for key in ("loss", "grad_norm", "reward", "entropy_estimate"):
+                assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
+            assert found["log_prob_gap"]["max"] < 1e-12
+    # The base once, also after a resume; then the adapters: as many bytes as they have, to each engine.
+    model = roles[0].roles.policy.plan.model
+    tables = [weight_buckets(roles[0], 8, trained=trained) for trained in (False, True)]
+    first, later = (
+        sum(8 * bucket.num_elements for engine in table for bucket in engine if bucket.source == 0)
+        for table in tables
+    )
+    assert first > 8 * later
+    for curve, sent in (
+        (read_lines(tmp_path / "sync"), [first, later, later]),
+        (read_lines(tmp_path / "async"), [first, later, later, later]),
+        (together, [first, later, first]),
+    ):
+        assert [line["sync_bytes"] for line in curve] == sent
+    names = {move.name for engine in tables[1] for bucket in engine for move in bucket.moves}
+    assert names and all(is_trained(model, name) for name in names)
+    # Both engines have all layers.
+    elements = sum(bucket.num_elements for engine in tables[1] for bucket in engine)
+    assert elements == 2 * sum(model.trained_unit_parameters)
+
+
+def test_a_critic_has_adapters_too(tmp_path: Path) -> None:
+    path = write_rl(tmp_path)
+    ppo = (LORA, "algorithm.name=ppo", f"checkpoint.directory={tmp_path / 'ck'}")
+    run = policy_run(load_rl(path, ppo), sequence_length=16)
+    plan = parse_plan(run, "2x3: 1@0 | 3@1,2 / 2x1: 4@3", optimizer_sharding=True)
+    run_rl_cases([RLCase(path, tmp_path / "plan", plan, ppo)])
+    run_rl(RLCase(path, tmp_path / "alone", None, ppo[:2]))
+    for line, wanted in zip(read_lines(tmp_path / "plan"), read_lines(tmp_path / "alone"), strict=True):
+        for key in ("loss", "grad_norm", "value_loss"):
+            assert line[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12), key
+    found = tensors_of(tmp_path / "ck" / "step-00000002", "critic.exp_avg.")
+    assert "score.weight" in found and all(is_trained(run.model, name) for name in found)
