@@ -82,11 +82,12 @@ class Collector:
         while len(kept) < wanted:
             count = min(wanted - len(kept), last - ticket)
             if not count:
+                advice = "give prompts that are neither too easy nor too hard, or set algorithm.filter: none"
                 raise TrainingError(
                     f"{len(kept)} of {wanted} groups after {ticket - first_ticket} prompts "
                     f"(algorithm.max_refill: {run.algorithm.max_refill}): {filtered} had equal rewards, "
-                    f"{failed} failed{f', the last because {error}' if error else ''}; give prompts that are "
-                    "neither too easy nor too hard, or set algorithm.filter: none"
+                    f"{failed} failed{f', the last because {error}' if error else ''}; "
+                    + (advice if filtered >= failed else "correct the reward functions")
                 )
             for group, why in self._groups(range(ticket, ticket + count), seconds):
                 if group is None:
