@@ -20,7 +20,7 @@ from yuan_train.planner.search.equal_bound import Scope
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.pipeline_bound import loop_alive
 from yuan_train.planner.search.shapes import read_options
-from yuan_train.planner.search.stage_table import StageTable, stage_table
+from yuan_train.planner.search.stage_parts import StageParts, stage_parts
 from yuan_train.schedule.schedules import make_schedule
 
 pytestmark = pytest.mark.bounds
@@ -199,11 +199,12 @@ def test_a_bound_of_slower_stages_is_undercut(monkeypatch):
     costs = make_costs(random_problem(chance))
     _, least = fastest(costs, chance)
 
-    def slower(*args: object, **keys: object) -> StageTable:
-        table = stage_table(*args, **keys)  # type: ignore[arg-type]
-        return replace(table, seconds=3 * table.seconds)
+    def slower(*args: object, **keys: object) -> StageParts:
+        parts = stage_parts(*args, **keys)  # type: ignore[arg-type]
+        ways = (replace(way, base=3 * way.base, added=3 * way.added) for way in parts.ways)
+        return replace(parts, ways=tuple(ways))
 
-    monkeypatch.setattr(equal_bound, "stage_table", slower)
+    monkeypatch.setattr(equal_bound, "stage_parts", slower)
     assert bounds_of(costs, ("1f1b",), least, work=2e7).any_seconds > least
 
 

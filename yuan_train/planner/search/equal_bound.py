@@ -30,14 +30,15 @@ from yuan_train.planner.search.edge_bound import Edges, least_edges
 from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound, Schedules, replica_steps
 from yuan_train.planner.search.shapes import Options
 from yuan_train.planner.search.small_program import best_mixture
-from yuan_train.planner.search.stage_table import (
+from yuan_train.planner.search.stage_parts import (
     Floats,
     Kind,
-    StageTable,
+    StageParts,
     list_kinds,
-    stage_table,
+    stage_parts,
     type_names,
 )
+from yuan_train.planner.search.stage_table import StageTable, stage_table
 
 Memory = dict[object, Floats]
 """Prices that excluded a shorter time, by what they were for: a start for the next."""
@@ -46,7 +47,7 @@ MAX_STEPS = 40
 Grid = tuple[int, float]
 COARSE, FINE = (4, 1.25), (8, 1.1)
 """Cells and growth of `pipeline_bound.Limits`."""
-WORK_PER_KIND = 250_000
+WORK_PER_KIND = 20_000
 """Of a table of stages."""
 HOST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1.0)
 """Ends of ranges of the hosts' seconds, as shares of a step."""
@@ -114,10 +115,12 @@ class Setting:
     tables: dict[tuple[int, float, float], StageTable] = field(
         default_factory=dict[tuple[int, float, float], StageTable]
     )
+    parts: dict[int, StageParts] = field(default_factory=dict[int, StageParts])
+    """By micro-batch size."""
     edges: dict[int, Edges] = field(default_factory=dict[int, Edges])
     """By micro-batch size."""
     sums: dict[tuple[int, str], Floats] = field(default_factory=dict[tuple[int, str], Floats])
-    """Of layers; see `stage_table`."""
+    """Of layers; see `stage_parts`."""
 
     @property
     def num_layers(self) -> int:
@@ -131,17 +134,18 @@ class Setting:
     def table(self, size: int, owner_share: float, host_seconds: float, work: Work) -> StageTable:
         """Stages that hold such a share of their optimizer state; see `stage_table`."""
         key = (size, owner_share, host_seconds)
+        if size not in self.parts:
+            self.parts[size] = stage_parts(self.costs, self.kinds, self.options, size=size, sums=self.sums)
         if key not in self.tables:
             work.left -= WORK_PER_KIND * len(self.kinds)
             self.tables[key] = stage_table(
                 self.costs,
                 self.kinds,
                 self.options,
-                size=size,
+                self.parts[size],
                 owner_share=owner_share,
                 host_seconds=host_seconds,
                 most_in_flight=min(self.num_layers + 2, len(self.cards), 160),
-                sums=self.sums,
             )
         return self.tables[key]
 
@@ -243,7 +247,7 @@ def excludes_equal(
 def reduce_seconds(setting: Setting, table: StageTable, schedules: Schedules, owners: int) -> Floats:
     """[N, X]: at least, of the gradients of a stage's layers over so many owners."""
     costs, cards, options = setting.costs, setting.cards, setting.options
-    result = np.zeros(table.parameters.shape)
+    result = np.zeros(table.parts.parameters.shape)
     if costs.topology.measured or schedules == "any":
         # Virtual stages of a card end apart, and may reduce their gradients meanwhile.
         return result
@@ -260,7 +264,7 @@ def reduce_seconds(setting: Setting, table: StageTable, schedules: Schedules, ow
             across = group.network.bandwidth if group.network else 0.0
             rates.append(max(inside, across) if count * kind.width <= size else across)
         if count > 1 and max(rates) > 0:
-            num_bytes = table.parameters[i] * kind.width * costs.problem.reduce_bytes
+            num_bytes = table.parts.parameters[i] * kind.width * costs.problem.reduce_bytes
             rounds = (count - 1) / count * (1 if any(options.sharded) else 2)
             result[i] = rounds * num_bytes / max(rates)
     return result
@@ -335,7 +339,7 @@ class _Master:
 def densities(setting: Setting, table: StageTable, limits: Limits) -> Floats:
     """[T]: the most layers that a card of each type may hold."""
     result = np.zeros(len(setting.numbers))
-    least = table.seconds[:, :, :, 0].min(axis=0)
+    least = table.least_seconds.min(axis=0)
     for k, kind in enumerate(setting.kinds):
         for fewest, batches in replica_steps(kind, limits.num_micro_batches):
             fits = batches * least[k] <= limits.compute_seconds * (1 + 1e-9)

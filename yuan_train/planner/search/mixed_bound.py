@@ -30,7 +30,8 @@ from yuan_train.planner.search.equal_bound import (
 )
 from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound, Schedules
 from yuan_train.planner.search.small_program import best_mixture
-from yuan_train.planner.search.stage_table import Floats, StageTable
+from yuan_train.planner.search.stage_parts import Floats
+from yuan_train.planner.search.stage_table import StageTable
 
 MAX_PRICES = 12
 """Changes of prices for a number of pipelines."""

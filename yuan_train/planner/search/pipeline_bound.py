@@ -36,9 +36,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from yuan_train.planner.search.edge_bound import Edges
-from yuan_train.planner.search.stage_table import FIRST, LAST, MIDDLE, ONLY, Floats, Kind, StageTable
+from yuan_train.planner.search.stage_parts import FIRST, LAST, MIDDLE, ONLY, Floats, Integers, Kind
+from yuan_train.planner.search.stage_table import StageTable
 
-Integers = NDArray[np.int64]
 Targets = NDArray[np.int32]
 Schedules = Literal["plain", "split", "any"]
 """1f1b and gpipe; zero_bubble; interleaved_1f1b."""
@@ -169,7 +169,7 @@ class PipelineBound:
         messages = math.ceil(limits.most_cards * each / self.cell)
         self.slack = slack = math.ceil(limits.edges.slack / self.cell - 1e-9)
         # Of a message there and back, half is on the way there.
-        forward = table.forward_share
+        forward = table.parts.forward_share
         shares = {"plain": 1.0, "split": min(forward, 0.5), "any": min(forward, 1 / VIRTUAL_STAGES)}
         self.fill = shares[limits.schedules]
         most = min(-(-depth * scale // m) * limits.cells + messages, whole * limits.cells + slack) + 1
@@ -187,8 +187,7 @@ class PipelineBound:
 
     def _moves(self, role: int, *, starts: bool = False, finishes: bool = False) -> _Moves:
         """Moves of a role; from zero cells if it `starts`, to all of W if it `finishes` the pipeline."""
-        table = self.table.seconds[role]
-        least = self.batches[:, None] * table[self.rows, :, 0]
+        least = self.batches[:, None] * self.table.least_seconds[role][self.rows]
         allowed = least <= self.limits.compute_seconds * (1 + 1e-9)
         if role == MIDDLE:
             allowed[:, self.table.layers == 0] = False
@@ -217,7 +216,7 @@ class PipelineBound:
         if not len(kind):
             return target
         stages = _Stages(
-            seconds=self.table.seconds[role][self.rows[kind], entry],
+            seconds=self.table.seconds(role, self.rows[kind], entry),
             batches=self.batches[kind],
             edge=self.limits.edges.seconds[self.rows[kind]],
             reduce=self.limits.reduce_seconds[self.rows[kind], entry],

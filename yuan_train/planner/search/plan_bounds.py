@@ -43,7 +43,7 @@ def bound_plans(
         any_replicas=few and options.any_replicas,
         uneven_shares=few,
     )
-    least = min(any_bound(costs, cards, options), best_seconds)
+    least = min(any_bound(costs, cards, options, scope.sizes), best_seconds)
     if may_divide_experts(costs, cards, options) or stopped():
         # Groups of cards that divide experts are not among the stages that `search.lower_bounds` knows.
         return Bounds(equal_seconds=least, any_seconds=least, scope=scope, knows_memory=False)
