@@ -18,8 +18,8 @@ from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search import equal_bound
 from yuan_train.planner.search.equal_bound import Scope
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
-from yuan_train.planner.search.pipeline_bound import loop_alive
 from yuan_train.planner.search.shapes import read_options
+from yuan_train.planner.search.stage_moves import loop_alive
 from yuan_train.planner.search.stage_parts import StageParts, stage_parts
 from yuan_train.schedule.schedules import make_schedule
 
@@ -130,7 +130,8 @@ def random_plan(costs: Costs, chance: random.Random) -> Plan:
 
 
 def is_equal(plan: Plan, cost: PlanCost) -> bool:
-    """Whether all pipelines have as many cards of each type, as large a share and the same layers."""
+    """Whether all pipelines have as many cards of each type in groups as wide, as large a share and the same
+    layers."""
 
     def look(p: int) -> object:
         own = [stage for stage in cost.stages if stage.pipeline == p]
@@ -139,6 +140,7 @@ def is_equal(plan: Plan, cost: PlanCost) -> bool:
             pipeline.micro_batch_size,
             pipeline.num_micro_batches,
             [(stage.layers, [c.type for c in stage.cards]) for stage in own],
+            [[len(replica) for replica in stage.replicas] for stage in pipeline.stages],
         )
 
     return all(look(p) == look(0) for p in range(len(plan.pipelines)))
