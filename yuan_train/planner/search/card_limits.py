@@ -38,7 +38,8 @@ class CardLimits:
 
     def of_each(self, count: int) -> Floats:
         """[R]: of each of so many equal pipelines."""
-        return np.floor(self.most / (count * self.units)) * self.units
+        units = self.units.astype(np.float64)
+        return np.floor(self.most / (count * units)) * units
 
     def total(self, most: Floats) -> float:
         """Cards of all types, of limits [R]."""

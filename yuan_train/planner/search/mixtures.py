@@ -12,6 +12,7 @@ once a mixture holds all layers no prices can exclude the time. Pipelines are to
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -44,7 +45,7 @@ class Stages:
     """The stages of a family of pipelines."""
 
     table: StageTable
-    kinds: list[Kind]
+    kinds: Sequence[Kind]
     ways: StageWays
     limits: Limits
     cards: CardLimits
@@ -52,7 +53,7 @@ class Stages:
     @property
     def num_layers(self) -> float:
         """That a pipeline needs, at least."""
-        return (self.table.layers.max()) * (1 - 1e-9)
+        return float(self.table.layers.max()) * (1 - 1e-9)
 
     def bound(self, grid: Grid, span: tuple[float, float] = (0.0, math.inf)) -> PipelineBound:
         """Of pipelines whose W is in a span of seconds."""

@@ -115,12 +115,15 @@ class PipelineBound:
             find_moves(table, ways, limits, cells, role) for role in roles
         )
         # A stage of less than a cell can follow itself; as often as there are layers.
-        self.again, self.middle = middle.chosen(middle.cells == 0), middle.chosen(middle.cells > 0)
+        self.again = middle.chosen(np.flatnonzero(middle.cells == 0))
+        self.middle = middle.chosen(np.flatnonzero(middle.cells > 0))
 
     def span(self, buckets: Integers) -> tuple[float, float]:
         """What W of some neighbouring buckets may be, in seconds, in cells of half the size: each stage
         rounds off up to half a cell less."""
-        moves = self.middle.chosen((self.middle.begin <= self.middle.end)[buckets].any(axis=0))
+        moves = self.middle.chosen(
+            np.flatnonzero((self.middle.begin <= self.middle.end)[buckets].any(axis=0))
+        )
         least = int(moves.cells.min(initial=self.num_cells))
         high = int(self.high[buckets[-1]])
         # A first and a last stage may be of less than a cell.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from yuan_train.planner.search.edge_bound import Edges
 from yuan_train.planner.search.stage_parts import FIRST, LAST, MIDDLE, ONLY, Floats, Integers
@@ -101,10 +100,16 @@ class Moves:
     end: Integers
     """[B, V]: most of them; less than `begin` where there are none."""
 
-    def chosen(self, keep: NDArray[np.bool_]) -> Moves:
-        """Some of them."""
-        own = (self.way, self.layers, self.uses, self.cells)
-        return Moves(*(each[keep] for each in own), self.begin[:, keep], self.end[:, keep])
+    def chosen(self, keep: Integers) -> Moves:
+        """Those of some indices."""
+        return Moves(
+            self.way[keep],
+            self.layers[keep],
+            self.uses[keep],
+            self.cells[keep],
+            self.begin[:, keep],
+            self.end[:, keep],
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +143,7 @@ def find_moves(table: StageTable, ways: StageWays, limits: Limits, cells: Cells,
     if role in (LAST, ONLY):
         end = np.minimum(end, 0)
     moves = Moves(steps.way, table.layers[steps.entry], ways.uses[steps.way], own, begin, end)
-    return moves.chosen((begin <= end).any(axis=0))
+    return moves.chosen(np.flatnonzero((begin <= end).any(axis=0)))
 
 
 def _steps(table: StageTable, ways: StageWays, limits: Limits, role: int) -> _Steps:
