@@ -218,7 +218,7 @@ def excludes_equal(setting: Setting, family: Family, seconds: float, memory: Mem
             owners=count,
         )
         stages = Stages(table, setting.kinds, setting.ways(limits), limits, limits_of_cards)
-        return excludes_mixtures(stages, numbers, memory, (family, most), work)
+        return excludes_mixtures(stages, numbers, memory, family, work)
 
     return excludes_hosts(setting, excluded)
 

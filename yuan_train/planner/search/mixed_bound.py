@@ -25,7 +25,7 @@ from yuan_train.planner.search.mixtures import GRIDS, Stages, Work
 from yuan_train.planner.search.pipeline_bound import PipelineBound
 from yuan_train.planner.search.small_program import best_mixture
 from yuan_train.planner.search.stage_moves import Schedules
-from yuan_train.planner.search.stage_parts import Floats
+from yuan_train.planner.search.stage_parts import Floats, Integers
 
 MAX_PRICES = 12
 """Changes of prices for a number of pipelines."""
@@ -202,9 +202,25 @@ class _Columns:
             self.known[size, begin] = stages.bound(GRIDS[0])
             self.work.left -= self.known[size, begin].work
         bound = self.known[size, begin]
-        buckets = np.arange(len(bound.low))
-        value, low, high = 1.02 * price / needed, 0.0, math.inf
-        uses = None
+        parts, value = [np.arange(len(bound.low))], 1.02 * price / needed
+        while parts:
+            buckets = parts.pop()
+            uses, hardest, left, value = self._cheaper_bucket(bound, buckets, value, price, prices)
+            if uses is None:
+                continue
+            if len(left) == 1:
+                return uses
+            # No value of a layer excludes them all: each has its own.
+            parts += [part for part in (left[left != hardest], np.array([hardest])) if len(part)]
+        return None
+
+    def _cheaper_bucket(
+        self, bound: PipelineBound, buckets: Integers, value: float, price: float, prices: Floats
+    ) -> tuple[Floats | None, int, Integers, float]:
+        """(cards of such a pipeline in some of these buckets of W, or None; the bucket; those not excluded;
+        the value of a layer that was tried last)"""
+        needed, low, high = self.setting.num_layers * (1 - 1e-9), 0.0, math.inf
+        uses, hardest = None, 0
         for _ in range(MAX_VALUES):
             done = bound.work
             found = bound.priced(prices, value, buckets)
@@ -212,14 +228,15 @@ class _Columns:
             over = found.worth - value * needed + price
             left = over >= -1e-12
             if not left.any():
-                return None
+                return None, hardest, buckets[left], value
             i = int(over.argmax())
             layers, uses = found.pipeline(i)
-            buckets, slope = buckets[left], layers - needed
+            hardest, buckets, slope = int(buckets[i]), buckets[left], layers - needed
             low, high = (value, high) if slope < 0 else (low, value)
             if abs(slope) < 1e-6:
                 break
-            value -= (float(over[i]) + 1e-3 * price) / slope
-            if not low < value < high:
+            next_value = value - (float(over[i]) + 1e-3 * price) / slope
+            if not low < next_value < high:
                 break
-        return uses
+            value = next_value
+        return uses, hardest, buckets, value
