@@ -18,9 +18,9 @@ from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search import equal_bound
 from yuan_train.planner.search.equal_bound import Scope
 from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
-from yuan_train.planner.search.pipeline_bound import loop_alive
 from yuan_train.planner.search.shapes import read_options
-from yuan_train.planner.search.stage_table import StageTable, stage_table
+from yuan_train.planner.search.stage_moves import loop_alive
+from yuan_train.planner.search.stage_parts import StageParts, stage_parts
 from yuan_train.schedule.schedules import make_schedule
 
 pytestmark = pytest.mark.bounds
@@ -130,7 +130,8 @@ def random_plan(costs: Costs, chance: random.Random) -> Plan:
 
 
 def is_equal(plan: Plan, cost: PlanCost) -> bool:
-    """Whether all pipelines have as many cards of each type, as large a share and the same layers."""
+    """Whether all pipelines have as many cards of each type in groups as wide, as large a share and the same
+    layers."""
 
     def look(p: int) -> object:
         own = [stage for stage in cost.stages if stage.pipeline == p]
@@ -139,6 +140,7 @@ def is_equal(plan: Plan, cost: PlanCost) -> bool:
             pipeline.micro_batch_size,
             pipeline.num_micro_batches,
             [(stage.layers, [c.type for c in stage.cards]) for stage in own],
+            [[len(replica) for replica in stage.replicas] for stage in pipeline.stages],
         )
 
     return all(look(p) == look(0) for p in range(len(plan.pipelines)))
@@ -199,11 +201,12 @@ def test_a_bound_of_slower_stages_is_undercut(monkeypatch):
     costs = make_costs(random_problem(chance))
     _, least = fastest(costs, chance)
 
-    def slower(*args: object, **keys: object) -> StageTable:
-        table = stage_table(*args, **keys)  # type: ignore[arg-type]
-        return replace(table, seconds=3 * table.seconds)
+    def slower(*args: object, **keys: object) -> StageParts:
+        parts = stage_parts(*args, **keys)  # type: ignore[arg-type]
+        ways = (replace(way, base=3 * way.base, added=3 * way.added) for way in parts.ways)
+        return replace(parts, ways=tuple(ways))
 
-    monkeypatch.setattr(equal_bound, "stage_table", slower)
+    monkeypatch.setattr(equal_bound, "stage_parts", slower)
     assert bounds_of(costs, ("1f1b",), least, work=2e7).any_seconds > least
 
 

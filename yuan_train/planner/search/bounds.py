@@ -38,16 +38,16 @@ def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
     )
 
 
-def any_bound(costs: Costs, cards: Sequence[Card], options: Options) -> float:
+def any_bound(costs: Costs, cards: Sequence[Card], options: Options, sizes: Sequence[int]) -> float:
     """Seconds that no plan of any shape can beat: every card is busy all the time, with its fastest
-    micro-batch size, width and recompute.
+    width, recompute and micro-batch size among `sizes`.
 
     For weights l that sum to 1 over the cards, their weighted work is at least sum_u min_type l * w_u, as in
     `solver.area_bound`.
     """
     rows: list[list[float]] = []
     for name in dict.fromkeys(card.type for card in cards):
-        ways = itertools.product(options.polished_sizes, options.tensor, options.recompute)
+        ways = itertools.product(sizes, options.tensor, options.recompute)
         each = [
             [
                 width * (u.forward_seconds + u.backward_seconds) / size

@@ -19,7 +19,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.links import message_seconds
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.topology import find_route
-from yuan_train.planner.search.stage_table import Floats, Kind, type_names
+from yuan_train.planner.search.stage_parts import Floats, Kind, type_names
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,22 +15,19 @@ from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.equal_bound import (
     CLASSES,
-    COARSE,
-    FINE,
     Family,
-    Grid,
-    Memory,
     Scope,
-    Work,
     equal_families,
     excludes_equal,
     make_setting,
 )
 from yuan_train.planner.search.mixed_bound import excludes_mixed
-from yuan_train.planner.search.pipeline_bound import Schedules
+from yuan_train.planner.search.mixtures import Memory, Work
 from yuan_train.planner.search.shapes import Options
+from yuan_train.planner.search.stage_moves import Schedules
+from yuan_train.planner.search.stage_parts import Floats
 
-COARSE_PRECISION, PRECISION, MIXED_PRECISION = 0.02, 0.003, 0.01
+PRECISION, MIXED_PRECISION = 0.003, 0.01
 """Bisection ends at these ratios less one."""
 
 
@@ -48,8 +45,8 @@ class Bounds:
     """Seconds that no plan of the scope can beat."""
 
     equal_seconds: float
-    """Among plans of equal pipelines: as many cards of each type in each, and as large a share of the
-    batch."""
+    """Among plans of equal pipelines: as many cards of each type in each, in groups as wide, and as large a
+    share of the batch."""
     any_seconds: float
     """Among all plans; at most the above."""
     scope: Scope
@@ -75,16 +72,16 @@ def lower_bounds(
     get up to `work` (see `equal_bound.Work`), others `mixed_work`; less once `stopped()`."""
     setting = make_setting(costs, cards, options, scope, best_seconds)
     memory: Memory = {}
-    grids = {COARSE: COARSE_PRECISION, FINE: PRECISION}
+    prices: dict[object, Floats] = {}
 
-    def equal(family: Family, grid: Grid) -> Excludes:
+    def equal(family: Family) -> Excludes:
         return lambda seconds, budget: (
-            excludes_equal(setting, family, seconds, memory, budget, grid=grid) and not budget.is_over
+            excludes_equal(setting, family, seconds, memory, budget) and not budget.is_over
         )
 
     def mixed(schedules: Schedules) -> Excludes:
         return lambda seconds, budget: (
-            excludes_mixed(setting, schedules, seconds, memory, budget) and not budget.is_over
+            excludes_mixed(setting, schedules, seconds, prices, budget) and not budget.is_over
         )
 
     under: list[ScheduleBound] = []
@@ -92,10 +89,8 @@ def lower_bounds(
         families = {
             family: least_seconds for family in equal_families(setting) if family.schedules == schedules
         }
-        budget = Work(work)
-        for grid, precision in grids.items():
-            tests = {family: equal(family, grid) for family in families}
-            _raise(families, tests, best_seconds, precision, budget, stopped)
+        tests = {family: equal(family) for family in families}
+        _raise(families, tests, best_seconds, PRECISION, Work(work), stopped)
         equal_seconds = min([best_seconds, *families.values()])
         # A plan has one pipeline, or several that may differ.
         alone = [seconds for family, seconds in families.items() if family.count == 1]

@@ -20,17 +20,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.planner.search.equal_bound import (
-    COARSE,
-    Memory,
-    Setting,
-    Work,
-    densities,
-    excludes_hosts,
-)
-from yuan_train.planner.search.pipeline_bound import Limits, PipelineBound, Schedules
+from yuan_train.planner.search.equal_bound import Setting, excludes_hosts
+from yuan_train.planner.search.mixtures import GRIDS, Stages, Work
+from yuan_train.planner.search.pipeline_bound import PipelineBound
 from yuan_train.planner.search.small_program import best_mixture
-from yuan_train.planner.search.stage_table import Floats, StageTable
+from yuan_train.planner.search.stage_moves import Schedules
+from yuan_train.planner.search.stage_parts import Floats, Integers
 
 MAX_PRICES = 12
 """Changes of prices for a number of pipelines."""
@@ -43,7 +38,7 @@ WIDEST, NARROWEST = 1.6, 1.03
 
 
 def excludes_mixed(
-    setting: Setting, schedules: Schedules, seconds: float, memory: Memory, work: Work
+    setting: Setting, schedules: Schedules, seconds: float, memory: dict[object, Floats], work: Work
 ) -> bool:
     """Whether no plan of two or more pipelines, under a class of schedules, takes `seconds` or less, however
     its pipelines differ."""
@@ -81,7 +76,7 @@ def _excludes_counts(
     seconds: float,
     counts: tuple[int, int],
     host: tuple[float, float],
-    memory: Memory,
+    memory: dict[object, Floats],
     work: Work,
 ) -> bool:
     """The same for these numbers of pipelines, and a range of what the hosts step."""
@@ -91,7 +86,7 @@ def _excludes_counts(
     share = 0.0 if setting.scope.uneven_shares else 1.0 / counts[1]
     columns = _Columns(setting, schedules, compute, share, host[1], work)
     key = (schedules, counts, host)
-    numbers = np.maximum(setting.numbers, 1e-9)
+    numbers = setting.card_limits.most
     prices = memory.get(key)
     if prices is None:
         prices = columns.densities()
@@ -135,34 +130,37 @@ class _Columns:
     host_seconds: float
     work: Work
     known: dict[tuple[int, int], PipelineBound] = field(default_factory=dict[tuple[int, int], PipelineBound])
-    most_layers: dict[tuple[int, int], Floats] = field(default_factory=dict[tuple[int, int], Floats])
+    known_stages: dict[tuple[int, int], tuple[Stages, Floats]] = field(
+        default_factory=dict[tuple[int, int], tuple[Stages, Floats]]
+    )
     pending: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     """Ranges that gave a column, which are tried first."""
 
-    def limits(self, size: int, begin: int) -> tuple[StageTable, Limits]:
-        table = self.setting.table(size, self.owner_share, self.host_seconds, self.work)
-        limits = self.setting.limits(
-            table,
-            size,
-            self.schedules,
-            compute_seconds=self.compute_seconds,
-            num_micro_batches=-(-begin // size),
-            most_cards=len(self.setting.cards),
-            owners=2,
-            grid=COARSE,
-        )
-        return table, limits
+    def stages(self, size: int, begin: int) -> tuple[Stages, Floats]:
+        """The stages of pipelines with so many sequences or more; the limits of cards [N', R] that each kind
+        of stage takes for a layer, at least."""
+        if (size, begin) not in self.known_stages:
+            table = self.setting.table(size, self.owner_share, self.host_seconds, self.work)
+            limits = self.setting.limits(
+                table,
+                size,
+                self.schedules,
+                compute_seconds=self.compute_seconds,
+                num_micro_batches=-(-begin // size),
+                most_cards=len(self.setting.cards),
+                owners=2,
+            )
+            setting = self.setting
+            stages = Stages(table, setting.kinds, setting.ways(limits), limits, setting.card_limits)
+            layers = stages.most_layers()
+            self.known_stages[size, begin] = stages, stages.ways.uses[layers > 0] / layers[layers > 0, None]
+        return self.known_stages[size, begin]
 
     def densities(self) -> Floats:
-        """[T]: the most layers that a card of each type holds with half of the batch."""
+        """[R]: the most layers that a card of each type holds with half of the batch."""
         begin = max(1, self.setting.batch // 2)
-        return np.max([self.dense(size, begin) for size in self.setting.scope.sizes], axis=0)
-
-    def dense(self, size: int, begin: int) -> Floats:
-        """[T]: the most layers that a card of each type may hold with so many sequences."""
-        if (size, begin) not in self.most_layers:
-            self.most_layers[size, begin] = densities(self.setting, *self.limits(size, begin))
-        return self.most_layers[size, begin]
+        own = (self.stages(size, begin)[0].densities() for size in self.setting.scope.sizes)
+        return np.max(list(own), axis=0)
 
     def cheapest(self, prices: Floats) -> tuple[float, Floats | None] | None:
         """(sequences, cards) of a pipeline that may be cheaper than its share of the batch; None if there is
@@ -198,34 +196,48 @@ class _Columns:
     def _cheaper(self, size: int, begin: int, price: float, prices: Floats) -> Floats | None:
         """The cards of a pipeline of so many sequences that may cost `price` or less, if any does."""
         needed = self.setting.num_layers * (1 - 1e-9)
-        most = self.dense(size, begin)
-        if float((prices / np.maximum(most, 1e-300)).min()) * needed > price or not most.any():
+        stages, each = self.stages(size, begin)
+        if not len(each) or float((each @ prices).min()) * needed > price:
             return None
         if (size, begin) not in self.known:
-            table, limits = self.limits(size, begin)
-            bound = PipelineBound(table, self.setting.kinds, limits, len(self.setting.numbers))
-            self.known[size, begin] = bound
-            self.work.left -= bound.work
+            self.known[size, begin] = stages.bound(GRIDS[0])
+            self.work.left -= self.known[size, begin].work
         bound = self.known[size, begin]
-        buckets = np.arange(len(bound.low))
-        value = np.full(len(buckets), 1.02 * price / needed)
-        low, high = np.zeros(len(buckets)), np.full(len(buckets), np.inf)
-        last = None
+        parts, value = [np.arange(len(bound.low))], 1.02 * price / needed
+        while parts:
+            buckets = parts.pop()
+            uses, hardest, left, value = self._cheaper_bucket(bound, buckets, value, price, prices)
+            if uses is None:
+                continue
+            if len(left) == 1:
+                return uses
+            # No value of a layer excludes them all: each has its own.
+            parts += [part for part in (left[left != hardest], np.array([hardest])) if len(part)]
+        return None
+
+    def _cheaper_bucket(
+        self, bound: PipelineBound, buckets: Integers, value: float, price: float, prices: Floats
+    ) -> tuple[Floats | None, int, Integers, float]:
+        """(cards of such a pipeline in some of these buckets of W, or None; the bucket; those not excluded;
+        the value of a layer that was tried last)"""
+        needed, low, high = self.setting.num_layers * (1 - 1e-9), 0.0, math.inf
+        uses, hardest = None, 0
         for _ in range(MAX_VALUES):
             done = bound.work
-            least = value * needed - price - 1e-12
-            best = bound.best(np.tile(prices, (len(buckets), 1)), value, buckets, least)
+            found = bound.priced(prices, value, buckets)
             self.work.left -= bound.work - done
-            over = best.worth - value * needed + price
-            left = best.worth >= least
+            over = found.worth - value * needed + price
+            left = over >= -1e-12
             if not left.any():
-                return None
-            buckets, value, low, high = buckets[left], value[left], low[left], high[left]
-            over, slope, cards = over[left], best.layers[left] - needed, best.cards[left]
-            low, high = np.where(slope < 0, value, low), np.where(slope < 0, high, value)
-            value = value - (over + 1e-3 * price) / np.where(np.abs(slope) < 1e-6, 1e-300, slope)
-            hopeless = (value <= low) | (value >= high) | (np.abs(slope) < 1e-6)
-            if hopeless.any():
-                return cards[int(hopeless.argmax())]
-            last = cards[0]
-        return last
+                return None, hardest, buckets[left], value
+            i = int(over.argmax())
+            layers, uses = found.pipeline(i)
+            hardest, buckets, slope = int(buckets[i]), buckets[left], layers - needed
+            low, high = (value, high) if slope < 0 else (low, value)
+            if abs(slope) < 1e-6:
+                break
+            next_value = value - (float(over[i]) + 1e-3 * price) / slope
+            if not low < next_value < high:
+                break
+            value = next_value
+        return uses, hardest, buckets, value

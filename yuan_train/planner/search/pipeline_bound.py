@@ -18,11 +18,12 @@ schedule's cap says, at least half of what the second line does.
 
 Pipelines are built from the last stage on, by dynamic programming over W_s in cells of `cell` seconds, each
 stage's seconds rounded down to whole cells; W is guessed within buckets. Their layers are not counted but
-priced (Lagrange's relaxation): `best` is the largest
+priced (Lagrange's relaxation): the worth is the largest
 
-    value * layers - sum over cards of their type's price
+    value * layers - sum over limits of cards of their price * cards
 
-of any pipeline of a bucket, at least that of every lawful one.
+of any pipeline of a bucket, at least that of every lawful one. Cells may be left empty between stages: a
+pipeline that fits in a bucket with some fits in a bucket of less W without them.
 """
 
 from __future__ import annotations
@@ -30,73 +31,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from yuan_train.planner.search.edge_bound import Edges
-from yuan_train.planner.search.stage_table import FIRST, LAST, MIDDLE, ONLY, Floats, Kind, StageTable
+from yuan_train.planner.search.card_limits import CardLimits
+from yuan_train.planner.search.stage_moves import (
+    VIRTUAL_STAGES,
+    Cells,
+    Limits,
+    Moves,
+    StageWays,
+    find_moves,
+)
+from yuan_train.planner.search.stage_parts import FIRST, LAST, MIDDLE, ONLY, Floats, Integers, Kind
+from yuan_train.planner.search.stage_table import StageTable
 
-Integers = NDArray[np.int64]
-Targets = NDArray[np.int32]
-Schedules = Literal["plain", "split", "any"]
-"""1f1b and gpipe; zero_bubble; interleaved_1f1b."""
-_FEWEST_OF_LOOP = {MIDDLE: 2, FIRST: 2, LAST: 1, ONLY: math.inf}
-"""Layers of a worker with two virtual stages or more, by role."""
 FEWEST, PER_STAGE = 24, 4
 """Cells are those of so many micro-batches where there are fewer; but no finer than of so many for each stage
 that there may be."""
-CELL_WORK = 3000
-"""Of a cell of dynamic programming, beside its moves."""
-VIRTUAL_STAGES = 3
-"""The most of one worker that the search makes."""
+BLOCK_WORK, MOVE_WORK, FIRST_WORK, CALL_WORK, BOUND_WORK = 600, 1.8, 0.4, 40_000, 220_000
+"""In dynamic programming, of a block of cells, of a move from a cell, and of a first stage; of each time; and
+of a bound, in units of about 10 ns."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What all pipelines of a family share; all their micro-batches are alike."""
+@dataclass(frozen=True)
+class Grid:
+    """How finely pipelines are told apart."""
 
-    compute_seconds: float
-    """H."""
-    num_micro_batches: int
-    schedules: Schedules
-    most_cards: int
-    """Most cards of one pipeline."""
-    edges: Edges
-    half_layers: bool
-    """Whether stages may end in half a layer."""
-    reduce_seconds: Floats
-    """[N, X]: of the gradients of a stage's layers, which begin with its last backward."""
     cells: int
     """Of a full stage's seconds."""
     growth: float
     """Of buckets of W, once they are wider than a full stage."""
-
-
-@dataclass(frozen=True)
-class Best:
-    """Pipelines that are worth most at some prices, one for each bucket of W."""
-
-    worth: Floats
-    """[B]; -inf if there is none."""
-    layers: Floats
-    """[B]"""
-    cards: Floats
-    """[B, T]: by type."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Moves:
-    """Stages that may stand before some others: entries of the table."""
-
-    kind: Integers
-    entry: Integers
-    layers: Floats
-    cards: Integers
-    types: Integers
-    target: Targets
-    """[B, C, M]: cells of W_s with the stage, by bucket of W and cells without it; -1 where it cannot be."""
 
 
 def replica_steps(kind: Kind, num_micro_batches: int) -> Iterator[tuple[int, int]]:
@@ -109,256 +74,208 @@ def replica_steps(kind: Kind, num_micro_batches: int) -> Iterator[tuple[int, int
             before = batches
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Stages:
-    """M stages."""
-
-    seconds: Floats
-    """[M, K]"""
-    batches: Floats
-    edge: Floats
-    reduce: Floats
-    is_one: NDArray[np.bool_]
-    """Whether it has one replica."""
-    loop_share: dict[int, Floats] | None
-    """By virtual stages of a worker: the least part of its layers that one of them has."""
-
-
-def _loop_shares(layers: Floats) -> dict[int, Floats]:
-    """Infinite where there are more virtual stages than layers: there are no such stages."""
-    return {
-        v: np.where(layers >= v, np.floor(layers / v) / np.maximum(layers, 1.0), np.inf)
-        for v in range(2, VIRTUAL_STAGES + 1)
-    }
-
-
-def loop_alive(v: int, workers: int, rest: Floats, num_micro_batches: int) -> Floats:
-    """How many activations of virtual stages a worker holds at most under interleaved_1f1b, at least: with
-    `rest` workers from it on, of `workers` or more. The cap of `schedule.schedules.interleaved`, or what has
-    passed by the first backward; tests compare it with the schedules."""
-    most = (v - 1) * workers + 2 * rest - 1
-    passed = (v - 1) * min(num_micro_batches, workers) + np.minimum(num_micro_batches, 3 * rest - 2)
-    return np.minimum(most, passed)
+def stage_ways(kinds: Sequence[Kind], cards: CardLimits, num_micro_batches: int, *, one: bool) -> StageWays:
+    """The stages of these kinds that are told apart; with `one`, those of one replica only."""
+    ways = [(k, *way) for k, kind in enumerate(kinds) for way in replica_steps(kind, num_micro_batches)]
+    rows = [(k, fewest, batches) for k, fewest, batches in ways if fewest == 1 or not one]
+    index = np.array([k for k, _, _ in rows], dtype=np.int64)
+    counts = np.array([fewest for _, fewest, _ in rows], dtype=np.int64)
+    types = np.array([kind.type_index for kind in kinds], dtype=np.int64)[index]
+    widths = np.array([kind.width for kind in kinds], dtype=np.int64)[index]
+    return StageWays(
+        kinds=index,
+        batches=np.array([float(batches) for _, _, batches in rows]),
+        is_one=(counts == 1).astype(np.int64),
+        uses=cards.uses(types, widths, widths * counts),
+    )
 
 
 class PipelineBound:
     """The pipelines that time and memory allow; see the module."""
 
-    def __init__(self, table: StageTable, kinds: Sequence[Kind], limits: Limits, num_types: int) -> None:
-        self.table, self.limits, self.num_types = table, limits, num_types
-        m, seconds = limits.num_micro_batches, limits.compute_seconds
-        depth = min(limits.most_cards, len(table.layers) + 2)
-        # What cells round off adds up over the stages; with few micro-batches each takes much of H.
-        scale = min(max(m, FEWEST), PER_STAGE * max(depth, 4))
-        self.cell = seconds / (scale * limits.cells)
-        # Half layers come with virtual stages of their own, see `alternating`.
-        self.is_looped = limits.schedules == "any" and not limits.half_layers
-        ways = [(k, *way) for k, kind in enumerate(kinds) for way in replica_steps(kind, m)]
-        if self.is_looped:
-            ways = [way for way in ways if way[1] == 1]
-        self.rows = np.array([k for k, _, _ in ways], dtype=np.int64)
-        """[N']: entries of the table; kinds of stages are divided by the micro-batches of a replica."""
-        self.batches = np.array([float(batches) for _, _, batches in ways])
-        self.cards = np.array([kinds[k].width * fewest for k, fewest, _ in ways], dtype=np.int64)
-        self.widths = np.array([kinds[k].width for k, _, _ in ways], dtype=np.int64)
-        self.types = np.array([kinds[k].type_index for k, _, _ in ways], dtype=np.int64)
-        depth = min(limits.most_cards, (len(table.layers) + 2) * max(kind.most for kind in kinds))
-        # One micro-batch passes all stages within H, perhaps without weight gradients: at least half of W.
-        whole = scale if limits.schedules == "plain" else 2 * scale
-        each = max(e / kind.width for e, kind in zip(limits.edges.seconds, kinds, strict=True))
-        messages = math.ceil(limits.most_cards * each / self.cell)
-        self.slack = slack = math.ceil(limits.edges.slack / self.cell - 1e-9)
-        # Of a message there and back, half is on the way there.
-        forward = table.forward_share
-        shares = {"plain": 1.0, "split": min(forward, 0.5), "any": min(forward, 1 / VIRTUAL_STAGES)}
-        self.fill = shares[limits.schedules]
-        most = min(-(-depth * scale // m) * limits.cells + messages, whole * limits.cells + slack) + 1
-        edges = [0]
-        while edges[-1] < most:
-            edges.append(edges[-1] + max(limits.cells, int(edges[-1] * (limits.growth - 1))))
-        self.low = np.array(edges[:-1], dtype=np.int64)
-        self.high = np.array(edges[1:], dtype=np.int64)
-        self.num_cells = edges[-1]
-        self.work = 0
-        self.middle = self._moves(MIDDLE)
-        self.first = self._moves(FIRST, finishes=True)
-        self.last = self._moves(LAST, starts=True)
-        self.only = self._moves(ONLY, starts=True, finishes=True)
-
-    def _moves(self, role: int, *, starts: bool = False, finishes: bool = False) -> _Moves:
-        """Moves of a role; from zero cells if it `starts`, to all of W if it `finishes` the pipeline."""
-        table = self.table.seconds[role]
-        least = self.batches[:, None] * table[self.rows, :, 0]
-        allowed = least <= self.limits.compute_seconds * (1 + 1e-9)
-        if role == MIDDLE:
-            allowed[:, self.table.layers == 0] = False
-        if self.is_looped:
-            # A virtual stage without layers is the first or the last one.
-            allowed[:, self.table.layers < _FEWEST_OF_LOOP[role]] = False
-        kind, entry = np.nonzero(allowed)
-        before = np.zeros(1, dtype=np.int64) if starts else np.arange(self.num_cells, dtype=np.int64)
-        target = self._targets(role, kind, entry, before)
-        if finishes:
-            target[target < self.low[:, None, None]] = -1
-        # In units of 10 ns, about.
-        self.work += 3 * target.size
-        return _Moves(
-            kind=kind,
-            entry=entry,
-            layers=self.table.layers[entry],
-            cards=self.cards[kind],
-            types=self.types[kind],
-            target=target,
+    def __init__(
+        self,
+        table: StageTable,
+        kinds: Sequence[Kind],
+        ways: StageWays,
+        limits: Limits,
+        grid: Grid,
+        *,
+        span: tuple[float, float] = (0.0, math.inf),
+    ) -> None:
+        """Of pipelines whose W, each stage rounded down to cells, is in a `span` of seconds."""
+        self.most_stages = len(table.layers) + 2
+        cells = make_cells(table, kinds, limits, grid, span)
+        self.low, self.cell_seconds = cells.low, cells.seconds
+        self.high = cells.high
+        self.num_cells = int(cells.high[-1]) if len(cells.high) else 0
+        self.work = float(BOUND_WORK)
+        roles = (MIDDLE, FIRST, LAST, ONLY)
+        middle, self.first, self.last, self.only = (
+            find_moves(table, ways, limits, cells, role) for role in roles
         )
-
-    def _targets(self, role: int, kind: Integers, entry: Integers, before: Integers) -> Targets:
-        """[B, C, M]: cells with the stage, by cells without it; -1 where the bucket does not allow it."""
-        target = np.full((len(self.low), len(before), len(kind)), -1, dtype=np.int32)
-        if not len(kind):
-            return target
-        stages = _Stages(
-            seconds=self.table.seconds[role][self.rows[kind], entry],
-            batches=self.batches[kind],
-            edge=self.limits.edges.seconds[self.rows[kind]],
-            reduce=self.limits.reduce_seconds[self.rows[kind], entry],
-            is_one=self.cards[kind] == self.widths[kind],
-            loop_share=_loop_shares(self.table.layers[entry]) if role == MIDDLE else None,
-        )
-        slow = np.flatnonzero(stages.seconds[:, 0] < stages.seconds[:, -1])
-        least = np.floor((stages.seconds[:, 0] + stages.edge) / self.cell + 1e-9).astype(np.int32)
-        all_cells = np.arange(self.num_cells + int(least.max(initial=0)) + 1)
-        for b, (low, high) in enumerate(zip(self.low.tolist(), self.high.tolist(), strict=True)):
-            begin = 0
-            if role == FIRST and len(before) > 1:
-                # Others do not reach the bucket, unless memory makes them slower.
-                longest = stages.seconds[:, -1]
-                longest = np.where(np.isfinite(longest), longest, self.limits.compute_seconds)
-                begin = max(0, low - int(((longest + stages.edge) / self.cell).max()) - 1)
-            own_before = before[begin:high].astype(np.int32)
-            filled = np.maximum(low - all_cells - self.slack, 0) * (self.cell * self.fill)
-            cells = own_before[:, None] + least[None, :]
-            own = np.broadcast_to(stages.seconds[:, 0], cells.shape)
-            if len(slow):
-                own, cells = own.copy(), cells.copy()
-                own[:, slow] = self._held_seconds(stages, slow, cells[:, slow], low, filled)
-                finite = np.where(np.isfinite(own[:, slow]), own[:, slow], 0.0)
-                added = np.floor((finite + stages.edge[slow]) / self.cell + 1e-9).astype(np.int32)
-                cells[:, slow] = own_before[:, None] + added
-            limit = self.limits.compute_seconds * (1 + 1e-9)
-            inside = np.minimum(cells, len(filled) - 1)
-            fits = stages.batches * own + filled[inside] <= limit
-            fits &= np.maximum(stages.batches - 1.0, 0.0) * own + stages.reduce <= limit
-            fits &= cells < high
-            target[b, begin : begin + len(own_before)] = np.where(fits, cells, -1)
-        return target
-
-    def _held_seconds(
-        self, stages: _Stages, chosen: Integers, cells: Targets, low: int, filled: Floats
-    ) -> Floats:
-        """[C, M]: seconds of the chosen stages with the micro-batches that they hold, of a pipeline of `low`
-        cells or more; `cells` [C, M] are of the stages from them on."""
-        h, m, schedules = self.limits.compute_seconds, self.limits.num_micro_batches, self.limits.schedules
-        seconds, batches = stages.seconds[chosen], stages.batches[chosen]
-        tail = np.maximum((cells - self.slack) * self.cell, seconds[:, 0])
-        # No stage, with its part of the messages, takes longer for each of its workers.
-        longest = h / m + float(self.limits.edges.seconds.max(initial=0.0))
-        workers = math.ceil(low * self.cell / longest - 1e-6)
-        if schedules == "plain":
-            room = np.maximum(h - filled, 1e-300)
-            held = np.ceil(batches * tail / room[np.minimum(cells, len(filled) - 1)] - 1e-6)
-        elif schedules == "split":
-            held = np.ceil(batches * tail / h - 1e-6)
-            held = np.maximum(held, np.where(stages.is_one[chosen], float(workers), 1.0))
-        else:
-            held = np.floor(0.5 * batches * tail / h)
-            if self.is_looped and stages.loop_share is not None:
-                rest = np.maximum(np.ceil(cells * self.cell / longest - 1e-6), 1.0)
-                loops = [
-                    np.floor(loop_alive(v, workers, rest, m) * stages.loop_share[v][chosen])
-                    for v in range(2, VIRTUAL_STAGES + 1)
-                ]
-                held = np.maximum(held, np.min(loops, axis=0))
-        held = np.minimum(held, batches)
-        index = np.clip(held, 1, seconds.shape[1]).astype(np.int64) - 1
-        return seconds[np.arange(len(chosen)), index]
-
-    def best(self, prices: Floats, values: Floats, buckets: Integers, least: Floats) -> Best:
-        """The pipelines of each of these buckets of W that are worth most, at its own prices [B, T] and value
-        [B] of a layer; which they are only where they are worth `least` [B] or more."""
-        gains = {id(moves): self._gains(moves, prices, values) for moves in self._all}
-        rest = self._rest(gains, buckets)
-        found = [self._start(gains, rest, buckets, i) for i in range(len(buckets))]
-        layers = np.zeros(len(buckets))
-        cards = np.zeros(prices.shape)
-        for i, (worth, move, moves) in enumerate(found):
-            if worth > -np.inf and worth >= least[i]:
-                layers[i], cards[i] = self._trace(gains, rest, buckets, i, move, moves)
-        return Best(np.array([worth for worth, _, _ in found]), layers, cards)
-
-    @property
-    def _all(self) -> tuple[_Moves, ...]:
-        return self.middle, self.first, self.last, self.only
-
-    def _gains(self, moves: _Moves, prices: Floats, values: Floats) -> Floats:
-        return values[:, None] * moves.layers - moves.cards * prices[:, moves.types]
-
-    def _rest(self, gains: dict[int, Floats], buckets: Integers) -> Floats:
-        """[B, C]: the most that stages before those of so many cells are worth."""
-        end = self.first.target[buckets]
-        rest = np.where(end >= 0, gains[id(self.first)][:, None, :], -np.inf).max(axis=2, initial=-np.inf)
-        middle, own = self.middle.target[buckets], gains[id(self.middle)]
-        self.work += CELL_WORK * middle.shape[1] + middle.size
-        if not own.shape[1]:
-            return rest
-        rows = np.arange(len(buckets))[:, None]
-        # Of each bucket, only the cells below its end; ends ascend.
-        begins = np.searchsorted(self.high[buckets], np.arange(self.num_cells), side="right")
         # A stage of less than a cell can follow itself; as often as there are layers.
-        again = (len(self.table.layers) + 2) * np.maximum(own, 0.0)
-        for c in range(int(self.high[buckets].max()) - 1, -1, -1):
-            begin = int(begins[c])
-            target = middle[begin:, c]
-            worth = np.where(target > c, own[begin:] + rest[rows[begin:], target], -np.inf).max(axis=1)
-            column = np.maximum(rest[begin:, c], worth)
-            rest[begin:, c] = column + np.where(target == c, again[begin:], 0.0).max(axis=1)
+        self.again = middle.chosen(np.flatnonzero(middle.cells == 0))
+        self.middle = middle.chosen(np.flatnonzero(middle.cells > 0))
+
+    def span(self, buckets: Integers) -> tuple[float, float]:
+        """What W of some neighbouring buckets may be, in seconds, in cells of half the size: each stage
+        rounds off up to half a cell less."""
+        moves = self.middle.chosen(
+            np.flatnonzero((self.middle.begin <= self.middle.end)[buckets].any(axis=0))
+        )
+        least = int(moves.cells.min(initial=self.num_cells))
+        high = int(self.high[buckets[-1]])
+        # A first and a last stage may be of less than a cell.
+        stages = self.most_stages if len(self.again.cells) else min(self.most_stages, high // least + 2)
+        return float(self.low[buckets[0]]) * self.cell_seconds, (high + stages / 2) * self.cell_seconds
+
+    def priced(self, prices: Floats, value: float, buckets: Integers) -> Priced:
+        """The pipelines of B of the buckets, at prices [R] and a value of a layer."""
+        gains = [
+            value * moves.layers - moves.uses @ prices
+            for moves in (self.middle, self.again, self.first, self.last, self.only)
+        ]
+        # What is worth nothing is no better than empty cells.
+        kept = np.flatnonzero(gains[0] > 0)
+        middle = self.middle.chosen(kept)
+        rest = self._rest(middle, (gains[0][kept], gains[1], gains[2]), buckets)
+        worth, starts = self._starts(gains[3], gains[4], rest, buckets)
+        return Priced(self, buckets, middle, gains[0][kept], gains[2], rest, worth, starts)
+
+    def _rest(self, middle: Moves, gains: tuple[Floats, Floats, Floats], buckets: Integers) -> Floats:
+        """[C + 1, B]: the most that stages before those of so many cells are worth; the last row is of
+        nowhere. `gains` are those of middle stages, of those that take no cells, and of first ones."""
+        own, again, first = gains
+        rest = np.full((self.num_cells + 1, len(buckets)), -np.inf)
+        cells = np.arange(self.num_cells)[:, None, None]
+        lowest = int(self.first.begin[buckets].min(initial=self.num_cells))
+        if len(first) and lowest < self.num_cells:
+            some = cells[lowest:]
+            inside = (some >= self.first.begin[buckets]) & (some <= self.first.end[buckets])
+            rest[lowest:-1] = np.where(inside, first, -np.inf).max(axis=2)
+            self.work += FIRST_WORK * inside.size
+        added = None
+        if len(again):
+            inside = (cells >= self.again.begin[buckets]) & (cells <= self.again.end[buckets])
+            added = np.where(inside, self.most_stages * np.maximum(again, 0.0), 0.0).max(axis=2)
+        # Beyond the last cell of a middle stage, cells are only left empty.
+        top = int(middle.end[buckets].max(initial=-1)) + 1 if added is None else self.num_cells
+        np.maximum.accumulate(rest[top:-1][::-1], axis=0, out=rest[top:-1][::-1])
+        block = int(middle.cells.min(initial=self.num_cells))
+        target, flat = self._targets(middle, buckets, top), rest.reshape(-1)
+        # Only of the buckets that have such cells; ends ascend.
+        begins = self.high[buckets].searchsorted(np.arange(top), side="right").tolist()
+        for stop in range(top, 0, -block):
+            start = max(stop - block, 0)
+            some = slice(begins[start], None)
+            column = rest[start:stop, some]
+            worth = flat.take(target[start:stop, some])
+            worth += own
+            np.maximum(column, np.maximum.reduce(worth, axis=2, initial=-np.inf), out=column)
+            if added is not None:
+                column += added[start:stop, some]
+            np.maximum(column[-1], rest[stop, some], out=column[-1])
+            if block > 1:
+                np.maximum.accumulate(column[::-1], axis=0, out=column[::-1])
+        self.work += CALL_WORK + BLOCK_WORK * top / block
         return rest
 
-    def _start(
-        self, gains: dict[int, Floats], rest: Floats, buckets: Integers, i: int
-    ) -> tuple[float, int, _Moves]:
-        """The last stage of the best pipeline, or its only one: (worth of the pipeline, move, its moves)."""
-        found: list[tuple[float, int, _Moves]] = [(-np.inf, 0, self.only)]
-        for moves in (self.only, self.last):
-            target = moves.target[buckets[i], 0]
-            if len(target):
-                after = 0.0 if moves is self.only else rest[i, target]
-                worth = np.where(target >= 0, gains[id(moves)][i] + after, -np.inf)
-                best = int(worth.argmax())
-                found.append((float(worth[best]), best, moves))
-        return max(found, key=lambda item: item[0])
+    def _targets(self, moves: Moves, buckets: Integers, top: int) -> Integers:
+        """[top, B, V]: where middle stages lead to from each cell up to a `top`, as an index of `rest`."""
+        cells = np.arange(top)[:, None, None]
+        inside = (cells >= moves.begin[buckets]) & (cells <= moves.end[buckets])
+        rows = np.arange(len(buckets))[:, None]
+        target = cells * len(buckets) + (moves.cells * len(buckets) + rows)
+        self.work += MOVE_WORK * target.size
+        return np.where(inside, target, self.num_cells * len(buckets))
 
-    def _trace(
-        self,
-        gains: dict[int, Floats],
-        rest: Floats,
-        buckets: Integers,
-        i: int,
-        move: int,
-        moves: _Moves,
-    ) -> tuple[float, Floats]:
-        """(layers, cards by type) of the pipeline that begins with this move."""
-        cards, layers, c = np.zeros(self.num_types), 0.0, 0
-        row = moves.target[buckets[i], 0]
+    def _starts(self, last: Floats, only: Floats, rest: Floats, buckets: Integers) -> tuple[Floats, Integers]:
+        """[B] each: worth of the best pipelines; their last stage, or if there is but one stage, its index
+        after those of last stages."""
+        rows, found = np.arange(len(buckets)), list[Floats]()
+        for moves, gains in ((self.last, last), (self.only, only)):
+            inside = (moves.begin[buckets] <= 0) & (moves.end[buckets] >= 0)
+            target = np.where(inside, moves.cells, self.num_cells)
+            after = rest[target, rows[:, None]] if moves is self.last else 0.0
+            found.append(np.where(inside, gains + after, -np.inf))
+        worth = np.concatenate([*found, np.full((len(rows), 1), -np.inf)], axis=1)
+        best = worth.argmax(axis=1)
+        return worth[rows, best], best
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """The pipelines of B buckets of W that are worth most at some prices."""
+
+    bound: PipelineBound
+    buckets: Integers
+    """[B]"""
+    middle: Moves
+    """Those that are worth something."""
+    middle_gains: Floats
+    first_gains: Floats
+    rest: Floats
+    worth: Floats
+    """[B]; -inf if there is none."""
+    starts: Integers
+
+    def pipeline(self, i: int) -> tuple[float, Floats]:
+        """(layers, uses of limits of cards [R]) of the i-th one."""
+        bound, bucket, start = self.bound, self.buckets[i], int(self.starts[i])
+        if start >= len(bound.last.cells):
+            start -= len(bound.last.cells)
+            return float(bound.only.layers[start]), bound.only.uses[start]
+        rest, middle = self.rest[:, i], self.middle
+        begin, end = middle.begin[bucket], middle.end[bucket]
+        # Cells are left empty as long as that is worth as much.
+        falls = np.where(rest[:-1] > rest[1:], np.arange(len(rest) - 1), len(rest))
+        stay = np.minimum.accumulate(falls[::-1])[::-1]
+        layers, uses = float(bound.last.layers[start]), bound.last.uses[start].copy()
+        c = int(stay[bound.last.cells[start]])
+        first_end = int(bound.first.begin[bucket].min())
         while True:
-            cards[moves.types[move]] += moves.cards[move]
-            layers += float(moves.layers[move])
-            if moves is self.first or moves is self.only:
-                return layers, cards
-            c = int(row[move])
-            target, end = self.middle.target[buckets[i], c], self.first.target[buckets[i], c]
-            further = np.where(target > c, gains[id(self.middle)][i] + rest[i, target], -np.inf)
-            finish = np.where(end >= 0, gains[id(self.first)][i], -np.inf)
-            if finish.max(initial=-np.inf) >= further.max(initial=-np.inf):
-                moves, move, row = self.first, int(finish.argmax()), end
-            else:
-                moves, move, row = self.middle, int(further.argmax()), target
+            target = np.where((begin <= c) & (end >= c), c + middle.cells, len(rest) - 1)
+            further = self.middle_gains + rest[target]
+            if c >= first_end:
+                inside = (bound.first.begin[bucket] <= c) & (bound.first.end[bucket] >= c)
+                finish = np.where(inside, self.first_gains, -np.inf)
+                if finish.max() >= further.max(initial=-np.inf):
+                    move = int(finish.argmax())
+                    return layers + float(bound.first.layers[move]), uses + bound.first.uses[move]
+            move = int(further.argmax())
+            layers += float(middle.layers[move])
+            uses += middle.uses[move]
+            c = int(stay[target[move]])
+
+
+def make_cells(
+    table: StageTable, kinds: Sequence[Kind], limits: Limits, grid: Grid, span: tuple[float, float]
+) -> Cells:
+    """The cells and buckets of a grid."""
+    m, h, num_layers = limits.num_micro_batches, limits.compute_seconds, len(table.layers)
+    depth = min(limits.most_cards, num_layers + 2)
+    # What cells round off adds up over the stages; with few micro-batches each takes much of H.
+    scale = min(max(m, FEWEST), PER_STAGE * max(depth, 4))
+    cell = h / (scale * grid.cells)
+    depth = min(limits.most_cards, (num_layers + 2) * max(kind.most for kind in kinds))
+    # One micro-batch passes all stages within H, perhaps without weight gradients: at least half of W.
+    whole = scale if limits.schedules == "plain" else 2 * scale
+    each = max(e / kind.width for e, kind in zip(limits.edges.seconds, kinds, strict=True))
+    messages = math.ceil(limits.most_cards * each / cell)
+    slack = math.ceil(limits.edges.slack / cell - 1e-9)
+    most = min(-(-depth * scale // m) * grid.cells + messages, whole * grid.cells + slack) + 1
+    most = int(min(most, span[1] / cell + 1))
+    edges = [int(span[0] / cell)]
+    while edges[-1] < most:
+        edges.append(edges[-1] + max(grid.cells, int(edges[-1] * (grid.growth - 1))))
+    # Of a message there and back, half is on the way there.
+    forward = table.parts.forward_share
+    shares = {"plain": 1.0, "split": min(forward, 0.5), "any": min(forward, 1 / VIRTUAL_STAGES)}
+    return Cells(
+        seconds=cell,
+        low=np.array(edges[:-1], dtype=np.int64),
+        high=np.array(edges[1:], dtype=np.int64),
+        slack=slack,
+        fill=shares[limits.schedules],
+    )

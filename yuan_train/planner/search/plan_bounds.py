@@ -15,7 +15,7 @@ from yuan_train.planner.search.lower_bounds import Bounds, lower_bounds
 from yuan_train.planner.search.paged import MOST_CARDS
 from yuan_train.planner.search.shapes import Options
 
-WORK_PER_CARD, WORK_PER_PAIR = 600_000, 2_000
+WORK_PER_CARD, WORK_PER_PAIR = 300_000, 2_000
 """Budget of each bound of each kind of schedule, by cards and by their square, whichever is more: so grows
 the search's own time, and no plan should wait for its bound much longer than for itself."""
 WORK_PER_CARD_OF_FEW, LEAST_WORK = 3_500_000, 25_000_000
@@ -43,7 +43,7 @@ def bound_plans(
         any_replicas=few and options.any_replicas,
         uneven_shares=few,
     )
-    least = min(any_bound(costs, cards, options), best_seconds)
+    least = min(any_bound(costs, cards, options, scope.sizes), best_seconds)
     if may_divide_experts(costs, cards, options) or stopped():
         # Groups of cards that divide experts are not among the stages that `search.lower_bounds` knows.
         return Bounds(equal_seconds=least, any_seconds=least, scope=scope, knows_memory=False)

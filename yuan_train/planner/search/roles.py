@@ -194,7 +194,7 @@ class RolesSearch:
         except ConfigError as error:
             self.refusal = str(error)
             return math.inf
-        return any_bound(make_costs(own), cards, options)
+        return any_bound(make_costs(own), cards, options, options.polished_sizes)
 
     # --- placements --------------------------------------------------------------------------------------
 

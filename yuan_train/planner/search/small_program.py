@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from yuan_train.planner.search.stage_table import Floats
+from yuan_train.planner.search.stage_parts import Floats
 
 MAX_PIVOTS = 200
 TINY = 1e-12
