@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.memory import most_bytes
+from yuan_train.models import sampling
 from yuan_train.models.sampling import draw, draw_keys
 from yuan_train.models.transformer import VocabularyPart
+from yuan_train.planner.costs import generation_memory
+from yuan_train.planner.costs.generation_memory import drawing_bytes
 
 WORDS = 48
 
@@ -82,3 +86,29 @@ def test_a_draw_follows_from_its_place_alone(logits_RV: torch.Tensor) -> None:
         len({draw_keys(5, 1, 2, 3), draw_keys(5, 1, 3, 2), draw_keys(5, 2, 1, 3), draw_keys(6, 1, 2, 3)}) == 4
     )
     assert torch.equal(drawn(Head(logits_RV), 20)[:10], drawn(Head(logits_RV), 10))
+
+
+@pytest.mark.parametrize("words", [1 << 12, 1 << 15])
+@pytest.mark.parametrize("parts", [0.5, 1, 1.25, 2, 4, 8])
+def test_a_draw_holds_the_bytes_that_are_forecast(
+    monkeypatch: pytest.MonkeyPatch, words: int, parts: float
+) -> None:
+    rows = 4
+    monkeypatch.setattr(sampling, "NOISE_ELEMENTS", rows * words)
+    monkeypatch.setattr(generation_memory, "DRAWN_ELEMENTS", rows * words)
+    draws = round(parts * rows)
+    head = Head(torch.randn(draws, words))
+    keys = [draw_keys(5, "ticket", n, 0) for n in range(draws)]
+
+    def run() -> None:
+        draw(head, torch.ones(draws, 1), range(draws), keys, temperature=1.0)  # type: ignore[arg-type]
+
+    held = most_bytes(run)
+    assert held == pytest.approx(drawing_bytes(draws, words), rel=0.01)
+    if parts == 2:
+        # Negative control: without the noisy logits of the part before, a seventh would be missed.
+        assert 8 * words * (draws + 4 * rows) < 0.87 * held
+
+
+def test_the_planner_knows_how_many_words_are_drawn_at_once() -> None:
+    assert generation_memory.DRAWN_ELEMENTS == sampling.NOISE_ELEMENTS

@@ -1,11 +1,13 @@
-"""Measures the bytes that a forward keeps for its backward, wherever they are referenced."""
+"""Measures the bytes that a forward keeps for its backward, and the most that a call holds at once."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,3 +41,13 @@ def kept_bytes(forward: Callable[[], torch.Tensor], *, beside: Iterable[torch.Te
     kept = sum(size for storage, size in recorder.seen.values() if not storage.expired())
     del result
     return kept
+
+
+def most_bytes(run: Callable[[], Any]) -> int:
+    """Most bytes that `run` had allocated at once on the CPU, of those that it allocated itself."""
+    profiler: Any = profile(profile_memory=True)
+    with profiler:
+        run()
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(held, default=0)

@@ -49,18 +49,15 @@ class Writing:
         - a chunk of its prompts: at most what a layer would keep of it for a backward,
         - a layer's keys and values, repeated for each query head, where heads share them (a masked
           attention),
-        - a draw: logits in fp64, and the larger of their exponentials (logsumexp) and, of DRAWN_ELEMENTS of
-          them, a copy and three more while their noise is made.
+        - a draw (`drawing_bytes`).
         """
         model = self.model
         shared = model.key_value_size < model.projection_size
         repeated = 2.0 * ELEMENT_BYTES[self.precision] * slots * self.length * model.projection_size
-        words = slots * model.vocab_size / self.width if self.head else 0.0
-        at_once = min(words, max(DRAWN_ELEMENTS, model.vocab_size / self.width))
         return max(
             -(-slots // self.group) * self.chunk_bytes if self.num_layers else 0.0,
             repeated / self.width if shared and self.num_layers else 0.0,
-            8.0 * words + max(8.0 * words, 32.0 * at_once),
+            drawing_bytes(slots, model.vocab_size / self.width) if self.head else 0.0,
         )
 
     @cached_property
@@ -75,3 +72,16 @@ class Writing:
             tensor_parallel=1 if self.model.num_experts else self.width,
         )
         return work.layer.activation_bytes
+
+
+def drawing_bytes(draws: int, words: float) -> float:
+    """Most bytes at once while so many tokens are drawn, each of `words` logits.
+
+    The logits are in fp64, and beside them the larger of their exponentials (logsumexp) and, of
+    DRAWN_ELEMENTS of them at a time, in whole rows, a copy and three more while their noise is made. While
+    the next such part is made, the noisy logits of the last one are still there.
+    """
+    rows = min(max(int(DRAWN_ELEMENTS // words), 1), draws)
+    following = min(rows, draws - rows)
+    at_once = max(4 * rows, rows + 4 * following if following else 0)
+    return 8.0 * words * (draws + max(draws, at_once))
