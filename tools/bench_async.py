@@ -175,9 +175,7 @@ ROLES = {"policy": "policy", "generation": "engine 0"}
 
 def forecast(sync: Measured, staleness: int) -> Play:
     """The flow in virtual time, of the parts that the sync run has measured; the busier engine for both."""
-    times = FlowTimes(
-        generate=(sync.generate,), tail=(0.0,), score=sync.score, train=sync.train, publish=sync.publish
-    )
+    times = FlowTimes(generate=(sync.generate,), score=sync.score, train=sync.train, publish=sync.publish)
     return play(times, staleness=staleness, shared=False, scores_apart=False)
 
 

@@ -6,7 +6,8 @@
 `make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; `copy`, `a =` with the
 answer a; or `code`, heads of Python functions. `learn` trains configs/run/rl-tiny.yaml on one of the first
 two, once for each seed, and prints the mean reward of the first step and of the last 20, of at most 1.20.
-`right` and `ends` are the rewards of that run; `returns` is that of configs/run/rl-code.yaml.
+`right` and `ends` are the rewards of that run; `returns` is that of configs/run/rl-code.yaml, `varied` is
+that of tools/bench_rl_forecast.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def right(completion_ids: list[int], answer: str) -> float:
 def ends(completion_ids: list[int], ended: str) -> float:
     """1 if the answer ends behind its first token."""
     return float(ended == "stop" and len(completion_ids) == 2)
+
+
+def varied(completion_ids: list[int]) -> float:
+    """A number of 0 to 1 that differs from answer to answer, whatever a policy has learned to say."""
+    return sum(place * token for place, token in enumerate(completion_ids, 1)) % 7 / 6
 
 
 def returns(completion: str) -> float:

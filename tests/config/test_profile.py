@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.profile import Profile, load_profile
 
@@ -58,6 +59,50 @@ def test_the_example(tmp_path: Path) -> None:
     assert entry.layer(7) is entry.layers[0]
     assert profile.links[0].from_ == "a100-0/0"
     assert profile.links[0].seconds == (0.0001, 0.006)
+
+
+GENERATION = {
+    "device_type": "A100-80G",
+    "group": 8,
+    "prompt_tokens": 256,
+    "slots": [8, 64],
+    "contexts": [300.0, 900.0],
+    "layer_seconds": [[0.001, 0.002], [0.003, 0.004]],
+    "engine_seconds": [0.001, 0.002],
+    "head_seconds": [0.001, 0.002],
+    "prompts": [1, 8],
+    "prompt_layer_seconds": [0.001, 0.002],
+    "prompt_engine_seconds": [0.001, 0.002],
+}
+
+
+def test_generation_comes_back(tmp_path: Path) -> None:
+    batch = {"samples": 64, "scoring_seconds": 0.5, "packing_seconds": 0.1}
+    found = load(tmp_path, example() | {"generation": [GENERATION], "batch": batch})
+    own = found.generation[0]
+    assert (own.tensor_parallel, own.layer_seconds[1][0]) == (1, 0.003)
+    path = tmp_path / "again.json"
+    path.write_text(json.dumps(as_plain(found)))
+    assert load_profile(path) == found
+    # Those written before have none.
+    assert load(tmp_path, example()).generation == () and load(tmp_path, example()).batch is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": [64, 8]}, "generation[0].slots: numbers must increase"),
+        ({"head_seconds": [0.1]}, "generation[0].head_seconds: 1, but 2 slots; give one for each"),
+        ({"prompts": [1]}, "generation[0].prompt_layer_seconds: 2, but 1 prompts"),
+        ({"layer_seconds": [[0.1], [0.1, 0.2]]}, "layer_seconds[0]: 1 times, but 2 contexts; give one"),
+    ],
+)
+def test_generation_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, example() | {"generation": [GENERATION | change]})
+    assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="measured twice: A100-80G, 1; keep one"):
+        load(tmp_path, example() | {"generation": [GENERATION, GENERATION]})
 
 
 def test_one_entry_per_layer(tmp_path: Path) -> None:

@@ -235,6 +235,15 @@ def inspect_profile(path: Path) -> Facts:
             for entry in profile.entries
         ],
         "links": [f"{link.from_} to {link.to}" for link in profile.links],
+        "generation": [
+            {
+                "device_type": own.device_type,
+                "tensor_parallel": own.tensor_parallel,
+                "slots": list(own.slots),
+                "layer_of_a_round": show_seconds(own.layer_seconds[-1][-1]),
+            }
+            for own in profile.generation
+        ],
     }
 
 

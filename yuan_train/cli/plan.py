@@ -218,7 +218,7 @@ def read_profiles(paths: str | None) -> Profile | None:
 
     Raises ConfigError if they are not of the same run.
     """
-    from yuan_train.cli.profile import merge_profiles
+    from yuan_train.config.merge_profiles import merge_profiles
     from yuan_train.config.profile import load_profile
 
     if not paths:

@@ -19,15 +19,18 @@ from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.dump import as_plain, write_text
 from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError, HostMemoryError
+from yuan_train.config.merge_profiles import merge_profiles
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.profile import (
+    BatchProfile,
+    GenerationProfile,
     HostProfile,
-    LinkProfile,
-    NodeLinkProfile,
     Profile,
     ProfileEntry,
     load_profile,
 )
+from yuan_train.config.rl import RLConfig, policy_run
+from yuan_train.config.rl_files import is_rl_run, load_rl
 from yuan_train.config.run import Recompute, RunConfig, load_run
 
 if TYPE_CHECKING:
@@ -48,10 +51,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "profile",
         help="measure this machine's card",
         description="Measures forward and backward of embedding, layer and head on this machine's card, and "
-        "what they hold in memory. `yuan-train plan --profile` then needs no estimates for it. Under "
-        "torchrun, one process per card, all cards are measured at the same time, and so are tensor-parallel "
-        "groups, the links between all pairs, by message size, and what all cards of a node get of its "
-        "network at once. For a --cluster of simulated cards this command starts the processes itself.",
+        "what they hold in memory; with a run of reinforcement learning its generation too. `yuan-train plan "
+        "--profile` then needs no estimates for it. Under torchrun, one process per card, all cards are "
+        "measured at the same time, and so are tensor-parallel groups, the links between all pairs, by "
+        "message size, and what all cards of a node get of its network at once. For a --cluster of simulated "
+        "cards this command starts the processes itself.",
     )
     parser.add_argument("--model", metavar="FILE", help="the model file; needed without --config")
     parser.add_argument("--out", required=True, metavar="FILE", help="file to write the profile to (JSON)")
@@ -81,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--seconds {arguments.seconds:g}: wanted a positive number of seconds, such as 1.5"
         )
-    config = _read_config(arguments)
+    rl = _read_rl(arguments)
+    config = policy_run(rl) if rl else _read_config(arguments)
     model = config.model if config else load_model(arguments.model)
     if model.output == "value":
         raise ConfigError(
@@ -92,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     if cluster is not None and _is_simulated(cluster) and "WORLD_SIZE" not in os.environ:
         return _start_cards(cluster, arguments)
     set_rank_defaults()
-    profile, rank = _measure_here(model, config, cluster, arguments)
+    profile, rank = _measure_here(model, config, rl, cluster, arguments)
     if rank == 0:
         _write(profile, arguments)
     return 0
@@ -113,15 +118,16 @@ def _start_cards(cluster: Cluster, arguments: argparse.Namespace) -> int:
     return start_ranks(node, words, world_size=len(node.ranks), host="127.0.0.1", port=free_port())
 
 
-def _read_config(arguments: argparse.Namespace) -> RunConfig | None:
-    """The run file with its overrides; None if only the model file is given."""
-    if arguments.config is None:
-        if arguments.model is None:
-            raise ConfigError("give --model F, or --config F (a run file, which names its model)")
-        if arguments.overrides:
-            raise ConfigError("overrides change the run; give --config as well")
+def _read_rl(arguments: argparse.Namespace) -> RLConfig | None:
+    """The run of reinforcement learning that is given; None if another run is, or none."""
+    if arguments.config is None or not is_rl_run(arguments.config):
         return None
-    config = load_run(arguments.config, tuple(arguments.overrides))
+    found = load_rl(arguments.config, tuple(arguments.overrides))
+    _check_model(found, arguments)
+    return found
+
+
+def _check_model(config: RunConfig | RLConfig, arguments: argparse.Namespace) -> None:
     if config.model.lora is not None:
         raise ConfigError(
             f"{arguments.config}: lora: all parameters are trained where a model is measured; plan this run "
@@ -131,6 +137,18 @@ def _read_config(arguments: argparse.Namespace) -> RunConfig | None:
         raise ConfigError(
             f"{arguments.model} is not the model of {arguments.config}; profile the model of the run"
         )
+
+
+def _read_config(arguments: argparse.Namespace) -> RunConfig | None:
+    """The run file with its overrides; None if only the model file is given."""
+    if arguments.config is None:
+        if arguments.model is None:
+            raise ConfigError("give --model F, or --config F (a run file, which names its model)")
+        if arguments.overrides:
+            raise ConfigError("overrides change the run; give --config as well")
+        return None
+    config = load_run(arguments.config, tuple(arguments.overrides))
+    _check_model(config, arguments)
     return config
 
 
@@ -149,6 +167,8 @@ class Bench:
 
     model: ModelConfig
     config: RunConfig | None
+    rl: RLConfig | None
+    """The run whose policy `config` is."""
     position: Position
     device: torch.device
     device_type: str
@@ -166,7 +186,11 @@ class Bench:
 
 
 def _measure_here(
-    model: ModelConfig, config: RunConfig | None, cluster: Cluster | None, arguments: argparse.Namespace
+    model: ModelConfig,
+    config: RunConfig | None,
+    rl: RLConfig | None,
+    cluster: Cluster | None,
+    arguments: argparse.Namespace,
 ) -> tuple[Profile, int]:
     """The profile and this process's rank. Under torchrun all ranks measure their cards at the same time, as
     they run in training, then the links between them."""
@@ -186,7 +210,8 @@ def _measure_here(
     if position.world_size > 1:
         init_distributed(device=device, timeout_seconds=config.train.timeout if config else 600.0)
     try:
-        return _gather_profile(_make_bench(model, config, cluster, arguments, position, device), cluster)
+        bench = _make_bench(model, config, cluster, arguments, position, device)
+        return _gather_profile(replace(bench, rl=rl), cluster)
     finally:
         shutdown()
 
@@ -211,6 +236,7 @@ def _make_bench(
     return Bench(
         model=model,
         config=config,
+        rl=None,
         position=position,
         device=device,
         device_type=device_type,
@@ -294,21 +320,38 @@ def _measure_card(bench: Bench) -> Profile:
         device=bench.device,
         slowdown=bench.slowdown,
         seconds_per_unit=bench.seconds_per_unit,
-        data=config.data if config else None,
+        # Rows of one answer reset nothing.
+        data=config.data if config and (bench.rl is None or bench.rl.shares_rows) else None,
         compile=config is not None and config.train.compile,
     )
     reserved = measure_reserved(base)
     with long_lived_objects():
-        entries = [replace(entry, reserved_bytes=reserved) for entry in _measure_entries(bench, base)]
+        measured = list(_measure_cases(bench, base))
     return Profile(
         sequence_length=base.sequence_length,
         model=model.name,
         machine=name_of(bench.device) if bench.device.type == "cuda" else machine_name(),
         precision=precision,
         compile=base.compile,
-        entries=tuple(entries),
+        entries=tuple(replace(entry, reserved_bytes=reserved) for entry, _ in measured),
         hosts=_measure_host(bench),
+        generation=tuple(generation for _, generation in measured if generation is not None),
+        batch=_measure_batch(bench),
     )
+
+
+def _measure_batch(bench: Bench) -> BatchProfile | None:
+    """What rank 0 does with a batch beside the model; None on other ranks, and in other runs."""
+    from yuan_train.data.tokenizer import Tokenizer
+    from yuan_train.rl.job import read_file
+    from yuan_train.rl.measure import measure_batch
+
+    run = bench.rl
+    if run is None or bench.position.rank > 0:
+        return None
+    tokenizer = Tokenizer.load(run.data.tokenizer) if run.data.tokenizer else None
+    prompts = [prompt for one in run.data.prompts for prompt in read_file(one.file, run, tokenizer)]
+    return measure_batch(run, prompts, tokenizer)
 
 
 def _measure_host(bench: Bench) -> tuple[HostProfile, ...]:
@@ -334,11 +377,16 @@ def _measure_host(bench: Bench) -> tuple[HostProfile, ...]:
     return (found,)
 
 
-def _measure_entries(bench: Bench, base: ProfileCase) -> Iterator[ProfileEntry]:
+def _measure_cases(
+    bench: Bench, base: ProfileCase
+) -> Iterator[tuple[ProfileEntry, GenerationProfile | None]]:
+    """The entry of each case that this rank takes part in, and with the first of a width its generation."""
     import torch.distributed as dist
 
+    from yuan_train.rl.measure import measure_generation
     from yuan_train.train.measure import measure_entry
 
+    widths: set[int] = set()
     for case in _cases(bench, base):
         if dist.is_initialized():
             dist.barrier()
@@ -350,7 +398,16 @@ def _measure_entries(bench: Bench, base: ProfileCase) -> Iterator[ProfileEntry]:
                 f"tensor-parallel width {case.width}",
                 file=sys.stderr,
             )
-        yield measure_entry(case, device_type=bench.device_type)
+        entry, generation = measure_entry(case, device_type=bench.device_type), None
+        # Cards do not share experts in generation.
+        if (
+            bench.rl is not None
+            and case.width not in widths
+            and (case.width == 1 or not case.model.num_experts)
+        ):
+            generation = measure_generation(case, bench.rl, device_type=bench.device_type)
+        widths.add(case.width)
+        yield entry, generation
 
 
 def _cases(bench: Bench, base: ProfileCase) -> Iterator[ProfileCase | None]:
@@ -378,44 +435,3 @@ def _cases(bench: Bench, base: ProfileCase) -> Iterator[ProfileCase | None]:
                     group=process_groups.get(ranks),
                 )
             )
-
-
-def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
-    """All entries and links of the profiles, the first one of each key. Raises ConfigError unless length,
-    precision, model and source agree."""
-    (first_name, first), *others = named
-    entries: dict[tuple[object, ...], ProfileEntry] = {}
-    hosts: dict[str, HostProfile] = {}
-    links: dict[tuple[str, str], LinkProfile] = {}
-    node_links: dict[tuple[str, str], NodeLinkProfile] = {}
-    for name, profile in [(first_name, first), *others]:
-        for what in ("sequence_length", "precision", "compile", "model", "source"):
-            value, wanted = getattr(profile, what), getattr(first, what)
-            if value != wanted:
-                raise ConfigError(
-                    f"{name}: {what} {value!r}, but {first_name} has {wanted!r}; merge profiles of one run"
-                )
-        for entry in profile.entries:
-            key = (entry.device_type, entry.tensor_parallel, entry.micro_batch_size, entry.recompute)
-            entries.setdefault(key, entry)
-        for host in profile.hosts:
-            # All cards of a type must have what the planner counts on.
-            slowest = min(host, hosts.get(host.device_type, host), key=_host_rate)
-            hosts[host.device_type] = slowest
-        for link in profile.links:
-            links.setdefault((link.from_, link.to), link)
-        for node_link in profile.node_links:
-            node_links.setdefault((node_link.from_, node_link.to), node_link)
-    machines = dict.fromkeys(profile.machine for _, profile in named if profile.machine)
-    return replace(
-        first,
-        machine=" and ".join(machines) or None,
-        entries=tuple(entries.values()),
-        links=tuple(links.values()),
-        node_links=tuple(node_links.values()),
-        hosts=tuple(hosts.values()),
-    )
-
-
-def _host_rate(host: HostProfile) -> tuple[float, float]:
-    return min(host.host_link_down, host.host_link_up), host.host_step_bytes_per_second

@@ -59,10 +59,11 @@ def _of_forecast(plan: RlPlan) -> Play:
     if forecast is None:
         raise PlanError("forecast: missing; give --cluster F and --config F to price the plan")
     count = 1 if shared else len(plan.engine_shares)
-    busy = forecast.generation_seconds + (forecast.sync_seconds if plan.staleness else forecast.tail_seconds)
+    busy = forecast.generation_seconds + forecast.tail_seconds
+    if plan.staleness:
+        busy += forecast.sync_seconds
     times = FlowTimes(
         generate=(busy,) * count,
-        tail=(0.0,) * count,
         score=forecast.scoring_seconds,
         train=forecast.training_seconds,
         publish=0.0 if shared else forecast.sync_seconds,

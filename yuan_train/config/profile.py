@@ -101,6 +101,46 @@ class HostProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerationProfile:
+    """What an engine of a run of reinforcement learning takes on a type of card.
+
+    A round draws a token for each of its slots; a reading takes some prompts in, and draws the first token of
+    the `group` answers to each.
+    """
+
+    device_type: str
+    tensor_parallel: Annotated[int, Gt(0)] = 1
+    group: Annotated[int, Gt(0)]
+    prompt_tokens: Annotated[int, Gt(0)]
+    """Of each prompt that was read."""
+    slots: Annotated[tuple[Annotated[int, Gt(0)], ...], MinLen(1)]
+    contexts: Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)]
+    """Mean tokens before the one that is drawn."""
+    layer_seconds: tuple[tuple[Seconds, ...], ...]
+    """Of a layer in a round: a row for each number of slots, in it one for each context."""
+    engine_seconds: tuple[Seconds, ...]
+    """By slots: of the embedding in a round, and of what the engine does beside the model."""
+    head_seconds: tuple[Seconds, ...]
+    """By slots: of the last norm, the logits and the draw."""
+    prompts: Annotated[tuple[Annotated[int, Gt(0)], ...], MinLen(1)]
+    prompt_layer_seconds: tuple[Seconds, ...]
+    """By prompts: of a layer in a reading, and of copying what it has to the slots."""
+    prompt_engine_seconds: tuple[Seconds, ...]
+    """By prompts: of the embedding in a reading, and of what the engine does beside the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchProfile:
+    """What a run of reinforcement learning does with a batch beside its model, on the policy's rank 0."""
+
+    samples: Annotated[int, Gt(0)]
+    scoring_seconds: Seconds
+    """Of the reward functions' processes, for answers of random tokens."""
+    packing_seconds: Seconds
+    """Until the rows that are trained are made of the answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Measurements of cards and links for one model shape and sequence length."""
 
@@ -117,6 +157,10 @@ class Profile:
     node_links: tuple[NodeLinkProfile, ...] = ()
     hosts: tuple[HostProfile, ...] = ()
     """One for each type of card: the slowest that was measured."""
+    generation: tuple[GenerationProfile, ...] = ()
+    """One for each type of card and width; of a run of reinforcement learning."""
+    batch: BatchProfile | None = None
+    """Of a run of reinforcement learning."""
 
     @property
     def is_whole(self) -> bool:
@@ -155,6 +199,34 @@ def validate_profile(profile: Profile) -> Iterator[Violation]:
             )
         if list(link.message_bytes) != sorted(set(link.message_bytes)):
             yield Violation(("links", i, "message_bytes"), "sizes must increase")
+    yield from _generation_violations(profile)
+
+
+def _generation_violations(profile: Profile) -> Iterator[Violation]:
+    seen: set[tuple[str, int]] = set()
+    for i, own in enumerate(profile.generation):
+        key = (own.device_type, own.tensor_parallel)
+        if key in seen:
+            yield Violation(("generation", i), f"measured twice: {key[0]}, {key[1]}; keep one")
+        seen.add(key)
+        for name in ("slots", "contexts", "prompts"):
+            numbers = list(getattr(own, name))
+            if numbers != sorted(set(numbers)):
+                yield Violation(("generation", i, name), "numbers must increase")
+        for name, of in (
+            ("layer_seconds", "slots"),
+            ("engine_seconds", "slots"),
+            ("head_seconds", "slots"),
+            ("prompt_layer_seconds", "prompts"),
+            ("prompt_engine_seconds", "prompts"),
+        ):
+            have, wanted = len(getattr(own, name)), len(getattr(own, of))
+            if have != wanted:
+                yield Violation(("generation", i, name), f"{have}, but {wanted} {of}; give one for each")
+        for j, row in enumerate(own.layer_seconds):
+            if len(row) != len(own.contexts):
+                counts = f"{len(row)} times, but {len(own.contexts)} contexts"
+                yield Violation(("generation", i, "layer_seconds", j), f"{counts}; give one for each")
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -323,6 +323,16 @@ class RLConfig:
         return self.train.prompts_per_step * self.algorithm.group
 
     @property
+    def expected_new_tokens(self) -> int:
+        """Mean length of an answer, as a plan counts on it."""
+        return self.search.expected_new_tokens or self.generation.max_new_tokens
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether answers of that length share rows."""
+        return self.train.pack and self.expected_new_tokens < self.generation.max_new_tokens
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the policy at step 0 must be kept."""
         return self.algorithm.kl.coefficient > 0

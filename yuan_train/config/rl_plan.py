@@ -158,7 +158,8 @@ class RlPlan:
         plan = self.roles.policy.plan if generation.plan is None else generation.plan
         if generation.shares is not None:
             return generation.shares
-        slots = [1 if generation.is_shared else pipeline.num_sequences for pipeline in plan.pipelines]
+        # Of shared cards: each pipeline answers its part of the batch.
+        slots = [pipeline.num_sequences for pipeline in plan.pipelines]
         return tuple(number / sum(slots) for number in slots)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.data.prompts import Prompt, text_of
+from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.groups import guard_world_collective
 from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import Drawing, Engine
@@ -196,7 +197,8 @@ class Collector:
         fault: YuanError | None = None
         if self._scorers is not None:
             try:
-                told[0] = self._scorers.score([self._fields(*group) for group in groups])
+                tokenizer = self._job.policy.tokenizer
+                told[0] = self._scorers.score([answer_fields(*group, tokenizer) for group in groups])
             except OSError as error:
                 fault = TrainingError(f"the reward functions' processes cannot be used: {error}")
         with guard_world_collective(self._trainer.runtime.coord, "the agreement on scores"):
@@ -226,22 +228,24 @@ class Collector:
             found[n] = Scores(error=error) if error else Scores(tuple((*row, value) for row, value in pairs))
         return found
 
-    def _fields(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Mapping[str, Any]]:
-        """What reward functions get of each answer."""
-        tokenizer = self._job.policy.tokenizer
-        return [
-            {
-                "prompt": prompt.text,
-                "completion": text_of(sample.said, tokenizer),
-                "answer": prompt.answer,
-                "prompt_ids": prompt.ids,
-                "completion_ids": sample.ids,
-                "ended": sample.ended,
-                "ticket": sample.ticket,
-                "sample": sample.number,
-            }
-            for sample in samples
-        ]
+
+def answer_fields(
+    prompt: Prompt, samples: Sequence[Sample], tokenizer: Tokenizer | None
+) -> list[Mapping[str, Any]]:
+    """What reward functions get of each answer."""
+    return [
+        {
+            "prompt": prompt.text,
+            "completion": text_of(sample.said, tokenizer),
+            "answer": prompt.answer,
+            "prompt_ids": prompt.ids,
+            "completion_ids": sample.ids,
+            "ended": sample.ended,
+            "ticket": sample.ticket,
+            "sample": sample.number,
+        }
+        for sample in samples
+    ]
 
 
 def _too_large(rewards: Sequence[float]) -> str | None:

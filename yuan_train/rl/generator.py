@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -143,6 +144,16 @@ class _Stage:
         """Never: generation has no backward."""
 
 
+@dataclass
+class EngineClock:
+    """What a call took; the tokens of each pass come to the host, so that a card has then done its work."""
+
+    reading_seconds: float = 0.0
+    """Of reading prompts, first tokens drawn, and giving them slots."""
+    round_seconds: list[float] = field(default_factory=list[float])
+    """Of each round behind it; 0 of the last, if prompts' first tokens were all that was left."""
+
+
 class Engine:
     """Writes answers on the pipeline of this rank; every rank of it calls the same.
 
@@ -192,6 +203,8 @@ class Engine:
         self.drawing = Drawing(seed=0, max_new_tokens=max_new_tokens, stop_ids=frozenset())
         self.is_first_chunk = False
         self._shape = (0, 0)
+        self.clock = EngineClock()
+        """Of the last call."""
 
     def room(self, cache: CacheKind) -> int:
         """The longest sequence of a cache."""
@@ -216,11 +229,16 @@ class Engine:
         found: list[Sample] = []
         for stage in self._stages.values():
             stage.caches.clear()
+        self.clock = EngineClock()
         while queue or any(group.waiting or group.free < self._slots for group in groups):
+            start = time.perf_counter()
             self._read_prompts(groups, queue, found)
             for number, group in enumerate(groups):
                 self._fill(number, group)
+            read = time.perf_counter()
             self._add_tokens(groups, found)
+            self.clock.reading_seconds += read - start
+            self.clock.round_seconds.append(time.perf_counter() - read)
         for stage in self._stages.values():
             stage.caches.clear()
         order = {ticket.number: place for place, ticket in enumerate(tickets)}

@@ -102,11 +102,11 @@ def prepare_rl(run: RLConfig, plan: Plan | None, position: Position, *, roles: R
     plan = plan or single_card_plan(policy)
     check_plan_of_run(plan, policy)
     device, tokenizer = check_position(policy, plan, position)
-    files = [_read(source.file, run, tokenizer) for source in run.data.prompts]
+    files = [read_file(source.file, run, tokenizer) for source in run.data.prompts]
     prompts = Prompts(files, [source.weight for source in run.data.prompts], seed=run.train.seed)
     evaluation: list[Prompt] = []
     if run.data.evaluation is not None:
-        evaluation = _read(run.data.evaluation, run, tokenizer)[: run.evaluation.prompts]
+        evaluation = read_file(run.data.evaluation, run, tokenizer)[: run.evaluation.prompts]
     checkpoint, start = find_checkpoints(policy) if position.world_size == 1 else (None, None)
     answers = Answers([*prompts.fingerprints, _digest(run)])
     job = Job(policy, plan, position, device, answers, None, tokenizer, checkpoint, start)
@@ -154,7 +154,8 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
                 )
 
 
-def _read(file: str, run: RLConfig, tokenizer: Tokenizer | None) -> list[Prompt]:
+def read_file(file: str, run: RLConfig, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """The prompts of a file of a run. Raises DataError."""
     found = read_prompts(
         file,
         tokenizer,

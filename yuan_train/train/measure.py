@@ -100,9 +100,9 @@ def measure_entry(case: ProfileCase, *, device_type: str) -> ProfileEntry:
         micro_batch_size=case.micro_batch_size,
         recompute=cast(Recompute, case.recompute),
         embedding=_measure(case, layers=0, embedding=True),
-        layers=(_measure(case, layers=_num_layers_in_a_row(case)),),
+        layers=(_measure(case, layers=num_layers_in_a_row(case)),),
         head=_measure(case, layers=0, head=True),
-        bare_layer=_measure(case, layers=_num_layers_in_a_row(case), bare=True)
+        bare_layer=_measure(case, layers=num_layers_in_a_row(case), bare=True)
         if case.model.num_experts and not case.compile
         else None,
     )
@@ -131,7 +131,8 @@ def _warm_up(case: ProfileCase) -> None:
         optimizer.step(0.0)
 
 
-def _num_layers_in_a_row(case: ProfileCase) -> int:
+def num_layers_in_a_row(case: ProfileCase) -> int:
+    """Layers that are run in a row: as many as the model has, or as memory and patience allow."""
     fitting = MAX_STATE_BYTES // (16 * case.model.layer_parameters // case.width)
     return max(1, min(case.model.num_layers, MAX_LAYERS, fitting))
 
@@ -299,13 +300,14 @@ def _compute_seconds(unit: _Unit) -> tuple[float, float]:
     _time_once(unit, stopwatch)
     end = time.perf_counter() + unit.case.seconds_per_unit
     pairs: list[tuple[float, float]] = []
-    while len(pairs) < MIN_REPEATS or not _all_agree(time.perf_counter() > end, unit.case):
+    while len(pairs) < MIN_REPEATS or not all_agree(time.perf_counter() > end, unit.case):
         pairs.append(_time_once(unit, stopwatch))
     forwards, backwards = zip(*pairs, strict=True)
-    return _trimmed_mean(forwards), _trimmed_mean(backwards)
+    return trimmed_mean(forwards), trimmed_mean(backwards)
 
 
-def _trimmed_mean(values: Sequence[float]) -> float:
+def trimmed_mean(values: Sequence[float]) -> float:
+    """The mean without TRIM_FRACTION of the values at either end."""
     trimmed = int(TRIM_FRACTION * len(values))
     return statistics.fmean(sorted(values)[trimmed : len(values) - trimmed])
 
@@ -321,7 +323,7 @@ def _time_once(unit: _Unit, stopwatch: Stopwatch) -> tuple[float, float]:
     return forward, stopwatch.read()
 
 
-def _all_agree(enough: bool, case: ProfileCase) -> bool:
+def all_agree(enough: bool, case: ProfileCase) -> bool:
     """Whether it is `enough` for every rank of the tensor-parallel group; collective over it."""
     if case.group is None:
         return enough

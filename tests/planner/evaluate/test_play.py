@@ -7,8 +7,8 @@ import pytest
 from yuan_train.planner.evaluate.play import FlowTimes, play
 
 
-def times_of(generate: float, train: float, *, tail: float = 0.0, score: float = 0.0, publish: float = 0.0):
-    return FlowTimes(generate=(generate,), tail=(tail,), score=score, train=train, publish=publish)
+def times_of(generate: float, train: float, *, score: float = 0.0, publish: float = 0.0):
+    return FlowTimes(generate=(generate,), score=score, train=train, publish=publish)
 
 
 @pytest.mark.parametrize(("generate", "train"), [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0)])
@@ -30,14 +30,6 @@ def test_shared_cards_do_one_thing_at_a_time() -> None:
     assert shared.idle("policy") == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_tail_is_hidden_where_the_bound_allows_it() -> None:
-    long_tail = times_of(2.0, 2.0, tail=3.0)
-    # Batch k is trained 3 s after its engine went on with the next: hidden with one batch more of staleness.
-    assert play(long_tail, staleness=2, shared=False, scores_apart=False).step_seconds == pytest.approx(7 / 3)
-    assert play(long_tail, staleness=3, shared=False, scores_apart=False).step_seconds == pytest.approx(2.0)
-    assert play(long_tail, staleness=0, shared=False, scores_apart=False).step_seconds == pytest.approx(7.0)
-
-
 def test_a_reward_model_works_beside_the_others() -> None:
     times = times_of(2.0, 2.0, score=2.0)
     beside = play(times, staleness=2, shared=False, scores_apart=True)
@@ -47,7 +39,7 @@ def test_a_reward_model_works_beside_the_others() -> None:
 
 
 def test_the_slowest_engine_decides() -> None:
-    times = FlowTimes(generate=(1.0, 3.0), tail=(0.0, 0.0), train=1.0)
+    times = FlowTimes(generate=(1.0, 3.0), train=1.0)
     found = play(times, staleness=1, shared=False, scores_apart=False)
     assert found.step_seconds == pytest.approx(3.0)
     assert found.idle("engine 0") == pytest.approx(2 / 3)

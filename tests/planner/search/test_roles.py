@@ -54,7 +54,7 @@ def test_the_search_equals_brute_force(seed: int, tmp_path: Path) -> None:
 def test_h20_cards_generate_beside_h800_that_train() -> None:
     problem = on_h800_and_h20("1.5b", 60.0, ONE_CUT)
     steps = {name: fixed_step(problem, name) for name in SPLITS}
-    assert steps["swapped"] > 2.5 * steps["H20 generate"]
+    assert steps["swapped"] > 2.3 * steps["H20 generate"]
 
 
 def test_a_reward_model_gets_cards_of_its_own() -> None:

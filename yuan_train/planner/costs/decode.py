@@ -9,7 +9,8 @@ A round of b slots whose contexts are l tokens long, on w cards that share each 
 
 W = parameters of the stage's matrices (the lookup of an embedding reads b rows), P = width of all keys,
 H = hidden size, e = bytes of an element, B and F = memory bandwidth and peak of a card times what a
-well-tuned model reaches of them. Nothing of it is measured by a profile.
+well-tuned model reaches of them. Where a profile has the generation of this type of card, its seconds take
+the place of all but the all-reduces; a group wider than any that was measured divides what one card takes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.profile import GenerationProfile
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.links import allreduce_seconds
+from yuan_train.planner.costs.rounds import Measured, PartSeconds, reading_parts, round_parts
 from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import (
     MATRIX_EFFICIENCY,
@@ -30,6 +34,9 @@ from yuan_train.planner.costs.unit_costs import (
     UNIT_OVERHEAD_SECONDS,
 )
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
+
+NOTHING: Measured = MappingProxyType({})
+"""No profile, or one without generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +104,24 @@ def card_rates(topology: Topology, cards: Sequence[Card], precision: Precision) 
     )
 
 
+def profiles_of(measured: Measured, stage: DecodeStage) -> list[GenerationProfile]:
+    """What a profile has of the generation of a stage's types of card; empty if it lacks one of them."""
+    types = {card.type for card in stage.cards}
+    found = [measured.get((name, stage.width)) or measured.get((name, 1)) for name in types]
+    own = [one for one in found if one is not None]
+    return own if len(own) == len(types) else []
+
+
+def _of_stage(stage: DecodeStage, own: GenerationProfile, parts: PartSeconds, sums_seconds: float) -> float:
+    """Seconds of a stage, of those of its parts; a group that was not measured divides its products."""
+    narrower = own.tensor_parallel < stage.width
+    divisor = stage.width if narrower else 1
+    seconds = stage.num_layers * parts.layer / divisor + (sums_seconds if narrower else 0.0)
+    if stage.head:
+        seconds += parts.head / divisor
+    return seconds + (parts.engine if stage.embedding else 0.0)
+
+
 def round_seconds(
     topology: Topology,
     model: ModelConfig,
@@ -105,35 +130,49 @@ def round_seconds(
     slots: int,
     context: float,
     precision: Precision,
+    measured: Measured = NOTHING,
 ) -> float:
     """Seconds of one round of a stage, of `slots` samples whose contexts are `context` tokens on average."""
+    sums = 0.0
+    if stage.width > 1:
+        hidden = float(slots * model.hidden_size * ELEMENT_BYTES[precision])
+        count = 2.0 * stage.num_layers + stage.embedding
+        sums = count * allreduce_seconds(topology, stage.cards, hidden)
+    if owns := profiles_of(measured, stage):
+        parts = [round_parts(own, slots=slots, context=context) for own in owns]
+        return max(_of_stage(stage, own, part, sums) for own, part in zip(owns, parts, strict=True))
     rates, e, w = card_rates(topology, stage.cards, precision), ELEMENT_BYTES[precision], stage.width
     read, multiplied = _met_parameters(model, stage, slots)
     weights = max(
         read * e / (w * rates.bytes_per_second), 2.0 * slots * multiplied / (w * rates.flops_per_second)
     )
     cache = 2.0 * slots * context * model.key_value_size * e * stage.num_layers / (w * rates.bytes_per_second)
-    sums = 0.0
-    if w > 1:
-        hidden = float(slots * model.hidden_size * e)
-        count = 2.0 * stage.num_layers + stage.embedding
-        sums = count * allreduce_seconds(topology, stage.cards, hidden)
     return weights + cache + sums + UNIT_OVERHEAD_SECONDS * (stage.num_layers + stage.embedding + stage.head)
 
 
 def prefill_seconds(
-    topology: Topology, model: ModelConfig, stage: DecodeStage, *, tokens: int, precision: Precision
+    topology: Topology,
+    model: ModelConfig,
+    stage: DecodeStage,
+    *,
+    tokens: int,
+    precision: Precision,
+    prompts: int = 1,
+    measured: Measured = NOTHING,
 ) -> float:
-    """Seconds in which a stage reads a prompt of so many tokens."""
+    """Seconds in which a stage reads so many prompts of so many tokens; measured: all at once."""
     chunks = -(-tokens // PREFILL_CHUNK)
-    rates = card_rates(topology, stage.cards, precision)
-    _, multiplied = _met_parameters(model, stage, 1)
-    flops = 2.0 * tokens * multiplied + stage.num_layers * tokens * tokens * 2.0 * model.projection_size
     sums = 0.0
     if stage.width > 1:
         hidden = float(min(tokens, PREFILL_CHUNK) * model.hidden_size * ELEMENT_BYTES[precision])
         sums = chunks * 2.0 * stage.num_layers * allreduce_seconds(topology, stage.cards, hidden)
-    return (
+    if owns := profiles_of(measured, stage):
+        parts = [reading_parts(own, prompts=prompts, tokens=tokens) for own in owns]
+        return max(_of_stage(stage, own, part, prompts * sums) for own, part in zip(owns, parts, strict=True))
+    rates = card_rates(topology, stage.cards, precision)
+    _, multiplied = _met_parameters(model, stage, 1)
+    flops = 2.0 * tokens * multiplied + stage.num_layers * tokens * tokens * 2.0 * model.projection_size
+    return prompts * (
         flops / (stage.width * rates.flops_per_second)
         + sums
         + chunks * UNIT_OVERHEAD_SECONDS * (stage.num_layers + stage.embedding + stage.head)

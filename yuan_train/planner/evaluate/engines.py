@@ -6,24 +6,27 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from yuan_train.config.architecture import is_trained, is_whole_adapter, layer_table
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.profile import GenerationProfile
 from yuan_train.planner.costs.decode import (
     DecodeStage,
     fixed_bytes,
     held_parameters,
     most_slots,
     prefill_seconds,
+    profiles_of,
     round_seconds,
     writing_on,
 )
 from yuan_train.planner.costs.generation_memory import Writing
 from yuan_train.planner.costs.links import message_seconds
+from yuan_train.planner.costs.rounds import Measured
 from yuan_train.planner.costs.topology import Topology, find_route
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
@@ -86,12 +89,20 @@ class EngineRates:
 
     topology: Topology
     load: Workload
+    measured: Measured = field(default_factory=dict[tuple[str, int], GenerationProfile])
+
+    def are_measured(self, engine: Engine) -> bool:
+        """Whether a profile has the generation of all its cards."""
+        return all(profiles_of(self.measured, stage) for stage in engine.stages)
 
     def rounds(self, engine: Engine, slots: int) -> float:
-        """Seconds of a round in which so many samples get a token each, with contexts of mean length."""
+        """Seconds of a round in which so many samples get a token each, with contexts of mean length.
+
+        A group of slots runs whole, however many of them are in use.
+        """
         context = self.load.prompt_tokens + self.load.expected_new_tokens / 2
-        groups = min(engine.num_groups, max(slots // self.load.group, 1))
-        per_group = -(-slots // groups)
+        groups = min(engine.num_groups, -(-slots // engine.slots_per_group))
+        per_group = engine.slots_per_group
         seconds = tuple(
             round_seconds(
                 self.topology,
@@ -100,6 +111,7 @@ class EngineRates:
                 slots=per_group,
                 context=context,
                 precision=self.load.precision,
+                measured=self.measured,
             )
             for stage in engine.stages
         )
@@ -125,17 +137,26 @@ class EngineRates:
         lane = simulate(forward_only(workers=workers, num_micro_batches=groups), times, workers=workers)
         return lane.step_seconds + sum(route.latency_seconds for route in routes)
 
-    def prefill(self, engine: Engine) -> float:
-        """Seconds that a prompt takes from the rounds: the slowest stage's."""
-        return max(
-            prefill_seconds(
-                self.topology,
-                self.load.model,
-                stage,
-                tokens=self.load.prompt_tokens,
-                precision=self.load.precision,
+    def prefill(self, engine: Engine, prompts: int) -> float:
+        """Seconds that so many prompts take from the rounds: the slowest stage's, group by group."""
+        at_once = min(-(-engine.slots_per_group // self.load.group), prompts)
+        full, rest = divmod(prompts, at_once)
+        return sum(
+            count
+            * max(
+                prefill_seconds(
+                    self.topology,
+                    self.load.model,
+                    stage,
+                    tokens=self.load.prompt_tokens,
+                    prompts=size,
+                    precision=self.load.precision,
+                    measured=self.measured,
+                )
+                for stage in engine.stages
             )
-            for stage in engine.stages
+            for count, size in ((full, at_once), (1, rest))
+            if size
         )
 
     def samples_per_second(self, engine: Engine) -> float:
@@ -143,9 +164,12 @@ class EngineRates:
         return engine.slots / self.wave_seconds(engine, engine.slots)
 
     def wave_seconds(self, engine: Engine, slots: int) -> float:
-        """Seconds of `slots` samples of mean length that begin together."""
+        """Seconds of `slots` samples of mean length that begin together; the first token of each is drawn
+        where its prompt is read."""
         prompts = -(-slots // self.load.group)
-        return self.load.expected_new_tokens * self.rounds(engine, slots) + prompts * self.prefill(engine)
+        return (self.load.expected_new_tokens - 1) * self.rounds(engine, slots) + self.prefill(
+            engine, prompts
+        )
 
     def batch_seconds(self, engine: Engine, samples: int) -> float:
         """Seconds of so many samples on an engine that begins and ends empty: full waves, the rest, and the
@@ -166,6 +190,8 @@ class Generation:
 
     engines: tuple[Engine, ...]
     rates: EngineRates
+    given_shares: tuple[float, ...] | None = None
+    """Of the prompts, where the policy's pipelines generate: those of the batch. None: by the rates."""
 
     @cached_property
     def samples_per_second(self) -> tuple[float, ...]:
@@ -174,7 +200,9 @@ class Generation:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of the prompts, in proportion to the rates."""
+        """Of the prompts."""
+        if self.given_shares is not None:
+            return self.given_shares
         total = math.fsum(self.samples_per_second)
         return tuple(rate / total for rate in self.samples_per_second)
 
@@ -228,22 +256,22 @@ def with_slots(
     free = [_free_bytes(rates, stage, held_bytes[s : s + 1]) for s, stage in enumerate(stages)]
     writings = [_writing(rates, stage) for stage in stages]
 
-    def fitting(num_groups: int) -> int:
+    def fitting(groups: int) -> int:
         return min(
-            most_slots(bytes_, own, limit=limit, num_groups=num_groups)
+            most_slots(bytes_, own, limit=limit, num_groups=groups)
             for bytes_, own in zip(free, writings, strict=True)
         )
 
-    num_groups = 1 if len(stages) == 1 else min(GROUPS_PER_STAGE * len(stages), limit // group)
-    slots = fitting(max(num_groups, 1))
-    while 0 < slots // group < num_groups:
+    groups = max(num_groups(len(stages), limit // group), 1)
+    slots = fitting(groups)
+    while 0 < slots // group < groups:
         # With fewer groups, each is larger, and holds more while it is run.
-        num_groups = slots // group
-        slots = fitting(num_groups)
+        groups = slots // group
+        slots = fitting(groups)
     if slots < group:
         return None
-    per_group = slots // num_groups // group * group
-    return Engine(stages=tuple(stages), slots_per_group=per_group, num_groups=num_groups)
+    per_group = slots // groups // group * group
+    return Engine(stages=tuple(stages), slots_per_group=per_group, num_groups=groups)
 
 
 def _free_bytes(rates: EngineRates, stage: DecodeStage, held_bytes: Sequence[float]) -> float:
@@ -265,10 +293,15 @@ def _writing(rates: EngineRates, stage: DecodeStage) -> Writing:
     )
 
 
-def without_idle_slots(generation: Generation, *, batches: int) -> Generation:
-    """The engines with no more slots than their shares of `batches` batches fill."""
+def num_groups(num_stages: int, prompts: int) -> int:
+    """Micro-batches of slots of an engine with slots for so many prompts."""
+    return 1 if num_stages == 1 else min(GROUPS_PER_STAGE * num_stages, prompts)
+
+
+def without_idle_slots(generation: Generation) -> Generation:
+    """The engines with no more slots than their shares of a batch fill."""
     load = generation.rates.load
-    prompts = deal(batches * load.prompts, generation.shares)
+    prompts = deal(load.prompts, generation.shares)
     engines: list[Engine] = []
     for engine, count in zip(generation.engines, prompts, strict=True):
         most = max(count, 1) * load.group

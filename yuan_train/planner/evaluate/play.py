@@ -1,7 +1,7 @@
 """The flow of reinforcement learning in virtual time: what a step takes, and who waits how long.
 
 An actor takes the steps of its program in order. A step begins when its actor is free and all that it waits
-for is there; an engine's batch is there when its last sample is, while the engine may go on with the next.
+for is there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ class FlowTimes:
     """Seconds of a batch."""
 
     generate: tuple[float, ...]
-    """Of each engine, in which it takes no other batch."""
-    tail: tuple[float, ...]
-    """Of each engine: from then until its last sample is there."""
+    """Of each engine, until its last sample is there: it answers a batch at a time."""
     score: float = 0.0
     train: float
     publish: float = 0.0
@@ -70,8 +68,7 @@ def play_flow(flow: Flow, times: FlowTimes) -> Play:
                 if any(other not in there for other in waits):
                     break
                 start = max([free[actor], *(there[other] for other in waits)])
-                free[actor] = end = start + _seconds(times, step)
-                there[step] = end + (times.tail[step.engine] if step.kind == "generate" else 0.0)
+                free[actor] = there[step] = end = start + _seconds(times, step)
                 spans.append(FlowSpan(actor, step, start, end))
                 places[actor] += 1
                 pending = True
@@ -87,7 +84,7 @@ def _seconds(times: FlowTimes, step: FlowStep) -> float:
 def _steady(flow: Flow, spans: Sequence[FlowSpan]) -> tuple[float, dict[Actor, float]]:
     """Seconds between the ends of two batches in the second half, and each actor's share of them.
 
-    A tail may delay every staleness + 1-th batch, so that a whole number of these is measured.
+    Waits may delay every staleness + 1-th batch, so that a whole number of these is measured.
     """
     ends = {span.step.batch: span.end for span in spans if span.step.kind == "publish"}
     last = max(ends)

@@ -15,7 +15,7 @@ from yuan_train.config.rl_plan import RlPlan
 from yuan_train.planner.costs.decode import DecodeStage, fixed_bytes, writing_on
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
-from yuan_train.planner.evaluate.engines import GROUPS_PER_STAGE
+from yuan_train.planner.evaluate.engines import num_groups
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
 
@@ -111,9 +111,8 @@ def _training(costs: Costs, plan: Plan, stage: StageCost, slots: int | None, rea
             cards=stage.replicas[0], layers=stage.layers, embedding=stage.embedding, head=stage.head
         )
         kept = {name: training[name] for name in ("parameters", "gradients", "optimizer", "reserved")}
-        num_stages = len(plan.pipelines[stage.pipeline].stages)
-        num_groups = min(GROUPS_PER_STAGE * num_stages, slots // read.group) if num_stages > 1 else 1
-        drawn = _drawing(costs, plan, own, slots // num_groups, num_groups, read)
+        groups = max(num_groups(len(plan.pipelines[stage.pipeline].stages), slots // read.group), 1)
+        drawn = _drawing(costs, plan, own, slots // groups, groups, read)
         phases.append(kept | {name: drawn[name] for name in ("slots", "buffers")})
     return StageBytes(
         role="policy",
@@ -132,8 +131,8 @@ def _forward_only(role: str, costs: Costs, plan: Plan, read: _Read) -> list[Stag
             cards = cards_of(costs, plan, stage)[0]
             own = DecodeStage(cards=cards, layers=stage.layers, embedding=stage.embedding, head=stage.head)
             if role == "generation":
-                slots, num_groups = pipeline.micro_batch_size, pipeline.num_micro_batches
-                categories = _drawing(costs, plan, own, slots, num_groups, read)
+                slots, groups = pipeline.micro_batch_size, pipeline.num_micro_batches
+                categories = _drawing(costs, plan, own, slots, groups, read)
             else:
                 categories = _scoring(costs, plan, own)
             found.append(
@@ -150,11 +149,11 @@ def _forward_only(role: str, costs: Costs, plan: Plan, read: _Read) -> list[Stag
 
 
 def _drawing(
-    costs: Costs, plan: Plan, stage: DecodeStage, slots: int, num_groups: int, read: _Read
+    costs: Costs, plan: Plan, stage: DecodeStage, slots: int, groups: int, read: _Read
 ) -> dict[str, float]:
     """Of a stage that generates on `slots` slots of each group."""
     fixed, writing = _held(costs, plan, stage, read)
-    caches = slots * num_groups / read.group * writing.group_cache_bytes
+    caches = slots * groups / read.group * writing.group_cache_bytes
     buffers = writing.lane_bytes(slots)
     return {"weights": fixed["weights"], "slots": caches, "buffers": buffers, "reserved": fixed["reserved"]}
 

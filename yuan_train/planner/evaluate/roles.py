@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Card, Cluster, NodeGroup
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+from yuan_train.config.profile import BatchProfile
 from yuan_train.config.run import Counts, SearchConfig
 from yuan_train.planner.costs.decode import DecodeStage
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
-from yuan_train.planner.costs.unit_costs import card_costs
+from yuan_train.planner.costs.unit_costs import Source, card_costs
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.evaluate.engines import (
     Engine,
@@ -60,6 +61,21 @@ class RolesProblem:
     time_limit: float = 60.0
 
     @property
+    def batch(self) -> BatchProfile | None:
+        """What was measured of a batch beside the model; None: its time is not counted."""
+        return self.policy.profile.batch if self.policy.profile is not None else None
+
+    @property
+    def function_seconds(self) -> float:
+        """Of the reward functions' processes, for a batch."""
+        return self.batch.scoring_seconds * self.load.samples / self.batch.samples if self.batch else 0.0
+
+    @property
+    def packing_seconds(self) -> float:
+        """Until the rows of a batch are made."""
+        return self.batch.packing_seconds * self.load.samples / self.batch.samples if self.batch else 0.0
+
+    @property
     def forward_passes(self) -> int:
         """Passes of the policy's plan over all samples beside training: with old weights, with the
         reference's."""
@@ -99,7 +115,7 @@ class PolicyWork:
     cost: PlanCost
     """Of the worst case, a row for each sample."""
     training_seconds: float
-    """Of packed rows; with the forward passes beside it."""
+    """Of packed rows, and of packing; with the forward passes beside it."""
 
     @property
     def holders(self) -> list[Holder]:
@@ -132,7 +148,7 @@ def policy_work(problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost)
     rows = problem.packed_rows
     packed = cost if rows >= plan.global_batch_size else cost_plan(costs, _with_rows(plan, rows))
     seconds = packed.step_seconds + (problem.updates - 1) * (packed.step_seconds - packed.compute_seconds)
-    seconds += problem.forward_passes * _forward_seconds(plan, packed, rows)
+    seconds += problem.packing_seconds + problem.forward_passes * _forward_seconds(plan, packed, rows)
     if problem.reference:
         seconds += max(
             _reference_bytes(problem, stage) / costs.host_of(card).link_bytes_per_second
@@ -239,6 +255,10 @@ class Placement:
     policy: PolicyWork
     generation: Generation
     reward: RewardWork | None
+    function_seconds: float
+    """Of the reward functions, for a batch; 0 if they were not measured."""
+    has_batch: bool
+    """Whether they were, and packing."""
     sync_seconds: float
     sync_bytes: float
     sync_mode_seconds: float
@@ -262,8 +282,16 @@ class Placement:
 
     @property
     def scoring_seconds(self) -> float:
-        """Of a batch on a reward model's cards."""
-        return self.reward.scoring_seconds if self.reward else 0.0
+        """Of a batch: the reward functions', as far as they are measured, and the reward model's."""
+        return self.function_seconds + (self.reward.scoring_seconds if self.reward else 0.0)
+
+    @property
+    def source(self) -> Source:
+        """`measured` if a profile has the policy's layers, the engines' rounds and what a batch takes beside;
+        a reward model's scores are estimated."""
+        rates, engines = self.generation.rates, self.generation.engines
+        whole = self.has_batch and all(rates.are_measured(engine) for engine in engines)
+        return self.policy.cost.source if whole and self.reward is None else "estimated"
 
     @property
     def idle(self) -> dict[str, float]:
@@ -300,7 +328,8 @@ def place(
     staleness = problem.staleness if mode == "async" else 0
 
     def played(staleness: int) -> Play:
-        times = _flow_times(policy, generation, reward, moved, staleness=staleness, shared=shared)
+        score = problem.function_seconds + (reward.scoring_seconds if reward else 0.0)
+        times = _flow_times(policy, generation, score, moved, staleness=staleness, shared=shared)
         return play(times, staleness=staleness, shared=shared, scores_apart=reward is not None)
 
     sync = played(0)
@@ -312,6 +341,8 @@ def place(
         policy=policy,
         generation=generation,
         reward=reward,
+        function_seconds=problem.function_seconds,
+        has_batch=problem.batch is not None,
         sync_seconds=moved,
         sync_bytes=moved_bytes,
         sync_mode_seconds=sync.step_seconds,
@@ -322,26 +353,20 @@ def place(
 def _flow_times(
     policy: PolicyWork,
     generation: Generation,
-    reward: RewardWork | None,
+    score: float,
     moved: float,
     *,
     staleness: int,
     shared: bool,
 ) -> FlowTimes:
-    """With staleness, engines go from batch to batch and stop for new weights; else they begin empty."""
-    engines = generation.engine_batch_seconds
+    """Engines begin each batch empty; with staleness, they take new weights between two while the policy goes
+    on."""
     if shared:
-        generate, tail = (generation.batch_seconds,), (0.0,)
-    elif staleness:
-        steady = generation.steady_seconds
-        generate = (steady + moved,) * len(engines)
-        load = generation.rates.load
-        longest = load.new_tokens - load.expected_new_tokens
-        tail = tuple(longest * generation.rates.rounds(e, e.slots) for e in generation.engines)
+        generate = (generation.batch_seconds,)
     else:
-        generate, tail = engines, (0.0,) * len(engines)
-    score = reward.scoring_seconds if reward else 0.0
-    return FlowTimes(generate=generate, tail=tail, score=score, train=policy.training_seconds, publish=moved)
+        stops = moved if staleness else 0.0
+        generate = tuple(seconds + stops for seconds in generation.engine_batch_seconds)
+    return FlowTimes(generate=generate, score=score, train=policy.training_seconds, publish=moved)
 
 
 # --- plans -----------------------------------------------------------------------------------------------

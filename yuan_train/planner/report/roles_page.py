@@ -22,6 +22,7 @@ from yuan_train.planner.report.roles_text import (
     other_lines,
     proof_words,
     role_lines,
+    source_words,
     step_words,
 )
 from yuan_train.planner.search.roles import RolesResult
@@ -50,7 +51,7 @@ def roles_html(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:
         ("Roles and engines", _engines_html(best, plan)),
         ("Memory of every role", _memory_html(plan)),
         ("What else was tried", _list(other_lines(result))),
-        ("Assumptions", _list(_assumptions(problem))),
+        ("Assumptions", _list(_assumptions(problem, best))),
         ("plan.yaml", f'<pre id="plan">{escape(dump(plan))}</pre>'),
     ]
     return whole_page(title, sections)
@@ -156,15 +157,15 @@ def _memory_html(plan: RlPlan) -> str:
     return table(("role", "pipeline", "stage", "peak of a card", "of which"), rows)
 
 
-def _assumptions(problem: RolesProblem) -> list[str]:
+def _assumptions(problem: RolesProblem, placement: Placement) -> list[str]:
     load = problem.load
     rows = math.ceil(problem.packed_rows)
     return [
         f"{load.prompts} prompts a step, {load.group} answers each; prompts of {load.prompt_tokens} tokens, "
         f"answers of {load.expected_new_tokens:.0f} on average and {load.new_tokens} at most",
         f"trained in {rows} rows of {load.length} tokens, {problem.forward_passes} forward passes beside it",
-        "a round of generation reads the stage's weights, and the keys and values of its slots, at "
+        source_words(placement),
+        "a round that no profile has reads the stage's weights, and the keys and values of its slots, at "
         "three quarters of the memory bandwidth",
         "weights go from the policy to each engine by exact slices; the busiest card or NIC decides",
-        "scores by functions take no time of the cards",
     ]

@@ -24,7 +24,7 @@ def roles_table(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str
     lines.append(" " + idle_words(best))
     lines.append(" " + proof_words(result))
     lines += [f" instead: {line}" for line in other_lines(result)]
-    lines.append(" estimated: rounds of generation by memory bandwidth; training as in a plan of its own")
+    lines.append(" " + source_words(best))
     return "\n".join(lines)
 
 
@@ -91,10 +91,10 @@ def step_words(placement: Placement, problem: RolesProblem) -> str:
         f"step {show_seconds(step)}",
         f"{problem.load.samples / step:.3g} samples/s",
         f"generation {show_seconds(placement.generation_seconds)}"
-        + (f" + tail {show_seconds(placement.tail_seconds)}" if placement.mode == "sync" else ""),
+        f" + tail {show_seconds(placement.tail_seconds)}",
         f"training {show_seconds(placement.policy.training_seconds)}",
     ]
-    if placement.reward is not None:
+    if placement.scoring_seconds:
         parts.append(f"scoring {show_seconds(placement.scoring_seconds)}")
     if not placement.shared:
         parts.append(f"weights {show_seconds(placement.sync_seconds)} ({show_bytes(placement.sync_bytes)})")
@@ -108,6 +108,18 @@ def idle_words(placement: Placement) -> str:
     if placement.mode == "async":
         sync = f"; the same cards in sync mode: {show_seconds(placement.sync_mode_seconds)}"
     return f"idle: {idle}{sync}"
+
+
+def source_words(placement: Placement) -> str:
+    """`measured: ...`, or which parts of the step are estimated."""
+    rates, engines = placement.generation.rates, placement.generation.engines
+    measured = sum(rates.are_measured(engine) for engine in engines)
+    rounds = "rounds of generation by memory bandwidth"
+    if measured:
+        rounds = f"rounds of {measured} of {len(engines)} engines as profiled"
+    batch = "reward functions as profiled" if placement.has_batch else "reward functions take no time"
+    training = f"training ({placement.policy.cost.source}) as in a plan of its own"
+    return f"{placement.source}: {rounds}; {batch}; {training}"
 
 
 def proof_words(result: RolesResult) -> str:

@@ -13,6 +13,7 @@ from yuan_train.planner.evaluate.engines import (
     Engine,
     EngineRates,
     Generation,
+    deal,
     with_slots,
     without_idle_slots,
 )
@@ -44,8 +45,7 @@ class EngineWays:
         if not found:
             chain = self._chain([card for cards in groups for card in cards])
             found = [Generation((chain,), self.rates)] if chain is not None else []
-        batches = 1 + self.problem.staleness * ("async" in self.problem.modes)
-        return [without_idle_slots(generation, batches=batches) for generation in found]
+        return [without_idle_slots(generation) for generation in found]
 
     def _rate(self, engines: Sequence[Engine]) -> float:
         return math.fsum(self.rates.samples_per_second(engine) for engine in engines)
@@ -86,11 +86,12 @@ class EngineWays:
         ]
         return self._slotted(stages)
 
-    def _slotted(self, stages: Sequence[DecodeStage], held_bytes: Sequence[float] = ()) -> Engine | None:
+    def _slotted(
+        self, stages: Sequence[DecodeStage], held_bytes: Sequence[float] = (), *, limit: int | None = None
+    ) -> Engine | None:
         problem = self.problem
-        batches = 1 + problem.staleness * ("async" in problem.modes)
-        most = problem.most_slots or batches * problem.load.samples
-        limits = [min(most, batches * problem.load.samples)]
+        most = problem.load.samples if limit is None else limit
+        limits = [min(problem.most_slots or most, most)]
         if problem.slots is not None:
             limits = sorted(problem.slots, reverse=True)
         for limit in limits:
@@ -116,7 +117,23 @@ class EngineWays:
 
     def shared_generation(self, work: PolicyWork) -> Generation | None:
         """The policy's pipelines as engines, in the memory that training leaves; None if a group does not
-        fit, or if a card has several stages."""
+        fit, or if a card has several stages.
+
+        Each answers its part of the batch, and all have as many slots as the largest part fills.
+        """
+        shares = tuple(p.num_sequences / work.plan.global_batch_size for p in work.plan.pipelines)
+        limit = max(deal(self.problem.load.prompts, shares)) * self.problem.load.group
+        most = self._shared_slots(work, limit)
+        engines = self._pipelines(work, most) if most else None
+        return Generation(engines, self.rates, shares) if engines is not None else None
+
+    def _shared_slots(self, work: PolicyWork, limit: int) -> int:
+        """The most slots that every pipeline has room for; 0 if there are none."""
+        found = self._pipelines(work, limit)
+        return min(engine.slots for engine in found) if found else 0
+
+    def _pipelines(self, work: PolicyWork, limit: int) -> tuple[Engine, ...] | None:
+        """The policy's pipelines as engines of at most so many slots."""
         engines: list[Engine] = []
         for p, pipeline in enumerate(work.plan.pipelines):
             replicas = [replica for stage in pipeline.stages for replica in stage.replicas]
@@ -133,11 +150,11 @@ class EngineWays:
                 math.fsum((s.memory.parameters, s.memory.gradients, s.memory.optimizer, s.memory.reserved))
                 for s in costs
             ]
-            engine = self._slotted(stages, held)
+            engine = self._slotted(stages, held, limit=limit)
             if engine is None:
                 return None
             engines.append(engine)
-        return without_idle_slots(Generation(tuple(engines), self.rates), batches=1)
+        return tuple(engines)
 
 
 def groups_of(cards: Sequence[Card], width: int) -> Iterator[tuple[Card, ...]]:

@@ -23,7 +23,15 @@ from yuan_train.config.rl_plan import (
 )
 from yuan_train.planner.costs.decode import DecodeStage
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.planner.evaluate.engines import Engine, EngineRates, Generation, Workload, engine_memory
+from yuan_train.planner.costs.rounds import measured_rounds
+from yuan_train.planner.evaluate.engines import (
+    Engine,
+    EngineRates,
+    Generation,
+    Workload,
+    engine_memory,
+    num_groups,
+)
 from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.evaluate.roles import (
     Placement,
@@ -67,7 +75,7 @@ def roles_problem(
         )
     if modes == ("async",) and "apart" not in placements:
         raise ConfigError("search.placement: shared cards cannot be async; add apart, or allow mode sync")
-    expected = run.search.expected_new_tokens or run.generation.max_new_tokens
+    expected = run.expected_new_tokens
     if expected > run.generation.max_new_tokens:
         most = run.generation.max_new_tokens
         raise ConfigError(f"search.expected_new_tokens: {expected}, but generation.max_new_tokens is {most}")
@@ -114,10 +122,8 @@ def _packed_rows(run: RLConfig, expected: int) -> int:
     of unlike lengths fill rows to PACKED_SHARE."""
     samples = run.samples_per_step
     length, mean = run.sequence_length, run.data.max_prompt_tokens + expected
-    if not run.train.pack:
+    if not run.shares_rows:
         return samples
-    if expected == run.generation.max_new_tokens:
-        return math.ceil(samples / (length // mean))
     return min(math.ceil(samples * mean / (length * PACKED_SHARE)), samples)
 
 
@@ -173,7 +179,7 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
     own, load = plan.roles.policy.plan, problem.load
     cost = cost_plan(costs, own)
     work = policy_work(problem, costs, own, cost)
-    rates = EngineRates(costs.topology, load)
+    rates = EngineRates(costs.topology, load, measured_rounds(problem.policy.profile))
     generation = plan.roles.generation
     source = own if generation.plan is None else generation.plan
     engines: list[Engine] = []
@@ -190,7 +196,7 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
         groups = pipeline.num_micro_batches
         slots = pipeline.micro_batch_size
         if generation.slots is not None:
-            groups = min(len(stages), generation.slots // load.group)
+            groups = num_groups(len(stages), generation.slots // load.group)
             slots = generation.slots // groups // load.group * load.group
         engines.append(Engine(stages=stages, slots_per_group=slots, num_groups=groups))
     reward = None
@@ -212,7 +218,7 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
         mode=plan.mode,
         split=tuple((counts[0], counts[1], counts[2]) for counts in split.values()),
         policy=work,
-        generation=Generation(tuple(engines), rates),
+        generation=Generation(tuple(engines), rates, plan.engine_shares),
         reward=reward,
         shared=generation.is_shared,
     )
@@ -231,8 +237,7 @@ def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seco
         idle=placement.idle,
         sync_mode_seconds=placement.sync_mode_seconds,
         lower_bound_seconds=min(lower_bound_seconds, placement.step_seconds),
-        # No profile measures rounds of generation.
-        source="estimated",
+        source=placement.source,
         roles=role_memory(placement),
     )
 

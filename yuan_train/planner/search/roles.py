@@ -21,6 +21,7 @@ from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.decode import card_rates
 from yuan_train.planner.costs.plan_problem import Costs, make_costs
+from yuan_train.planner.costs.rounds import measured_rounds
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.evaluate.engines import EngineRates, Generation
 from yuan_train.planner.evaluate.roles import (
@@ -74,7 +75,9 @@ class RolesSearch:
 
     def __post_init__(self) -> None:
         self.costs = make_costs(self.problem.policy)
-        self.ways = EngineWays(self.problem, EngineRates(self.costs.topology, self.problem.load))
+        measured = measured_rounds(self.problem.policy.profile)
+        rates = EngineRates(self.costs.topology, self.problem.load, measured)
+        self.ways = EngineWays(self.problem, rates)
         self._started = self.clock()
         self._policies: dict[tuple[int, ...], list[PolicyWork]] = {}
         self._bounds: dict[tuple[int, ...], float] = {}
@@ -214,7 +217,7 @@ class RolesSearch:
 
     def bound(self, split: Split, *, shared: bool) -> float:
         """Seconds of a step that no placement of this split can beat."""
-        training, load = self.training_bound(split), self.problem.load
+        training = self.training_bound(split)
         if math.isinf(training):
             return math.inf
         scoring = 0.0
@@ -228,19 +231,24 @@ class RolesSearch:
         ways = self.generations(split)
         if not ways:
             return math.inf
+        generation = min(way.batch_seconds for way in ways)
         bounds: list[float] = []
         if "sync" in self.problem.modes:
-            bounds.append(min(way.batch_seconds for way in ways) + scoring + training)
+            bounds.append(generation + scoring + training)
         if "async" in self.problem.modes:
-            bounds.append(max(load.samples / max(map(_total_rate, ways)), scoring, training))
+            bounds.append(max(generation, scoring, training))
         return min(bounds, default=math.inf)
 
     def _generation_roofline(self, split: Split) -> float:
-        """All cards multiply at their peaks, and read keys and values."""
+        """All cards multiply at their peaks, and read keys and values; 0 if a card's rounds are measured,
+        which may be faster."""
         load = self.problem.load
         cards = [card for group in self.cards_of(split, 0) for card in group]
+        if {card.type for card in cards} & {name for name, _ in self.ways.rates.measured}:
+            return 0.0
         rates = [card_rates(self.costs.topology, [card], load.precision) for card in cards]
-        tokens = load.samples * load.expected_new_tokens
+        # The first token of each is drawn where its prompt is read.
+        tokens = load.samples * (load.expected_new_tokens - 1)
         layers = load.model.num_layers
         flops = 2.0 * tokens * load.model.active_parameters * 0.5
         cache = 2.0 * tokens * load.prompt_tokens * load.model.key_value_size * ELEMENT_BYTES[load.precision]
@@ -289,10 +297,6 @@ class RolesSearch:
             ]
             found += [min(placed, key=lambda p: p.step_seconds)] if placed else []
         return found
-
-
-def _total_rate(generation: Generation) -> float:
-    return math.fsum(generation.samples_per_second)
 
 
 def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> RolesResult:
