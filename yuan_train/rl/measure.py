@@ -150,6 +150,7 @@ def _make_depth(case: ProfileCase, layers: int) -> _Depth:
         shards=shards,
         states=(),
         buckets=(),
+        frozen=(),
         reducer=GradReducer(program, {}, {}, start=lambda number: None),
         groups=Groups({}, {}),
         bridge=None,

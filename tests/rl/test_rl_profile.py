@@ -1,0 +1,64 @@
+"""Profiles of a run of reinforcement learning: measured on this machine, and planned with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.rl import write_rl
+from yuan_train.cli.main import main
+from yuan_train.config.profile import load_profile
+from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl_plan import load_rl_plan
+
+CLUSTER = """\
+name: one
+nodes:
+  - {name: half, device: Half, devices: 2, link: {bandwidth: 1 GB/s}, network: {bandwidth: 1 GB/s}}
+device_types:
+  Half: {memory: 4 GiB, reserved: 0 GiB, fp32: 80 GFLOP/s, memory_bandwidth: 10 GB/s, slowdown: 1.5}
+"""
+CHANGES = (
+    "train.precision=fp32",
+    "search.policy={schedule: [1f1b], tensor: [1, 2], recompute: [none], micro_batch_size: [2]}",
+    "search.modes=[sync]",
+)
+
+
+def test_generation_is_measured_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, cluster, out = write_rl(tmp_path), tmp_path / "cluster.yaml", tmp_path / "profile.json"
+    cluster.write_text(CLUSTER)
+    given = ["--config", str(run), "--cluster", str(cluster)]
+    assert main(["profile", *given, "--seconds", "0.01", "--out", str(out), *CHANGES]) == 0
+    profile = load_profile(out)
+    own = {(one.device_type, one.tensor_parallel): one for one in profile.generation}
+    assert set(own) == {("Half", 1), ("Half", 2)}
+    for one in own.values():
+        assert (one.group, one.prompt_tokens) == (4, 6)
+        assert one.slots == (4, 8) and one.prompts == (1, 2)
+        rounds = [
+            4 * layer + engine + head
+            for row, engine, head in zip(one.layer_seconds, one.engine_seconds, one.head_seconds, strict=True)
+            for layer in row
+        ]
+        assert all(1e-5 < seconds < 10 for seconds in rounds)
+    assert profile.batch is not None and profile.batch.samples == 8
+    assert 0 < profile.batch.scoring_seconds < 10 and 0 < profile.batch.packing_seconds < 10
+    assert main(["inspect", str(out), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["generation"]) == 2
+    plan = tmp_path / "plan.yaml"
+    for more, source in ((("--profile", str(out)), "measured"), ((), "estimated")):
+        assert main(["plan", *given, *more, "--out", str(plan), "--json", *CHANGES]) == 0
+        forecast = load_rl_plan(plan).forecast
+        assert forecast is not None and forecast.source == source
+        assert (forecast.scoring_seconds > 0) == (source == "measured")
+
+
+def test_a_run_that_is_not_of_reinforcement_learning_has_no_generation(tmp_path: Path) -> None:
+    run, out = load_rl(write_rl(tmp_path)), tmp_path / "profile.json"
+    model = tmp_path / "model.yaml"
+    model.write_text(json.dumps({k: v for k, v in vars(run.model).items()}))
+    assert main(["profile", "--model", str(model), "--seconds", "0.01", "--out", str(out)]) == 0
+    assert load_profile(out).generation == () and load_profile(out).batch is None
