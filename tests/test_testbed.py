@@ -222,6 +222,8 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
         "import signal, sys, time\n"
         "from tools.testbed.nodes import NodeSpec, make_nodes\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        # Where the tests run in the background of a shell, it is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "specs = [NodeSpec(name=name, cpu=0.2, network=1e8) for name in ('one', 'two')]\n"
         "with make_nodes(specs) as nodes, open(sys.argv[1], 'wb') as output:\n"
         "    print(nodes[0].start(['sleep', '600'], environment={}, output=output).pid, flush=True)\n"

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.rl import write_rl
 from yuan_train.cli.main import main
 from yuan_train.config.profile import load_profile
 from yuan_train.config.rl_files import load_rl
 from yuan_train.config.rl_plan import load_rl_plan
+from yuan_train.rl.measure import measure_generation
+from yuan_train.train.measure import ProfileCase
 
 CLUSTER = """\
 name: one
@@ -27,6 +30,26 @@ CHANGES = (
 )
 
 
+def test_rounds_and_readings_of_the_real_engine(tmp_path: Path) -> None:
+    run = load_rl(write_rl(tmp_path), ("train.precision=fp32",))
+    case = ProfileCase(
+        model=run.model,
+        sequence_length=run.sequence_length,
+        micro_batch_size=2,
+        recompute="none",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seconds_per_unit=0.01,
+    )
+    own = measure_generation(case, run, device_type="Half")
+    assert (own.device_type, own.tensor_parallel) == ("Half", 1)
+    assert (own.group, own.prompt_tokens) == (4, 6)
+    assert own.slots == (4, 8) and own.prompts == (1, 2)
+    assert all(0 < seconds < 1 for row in own.layer_seconds for seconds in row)
+    assert all(0 < seconds < 1 for seconds in (*own.head_seconds, *own.prompt_layer_seconds))
+
+
+@pytest.mark.slow
 def test_generation_is_measured_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, cluster, out = write_rl(tmp_path), tmp_path / "cluster.yaml", tmp_path / "profile.json"
     cluster.write_text(CLUSTER)

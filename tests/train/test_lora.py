@@ -58,7 +58,9 @@ def difference(curve: list[dict], reference: list[dict], key: str) -> float:
     return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen2")) for name in MODELS]
+)
 def test_a_plan_computes_what_one_process_computes(tmp_path: Path, name: str) -> None:
     run_file = make_project(tmp_path, model=MODELS[name])
     run = run_config(run_file, *LORA)
