@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,8 @@ class Optimizer:
         self._config = config
         on_card = [s for state in states for s in state.shards if not s.on_host]
         self._gradients = [shard.gradient for shard in on_card]
-        self._on_card = _sorted_by_decay([group for shard in on_card for group in _param_groups(shard)])
+        found = [_parts(on_card, decay=decay) for decay in (True, False)]
+        self._on_card = [parts for parts in found if parts.masters]
         on_host = any(True for state in states for _ in state.host_chunks)
         # Weights that were stepped on the host are sent while the host steps those of the next state.
         self._rounds = [[state] for state in states] if on_host else [states]
@@ -160,41 +161,14 @@ class _Parts:
     decay: bool
 
 
-@dataclass(frozen=True)
-class _ParamGroup:
-    """Elements of an optimizer shard that all decay, or all do not: flat buffers [k]."""
-
-    master: torch.Tensor
-    gradient: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    decays: bool
-
-
-def _param_groups(shard: OptimizerShard) -> Iterator[_ParamGroup]:
-    """The matrices and the vectors of a shard; an empty group is left out."""
-    buffers = (shard.master, shard.gradient, shard.exp_avg, shard.exp_avg_sq)
-    splits = [buffer.tensor_split([shard.num_matrix_elements]) for buffer in buffers]
-    for number, decays in ((0, True), (1, False)):
-        master, gradient, exp_avg, exp_avg_sq = (split[number] for split in splits)
-        if master.numel():
-            yield _ParamGroup(master, gradient, exp_avg, exp_avg_sq, decays)
-
-
-def _sorted_by_decay(groups: Sequence[_ParamGroup]) -> list[_Parts]:
-    """The elements that decay together, and those that do not; none if there are none."""
-    found: list[_Parts] = []
-    for decays in (True, False):
-        alike = [group for group in groups if group.decays is decays]
-        if alike:
-            found.append(
-                _Parts(
-                    [group.master for group in alike],
-                    [group.gradient for group in alike],
-                    [group.exp_avg for group in alike],
-                    [group.exp_avg_sq for group in alike],
-                    [torch.zeros((), dtype=torch.float32, device=group.master.device) for group in alike],
-                    decays,
-                )
-            )
-    return found
+def _parts(shards: Sequence[OptimizerShard], *, decay: bool) -> _Parts:
+    """The matrices of all shards, which decay, or their vectors, which do not."""
+    rows: list[list[torch.Tensor]] = []
+    for shard in shards:
+        buffers = (shard.master, shard.gradient, shard.exp_avg, shard.exp_avg_sq)
+        row = [buffer.tensor_split([shard.num_matrix_elements])[not decay] for buffer in buffers]
+        if row[0].numel():
+            rows.append(row)
+    masters, gradients, exp_avgs, exp_avg_sqs = ([row[i] for row in rows] for i in range(4))
+    steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in masters]
+    return _Parts(masters, gradients, exp_avgs, exp_avg_sqs, steps, decay)

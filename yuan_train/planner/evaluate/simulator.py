@@ -280,9 +280,7 @@ def _operations(
 
 def _is_plain(schedule: str, workers: Workers, in_flight: tuple[int, ...] | None) -> bool:
     """Whether this is 1F1B with a worker for each stage and no warm-up depths of its own."""
-    count = len(workers)
-    alone = workers == one_worker_each(count)
-    return schedule == "1f1b" and alone and in_flight in (None, tuple(range(count, 0, -1)))
+    return _prompt_depths(schedule, workers, in_flight) == tuple(range(len(workers), 0, -1))
 
 
 def _prompt_depths(
