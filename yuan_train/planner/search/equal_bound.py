@@ -98,6 +98,10 @@ class Setting:
     """By micro-batches, and whether of one replica only."""
     sums: dict[tuple[int, str], Floats] = field(default_factory=dict[tuple[int, str], Floats])
     """Of layers; see `stage_parts`."""
+    reductions: dict[tuple[int, Schedules, int], Floats] = field(
+        default_factory=dict[tuple[int, Schedules, int], Floats]
+    )
+    """By micro-batch size, schedules and owners; see `reduce_seconds`."""
 
     @property
     def num_layers(self) -> int:
@@ -140,6 +144,9 @@ class Setting:
         """Of pipelines with so many micro-batches of a size, whose gradients have so many owners."""
         if size not in self.edges:
             self.edges[size] = least_edges(self.costs, self.cards, self.kinds, size)
+        key = (size, schedules, owners)
+        if key not in self.reductions:
+            self.reductions[key] = reduce_seconds(self, table, schedules, owners)
         return Limits(
             compute_seconds=compute_seconds,
             num_micro_batches=num_micro_batches,
@@ -147,7 +154,7 @@ class Setting:
             edges=self.edges[size],
             half_layers=self.options.half_layers,
             most_cards=most_cards,
-            reduce_seconds=reduce_seconds(self, table, schedules, owners),
+            reduce_seconds=self.reductions[key],
         )
 
     def ways(self, limits: Limits) -> StageWays:
@@ -186,15 +193,17 @@ def _update_seconds(costs: Costs, cards: Sequence[Card], options: Options) -> fl
     return sum(costs.problem.model.trained_unit_parameters[1:]) / rate
 
 
-def excludes_hosts(setting: Setting, excludes: Callable[[float, float], bool]) -> bool:
+def excludes_hosts(
+    setting: Setting, excludes: Callable[[float, float], bool], *, in_parts: bool = True
+) -> bool:
     """Whether `excludes` (least, most seconds that the hosts step) holds for all that hosts may step: all at
-    once, else range by range."""
+    once, else (`in_parts`) range by range."""
     if not setting.options.offload:
         return excludes(0.0, 0.0)
     longest = setting.longest_seconds
     ends = [0.0, *(longest * share for share in HOST_SHARES)]
     ranges = [(0.0, 0.0), *itertools.pairwise(ends)]
-    return excludes(0.0, longest) or all(excludes(*one) for one in ranges)
+    return excludes(0.0, longest) or (in_parts and all(excludes(*one) for one in ranges))
 
 
 def excludes_equal(setting: Setting, family: Family, seconds: float, memory: Memory, work: Work) -> bool:
@@ -230,11 +239,11 @@ def reduce_seconds(setting: Setting, table: StageTable, schedules: Schedules, ow
     if costs.topology.measured or schedules == "any":
         # Virtual stages of a card end apart, and may reduce their gradients meanwhile.
         return result
-    sizes = Counter((card.node, card.type) for card in cards)
+    sizes, names = Counter((card.node, card.type) for card in cards), type_names(cards)
     groups = costs.topology.groups
     for i, kind in enumerate(setting.kinds):
         count = owners * kind.fewest
-        name = type_names(cards)[kind.type_index]
+        name = names[kind.type_index]
         own = [(node, size) for (node, kind_name), size in sizes.items() if kind_name == name]
         rates = [link.bandwidth * kind.width for link in setting.costs.problem.cluster.links]
         for node, size in own:

@@ -79,9 +79,10 @@ def lower_bounds(
             excludes_equal(setting, family, seconds, memory, budget) and not budget.is_over
         )
 
-    def mixed(schedules: Schedules) -> Excludes:
+    def mixed(schedules: Schedules, *, in_parts: bool) -> Excludes:
         return lambda seconds, budget: (
-            excludes_mixed(setting, schedules, seconds, prices, budget) and not budget.is_over
+            excludes_mixed(setting, schedules, seconds, prices, budget, in_parts=in_parts)
+            and not budget.is_over
         )
 
     under: list[ScheduleBound] = []
@@ -95,9 +96,11 @@ def lower_bounds(
         # A plan has one pipeline, or several that may differ.
         alone = [seconds for family, seconds in families.items() if family.count == 1]
         high = min([equal_seconds, *alone])
-        any_seconds = _climb(
-            least_seconds, high, mixed(schedules), 1 / 3, MIXED_PRECISION, Work(mixed_work), stopped
-        )
+        any_seconds, budget = least_seconds, Work(mixed_work)
+        # What fails at once takes the most work in parts: that comes last.
+        for in_parts in (False, True):
+            excludes = mixed(schedules, in_parts=in_parts)
+            any_seconds = _climb(any_seconds, high, excludes, 1 / 3, MIXED_PRECISION, budget, stopped)
         names: tuple[ScheduleName, ...] = tuple(
             name for name in scope.schedules if CLASSES[name] == schedules
         )

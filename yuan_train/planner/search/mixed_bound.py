@@ -35,27 +35,38 @@ PIPELINES = (1, 2, 6, 1_000_000)
 """Numbers of pipelines are taken together up to each of these."""
 WIDEST, NARROWEST = 1.6, 1.03
 """Ratio of the sequences of a range."""
+LEVELS = 2
+"""Grids of cells that the narrowest ranges are tried with."""
+DUAL_PART = 0.12
+"""Of the next prices, what the pipelines found so far say: the first ones say little."""
 
 
 def excludes_mixed(
-    setting: Setting, schedules: Schedules, seconds: float, memory: dict[object, Floats], work: Work
+    setting: Setting,
+    schedules: Schedules,
+    seconds: float,
+    memory: dict[object, Floats],
+    work: Work,
+    *,
+    in_parts: bool,
 ) -> bool:
     """Whether no plan of two or more pipelines, under a class of schedules, takes `seconds` or less, however
-    its pipelines differ."""
+    its pipelines differ; `in_parts`: by their number and by what hosts step, if not at once."""
     allowed, most = setting.options.pipelines, _most_pipelines(setting)
 
     def excluded(first: int, last: int) -> bool:
         last = min(last, most)
         if first > last or (allowed is not None and not any(first <= n <= last for n in allowed)):
             return True
-        return excludes_hosts(
-            setting,
-            lambda low, high: _excludes_counts(
-                setting, schedules, seconds, (first, last), (low, high), memory, work
-            ),
-        )
 
-    return excluded(2, most) or all(excluded(a + 1, b) for a, b in itertools.pairwise(PIPELINES))
+        def excludes(low: float, high: float) -> bool:
+            return _excludes_counts(setting, schedules, seconds, (first, last), (low, high), memory, work)
+
+        return excludes_hosts(setting, excludes, in_parts=in_parts)
+
+    return excluded(2, most) or (
+        in_parts and all(excluded(a + 1, b) for a, b in itertools.pairwise(PIPELINES))
+    )
 
 
 def _most_pipelines(setting: Setting) -> int:
@@ -93,6 +104,7 @@ def _excludes_counts(
         prices = np.maximum(prices, 1e-9 * max(prices.max(), 1e-9))
     best, most = prices, -math.inf
     found: list[tuple[float, Floats]] = []
+    is_dual = False
     for _ in range(MAX_PRICES):
         prices = prices / float(prices @ numbers)
         column = columns.cheapest(prices)
@@ -105,7 +117,11 @@ def _excludes_counts(
         spare = float(prices @ cards) - sequences / setting.batch
         if spare > most:
             most, best = spare, prices
-        found.append((sequences / setting.batch, cards))
+        part = sequences / setting.batch
+        is_new = not any(part == other and (cards == own).all() for other, own in found)
+        if is_dual and not is_new:
+            return False
+        found.append((part, cards))
         done, dual = best_mixture(
             np.array([part for part, _ in found]),
             np.array([cards for _, cards in found]),
@@ -115,7 +131,8 @@ def _excludes_counts(
         if done >= 1.0:
             # These pipelines, mixed, do the whole batch on the cards that there are.
             return False
-        prices = (dual / max(float(dual @ numbers), 1e-300) + best) / 2
+        dual, is_dual = dual / max(float(dual @ numbers), 1e-300), not is_new
+        prices = dual if is_dual else DUAL_PART * dual + (1 - DUAL_PART) * best
     return False
 
 
@@ -130,6 +147,8 @@ class _Columns:
     host_seconds: float
     work: Work
     known: dict[tuple[int, int], PipelineBound] = field(default_factory=dict[tuple[int, int], PipelineBound])
+    finer: dict[tuple[int, int], PipelineBound] = field(default_factory=dict[tuple[int, int], PipelineBound])
+    """Of one bucket of another bound, by its id."""
     known_stages: dict[tuple[int, int], tuple[Stages, Floats]] = field(
         default_factory=dict[tuple[int, int], tuple[Stages, Floats]]
     )
@@ -157,10 +176,15 @@ class _Columns:
         return self.known_stages[size, begin]
 
     def densities(self) -> Floats:
-        """[R]: the most layers that a card of each type holds with half of the batch."""
-        begin = max(1, self.setting.batch // 2)
-        own = (self.stages(size, begin)[0].densities() for size in self.setting.scope.sizes)
-        return np.max(list(own), axis=0)
+        """[R]: the most of all layers of the whole batch that a card of each type has, with half of the batch
+        or less."""
+        batch, own = self.setting.batch, list[Floats]()
+        for size in self.setting.scope.sizes:
+            begin = max(batch // 2, 1)
+            while begin >= size:
+                own.append(self.stages(size, begin)[0].densities() * (begin / batch))
+                begin //= 4
+        return np.max(own, axis=0)
 
     def cheapest(self, prices: Floats) -> tuple[float, Floats | None] | None:
         """(sequences, cards) of a pipeline that may be cheaper than its share of the batch; None if there is
@@ -174,10 +198,11 @@ class _Columns:
             if end < size:
                 continue
             begin = max(begin, size)
-            found = self._cheaper(size, begin, end / self.setting.batch, prices)
+            is_wide = end > begin * NARROWEST and end > begin
+            found = self._cheaper(size, begin, end / self.setting.batch, prices, at_once=is_wide)
             if found is None:
                 continue
-            if end > begin * NARROWEST and end > begin:
+            if is_wide:
                 middle = (begin + end) // 2
                 ranges += [(size, begin, middle), (size, middle + 1, end)]
                 continue
@@ -193,26 +218,63 @@ class _Columns:
             yield begin, end
             end = begin - 1
 
-    def _cheaper(self, size: int, begin: int, price: float, prices: Floats) -> Floats | None:
-        """The cards of a pipeline of so many sequences that may cost `price` or less, if any does."""
+    def _cheaper(
+        self, size: int, begin: int, price: float, prices: Floats, *, at_once: bool
+    ) -> Floats | None:
+        """The cards of a pipeline of so many sequences that may cost `price` or less, if any does; with
+        `at_once`, as far as one value of a layer tells."""
         needed = self.setting.num_layers * (1 - 1e-9)
         stages, each = self.stages(size, begin)
         if not len(each) or float((each @ prices).min()) * needed > price:
             return None
         if (size, begin) not in self.known:
-            self.known[size, begin] = stages.bound(GRIDS[0])
-            self.work.left -= self.known[size, begin].work
+            self.known[size, begin] = self._bound(stages, 0)
         bound = self.known[size, begin]
-        parts, value = [np.arange(len(bound.low))], 1.02 * price / needed
+        buckets = np.arange(len(bound.low))
+        if at_once:
+            return self._cheaper_bucket(bound, buckets, 1.02 * price / needed, price, prices)[0]
+        return self._cheaper_of(stages, bound, 0, buckets, price, prices)
+
+    def _bound(
+        self, stages: Stages, level: int, span: tuple[float, float] = (0.0, math.inf)
+    ) -> PipelineBound:
+        found = stages.bound(GRIDS[level], span)
+        self.work.left -= found.work
+        return found
+
+    def _cheaper_of(
+        self,
+        stages: Stages,
+        bound: PipelineBound,
+        level: int,
+        buckets: Integers,
+        price: float,
+        prices: Floats,
+    ) -> Floats | None:
+        """The same of buckets of a grid."""
+        needed = self.setting.num_layers * (1 - 1e-9)
+        parts, value = [buckets], 1.02 * price / needed
         while parts:
             buckets = parts.pop()
+            if not len(buckets):
+                continue
             uses, hardest, left, value = self._cheaper_bucket(bound, buckets, value, price, prices)
             if uses is None:
                 continue
-            if len(left) == 1:
+            if len(left) > 1:
+                # No value of a layer excludes them all: each has its own.
+                parts += [left[left != hardest], np.array([hardest])]
+                continue
+            if level + 1 == LEVELS or self.work.is_over:
                 return uses
-            # No value of a layer excludes them all: each has its own.
-            parts += [part for part in (left[left != hardest], np.array([hardest])) if len(part)]
+            # In finer cells it may be none.
+            key = (id(bound), int(left[0]))
+            if key not in self.finer:
+                self.finer[key] = self._bound(stages, level + 1, bound.span(left))
+            finer = self.finer[key]
+            uses = self._cheaper_of(stages, finer, level + 1, np.arange(len(finer.low)), price, prices)
+            if uses is not None:
+                return uses
         return None
 
     def _cheaper_bucket(
@@ -233,11 +295,12 @@ class _Columns:
             i = int(over.argmax())
             layers, uses = found.pipeline(i)
             hardest, buckets, slope = int(buckets[i]), buckets[left], layers - needed
-            low, high = (value, high) if slope < 0 else (low, value)
             if abs(slope) < 1e-6:
                 break
-            next_value = value - (float(over[i]) + 1e-3 * price) / slope
-            if not low < next_value < high:
+            # What is over is convex: beyond the zeros of its tangents no value excludes these at once.
+            zero, next_value = (value - (float(over[i]) + more) / slope for more in (0.0, 1e-3 * price))
+            low, high = (max(low, zero), high) if slope < 0 else (low, min(high, zero))
+            if low >= high:
                 break
-            value = next_value
+            value = next_value if low < next_value < high else (low + high) / 2
         return uses, hardest, buckets, value

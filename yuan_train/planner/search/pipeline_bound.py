@@ -168,14 +168,14 @@ class PipelineBound:
         begins = self.high[buckets].searchsorted(np.arange(top), side="right").tolist()
         for stop in range(top, 0, -block):
             start = max(stop - block, 0)
-            some = slice(begins[start], None)
-            column = rest[start:stop, some]
-            worth = flat.take(target[start:stop, some])
+            at = (start if block == 1 else slice(start, stop), slice(begins[start], None))
+            column, worth = rest[at], flat.take(target[at])
             worth += own
-            np.maximum(column, np.maximum.reduce(worth, axis=2, initial=-np.inf), out=column)
+            np.maximum(column, np.maximum.reduce(worth, axis=-1, initial=-np.inf), out=column)
             if added is not None:
-                column += added[start:stop, some]
-            np.maximum(column[-1], rest[stop, some], out=column[-1])
+                column += added[at]
+            last = column if block == 1 else column[-1]
+            np.maximum(last, rest[stop, at[1]], out=last)
             if block > 1:
                 np.maximum.accumulate(column[::-1], axis=0, out=column[::-1])
         self.work += CALL_WORK + BLOCK_WORK * top / block
