@@ -2,7 +2,8 @@
 
 Trains a step of small models, each in a process of its own, and lets one generate a group of answers. What
 the interpreter and its libraries hold, measured with a model of next to nothing, is taken off; so is what the
-estimate reserves.
+estimate reserves. Freed memory leaves the processes at once, to be told from what is in use; the last column
+is of processes that keep their heap, holes and all, as users run them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import yaml
 
 from tools.testbed.run import with_random_data
+from yuan_train.cli import main as cli
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.document import Document
 from yuan_train.config.dump import dump, write_text
@@ -34,6 +36,7 @@ from yuan_train.models.transformer import Transformer
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
 from yuan_train.planner.costs.yuan_memory import yuan_memory
+from yuan_train.train import run as run_module
 from yuan_train.train.footprint import held_bytes, peak_memory_bytes, reset_peak_memory
 from yuan_train.train.measure import machine_name
 
@@ -46,6 +49,7 @@ NOTHING = {
     "vocab_size": 64,
 }
 TIMEOUT_SECONDS = 1200
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +117,10 @@ def main() -> int:
     ).parse_args()
     print(f"Machine: {machine_name()}\n")
     print(
-        "| model | parameters | phase | precision | recompute | tokens | estimate MB | measured MB | off by |"
+        "| model | parameters | phase | precision | recompute | tokens "
+        "| estimate MB | measured MB | off by | heap kept |"
     )
-    print("|---|--:|---|---|---|--:|--:|--:|--:|")
+    print("|---|--:|---|---|---|--:|--:|--:|--:|--:|")
     worst = max(abs(show(case)) for case in CASES)
     print(f"\nLargest: {worst:.1%}.")
     return int(worst > 0.1)
@@ -126,17 +131,19 @@ def show(case: Case) -> float:
     nothing = replace(smallest(case), recompute="none")
     phase = "generation" if case.generate else "training"
     if case.generate:
-        measured = generation_bytes(case)
+        measured, kept = (generation_bytes(case, keep=keep) for keep in (False, True))
         memory = case.forecast
         estimate = memory.states["weights"] + sum(memory.phases[phase].values())
     else:
-        measured = training_bytes(case) - training_bytes(nothing)
+        measured, kept = (
+            training_bytes(case, keep=keep) - training_bytes(nothing, keep=keep) for keep in (False, True)
+        )
         estimate = case.forecast.of_phase(phase) - nothing.forecast.of_phase(phase)
     tokens = case.samples.tokens if case.generate else case.samples.length
     off = estimate / measured - 1
     print(
         f"| {case.name} | {case.model.parameters:,} | {phase} | {case.precision} | {case.recompute} "
-        f"| {tokens:,} | {estimate / 1e6:.0f} | {measured / 1e6:.0f} | {off:+.1%} |",
+        f"| {tokens:,} | {estimate / 1e6:.0f} | {measured / 1e6:.0f} | {off:+.1%} | {kept / 1e6:.0f} |",
         flush=True,
     )
     return off
@@ -148,19 +155,19 @@ def smallest(case: Case) -> Case:
     return replace(case, sizes={**case.sizes, **NOTHING, **heads})
 
 
-def training_bytes(case: Case) -> int:
-    """Peak resident bytes of a process that trains one step."""
+def training_bytes(case: Case, *, keep: bool) -> int:
+    """Peak resident bytes of a process that trains one step; `keep`: it keeps freed memory."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_file, plan_file = folder / "run.yaml", folder / "plan.yaml"
         run_file.write_text(yaml.safe_dump(_run(case, folder)))
         write_text(run_file, dump(with_random_data(load_run(run_file), folder)))
         plan_file.write_text(yaml.safe_dump(_plan(case)))
-        command = [sys.executable, "-m", "yuan_train", "train", "--config", str(run_file)]
-        command += ["--plan", str(plan_file)]
+        entry = ["-m", "yuan_train"] if keep else ["-m", "tools.bench_estimate"]
+        command = [sys.executable, *entry, "train", "--config", str(run_file), "--plan", str(plan_file)]
         ran = subprocess.run(
             command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | ({} if keep else RETURN_FREED),
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,
@@ -170,6 +177,12 @@ def training_bytes(case: Case) -> int:
             raise SystemExit(ran.stderr[-2000:])
         lines = (folder / "log" / "metrics.jsonl").read_text().splitlines()
         return json.loads(lines[-1])["peak_memory_bytes"][0]
+
+
+def train_in_use(arguments: list[str]) -> int:
+    """`yuan-train`, but freed memory is not kept."""
+    run_module.keep_freed_memory = lambda device: None  # pyright: ignore[reportAttributeAccessIssue]
+    return cli.main(arguments)
 
 
 def _run(case: Case, folder: Path) -> dict[str, object]:
@@ -211,12 +224,16 @@ def _plan(case: Case) -> dict[str, object]:
     }
 
 
-def generation_bytes(case: Case) -> int:
+def generation_bytes(case: Case, *, keep: bool) -> int:
     """Growth of resident bytes of a process that makes a model and generates a group of answers."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=generate_alone, args=(case, results))
+    own = {} if keep else RETURN_FREED
+    os.environ.update(own)
     process.start()
+    for name in own:
+        del os.environ[name]
     grown = results.get(timeout=TIMEOUT_SECONDS)
     process.join()
     return grown
@@ -261,4 +278,4 @@ def _generate(model: ModelConfig, samples: Samples) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train_in_use(sys.argv[1:]) if sys.argv[1:2] == ["train"] else main())

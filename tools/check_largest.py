@@ -99,7 +99,8 @@ def _yuan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def train_both(work: Path) -> None:
     """Train the small model, then the large one; print what the large one took, as JSON."""
-    import torch
+    # Recompute imports it, which the small model does without.
+    import torch._dynamo
 
     from yuan_train.config.plan_files import load_plan
     from yuan_train.config.run import load_run
