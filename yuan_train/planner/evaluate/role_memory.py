@@ -20,6 +20,8 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
 
 ANY_LINK = Link(bandwidth=1e9)
+LASTING = ("parameters", "gradients", "optimizer", "critic", "reserved")
+"""Categories that are there from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,8 @@ def plan_memory(plan: RlPlan, *, prompt: int | None = None, group: int = 1) -> l
     found: list[StageBytes] = []
     generation, read = plan.roles.generation, _Read(prompt or PREFILL_CHUNK, group)
     for role, own in plan.plans.items():
-        costs = _costs_of(own)
+        critic = role == "policy" and plan.roles.critic is not None and plan.roles.critic.plan is None
+        costs = _costs_of(own, critic=critic)
         if role == "policy":
             for stage in cost_plan(costs, own).stages:
                 slots = generation.slots if generation.is_shared else None
@@ -73,7 +76,7 @@ class _Read:
     group: int
 
 
-def _costs_of(plan: Plan) -> Costs:
+def _costs_of(plan: Plan, *, critic: bool) -> Costs:
     """The costs of a plan's own cards, a node for each."""
     groups: list[NodeGroup] = []
     nodes: dict[str, list[str]] = {}
@@ -98,19 +101,20 @@ def _costs_of(plan: Plan) -> Costs:
             sequence_length=plan.sequence_length,
             global_batch_size=plan.global_batch_size,
             precision="bf16" if has_bf16 else "fp16",
+            critic=critic,
         )
     )
 
 
 def _training(costs: Costs, plan: Plan, stage: StageCost, slots: int | None, read: _Read) -> StageBytes:
     """What training holds; on shared cards generation instead, where that is more."""
-    training = {name: float(getattr(stage.memory, name)) for name in type(stage.memory).__dataclass_fields__}
+    training = stage.memory.categories
     phases = [training]
     if slots is not None:
         own = DecodeStage(
             cards=stage.replicas[0], layers=stage.layers, embedding=stage.embedding, head=stage.head
         )
-        kept = {name: training[name] for name in ("parameters", "gradients", "optimizer", "reserved")}
+        kept = {name: training[name] for name in LASTING if name in training}
         groups = max(num_groups(len(plan.pipelines[stage.pipeline].stages), slots // read.group), 1)
         drawn = _drawing(costs, plan, own, slots // groups, groups, read)
         phases.append(kept | {name: drawn[name] for name in ("slots", "buffers")})

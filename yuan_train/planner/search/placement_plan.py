@@ -12,6 +12,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.profile import Profile
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import (
+    CriticPlan,
     GenerationPlan,
     ReferencePlan,
     RlForecast,
@@ -53,18 +54,15 @@ PACKED_SHARE = 0.9
 def roles_problem(
     run: RLConfig, cluster: Cluster, profile: Profile | None, *, reward_model: ModelConfig | None = None
 ) -> RolesProblem:
-    """The problem of a run. Raises ConfigError for what is not placed yet, or if the search keys exclude
+    """The problem of a run. Raises ConfigError for what no plan may have, or if the search keys exclude
     every mode."""
-    if run.algorithm.advantage == "gae":
-        raise ConfigError(
-            "algorithm.name: ppo has a critic, which is not placed yet; plan with algorithm.name=grpo on "
-            "cards with room for it, and give `rl` what the plan has under roles.policy.plan"
-        )
+    if run.critic is not None:
+        _check_critic(run)
     policy = policy_run(run)
     # Activations only if they are asked for: sampling wants its hosts' memory too.
     offload = ("optimizer",) if run.search.policy.offload is None else run.search.policy.offload
-    # What adapters have stays on the cards.
-    offload = offload if run.model.lora is None else ()
+    # What adapters have stays on the cards, and so does what a critic has.
+    offload = offload if run.model.lora is None and run.critic is None else ()
     modes = run.search.modes
     if run.schedule.mode != "auto":
         modes = tuple(mode for mode in modes if mode == run.schedule.mode)
@@ -91,6 +89,7 @@ def roles_problem(
             reduce_dtype=run.optimizer.reduce_dtype,
             bucket_size=run.optimizer.bucket_size,
             host_reserved=run.memory.host_reserved,
+            critic=run.critic is not None,
         ),
         load=Workload(
             model=run.model,
@@ -115,6 +114,17 @@ def roles_problem(
         staleness=run.schedule.staleness or 0,
         time_limit=run.search.time_limit,
     )
+
+
+def _check_critic(run: RLConfig) -> None:
+    """Raise ConfigError for what a policy with a critic cannot have."""
+    if run.search.policy.offload:
+        raise ConfigError(
+            f"search.policy.offload: {list(run.search.policy.offload)}, but what a critic's stage keeps on "
+            "the host is not there yet; leave it out, or use grpo"
+        )
+    if run.model.num_experts:
+        raise ConfigError("model.num_experts: a critic with experts is not there yet; use grpo")
 
 
 def _packed_rows(run: RLConfig, expected: int) -> int:
@@ -148,6 +158,7 @@ def make_rl_plan(problem: RolesProblem, result: RolesResult) -> RlPlan:
             generation=generation,
             reference=ReferencePlan(where="host") if problem.reference else None,
             reward=reward,
+            critic=CriticPlan(with_="policy") if problem.policy.critic else None,
         ),
         forecast=rl_forecast(problem, best, lower_bound_seconds=result.lower_bound_seconds),
     )
@@ -238,6 +249,7 @@ def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seco
         sync_mode_seconds=placement.sync_mode_seconds,
         lower_bound_seconds=min(lower_bound_seconds, placement.step_seconds),
         source=placement.source,
+        critic_seconds=placement.policy.critic_seconds,
         roles=role_memory(placement),
     )
 
@@ -247,14 +259,12 @@ def role_memory(placement: Placement) -> dict[str, tuple[RoleMemory, ...]]:
     generation = placement.generation
     policy: list[RoleMemory] = []
     for stage in placement.policy.cost.stages:
-        names = type(stage.memory).__dataclass_fields__
-        categories = {name: float(getattr(stage.memory, name)) for name in names}
+        categories = stage.memory.categories
         peak = stage.memory.total
         if placement.shared:
             engine = generation.engines[stage.pipeline]
             own = engine_memory(generation.rates, engine)[stage.stage]
-            kept = ("parameters", "gradients", "optimizer", "reserved")
-            drawing = math.fsum(categories[name] for name in kept) + own["slots"] + own["buffers"]
+            drawing = stage.memory.lasting + own["slots"] + own["buffers"]
             categories["slots"] = own["slots"]
             peak = max(peak, drawing)
         policy.append(
