@@ -57,8 +57,9 @@ def test_a_plan_with_a_critic_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["simulate", "--plan", str(plan), *ppo, "--json"]) == 0
     priced = json.loads(capsys.readouterr().out)
     assert priced["step_seconds"] == pytest.approx(forecast["step_seconds"], rel=1e-3)
-    assert main(["estimate", "--plan", str(plan)]) == 0
-    assert "| critic " in capsys.readouterr().out
+    assert main(["estimate", "--plan", str(plan), "--reward-model", "Qwen2.5-7B"]) == 0
+    words = capsys.readouterr().out
+    assert "| critic " in words and "| reward model 14.1 " in words and ", fits (" in words
     trained = ["--config", str(run), "--plan", str(plan), "train.precision=fp32", "train.steps=1"]
     assert main(["rl", *trained, "algorithm.name=ppo", f"log.directory={tmp_path / 'log'}"]) == 0
     (line,) = (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()

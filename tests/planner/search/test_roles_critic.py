@@ -9,7 +9,7 @@ import pytest
 
 from tools.bench_roles import brute_force, cluster_of, drawn, problem_of
 from yuan_train.config.devices import CATALOGUE, GIB
-from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.errors import NoPlanFits, PlanError
 from yuan_train.config.model import load_model
 from yuan_train.config.rl_plan import CriticPlan, load_rl_plan, save_rl_plan, validate_rl_plan
 from yuan_train.planner.costs.critic import value_model
@@ -109,6 +109,24 @@ def test_a_step_with_a_critic_is_longer_by_its_parts() -> None:
     # Values are a forward pass: a third of what a micro-batch computes at least, its head apart.
     values = both.critic_seconds - steps
     assert 0.2 * cost.compute_seconds < values < 0.5 * cost.compute_seconds
+
+
+def test_a_reward_model_on_the_policys_cards_takes_time_and_memory() -> None:
+    problem = on_cards(4)
+    plan = make_rl_plan(problem, search_roles(problem))
+    with_model = replace(problem, reward_model=value_model(MODEL))
+    scored = placement_of(with_model, plan)
+    added = scored.step_seconds - placement_of(problem, plan).step_seconds
+    assert scored.scoring_seconds > 0 and added == pytest.approx(scored.scoring_seconds)
+    assert list(scored.idle) == ["policy"]
+    large = replace(value_model(MODEL), num_layers=100)
+    with pytest.raises(PlanError, match="does not fit card 'c0/0' beside the policy"):
+        placement_of(replace(problem, reward_model=large), plan)
+    (training,), (scoring,) = plan_memory(plan), plan_memory(plan, reward_model=large)
+    assert training.fits and not scoring.fits
+    assert scoring.categories["reward model"] == 2 * large.parameters
+    # A small one is there while less is than training needs.
+    assert plan_memory(plan, reward_model=replace(large, num_layers=1)) == [training]
 
 
 def test_a_critic_keeps_nothing_on_hosts() -> None:

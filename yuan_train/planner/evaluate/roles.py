@@ -13,6 +13,7 @@ from yuan_train.config.profile import BatchProfile
 from yuan_train.config.run import Counts, SearchConfig
 from yuan_train.planner.costs.decode import DecodeStage
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, critic_of
+from yuan_train.planner.costs.scoring import scoring_bytes
 from yuan_train.planner.costs.unit_costs import Source, card_costs
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.evaluate.engines import (
@@ -227,6 +228,8 @@ class RewardWork:
     scoring_seconds: float
     memory: dict[str, float]
     """Bytes on each card, by category."""
+    apart: bool = True
+    """Whether the cards are its own, and not the policy's, between whose phases it scores."""
 
 
 def reward_work(
@@ -249,11 +252,7 @@ def reward_work(
             tensor_parallel=width,
         )
         forward = max(forward, math.fsum(unit.forward_seconds for unit in own.units))
-        found = {
-            "weights": model.parameters * ELEMENT_BYTES[load.precision] / width,
-            "activations": own.layer.activation_bytes,
-            "reserved": float(device.reserved),
-        }
+        found = scoring_bytes(model, own, load.precision, width=width) | {"reserved": float(device.reserved)}
         if math.fsum(found.values()) > device.memory:
             return None
     seconds = forward * math.ceil(load.samples / len(groups))
@@ -320,7 +319,7 @@ class Placement:
         if not self.shared:
             engines = [self.play.idle(f"engine {e}") for e in range(len(self.generation.engines))]
             found["generation"] = math.fsum(engines) / len(engines)
-        if self.reward:
+        if self.reward and self.reward.apart:
             found["reward"] = self.play.idle("scoring")
         return found
 
@@ -350,7 +349,9 @@ def place(
     def played(staleness: int) -> Play:
         score = problem.function_seconds + (reward.scoring_seconds if reward else 0.0)
         times = _flow_times(policy, generation, score, moved, staleness=staleness, shared=shared)
-        return play(times, staleness=staleness, shared=shared, scores_apart=reward is not None)
+        return play(
+            times, staleness=staleness, shared=shared, scores_apart=reward is not None and reward.apart
+        )
 
     sync = played(0)
     return Placement(

@@ -23,7 +23,7 @@ from yuan_train.config.rl_plan import (
     validate_rl_plan,
 )
 from yuan_train.planner.costs.decode import DecodeStage
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.costs.rounds import measured_rounds
 from yuan_train.planner.evaluate.engines import (
     Engine,
@@ -36,6 +36,8 @@ from yuan_train.planner.evaluate.engines import (
 from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.evaluate.roles import (
     Placement,
+    PolicyWork,
+    RewardWork,
     RolesProblem,
     engines_plan,
     part_of_cluster,
@@ -217,6 +219,8 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
         reward = reward_work(problem, scoring.model, cards)
         if reward is None:
             raise PlanError("roles.reward: the reward model does not fit its cards; plan again")
+    elif problem.reward_model is not None:
+        reward = _reward_on_policy(problem, costs, problem.reward_model, work)
     names = {entry.device: role for role, part in plan.plans.items() for entry in part.ranks}
     split: dict[str, list[int]] = {}
     for card in problem.policy.cluster.cards:
@@ -233,6 +237,28 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
         reward=reward,
         shared=generation.is_shared,
     )
+
+
+def _reward_on_policy(
+    problem: RolesProblem, costs: Costs, model: ModelConfig, policy: PolicyWork
+) -> RewardWork:
+    """A reward model whole on each of the policy's cards, which share the samples: its weights come from the
+    host for each batch, and go back. Raises PlanError if it does not fit beside what lasts there."""
+    cards = {card.name: (card, stage) for stage in policy.cost.stages for card in stage.cards}
+    work = reward_work(problem, model, [(card,) for card, _ in cards.values()])
+    copies = 0.0
+    for card, stage in cards.values():
+        device = problem.policy.cluster.device_type(card.type)
+        beside = 0.0 if work is None else work.memory["weights"] + work.memory["activations"]
+        if work is None or stage.memory.lasting + beside > device.memory:
+            raise PlanError(
+                f"the reward model does not fit card {card.name!r} beside the policy, where it scores; give "
+                "it cards of its own (roles.reward)"
+            )
+        link = costs.host_of(card).link_bytes_per_second
+        copies = max(copies, 2 * work.memory["weights"] / link)
+    assert work is not None
+    return replace(work, scoring_seconds=work.scoring_seconds + copies, apart=False)
 
 
 def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seconds: float) -> RlForecast:
