@@ -68,6 +68,23 @@ def test_a_model_that_only_our_engine_trains(capsys: pytest.CaptureFixture[str],
     assert "yuan: group 4" in capsys.readouterr().out
 
 
+def test_a_critic_and_a_reward_model(estimate: Any) -> None:
+    """A critic has the policy's bytes but for the head: states always, activations in turn with its."""
+    plain = estimate("--model", "Qwen2.5-7B", "--engine", "yuan")
+    found = estimate("--model", "Qwen2.5-7B", "--algorithm", "ppo", "--reward-model", "Qwen2.5-1.5B")
+    assert (plain["algorithm"], found["algorithm"], found["engine"]) == ("grpo", "ppo", "yuan")
+    head = 3584 * 152064
+    assert sum(plain["states"].values()) - found["states"].pop("critic") == 18 * (head - 3584)
+    assert found["states"] == plain["states"]
+    phases = found["phases"]
+    assert phases["training"]["categories"] == plain["phases"]["training"]["categories"]
+    assert phases["critic"]["bytes"] < phases["training"]["bytes"]
+    # Of 1.5B the head is the embedding: a value's has 1536 parameters beside it.
+    assert phases["scoring"]["categories"]["reward model"] == 2 * (1_543_714_304 + 1536)
+    changes = [{remedy["change"] for remedy in case["remedies"]} for case in (plain, found)]
+    assert "optimizer_offload" in changes[0] and "optimizer_offload" not in changes[1]
+
+
 def test_all_methods_of_a_model(estimate: Any) -> None:
     found = estimate("--model", "Llama-3.2-1B", "--card", "RTX-4090")
     assert [(cell["method"], cell["fits"]) for cell in found["cells"]] == [
@@ -114,6 +131,8 @@ def test_text_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model configs/cluster/laptop.yaml", "no hidden_size"),
         ("--table oxen --model Qwen2.5-7B", "leave --model out"),
         ("--table oxen --engine yuan", "leave --engine out"),
+        ("--table oxen --reward-model Qwen2.5-7B", "leave --reward-model out"),
+        ("--model Qwen2.5-7B --engine trl-0.14 --algorithm ppo", "without a critic or a reward model"),
         ("--table oxen --group 8", "measured with group 4, prompt 256, new 786"),
     ],
 )

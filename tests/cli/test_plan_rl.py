@@ -45,12 +45,36 @@ def test_the_way_of_an_rl_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "global_batch_size: not the run's" in capsys.readouterr().err
 
 
+def test_a_plan_with_a_critic_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, cluster, plan = write_rl(tmp_path), tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    cluster.write_text("name: one\nnodes:\n  - {name: a, device: A10}\n")
+    given = ["--config", str(run), "--cluster", str(cluster), "train.precision=fp32", SEARCH]
+    ppo = [*given, "algorithm.name=ppo"]
+    assert main(["plan", *ppo, "--out", str(plan), "--json"]) == 0
+    forecast = json.loads(capsys.readouterr().out)["forecast"]
+    assert 0 < forecast["critic_seconds"] < forecast["training_seconds"]
+    assert forecast["roles"]["policy"][0]["categories"]["critic"] > 0
+    assert main(["simulate", "--plan", str(plan), *ppo, "--json"]) == 0
+    priced = json.loads(capsys.readouterr().out)
+    assert priced["step_seconds"] == pytest.approx(forecast["step_seconds"], rel=1e-3)
+    assert main(["estimate", "--plan", str(plan), "--reward-model", "Qwen2.5-7B"]) == 0
+    words = capsys.readouterr().out
+    assert "| critic " in words and "| reward model 14.1 " in words and ", fits (" in words
+    trained = ["--config", str(run), "--plan", str(plan), "train.precision=fp32", "train.steps=1"]
+    assert main(["rl", *trained, "algorithm.name=ppo", f"log.directory={tmp_path / 'log'}"]) == 0
+    (line,) = (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["value_loss"] > 0
+    # It is not the plan of a run without.
+    assert main(["rl", *trained]) == 2
+    assert "roles.critic: the plan has one, and algorithm.name is grpo" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("search.modes=[async]", "search.placement=[shared]"), "shared cards cannot be async"),
         (("search.expected_new_tokens=9",), "expected_new_tokens: 9, but generation.max_new_tokens is 5"),
-        (("algorithm.name=ppo",), "has a critic, which is not placed yet"),
+        (("algorithm.name=ppo", "search.policy={offload: [optimizer]}"), "what a critic's stage keeps on"),
         (("schedule.mode=async", "search.modes=[sync]"), "but schedule.mode is async"),
         (("--largest",), "--largest: not with a run of reinforcement learning"),
     ],

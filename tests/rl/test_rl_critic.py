@@ -9,20 +9,28 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parallel.test_zero import runtimes_of
 from tests.rl.test_apart import roles_of, run_cases, with_names
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_same_run, facts, read_lines, run_cases_of_rank, run_rl, write_rl
 from tests.support.spawn import free_port, spawn
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors, tensor_names
 from yuan_train.cli.main import main
+from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import CheckpointError, PlanError
-from yuan_train.config.rl import policy_run
+from yuan_train.config.plan import MemoryForecast, Plan
+from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_files import load_rl
-from yuan_train.config.rl_plan import ReferencePlan, RlPlan, RolePlan, save_rl_plan
+from yuan_train.config.rl_plan import CriticPlan, ReferencePlan, RlPlan, save_rl_plan
 from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
 from yuan_train.models.transformer import Transformer
 from yuan_train.objectives.value import explained_variance, value_loss
+from yuan_train.parallel.apply import RankRuntime
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.rl import updates
+from yuan_train.rl.critic import Critic
+from yuan_train.rl.experience import RowFeed
 from yuan_train.rl.job import check_supported, prepare_rl
 from yuan_train.train.job import Position
 
@@ -172,12 +180,62 @@ def test_the_plan_changes_nothing(project: Path, tmp_path: Path) -> None:
     assert broken["value_loss"] != pytest.approx(alone[0]["value_loss"], rel=1e-6)
 
 
+def state_bytes(runtime: RankRuntime) -> int:
+    """Bytes of weights, gradients and optimizer state that a rank holds, each memory once."""
+    buffers = [buffer for bucket in runtime.buckets for buffer in (bucket.weights, bucket.gradient)]
+    for shard in (shard for state in runtime.states for shard in state.shards):
+        buffers += [shard.master, shard.gradient, shard.exp_avg, shard.exp_avg_sq]
+    storages = (buffer.untyped_storage() for buffer in buffers)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def forecast_of(run: RLConfig, plan: Plan) -> list[MemoryForecast]:
+    """The planner's, of each stage of a plan on A10."""
+    link = Link(bandwidth=1e9)
+    node = NodeGroup(name="a", device="A10", devices=8, link=link, network=link)
+    cards = tuple(replace(entry, device=f"a/{entry.rank}", type="A10") for entry in plan.ranks)
+    problem = PlanProblem(
+        cluster=Cluster(name=plan.cluster, nodes=(node,)),
+        model=run.model,
+        sequence_length=plan.sequence_length,
+        global_batch_size=plan.global_batch_size,
+        precision=run.train.precision,
+        critic=True,
+    )
+    return [stage.memory for stage in cost_plan(make_costs(problem), replace(plan, ranks=cards)).stages]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_the_planner_counts_what_the_critic_holds(project: Path, precision: str) -> None:
+    job = prepare_rl(load_rl(project, (*PPO, f"train.precision={precision}")), None, Position())
+    critic = Critic(job, RowFeed(micro_batch_size=2, pin=False))
+    (stage,) = forecast_of(job.run, job.policy.plan)
+    held = state_bytes(critic._lanes.trainer.runtime)
+    assert held == stage.critic
+    # The policy's embedding is its head as well, a critic's is not.
+    assert job.run.model.tie_embeddings and held > stage.parameters + stage.gradients + stage.optimizer
+
+
+def test_the_planner_counts_what_a_stage_of_the_critic_holds(project: Path) -> None:
+    run = load_rl(project, PPO)
+    model = replace(run.model, output="value")
+    own = policy_run(run, sequence_length=16)
+    for text, sharding in (("2x4: 1@0 | 3@1", False), ("2x3: 4@0 / 2x1: 4@1", True)):
+        plan = parse_plan(own, text, schedule="1f1b", optimizer_sharding=sharding)
+        wanted = [stage.critic for stage in forecast_of(run, plan)]
+        held = [state_bytes(runtime) for runtime in runtimes_of(replace(plan, model=model))]
+        assert held == pytest.approx(wanted, rel=1e-3 if sharding else 0, abs=0)
+        if not sharding:
+            # The last stage's head has one number, the policy's the matrix of the embedding.
+            assert held[-1] < 0.99 * state_bytes(runtimes_of(plan)[-1])
+
+
 def test_what_is_refused(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = load_rl(project, PPO)
     roles = roles_of(project, staleness=0)
     value = replace(roles.roles.policy.plan, model=replace(run.model, output="value"))
     critic = with_names(value, "c")
-    own = replace(roles, roles=replace(roles.roles, critic=RolePlan(plan=critic)))
+    own = replace(roles, roles=replace(roles.roles, critic=CriticPlan(plan=critic)))
     with pytest.raises(PlanError, match="the plan has one, and algorithm.name is grpo"):
         check_rl_plan_of_run(own, load_rl(project))
     save_rl_plan(tmp_path / "plan.yaml", own)

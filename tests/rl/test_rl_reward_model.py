@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,21 @@ import pytest
 import torch
 
 from tests.rl.test_apart import roles_of, run_cases
+from tests.support.memory import most_bytes
 from tests.support.project import parse_plan
 from tests.support.ranks import Case, run_alone
 from tests.support.rl import RLCase, facts, read_lines, run_cases_of_rank, run_rl, write_rl
 from tests.support.spawn import free_port, spawn
 from tests.train.test_preference import REWARD, write_run
 from yuan_train.checkpoint.load import find_checkpoint
+from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.errors import CheckpointError, ConfigError, TrainingError
+from yuan_train.config.model import load_model
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
+from yuan_train.models.transformer import Transformer
+from yuan_train.planner.costs.scoring import scoring_bytes
+from yuan_train.planner.costs.unit_costs import card_costs
 from yuan_train.rl.job import prepare_rl
 from yuan_train.rl.reward_model import RewardModel
 from yuan_train.train.evaluate import load_trained
@@ -43,6 +50,35 @@ def under_plans(rank: int, shared: RLCase, apart: Any) -> None:
     """On the cards that draw, then on those of a policy beside engines."""
     run_cases_of_rank(rank, [shared])
     run_cases(rank, [apart])
+
+
+def test_the_planner_counts_what_a_reward_model_holds() -> None:
+    """Weights to the byte; of a forward no more than is counted, nor less than two thirds of it."""
+    model = load_model("configs/model/qwen2.5-0.5b.yaml")
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    model = replace(model, num_layers=3, ffn_hidden_size=1024, vocab_size=512, output="value", **sizes)
+    counted = scoring_bytes(
+        model,
+        card_costs(
+            model,
+            sequence_length=256,
+            micro_batch_size=1,
+            precision="fp32",
+            recompute="none",
+            type_name="A10",
+            device=CATALOGUE["A10"],
+            profile=None,
+        ),
+        "fp32",
+    )
+    scorer = Transformer(model, device="cpu", dtype=torch.float32).eval()
+    assert sum(p.nbytes for p in scorer.parameters()) == counted["weights"]
+    tokens = torch.zeros(1, 256, dtype=torch.int64)
+    with torch.no_grad():
+        held = most_bytes(lambda: scorer.scores(scorer(tokens)))
+        assert 2 / 3 * counted["activations"] < held <= counted["activations"]
+    # A pass that keeps what a backward needs holds that of every layer.
+    assert most_bytes(lambda: scorer.scores(scorer(tokens))) > 2 * counted["activations"]
 
 
 def test_scores_are_those_of_each_answer_alone(

@@ -58,6 +58,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "and lora (trl-0.14; yuan for layers that only our engine has)",
     )
     parser.add_argument(
+        "--algorithm", choices=("grpo", "ppo"), help="ppo has a critic: our own engine alone (grpo)"
+    )
+    parser.add_argument(
+        "--reward-model", metavar="M", help="a model that scores on the same cards: our own engine alone"
+    )
+    parser.add_argument(
         "--largest", choices=("group", "new"), help="also find the largest of these that fits"
     )
     parser.add_argument(
@@ -109,11 +115,14 @@ def _print_roles(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.evaluate.role_memory import plan_memory
     from yuan_train.planner.report.memory_text import roles_memory_json, roles_memory_text
 
-    for name in ("model", "method", "engine", "largest", "table", "new"):
+    for name in ("model", "method", "engine", "algorithm", "largest", "table", "new"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--plan has its own model, cards and slots; leave --{name} out")
     plan = load_rl_plan(arguments.plan)
-    found = plan_memory(plan, prompt=arguments.prompt, group=arguments.group or 1)
+    scorer = _reward_model(arguments.reward_model)
+    if scorer is not None and plan.roles.reward is not None:
+        raise ConfigError("--reward-model: the plan has one on cards of its own; leave it out")
+    found = plan_memory(plan, prompt=arguments.prompt, group=arguments.group or 1, reward_model=scorer)
     if arguments.json:
         print(json.dumps(roles_memory_json(found)))
     else:
@@ -127,10 +136,11 @@ def _print_table(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.evaluate.oxen_table import OXEN_SAMPLES, oxen_table
     from yuan_train.planner.report.memory_text import oxen_json, oxen_text
 
-    for name in ("model", "method", "largest"):
+    for name in ("model", "method", "largest", "algorithm", "reward_model"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
-                f"--table {arguments.table} has models and methods of its own; leave --{name} out"
+                f"--table {arguments.table} has models and methods of its own; leave "
+                f"--{name.replace('_', '-')} out"
             )
     if arguments.engine == "yuan":
         raise ConfigError(f"--table {arguments.table} was measured with TRL 0.14; leave --engine out")
@@ -148,10 +158,28 @@ def _cases(arguments: argparse.Namespace) -> list[MemoryCase]:
     from yuan_train.config.model import ModelConfig
     from yuan_train.planner.evaluate.memory_fit import MemoryCase
 
-    model = _for_engine(read_model(arguments.model), arguments.engine)
+    engine, critic = arguments.engine, arguments.algorithm == "ppo"
+    if critic or arguments.reward_model is not None:
+        if engine == "trl-0.14":
+            raise ConfigError(
+                "--engine trl-0.14: its GRPO with reward functions was counted, without a critic or a reward "
+                "model; use --engine yuan, or leave --algorithm and --reward-model out"
+            )
+        engine = "yuan"
+    model = _for_engine(read_model(arguments.model), engine)
     samples = _samples(arguments)
     wanted = METHODS if arguments.method is None else (arguments.method,)
-    cases = [MemoryCase(model=model, method=name, samples=samples, card=arguments.card) for name in wanted]
+    cases = [
+        MemoryCase(
+            model=model,
+            method=name,
+            samples=samples,
+            card=arguments.card,
+            critic=critic,
+            reward_model=_reward_model(arguments.reward_model),
+        )
+        for name in wanted
+    ]
     if cases[0].engine == "yuan":
         if arguments.method not in (None, "full", "lora"):
             raise ConfigError(
@@ -162,6 +190,13 @@ def _cases(arguments: argparse.Namespace) -> list[MemoryCase]:
             raise ConfigError("--method lora: a model with experts has no adapters yet; wanted full")
         return cases[:1]
     return cases
+
+
+def _reward_model(name: str | None) -> ModelConfig | None:
+    """The reward model of the sizes that a name or a file has; None without a name."""
+    if name is None:
+        return None
+    return replace(_our_model(read_model(name)), output="value")
 
 
 def _samples(arguments: argparse.Namespace) -> Samples:
@@ -178,11 +213,11 @@ def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelSha
     does not have such a layer.
     """
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.shape import ModelShape, shape_of, to_model
+    from yuan_train.config.shape import ModelShape, shape_of
 
-    if isinstance(model, ModelShape):
-        return to_model(model) if engine == "yuan" else model
     if engine == "yuan":
+        return _our_model(model)
+    if isinstance(model, ModelShape):
         return model
     try:
         return shape_of(model)
@@ -191,6 +226,12 @@ def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelSha
             raise
         print(f"{error}: so it is estimated", file=sys.stderr)
         return model
+
+
+def _our_model(model: ModelShape | ModelConfig) -> ModelConfig:
+    from yuan_train.config.shape import ModelShape, to_model
+
+    return to_model(model) if isinstance(model, ModelShape) else model
 
 
 def read_model(name: str) -> ModelShape | ModelConfig:

@@ -167,19 +167,25 @@ class MemoryForecast:
     logits: float
     buffers: float
     reserved: float
+    critic: float | None = None
+    """Parameters, gradients and optimizer state of a critic that is trained beside the model; None: there is
+    none."""
 
     @property
     def total(self) -> float:
         """Bytes of all categories."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.logits
-            + self.buffers
-            + self.reserved
-        )
+        return self.lasting + self.activations + self.logits + self.buffers
+
+    @property
+    def lasting(self) -> float:
+        """Of these what is there from step to step."""
+        return self.parameters + self.gradients + self.optimizer + self.reserved + (self.critic or 0.0)
+
+    @property
+    def categories(self) -> dict[str, float]:
+        """Bytes by name of the categories that there are."""
+        found = {name: getattr(self, name) for name in type(self).__dataclass_fields__}
+        return {name: float(value) for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

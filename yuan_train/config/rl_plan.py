@@ -65,6 +65,14 @@ class ReferencePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticPlan:
+    """Where PPO's critic is trained: on the policy's cards under its plan, or on cards of its own."""
+
+    with_: Literal["policy"] | None = None
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolePlans:
     """The roles of a job; what is None is not there."""
 
@@ -72,7 +80,8 @@ class RolePlans:
     generation: GenerationPlan
     reference: ReferencePlan | None = None
     reward: RolePlan | None = None
-    critic: RolePlan | None = None
+    critic: CriticPlan | None = None
+    """None: there is none, or the plan was made without regard to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +115,8 @@ class RlForecast:
     """The same placement in sync mode."""
     lower_bound_seconds: float
     source: Literal["measured", "estimated"]
+    critic_seconds: float | None = None
+    """Of training the critic's: values, and its optimizer steps; None: there is none."""
     roles: dict[str, tuple[RoleMemory, ...]] = field(default_factory=dict[str, tuple[RoleMemory, ...]])
     """Memory by stage, by role."""
 
@@ -184,6 +195,14 @@ def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
         yield Violation(
             ("roles", "reference"), f"{given} of where and plan; give `where: host`, or a plan of its own"
         )
+    critic = plan.roles.critic
+    if critic is not None and (critic.with_ is None) == (critic.plan is None):
+        given = "both" if critic.plan is not None else "neither"
+        yield Violation(
+            ("roles", "critic"), f"{given} of with and plan; give `with: policy`, or a plan of its own"
+        )
+    if critic is not None and critic.with_ is not None:
+        yield from _on_cards(plan.roles.policy.plan)
 
 
 def _no_pages(name: str, plan: Plan) -> Iterator[Violation]:
@@ -194,6 +213,18 @@ def _no_pages(name: str, plan: Plan) -> Iterator[Violation]:
                     ("roles", name, "plan", "pipelines", p, "stages", s, "parameter_offload"),
                     f"{stage.parameter_offload}: pages are written for pretraining alone; leave it out",
                 )
+
+
+def _on_cards(policy: Plan) -> Iterator[Violation]:
+    """What a policy's stage keeps on its host a critic's would keep there too, which is not there yet."""
+    for p, pipeline in enumerate(policy.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            for key in ("optimizer_offload", "activation_offload"):
+                if getattr(stage, key):
+                    yield Violation(
+                        ("roles", "policy", "plan", "pipelines", p, "stages", s, key),
+                        f"{getattr(stage, key)}: a critic's stage keeps nothing on the host; leave it out",
+                    )
 
 
 def _mode_constraints(plan: RlPlan) -> Iterator[Violation]:

@@ -277,8 +277,9 @@ def test_in_flight_is_what_the_schedule_has(schedule, stages, m):
 @pytest.mark.parametrize(("recompute", "layers"), [("none", 99), ("full", 0.5), ("none", 2)])
 def test_cost_tables_and_forecast_agree(schedule, tied, recompute: Recompute, layers):
     """The search's cost tables and the forecast count the same seconds and bytes, with so many layers in a
-    bucket; those of half a layer over a sharded optimizer, those of two in bf16 as well."""
+    bucket; those of half a layer over a sharded optimizer, those of two in bf16 as well, beside a critic."""
     changes = {
+        "critic": layers == 2,
         "bucket_size": int(layers * MODEL.layer_parameters),
         "reduce_dtype": "bf16" if layers == 2 else "fp32",
     }

@@ -16,11 +16,11 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import expert_parameters, expert_ranges, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.halves import half_shares
 from yuan_train.planner.costs.unit_costs import (
     CardCosts,
     UnitCost,
     estimate_units,
-    half_shares,
     logit_rows,
 )
 from yuan_train.planner.costs.workload import UnitWork, model_work

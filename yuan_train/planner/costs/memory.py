@@ -2,7 +2,7 @@
 
     M = parameters + gradients + optimizer + in_flight * activations + logits + buffers + reserved
 
-The first four are sums over the stage's units.
+The first four are sums over the stage's units. A critic adds its parameters, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from yuan_train.config.plan import MemoryForecast
+from yuan_train.planner.costs.critic import without_critic
 from yuan_train.planner.costs.unit_costs import UnitCost
 from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE
 
@@ -26,6 +27,7 @@ def stage_memory(
     reserved_bytes: float,
     optimizer_share: float = 1.0,
     packed_share: float = 0.0,
+    critic_packed_share: float = 0.0,
 ) -> MemoryForecast:
     """Peak bytes of a stage that holds `units` in the model's order, embedding and head where it has them.
 
@@ -35,19 +37,29 @@ def stage_memory(
     stage, or in another one of the card. The head's transient (blocks of logits) counts as logits, the
     largest of the other units' as buffers. `optimizer_share` is the share of the optimizer state that the
     card itself holds; `packed_share` is the share of its gradients that it holds twice, because the reduced
-    ones lie in a buffer of their own.
+    ones lie in a buffer of their own, `critic_packed_share` that of a critic's.
     """
     stored = units[1:] if has_embedding and head_holds_embedding else units
     body = units[:-1] if has_head else units
     tail = units[-1:] if has_head else ()
     num_edges = (not has_embedding) + (not has_head)
+    critics = [unit.critic for unit in units if unit.critic is not None]
+    own = [without_critic(unit) for unit in stored] if critics else stored
     return MemoryForecast(
-        parameters=math.fsum(unit.parameter_bytes for unit in stored),
-        gradients=(1.0 + packed_share) * math.fsum(unit.gradient_bytes for unit in stored),
-        optimizer=optimizer_share * math.fsum(unit.optimizer_bytes for unit in stored),
+        parameters=math.fsum(unit.parameter_bytes for unit in own),
+        gradients=(1.0 + packed_share) * math.fsum(unit.gradient_bytes for unit in own),
+        optimizer=optimizer_share * math.fsum(unit.optimizer_bytes for unit in own),
         activations=in_flight * math.fsum(unit.activation_bytes for unit in units),
         logits=math.fsum(unit.transient_bytes for unit in tail),
         buffers=max((unit.transient_bytes for unit in body), default=0.0)
         + boundary_bytes * ((not has_head) * in_flight + num_edges * MESSAGES_PER_EDGE),
         reserved=reserved_bytes,
+        critic=math.fsum(
+            unit.parameter_bytes
+            + (1.0 + critic_packed_share) * unit.gradient_bytes
+            + optimizer_share * unit.optimizer_bytes
+            for unit in critics
+        )
+        if critics
+        else None,
     )

@@ -28,6 +28,9 @@ class StateShares:
     packed: float
     expert_optimizer: float
     expert_packed: float
+    critic_packed: float = 0.0
+    """Of a critic's gradients: it is reduced when the model is not, so that what both pack is not there at
+    the same time."""
 
 
 def state_shares(
@@ -38,12 +41,14 @@ def state_shares(
         return _shares_of_ranks(plan, reduce_copy_share)
     optimizer = optimizer_shares(plan, cards)
     packed = packed_shares(plan, cards, reduce_copy_share=reduce_copy_share)
+    lasting = packed_shares(plan, cards, reduce_copy_share=0.0) if reduce_copy_share else packed
     return {
         key: StateShares(
             optimizer=optimizer[key],
             packed=packed[key],
             expert_optimizer=optimizer[key],
             expert_packed=packed[key],
+            critic_packed=lasting[key],
         )
         for key in optimizer
     }

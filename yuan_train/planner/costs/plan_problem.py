@@ -17,6 +17,7 @@ from yuan_train.config.plan_units import divides_experts, layer_units, stage_uni
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
 from yuan_train.config.sends import Sends
+from yuan_train.planner.costs.critic import value_model, with_critic
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share
 from yuan_train.planner.costs.links import allreduce_seconds
@@ -57,6 +58,9 @@ class PlanProblem:
     """Whether what the hosts step comes a step late (`optimizer.update: delayed`)."""
     compile: bool = False
     """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
+    critic: bool = False
+    """Whether the critic of PPO is trained on the same cards in turn, under the same plan (see `critic_of`):
+    its states are counted in the memory of each unit, its time in none."""
 
     @property
     def send_mode(self) -> Sends:
@@ -101,6 +105,8 @@ class Costs:
     """What `fastest_of` found, by the costs that it is the least of."""
     rings: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float])
     """Seconds of the collectives of owners' rings, by what they depend on."""
+    body: Costs | None = None
+    """Of a critic: the policy's costs, whose embedding and layers it has."""
 
     def of(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1
@@ -119,17 +125,29 @@ class Costs:
         tensor_parallel: int,
         profile: Profile | None,
     ) -> CardCosts:
-        return card_costs(
-            self.problem.model,
-            sequence_length=self.problem.sequence_length,
-            micro_batch_size=micro_batch_size,
-            precision=self.problem.precision,
-            recompute=recompute,
-            type_name=type_name,
-            device=self.problem.cluster.device_type(type_name),
-            profile=profile,
-            tensor_parallel=tensor_parallel,
-        )
+        problem = self.problem
+
+        def look_up(model: ModelConfig, profile: Profile | None) -> CardCosts:
+            return card_costs(
+                model,
+                sequence_length=problem.sequence_length,
+                micro_batch_size=micro_batch_size,
+                precision=problem.precision,
+                recompute=recompute,
+                type_name=type_name,
+                device=problem.cluster.device_type(type_name),
+                profile=profile,
+                tensor_parallel=tensor_parallel,
+            )
+
+        if self.body is None and not problem.critic:
+            return look_up(problem.model, profile)
+        # A profile has the policy's head: a value's is estimated.
+        head = look_up(value_model(problem.model), None).units[-1]
+        if self.body is not None:
+            return look_up(self.body.problem.model, profile).with_head(head)
+        own = look_up(problem.model, profile)
+        return replace(own, units=tuple(map(with_critic, own.units, own.with_head(head).units)))
 
     def of_replica(self, replica: Replica, micro_batch_size: int, recompute: Recompute) -> CardCosts:
         """Every unit's cost on each card of a group: the slowest card's, plus the collectives."""
@@ -335,6 +353,12 @@ def make_costs(problem: PlanProblem) -> Costs:
         problem = replace(problem, cluster=_with_measured_reserve(problem.cluster, problem.profile))
     cards = {card.name: card for card in problem.cluster.cards}
     return Costs(problem, make_topology(problem.cluster, problem.profile), cards, {}, {})
+
+
+def critic_of(costs: Costs) -> Costs:
+    """The costs of a policy's critic on the same cards: its embedding and layers, a head of one number."""
+    problem = replace(costs.problem, model=value_model(costs.problem.model), critic=False)
+    return Costs(problem, costs.topology, costs.cards, {}, {}, body=costs)
 
 
 def _with_measured_reserve(cluster: Cluster, profile: Profile) -> Cluster:

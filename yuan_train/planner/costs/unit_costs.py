@@ -18,6 +18,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.halves import HalfShare, half_shares
 from yuan_train.planner.costs.workload import STATE_BYTES, ModelWork, StateBytes, UnitWork, model_work
 
 # Policy, not measurement: what a well-tuned dense model commonly reaches of the stated peaks.
@@ -54,25 +55,23 @@ class UnitCost:
     forward_collectives: int = 0
     """All-reduces of a hidden state over the tensor-parallel group that the seconds above do not include."""
     backward_collectives: int = 0
+    critic: UnitCost | None = None
+    """The unit of a critic that is trained beside it, whose states the bytes above include."""
 
     @property
     def state_bytes(self) -> float:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
+    @property
+    def own_gradient_bytes(self) -> float:
+        """Without a critic's."""
+        return self.gradient_bytes - (0.0 if self.critic is None else self.critic.gradient_bytes)
 
-@dataclass(frozen=True, kw_only=True)
-class HalfShare:
-    """What half a layer takes of a layer's costs; 1 for all of it."""
-
-    seconds: float
-    parameters: float
-    """That are trained; `weights` are all."""
-    weights: float
-    activations: float
-    """Under full recompute, both halves keep their input."""
-    transient: float
-    forward_collectives: int
-    backward_collectives: int
+    @property
+    def tied_share(self) -> float:
+        """Of the states of an embedding, the share that a head with its matrix holds: not a critic's, which
+        ties nothing, and has as many bytes of each kind."""
+        return 1.0 if self.critic is None else 1.0 - self.critic.parameter_bytes / self.parameter_bytes
 
 
 def share_of_layer(layer: UnitCost, half: HalfShare) -> UnitCost:
@@ -90,25 +89,8 @@ def share_of_layer(layer: UnitCost, half: HalfShare) -> UnitCost:
         weight_seconds=layer.weight_seconds * half.seconds,
         forward_collectives=half.forward_collectives,
         backward_collectives=half.backward_collectives,
+        critic=None if layer.critic is None else share_of_layer(layer.critic, half),
     )
-
-
-def half_shares(work: ModelWork, recompute: Recompute) -> tuple[HalfShare, HalfShare]:
-    """What attention and feed-forward take of a layer."""
-
-    def share(half: UnitWork) -> HalfShare:
-        whole = work.layer
-        return HalfShare(
-            seconds=half.forward_flops / whole.forward_flops,
-            parameters=half.trained / whole.trained,
-            weights=half.parameters / whole.parameters,
-            activations=half.kept_bytes(recompute) / whole.kept_bytes(recompute),
-            transient=half.transient_bytes / whole.transient_bytes,
-            forward_collectives=half.forward_collectives,
-            backward_collectives=half.backward_collectives,
-        )
-
-    return share(work.halves[0]), share(work.halves[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +115,10 @@ class CardCosts:
         names += ("optimizer_bytes", "activation_bytes", "transient_bytes")
         means = {name: statistics.fmean(getattr(unit, name) for unit in layers) for name in names}
         return replace(layers[0], **means)
+
+    def with_head(self, head: UnitCost) -> CardCosts:
+        """The same with another head."""
+        return replace(self, units=(*self.units[:-1], head))
 
 
 def check_profile(

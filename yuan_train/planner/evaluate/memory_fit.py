@@ -35,6 +35,10 @@ class MemoryCase:
     recompute: Recompute = "none"
     """Of our engine; so the next."""
     optimizer_offload: float = 0.0
+    critic: bool = False
+    """Whether PPO's critic is trained on the card too."""
+    reward_model: ModelConfig | None = None
+    """Scores on the card; None: functions score."""
 
     @property
     def engine(self) -> str:
@@ -74,6 +78,8 @@ def memory_of(case: MemoryCase) -> PhaseBytes:
         precision="bf16" if case.device.bf16 else "fp16",
         recompute=case.recompute,
         optimizer_offload=case.optimizer_offload,
+        critic=case.critic,
+        reward_model=case.reward_model,
     )
 
 
@@ -138,8 +144,8 @@ def _other_ways(case: MemoryCase) -> Iterator[Remedy]:
     yield Remedy(change="recompute", value="full", case=replace(case, recompute="full"))
     if case.method == "full" and not case.model.num_experts:
         yield Remedy(change="method", value="lora", case=replace(case, method="lora"))
-    if case.method == "lora":
-        # What adapters have stays on the card.
+    if case.method == "lora" or case.critic:
+        # What adapters or a critic have stays on the card.
         return
     yield Remedy(change="optimizer_offload", value=1.0, case=replace(case, optimizer_offload=1.0))
     both = replace(case, recompute="full", optimizer_offload=1.0)

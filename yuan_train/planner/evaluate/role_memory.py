@@ -10,16 +10,21 @@ from dataclasses import dataclass
 
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import PlanError
+from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.planner.costs.decode import DecodeStage, fixed_bytes, writing_on
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
+from yuan_train.planner.costs.scoring import scoring_bytes
+from yuan_train.planner.costs.unit_costs import card_costs
 from yuan_train.planner.evaluate.engines import num_groups
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
 
 ANY_LINK = Link(bandwidth=1e9)
+LASTING = ("parameters", "gradients", "optimizer", "critic", "reserved")
+"""Categories that are there from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +51,24 @@ class StageBytes:
         return self.peak <= self.capacity
 
 
-def plan_memory(plan: RlPlan, *, prompt: int | None = None, group: int = 1) -> list[StageBytes]:
+def plan_memory(
+    plan: RlPlan, *, prompt: int | None = None, group: int = 1, reward_model: ModelConfig | None = None
+) -> list[StageBytes]:
     """The bytes of every role by stage, in bf16 (fp16 where a card has none).
 
     `prompt` is the length of a prompt; None: a whole chunk is read at a time. `group` is the answers to a
-    prompt: so many slots share the reading of one. Raises PlanError for a card of unknown type.
+    prompt: so many slots share the reading of one. A `reward_model` scores on the policy's cards. Raises
+    PlanError for a card of unknown type.
     """
     found: list[StageBytes] = []
     generation, read = plan.roles.generation, _Read(prompt or PREFILL_CHUNK, group)
     for role, own in plan.plans.items():
-        costs = _costs_of(own)
+        critic = role == "policy" and plan.roles.critic is not None and plan.roles.critic.plan is None
+        costs = _costs_of(own, critic=critic)
         if role == "policy":
             for stage in cost_plan(costs, own).stages:
                 slots = generation.slots if generation.is_shared else None
-                found.append(_training(costs, own, stage, slots, read))
+                found.append(_training(costs, own, stage, slots, read, reward_model))
         else:
             found += _forward_only(role, costs, own, read)
     return found
@@ -73,7 +82,7 @@ class _Read:
     group: int
 
 
-def _costs_of(plan: Plan) -> Costs:
+def _costs_of(plan: Plan, *, critic: bool) -> Costs:
     """The costs of a plan's own cards, a node for each."""
     groups: list[NodeGroup] = []
     nodes: dict[str, list[str]] = {}
@@ -98,19 +107,29 @@ def _costs_of(plan: Plan) -> Costs:
             sequence_length=plan.sequence_length,
             global_batch_size=plan.global_batch_size,
             precision="bf16" if has_bf16 else "fp16",
+            critic=critic,
         )
     )
 
 
-def _training(costs: Costs, plan: Plan, stage: StageCost, slots: int | None, read: _Read) -> StageBytes:
-    """What training holds; on shared cards generation instead, where that is more."""
-    training = {name: float(getattr(stage.memory, name)) for name in type(stage.memory).__dataclass_fields__}
+def _training(
+    costs: Costs,
+    plan: Plan,
+    stage: StageCost,
+    slots: int | None,
+    read: _Read,
+    reward_model: ModelConfig | None,
+) -> StageBytes:
+    """What training holds; instead, where that is more, generation on shared cards, or scoring."""
+    training = stage.memory.categories
     phases = [training]
+    kept = {name: training[name] for name in LASTING if name in training}
+    if reward_model is not None:
+        phases.append(kept | _whole_scoring(costs, plan, stage, reward_model))
     if slots is not None:
         own = DecodeStage(
             cards=stage.replicas[0], layers=stage.layers, embedding=stage.embedding, head=stage.head
         )
-        kept = {name: training[name] for name in ("parameters", "gradients", "optimizer", "reserved")}
         groups = max(num_groups(len(plan.pipelines[stage.pipeline].stages), slots // read.group), 1)
         drawn = _drawing(costs, plan, own, slots // groups, groups, read)
         phases.append(kept | {name: drawn[name] for name in ("slots", "buffers")})
@@ -122,6 +141,23 @@ def _training(costs: Costs, plan: Plan, stage: StageCost, slots: int | None, rea
         categories=max(phases, key=lambda phase: math.fsum(phase.values())),
         capacity=round(stage.capacity_bytes),
     )
+
+
+def _whole_scoring(costs: Costs, plan: Plan, stage: StageCost, model: ModelConfig) -> dict[str, float]:
+    """Of a reward model that every card has whole while it scores."""
+    precision = costs.problem.precision
+    own = card_costs(
+        model,
+        sequence_length=plan.sequence_length,
+        micro_batch_size=1,
+        precision=precision,
+        recompute="none",
+        type_name=stage.card.type,
+        device=costs.problem.cluster.device_type(stage.card.type),
+        profile=None,
+    )
+    scoring = scoring_bytes(model, own, precision)
+    return {"reward model": scoring["weights"], "buffers": scoring["activations"]}
 
 
 def _forward_only(role: str, costs: Costs, plan: Plan, read: _Read) -> list[StageBytes]:

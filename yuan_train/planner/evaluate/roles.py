@@ -12,7 +12,8 @@ from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, unca
 from yuan_train.config.profile import BatchProfile
 from yuan_train.config.run import Counts, SearchConfig
 from yuan_train.planner.costs.decode import DecodeStage
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, critic_of
+from yuan_train.planner.costs.scoring import scoring_bytes
 from yuan_train.planner.costs.unit_costs import Source, card_costs
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.evaluate.engines import (
@@ -115,7 +116,9 @@ class PolicyWork:
     cost: PlanCost
     """Of the worst case, a row for each sample."""
     training_seconds: float
-    """Of packed rows, and of packing; with the forward passes beside it."""
+    """Of packed rows, and of packing; with the forward passes beside it, and the critic's part."""
+    critic_seconds: float | None = None
+    """Of these the critic's: values, and its optimizer steps; None: there is none."""
 
     @property
     def holders(self) -> list[Holder]:
@@ -143,19 +146,37 @@ def _decode_stage(cards: Sequence[Card], stage: object) -> DecodeStage:
 def policy_work(problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost) -> PolicyWork:
     """What a batch takes under a plan of the policy: its rows packed, forward passes, more optimizer steps.
 
-    The reference is read from the hosts once a batch.
+    The reference is read from the hosts once a batch. A critic follows the same plan on the same rows: a pass
+    for values, and as many optimizer steps.
     """
-    rows = problem.packed_rows
-    packed = cost if rows >= plan.global_batch_size else cost_plan(costs, _with_rows(plan, rows))
-    seconds = packed.step_seconds + (problem.updates - 1) * (packed.step_seconds - packed.compute_seconds)
-    seconds += problem.packing_seconds + problem.forward_passes * _forward_seconds(plan, packed, rows)
+    seconds = problem.packing_seconds
+    seconds += _model_seconds(problem, costs, plan, cost, passes=problem.forward_passes)
+    critic_seconds = None
+    if problem.policy.critic:
+        own = critic_of(costs)
+        critic = replace(plan, model=own.problem.model, forecast=None)
+        critic_seconds = _model_seconds(problem, own, critic, None, passes=1)
+        seconds += critic_seconds
     if problem.reference:
         seconds += max(
             _reference_bytes(problem, stage) / costs.host_of(card).link_bytes_per_second
             for stage in cost.stages
             for card in stage.cards
         )
-    return PolicyWork(plan=plan, cost=cost, training_seconds=seconds)
+    return PolicyWork(plan=plan, cost=cost, training_seconds=seconds, critic_seconds=critic_seconds)
+
+
+def _model_seconds(
+    problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost | None, *, passes: int
+) -> float:
+    """Seconds in which a model is trained on a batch, with forward passes beside it; `cost`, if it is known,
+    is that of the plan with a row for each sample."""
+    rows = problem.packed_rows
+    whole = rows >= plan.global_batch_size
+    packed = cost if whole else None
+    packed = packed or cost_plan(costs, plan if whole else _with_rows(plan, rows))
+    seconds = packed.step_seconds + (problem.updates - 1) * (packed.step_seconds - packed.compute_seconds)
+    return seconds + passes * _forward_seconds(plan, packed, rows)
 
 
 def _reference_bytes(problem: RolesProblem, stage: StageCost) -> float:
@@ -207,6 +228,8 @@ class RewardWork:
     scoring_seconds: float
     memory: dict[str, float]
     """Bytes on each card, by category."""
+    apart: bool = True
+    """Whether the cards are its own, and not the policy's, between whose phases it scores."""
 
 
 def reward_work(
@@ -229,11 +252,7 @@ def reward_work(
             tensor_parallel=width,
         )
         forward = max(forward, math.fsum(unit.forward_seconds for unit in own.units))
-        found = {
-            "weights": model.parameters * ELEMENT_BYTES[load.precision] / width,
-            "activations": own.layer.activation_bytes,
-            "reserved": float(device.reserved),
-        }
+        found = scoring_bytes(model, own, load.precision, width=width) | {"reserved": float(device.reserved)}
         if math.fsum(found.values()) > device.memory:
             return None
     seconds = forward * math.ceil(load.samples / len(groups))
@@ -300,7 +319,7 @@ class Placement:
         if not self.shared:
             engines = [self.play.idle(f"engine {e}") for e in range(len(self.generation.engines))]
             found["generation"] = math.fsum(engines) / len(engines)
-        if self.reward:
+        if self.reward and self.reward.apart:
             found["reward"] = self.play.idle("scoring")
         return found
 
@@ -330,7 +349,9 @@ def place(
     def played(staleness: int) -> Play:
         score = problem.function_seconds + (reward.scoring_seconds if reward else 0.0)
         times = _flow_times(policy, generation, score, moved, staleness=staleness, shared=shared)
-        return play(times, staleness=staleness, shared=shared, scores_apart=reward is not None)
+        return play(
+            times, staleness=staleness, shared=shared, scores_apart=reward is not None and reward.apart
+        )
 
     sync = played(0)
     return Placement(

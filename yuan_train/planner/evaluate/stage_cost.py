@@ -271,6 +271,7 @@ def _memory(
         optimizer_share=(shares.optimizer + experts * (shares.expert_optimizer - shares.optimizer))
         * (1.0 - stage.optimizer_offload),
         packed_share=shares.packed + experts * (shares.expert_packed - shares.packed),
+        critic_packed_share=shares.critic_packed,
     )
     return forecast, float(tightest.memory)
 
@@ -423,4 +424,5 @@ def _combined_memory(
         logits=math.fsum(part.logits for part in parts),
         buffers=math.fsum(part.buffers for part in parts),
         reserved=parts[0].reserved,
+        critic=None if parts[0].critic is None else math.fsum(part.critic or 0.0 for part in parts),
     )

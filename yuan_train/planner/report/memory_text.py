@@ -44,7 +44,8 @@ def heading(case: MemoryCase) -> str:
     """Model, method, engine and lengths in a line."""
     samples = case.samples
     return (
-        f"{case.model.name} ({case.model.parameters:,} parameters), {case.method}, {case.engine}: "
+        f"{case.model.name} ({case.model.parameters:,} parameters), {case.method}, {case.engine}"
+        f"{', with a critic' if case.critic else ''}: "
         f"group {samples.group}, prompt {samples.prompt}, new {samples.new}"
     )
 
@@ -72,6 +73,7 @@ def estimate_json(case: MemoryCase, length: Length | None) -> dict[str, Any]:
         **_cell_json(case),
         "parameters": case.model.parameters,
         "engine": case.engine,
+        "algorithm": "ppo" if case.critic else "grpo",
         **_lengths_json(case),
         "states": dict(memory.states),
         "reserved": memory.reserved,

@@ -157,6 +157,15 @@ def _memory_html(plan: RlPlan) -> str:
     return table(("role", "pipeline", "stage", "peak of a card", "of which"), rows)
 
 
+def _critic_words(placement: Placement) -> list[str]:
+    if placement.policy.critic_seconds is None:
+        return []
+    return [
+        "the critic follows the policy's plan on its cards: a pass for values, and as many optimizer steps; "
+        "what it keeps of a micro-batch is not there at the same time as the policy's"
+    ]
+
+
 def _assumptions(problem: RolesProblem, placement: Placement) -> list[str]:
     load = problem.load
     rows = math.ceil(problem.packed_rows)
@@ -164,6 +173,7 @@ def _assumptions(problem: RolesProblem, placement: Placement) -> list[str]:
         f"{load.prompts} prompts a step, {load.group} answers each; prompts of {load.prompt_tokens} tokens, "
         f"answers of {load.expected_new_tokens:.0f} on average and {load.new_tokens} at most",
         f"trained in {rows} rows of {load.length} tokens, {problem.forward_passes} forward passes beside it",
+        *_critic_words(placement),
         source_words(placement),
         "a round that no profile has reads the stage's weights, and the keys and values of its slots, at "
         "three quarters of the memory bandwidth",

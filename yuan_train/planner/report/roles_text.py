@@ -57,6 +57,8 @@ def cards_words(cards: Iterable[Card]) -> str:
 def role_lines(placement: Placement, plan: RlPlan) -> list[str]:
     """Each role: its ranks, its cut, and the memory of its tightest card."""
     lines: list[str] = []
+    if placement.policy.critic_seconds is not None:
+        lines.append("critic     on the policy's cards, under its plan")
     memory = plan.forecast.roles if plan.forecast else {}
     for name, own in plan.plans.items():
         ranks = plan.role_ranks[name]
@@ -94,6 +96,8 @@ def step_words(placement: Placement, problem: RolesProblem) -> str:
         f" + tail {show_seconds(placement.tail_seconds)}",
         f"training {show_seconds(placement.policy.training_seconds)}",
     ]
+    if placement.policy.critic_seconds is not None:
+        parts[-1] += f", of it the critic {show_seconds(placement.policy.critic_seconds)}"
     if placement.scoring_seconds:
         parts.append(f"scoring {show_seconds(placement.scoring_seconds)}")
     if not placement.shared:

@@ -20,7 +20,8 @@ from yuan_train.planner.report.reasons import bound_values, bound_words
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.search import LeftOut, SearchResult
 
-CATEGORIES = tuple(MemoryForecast.__dataclass_fields__)
+CATEGORIES = tuple(name for name in MemoryForecast.__dataclass_fields__ if name != "critic")
+"""Of a plan's memory; a critic is beside the policy of an RL plan alone."""
 GIB = 2.0**30
 
 

@@ -146,11 +146,7 @@ class EngineWays:
                 )
                 for stage in costs
             ]
-            held = [
-                math.fsum((s.memory.parameters, s.memory.gradients, s.memory.optimizer, s.memory.reserved))
-                for s in costs
-            ]
-            engine = self._slotted(stages, held, limit=limit)
+            engine = self._slotted(stages, [stage.memory.lasting for stage in costs], limit=limit)
             if engine is None:
                 return None
             engines.append(engine)

@@ -56,10 +56,12 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     if shape.sharded:
         optimizer /= owners[None, :, None]
     gradients = numbers("gradient_bytes")
-    copies = gradients * problem.reduce_copy_share * _is_reduced(costs, owners)
+    own = numbers("own_gradient_bytes")
+    copies = own * problem.reduce_copy_share * _is_reduced(costs, owners)
     resident = numbers("parameter_bytes") + gradients + copies + optimizer
     once = problem.model.tie_embeddings and not problem.has_external_profile
-    saving = resident[0, :, 0].copy() if once else np.zeros(len(slots))
+    tied_share = numbers("tied_share")[0, :, 0] if once else np.zeros(len(slots))
+    saving = tied_share * (resident - copies)[0, :, 0] + (copies[0, :, 0] if once else 0.0)
     # A stage with both ends of a tied model that has no other owner reduces nothing.
     saving += np.where(owners > 1, 0.0, copies[0].sum(axis=1) - (copies[0, :, 0] if once else 0.0))
     # The head's transient bytes add to the largest of the other units'; see `costs.memory.stage_memory`.

@@ -12,6 +12,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.profile import Profile
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import (
+    CriticPlan,
     GenerationPlan,
     ReferencePlan,
     RlForecast,
@@ -22,7 +23,7 @@ from yuan_train.config.rl_plan import (
     validate_rl_plan,
 )
 from yuan_train.planner.costs.decode import DecodeStage
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.costs.rounds import measured_rounds
 from yuan_train.planner.evaluate.engines import (
     Engine,
@@ -35,6 +36,8 @@ from yuan_train.planner.evaluate.engines import (
 from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.evaluate.roles import (
     Placement,
+    PolicyWork,
+    RewardWork,
     RolesProblem,
     engines_plan,
     part_of_cluster,
@@ -53,18 +56,15 @@ PACKED_SHARE = 0.9
 def roles_problem(
     run: RLConfig, cluster: Cluster, profile: Profile | None, *, reward_model: ModelConfig | None = None
 ) -> RolesProblem:
-    """The problem of a run. Raises ConfigError for what is not placed yet, or if the search keys exclude
+    """The problem of a run. Raises ConfigError for what no plan may have, or if the search keys exclude
     every mode."""
-    if run.algorithm.advantage == "gae":
-        raise ConfigError(
-            "algorithm.name: ppo has a critic, which is not placed yet; plan with algorithm.name=grpo on "
-            "cards with room for it, and give `rl` what the plan has under roles.policy.plan"
-        )
+    if run.critic is not None:
+        _check_critic(run)
     policy = policy_run(run)
     # Activations only if they are asked for: sampling wants its hosts' memory too.
     offload = ("optimizer",) if run.search.policy.offload is None else run.search.policy.offload
-    # What adapters have stays on the cards.
-    offload = offload if run.model.lora is None else ()
+    # What adapters have stays on the cards, and so does what a critic has.
+    offload = offload if run.model.lora is None and run.critic is None else ()
     modes = run.search.modes
     if run.schedule.mode != "auto":
         modes = tuple(mode for mode in modes if mode == run.schedule.mode)
@@ -91,6 +91,7 @@ def roles_problem(
             reduce_dtype=run.optimizer.reduce_dtype,
             bucket_size=run.optimizer.bucket_size,
             host_reserved=run.memory.host_reserved,
+            critic=run.critic is not None,
         ),
         load=Workload(
             model=run.model,
@@ -115,6 +116,17 @@ def roles_problem(
         staleness=run.schedule.staleness or 0,
         time_limit=run.search.time_limit,
     )
+
+
+def _check_critic(run: RLConfig) -> None:
+    """Raise ConfigError for what a policy with a critic cannot have."""
+    if run.search.policy.offload:
+        raise ConfigError(
+            f"search.policy.offload: {list(run.search.policy.offload)}, but what a critic's stage keeps on "
+            "the host is not there yet; leave it out, or use grpo"
+        )
+    if run.model.num_experts:
+        raise ConfigError("model.num_experts: a critic with experts is not there yet; use grpo")
 
 
 def _packed_rows(run: RLConfig, expected: int) -> int:
@@ -148,6 +160,7 @@ def make_rl_plan(problem: RolesProblem, result: RolesResult) -> RlPlan:
             generation=generation,
             reference=ReferencePlan(where="host") if problem.reference else None,
             reward=reward,
+            critic=CriticPlan(with_="policy") if problem.policy.critic else None,
         ),
         forecast=rl_forecast(problem, best, lower_bound_seconds=result.lower_bound_seconds),
     )
@@ -206,6 +219,8 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
         reward = reward_work(problem, scoring.model, cards)
         if reward is None:
             raise PlanError("roles.reward: the reward model does not fit its cards; plan again")
+    elif problem.reward_model is not None:
+        reward = _reward_on_policy(problem, costs, problem.reward_model, work)
     names = {entry.device: role for role, part in plan.plans.items() for entry in part.ranks}
     split: dict[str, list[int]] = {}
     for card in problem.policy.cluster.cards:
@@ -224,6 +239,28 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
     )
 
 
+def _reward_on_policy(
+    problem: RolesProblem, costs: Costs, model: ModelConfig, policy: PolicyWork
+) -> RewardWork:
+    """A reward model whole on each of the policy's cards, which share the samples: its weights come from the
+    host for each batch, and go back. Raises PlanError if it does not fit beside what lasts there."""
+    cards = {card.name: (card, stage) for stage in policy.cost.stages for card in stage.cards}
+    work = reward_work(problem, model, [(card,) for card, _ in cards.values()])
+    copies = 0.0
+    for card, stage in cards.values():
+        device = problem.policy.cluster.device_type(card.type)
+        beside = 0.0 if work is None else work.memory["weights"] + work.memory["activations"]
+        if work is None or stage.memory.lasting + beside > device.memory:
+            raise PlanError(
+                f"the reward model does not fit card {card.name!r} beside the policy, where it scores; give "
+                "it cards of its own (roles.reward)"
+            )
+        link = costs.host_of(card).link_bytes_per_second
+        copies = max(copies, 2 * work.memory["weights"] / link)
+    assert work is not None
+    return replace(work, scoring_seconds=work.scoring_seconds + copies, apart=False)
+
+
 def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seconds: float) -> RlForecast:
     """The forecast of a placement."""
     return RlForecast(
@@ -238,6 +275,7 @@ def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seco
         sync_mode_seconds=placement.sync_mode_seconds,
         lower_bound_seconds=min(lower_bound_seconds, placement.step_seconds),
         source=placement.source,
+        critic_seconds=placement.policy.critic_seconds,
         roles=role_memory(placement),
     )
 
@@ -247,14 +285,12 @@ def role_memory(placement: Placement) -> dict[str, tuple[RoleMemory, ...]]:
     generation = placement.generation
     policy: list[RoleMemory] = []
     for stage in placement.policy.cost.stages:
-        names = type(stage.memory).__dataclass_fields__
-        categories = {name: float(getattr(stage.memory, name)) for name in names}
+        categories = stage.memory.categories
         peak = stage.memory.total
         if placement.shared:
             engine = generation.engines[stage.pipeline]
             own = engine_memory(generation.rates, engine)[stage.stage]
-            kept = ("parameters", "gradients", "optimizer", "reserved")
-            drawing = math.fsum(categories[name] for name in kept) + own["slots"] + own["buffers"]
+            drawing = stage.memory.lasting + own["slots"] + own["buffers"]
             categories["slots"] = own["slots"]
             peak = max(peak, drawing)
         policy.append(

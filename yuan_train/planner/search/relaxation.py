@@ -118,11 +118,12 @@ def _blocks(costs: Costs, shape: Shape, options: Options) -> _Blocks:
     owners = shape.peers * shape.num_pipelines * replicas
     share = 1.0 / owners if shape.sharded else np.ones(len(first))
 
-    gradients = 1.0 + costs.problem.reduce_copy_share * (owners > 1)
+    copies = costs.problem.reduce_copy_share * (owners > 1)
 
     def resident(units: Sequence[UnitCost]) -> Floats:
         fixed = _numbers(units, lambda u: u.parameter_bytes)
-        fixed += gradients * _numbers(units, lambda u: u.gradient_bytes)
+        fixed += _numbers(units, lambda u: u.gradient_bytes)
+        fixed += copies * _numbers(units, lambda u: u.own_gradient_bytes)
         return fixed + _numbers(units, lambda u: u.optimizer_bytes) * share
 
     of_slots = offload_bytes(costs, shape, options)

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.planner.costs.critic import value_model
 from yuan_train.planner.costs.decode import card_rates
-from yuan_train.planner.costs.plan_problem import Costs, make_costs
+from yuan_train.planner.costs.plan_problem import Costs, critic_of, make_costs
 from yuan_train.planner.costs.rounds import measured_rounds
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.evaluate.engines import EngineRates, Generation
@@ -181,7 +182,11 @@ class RolesSearch:
         types = [problem.policy.cluster.device_type(card.type) for card in cards]
         state = STATE_BYTES[problem.load.precision]
         model = problem.load.model
-        needed = model.parameters * state.parameters + sum(model.trained_unit_parameters) * state.gradients
+        models = [model, value_model(model)] if problem.policy.critic else [model]
+        needed = sum(
+            own.parameters * state.parameters + sum(own.trained_unit_parameters) * state.gradients
+            for own in models
+        )
         if needed > sum(device.memory - device.reserved for device in types):
             return math.inf
         own = replace(
@@ -197,7 +202,11 @@ class RolesSearch:
         except ConfigError as error:
             self.refusal = str(error)
             return math.inf
-        return any_bound(make_costs(own), cards, options, options.polished_sizes)
+        costs = make_costs(own)
+        bound = any_bound(costs, cards, options, options.polished_sizes)
+        if problem.policy.critic:
+            bound += any_bound(critic_of(costs), cards, options, options.polished_sizes)
+        return bound
 
     # --- placements --------------------------------------------------------------------------------------
 
@@ -356,8 +365,9 @@ def _why_nothing_fits(search: RolesSearch) -> str:
     apart, shared = list(search.splits()), list(search.shared_splits())
     trainable = [split for split in (*apart, *shared) if math.isfinite(search.training_bound(split))]
     if not trainable:
+        beside = "and its critic" if search.problem.policy.critic else "alone"
         return (
-            "no split fits: weights and gradients of the policy alone are more than the cards' memory; "
+            f"no split fits: weights and gradients of the policy {beside} are more than the cards' memory; "
             + (search.refusal or "allow more cards")
         )
     if search.refusal:

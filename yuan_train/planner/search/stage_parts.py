@@ -306,7 +306,7 @@ class _Parts:
         result = _of_ends(part, value)
         problem = self.costs.problem
         if problem.model.tie_embeddings and not problem.has_external_profile:
-            result[ONLY] -= value(part.units[0])
+            result[ONLY] -= value(part.units[0]) * part.units[0].tied_share
         return result
 
     def _optimizer(self, part: CardCosts, replica: Replica) -> Floats:
