@@ -1,10 +1,10 @@
 """Placement of roles: against every split on drawn clusters, and on 4 H800 beside 4 H20.
 
-    python tools/bench_roles.py [--cases 30] [--first 0] [--models 1.5b 7b 14b] [--seconds 60]
+    python tools/bench_roles.py [--cases 30] [--cards 8] [--critic] [--models 1.5b 7b] [--seconds 60]
 
 Without cards and without torch. A drawn case has up to 8 cards of two or three types; brute force prices
-every split, way to build engines, mode and placement. On H800 and H20 the best placement is compared with
-the policy on all H800, and with the roles swapped.
+every split, way to build engines, mode and placement. With `--critic` the drawn cases are of PPO. On H800 and
+H20 the best placement is compared with the policy on all H800, and with the roles swapped.
 """
 
 from __future__ import annotations
@@ -98,6 +98,12 @@ def drawn(seed: int, *, most_cards: int) -> RolesProblem:
     )
 
 
+def beside_critic(problem: RolesProblem) -> RolesProblem:
+    """The problem of a policy with a critic, which keeps nothing on hosts."""
+    search = replace(problem.policy_search, offload=())
+    return replace(problem, policy=replace(problem.policy, critic=True), policy_search=search)
+
+
 def brute_force(search: RolesSearch) -> float:
     """The fastest step of all splits, ways and modes, each of them priced."""
     steps = [
@@ -140,13 +146,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--cards", type=int, default=8, help="most of a case")
+    parser.add_argument("--critic", action="store_true", help="of PPO, in the drawn cases")
     parser.add_argument("--models", nargs="*", default=["1.5b", "7b", "14b"])
     parser.add_argument("--seconds", type=float, default=60.0)
     arguments = parser.parse_args()
     equal = priced = splits = 0
     began = time.process_time()
     for seed in range(arguments.first, arguments.first + arguments.cases):
-        problem = drawn(seed, most_cards=8)
+        problem = drawn(seed, most_cards=arguments.cards)
+        problem = beside_critic(problem) if arguments.critic else problem
         search = RolesSearch(problem)
         result = search_roles(problem, search)
         priced, splits = priced + result.num_priced, splits + result.num_splits

@@ -54,6 +54,8 @@ def test_a_plan_with_a_critic_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     forecast = json.loads(capsys.readouterr().out)["forecast"]
     assert 0 < forecast["critic_seconds"] < forecast["training_seconds"]
     assert forecast["roles"]["policy"][0]["categories"]["critic"] > 0
+    assert main(["inspect", str(plan), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["critic"] == "policy"
     assert main(["simulate", "--plan", str(plan), *ppo, "--json"]) == 0
     priced = json.loads(capsys.readouterr().out)
     assert priced["step_seconds"] == pytest.approx(forecast["step_seconds"], rel=1e-3)

@@ -24,7 +24,7 @@ DEFAULT_CARD = "H100-80G"
 LARGEST_LENGTH = 2**31
 
 _DESCRIPTION = """\
-Estimates the peak memory of GRPO on one card, by phase and category, from a model's sizes; says whether it
+Estimates the peak memory of GRPO or PPO on one card, by phase and category, from a model's sizes; says if it
 fits, and what would make it fit. Needs neither a card, nor weights, nor torch. No number is fitted.
 
 --model is a name (Qwen2.5-7B), a config.json of Hugging Face's, its folder, or a model file of ours.

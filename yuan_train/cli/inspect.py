@@ -182,7 +182,7 @@ def inspect_rl_plan(path: Path) -> Facts:
     plan = load_rl_plan(path)
     generation, forecast = plan.roles.generation, plan.forecast
     engines = plan.roles.policy.plan if generation.plan is None else generation.plan
-    reference = plan.roles.reference
+    reference, critic = plan.roles.reference, plan.roles.critic
     return {
         "valid": True,
         "cluster": plan.cluster,
@@ -192,6 +192,7 @@ def inspect_rl_plan(path: Path) -> Facts:
         "world_size": plan.world_size,
         "placement": "shared" if generation.is_shared else "apart",
         "reference": None if reference is None else reference.where or "own cards",
+        "critic": None if critic is None else critic.with_ or "own cards",
         "engines": [
             {
                 "engine": e,

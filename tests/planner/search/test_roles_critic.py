@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench_roles import brute_force, cluster_of, drawn, problem_of
+from tools.bench_roles import beside_critic, brute_force, cluster_of, drawn, problem_of
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import NoPlanFits, PlanError
 from yuan_train.config.model import load_model
+from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
 from yuan_train.config.rl_plan import CriticPlan, load_rl_plan, save_rl_plan, validate_rl_plan
 from yuan_train.planner.costs.critic import value_model
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.plan_problem import critic_of, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.role_memory import plan_memory
 from yuan_train.planner.evaluate.roles import RolesProblem, policy_work
@@ -23,11 +24,6 @@ from yuan_train.planner.search.placement_plan import make_rl_plan, placement_of
 from yuan_train.planner.search.roles import RolesResult, RolesSearch, search_roles
 
 MODEL = replace(load_model("configs/model/qwen2.5-0.5b.yaml"), num_layers=8, vocab_size=4096)
-
-
-def beside_critic(problem: RolesProblem) -> RolesProblem:
-    search = replace(problem.policy_search, offload=())
-    return replace(problem, policy=replace(problem.policy, critic=True), policy_search=search)
 
 
 def on_cards(*memory_gib: float) -> RolesProblem:
@@ -109,6 +105,25 @@ def test_a_step_with_a_critic_is_longer_by_its_parts() -> None:
     # Values are a forward pass: a third of what a micro-batch computes at least, its head apart.
     values = both.critic_seconds - steps
     assert 0.2 * cost.compute_seconds < values < 0.5 * cost.compute_seconds
+
+
+def test_a_critic_has_the_measured_body_of_the_policy() -> None:
+    """A profile has the policy's head, which is another than a value's."""
+    unit = UnitProfile(
+        forward_seconds=1.0, backward_seconds=2.0, state_bytes=18e6, activation_bytes=1e3, output_bytes=10.0
+    )
+    entry = ProfileEntry(
+        device_type="C0", micro_batch_size=1, recompute="none", embedding=unit, layers=(unit,), head=unit
+    )
+    profile = Profile(sequence_length=128, entries=(entry,))
+    problem = replace(beside_critic(on_cards(4)).policy, profile=profile)
+    costs = make_costs(problem)
+    both, critic = (own.of("C0", 1, "none") for own in (costs, critic_of(costs)))
+    assert [unit.state_bytes for unit in both.units[:-1]] == [36e6] * 9
+    assert [unit.forward_seconds for unit in critic.units[:-1]] == [1.0] * 9
+    assert critic.source == "measured" and critic.units[-1].forward_seconds < 0.01
+    assert critic.units[-1].state_bytes == 18 * 2 * MODEL.hidden_size
+    assert both.units[-1].forward_seconds == 1.0
 
 
 def test_a_reward_model_on_the_policys_cards_takes_time_and_memory() -> None:
