@@ -100,7 +100,8 @@ def _with_polished(
             best = min(best, cost.step_seconds)
             polished.append(i)
     fastest = sorted(polished, key=lambda i: (result[i].step_seconds, i))
-    starts = [result[i] for i in _restructured(fastest, result, len(cards))] if few else []
+    restructures = few and options.restructures
+    starts = [result[i] for i in _restructured(fastest, result, len(cards))] if restructures else []
     if starts and len(cards) <= FEW_CARDS:
         starts += _under_other_schedules(costs, starts[0], options, stopped)
     ways = 1 if len(cards) <= FEW_CARDS else 2

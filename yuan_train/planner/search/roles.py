@@ -80,7 +80,7 @@ class RolesSearch:
         rates = EngineRates(self.costs.topology, self.problem.load, measured)
         self.ways = EngineWays(self.problem, rates)
         self._started = self.clock()
-        self._policies: dict[tuple[int, ...], list[PolicyWork]] = {}
+        self._policies: dict[tuple[tuple[int, ...], bool], list[PolicyWork]] = {}
         self._bounds: dict[tuple[int, ...], float] = {}
         self._generations: dict[tuple[int, ...], list[Generation]] = {}
         usable, _ = usable_cards(self.problem.policy, use_all=False)
@@ -138,21 +138,21 @@ class RolesSearch:
 
     # --- the policy --------------------------------------------------------------------------------------
 
-    def policies(self, split: Split) -> list[PolicyWork]:
+    def policies(self, split: Split, *, thorough: bool = True) -> list[PolicyWork]:
         """Plans of the policy on its cards, the fastest first; empty if none fits."""
-        key = tuple(counts[0] for counts in split)
+        key = tuple(counts[0] for counts in split), thorough
         if key not in self._policies:
-            self._policies[key] = self._search_policy(split)
+            self._policies[key] = self._search_policy(split, thorough=thorough)
         return self._policies[key]
 
-    def _search_policy(self, split: Split) -> list[PolicyWork]:
+    def _search_policy(self, split: Split, *, thorough: bool) -> list[PolicyWork]:
         problem = self.problem
         own = replace(problem.policy, cluster=self._policy_cluster(split))
         left = problem.time_limit - (self.clock() - self._started)
         limit = min(problem.policy_search.time_limit, max(left / 2, LEAST_SECONDS))
         search = replace(problem.policy_search, time_limit=limit)
         try:
-            result = search_plan(own, search, micro_batch_size=problem.micro_batch_size)
+            result = search_plan(own, search, micro_batch_size=problem.micro_batch_size, thorough=thorough)
         except (NoPlanFits, ConfigError) as error:
             self.refusal = str(error)
             return []
@@ -266,12 +266,12 @@ class RolesSearch:
             cache * layers / math.fsum(rate.bytes_per_second for rate in rates),
         )
 
-    def placements(self, split: Split, *, shared: bool) -> list[Placement]:
+    def placements(self, split: Split, *, shared: bool, thorough: bool = True) -> list[Placement]:
         """The best placement of a split in each mode; empty if a role does not fit its cards."""
         reward = self.reward(split)
         if self.problem.reward_model is not None and reward is None:
             return []
-        works = self.policies(split)
+        works = self.policies(split, thorough=thorough)
         if not works:
             return []
         if shared:
@@ -324,7 +324,9 @@ def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> Ro
     waiting = sorted((item for item in waiting if math.isfinite(item[0])), key=lambda item: item[0])
     lowest = waiting[0][0] if waiting else math.inf
     found: list[Placement] = []
+    tried: list[tuple[float, float, Split, bool]] = []
     best, priced, stopped = math.inf, 0, False
+    # First all splits in short, then thoroughly, the most promising ones first.
     for bound, split, shared in waiting:
         if bound >= best * (1 - 1e-9):
             break
@@ -332,11 +334,24 @@ def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> Ro
             stopped = True
             break
         priced += 1
-        found += search.placements(split, shared=shared)
-        best = min((placement.step_seconds for placement in found), default=math.inf)
+        placed = search.placements(split, shared=shared, thorough=False)
+        if placed:
+            found += placed
+            least = min(placement.step_seconds for placement in placed)
+            tried.append((least, bound, split, shared))
+            best = min(best, least)
+    for _, bound, split, shared in sorted(tried):
+        if bound >= best * (1 - 1e-9):
+            continue
+        if clock() - began > problem.time_limit:
+            stopped = True
+            break
+        placed = search.placements(split, shared=shared)
+        found += placed
+        best = min(best, *(placement.step_seconds for placement in placed))
     if not found:
         raise NoPlanFits(_why_nothing_fits(search))
-    ranked = sorted(found, key=lambda placement: placement.step_seconds)
+    ranked = _fastest_of_each(found)
     return RolesResult(
         best=ranked[0],
         others=_others(ranked),
@@ -346,6 +361,14 @@ def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> Ro
         num_splits=num_splits,
         num_priced=priced,
     )
+
+
+def _fastest_of_each(found: Sequence[Placement]) -> list[Placement]:
+    """Of each split and mode the fastest placement, the fastest first."""
+    fastest: dict[tuple[Split, str, bool], Placement] = {}
+    for placement in sorted(found, key=lambda placement: placement.step_seconds):
+        fastest.setdefault((placement.split, placement.mode, placement.shared), placement)
+    return list(fastest.values())
 
 
 def _others(ranked: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -97,13 +97,15 @@ def search_plan(
     search: SearchConfig,
     *,
     micro_batch_size: int,
+    thorough: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:
     """The fastest plan that fits, with its forecast.
 
-    `micro_batch_size` is the default of `search.micro_batch_size`; `clock` returns seconds, for the time
-    limit. Raises ConfigError if the search keys, the batch or the precision exclude every plan, NoPlanFits
-    (with the nearest miss) if no plan fits the cards, SearchStopped if the time limit came first.
+    `micro_batch_size` is the default of `search.micro_batch_size`; what is not `thorough` keeps the structure
+    of its plans and seeks no bound; `clock` returns seconds. Raises ConfigError if the search keys, the batch
+    or the precision exclude every plan, NoPlanFits (with the nearest miss) if no plan fits the cards,
+    SearchStopped if the time limit came first.
     """
     options = read_options(
         search,
@@ -115,12 +117,10 @@ def search_plan(
     )
     if problem.has_external_profile:
         # Its plans are not polished.
-        options = replace(
-            options, polished_schedules=options.schedules, polished_sizes=options.micro_batch_sizes
-        )
-    check_pages(problem, options)
+        sizes = options.micro_batch_sizes
+        options = replace(options, polished_schedules=options.schedules, polished_sizes=sizes)
+    check_pages(problem, options := replace(options, restructures=thorough))
     started = clock()
-
     end = search.time_limit - _closing_seconds(len(problem.cluster.cards), search.time_limit)
 
     def stopped(share: float = 1.0) -> bool:
@@ -173,7 +173,7 @@ def search_plan(
         found.exact and has_all_shapes and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
     )
     bounds = None
-    if not exact:
+    if thorough and not exact:
         # Where no plan recomputes, none has activations on hosts.
         own = replace(options, offload_activations=tries_activations)
         bounds = bound_plans(costs, cards, own, best_seconds=ranked[0].step_seconds, stopped=stopped)

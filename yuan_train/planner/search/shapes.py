@@ -17,13 +17,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import narrowed
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import (
-    PipelinePlan,
-    Plan,
-    RankPlan,
-    StagePlan,
-    uncatalogued_types,
-)
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
 from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 
@@ -85,6 +79,8 @@ class Options:
     """Whether layers may be pages of the host, in single pipelines of single cards."""
     offload_disk: bool = False
     """Whether optimizer state may lie on the disks that the cluster file names, where hosts have no room."""
+    restructures: bool = True
+    """Whether the structure of the best plans is changed, on few cards."""
     host_seconds: float = 0.0
     """The longest optimizer step on a host that a cut may count on; `solve_with_hosts` sets it."""
 
