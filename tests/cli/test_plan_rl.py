@@ -65,7 +65,8 @@ def test_a_plan_with_a_critic_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     trained = ["--config", str(run), "--plan", str(plan), "train.precision=fp32", "train.steps=1"]
     assert main(["rl", *trained, "algorithm.name=ppo", f"log.directory={tmp_path / 'log'}"]) == 0
     (line,) = (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["value_loss"] > 0
+    logged = json.loads(line)
+    assert logged["value_loss"] > 0 and logged["forecast_step_seconds"] == forecast["step_seconds"]
     # It is not the plan of a run without.
     assert main(["rl", *trained]) == 2
     assert "roles.critic: the plan has one, and algorithm.name is grpo" in capsys.readouterr().err

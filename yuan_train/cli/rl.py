@@ -12,7 +12,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_files import load_rl
-from yuan_train.config.rl_plan import RlPlan, load_rl_plan, names_rl_plan
+from yuan_train.config.rl_plan import RlForecast, RlPlan, load_rl_plan, names_rl_plan
 from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
 
 
@@ -38,11 +38,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Check the files, then train. What one rank finds wrong ends all, and is printed once per machine."""
     set_rank_defaults()
-    config, plan, roles, fault = None, None, None, None
+    config, plan, roles, forecast, fault = None, None, None, None, None
     try:
         config = load_rl(arguments.config, tuple(arguments.overrides))
         if arguments.plan:
-            plan, config, roles = _load_plan(arguments.plan, config)
+            plan, config, roles, forecast = _load_plan(arguments.plan, config)
     except YuanError as error:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             # Said at once, without torch.
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     set_log_levels(position.rank)
     if config is not None:
         try:
-            job = prepare_rl(config, plan, position)
+            job = prepare_rl(config, plan, position, forecast=forecast)
         except YuanError as error:
             fault = error
         else:
@@ -75,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise
 
 
-def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | None]:
-    """The policy's plan, the run with an RL plan's slots, and that plan if some role is apart."""
+def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | None, RlForecast | None]:
+    """The policy's plan, the run with an RL plan's slots, that plan if some role is apart, its forecast."""
     if not names_rl_plan(path):
-        return load_plan(path), config, None
+        return load_plan(path), config, None, None
     roles = load_rl_plan(path)
     check_rl_plan_of_run(roles, config)
     if "critic" in roles.plans:
@@ -89,7 +89,7 @@ def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | No
     generation = roles.roles.generation
     if generation.is_shared:
         config = replace(config, generation=replace(config.generation, slots=generation.slots))
-    return roles.roles.policy.plan, config, roles if len(roles.plans) > 1 else None
+    return roles.roles.policy.plan, config, roles if len(roles.plans) > 1 else None, roles.forecast
 
 
 def _run_role(config: RLConfig, roles: RlPlan) -> int:
@@ -119,7 +119,8 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
             check_supported(config, None, roles)
             serve_scores(prepare_scoring(config, roles, role, own))
             return 0
-        train_rl(prepare_rl(config, roles.roles.policy.plan, own, roles=roles))
+        policy = roles.roles.policy.plan
+        train_rl(prepare_rl(config, policy, own, roles=roles, forecast=roles.forecast))
     except TrainingError as error:
         # Inside, ranks are those of the role.
         raise TrainingError(f"{role} (its rank 0 is rank {ranks.start} of the job): {error}") from error

@@ -11,7 +11,7 @@ from yuan_train.config.errors import ConfigError, DataError, PlanError
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.rl import Mode, RLConfig, policy_run
-from yuan_train.config.rl_plan import RlPlan, ScoringRole
+from yuan_train.config.rl_plan import RlForecast, RlPlan, ScoringRole
 from yuan_train.data.prompts import Prompt, Prompts, read_prompts
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Answers
@@ -37,6 +37,8 @@ class RLJob:
     """Whose scores are added to those of functions."""
     critic_start: Checkpoint | None = None
     """Whose weights the critic begins with; None: the policy's."""
+    forecast: RlForecast | None = None
+    """What an RL plan says of a step."""
 
     @property
     def generates_apart(self) -> bool:
@@ -83,10 +85,18 @@ class RLJob:
         return found
 
 
-def prepare_rl(run: RLConfig, plan: Plan | None, position: Position, *, roles: RlPlan | None = None) -> RLJob:
+def prepare_rl(
+    run: RLConfig,
+    plan: Plan | None,
+    position: Position,
+    *,
+    roles: RlPlan | None = None,
+    forecast: RlForecast | None = None,
+) -> RLJob:
     """Check all files of a run and return its job; without a plan, one process does everything.
 
-    With `roles`, some of them have cards of their own: `plan` and `position` are the policy's.
+    With `roles`, some of them have cards of their own: `plan` and `position` are the policy's. A `forecast`
+    is logged beside the measured steps.
 
     Succeeds or fails on every rank alike. Raises YuanError.
     """
@@ -111,7 +121,8 @@ def prepare_rl(run: RLConfig, plan: Plan | None, position: Position, *, roles: R
     answers = Answers([*prompts.fingerprints, _digest(run)])
     job = Job(policy, plan, position, device, answers, None, tokenizer, checkpoint, start)
     reward_model = find_reward_model(run, tokenizer)
-    return RLJob(run, job, prompts, tuple(evaluation), roles, reward_model, _critic_start(run))
+    start_of_critic = _critic_start(run)
+    return RLJob(run, job, prompts, tuple(evaluation), roles, reward_model, start_of_critic, forecast)
 
 
 def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = None) -> None:

@@ -387,7 +387,7 @@ def _metrics(
         tokens_per_second=result.tokens / seconds,
         mfu=flops / seconds / peak if peak else None,
         peak_memory_bytes=[int(rank[1]) for rank in of_ranks] if of_ranks else None,
-        forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
+        forecast_step_seconds=job.forecast.step_seconds if job.forecast else None,
         stage_seconds=[rank[0] for rank in of_ranks] if of_ranks else None,
         skipped_steps=progress.skipped,
         reward=statistics.fmean(rewards),
