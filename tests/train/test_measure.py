@@ -13,7 +13,7 @@ import torch
 from tests.support.project import make_project, run_config
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
-from yuan_train.config.profile import load_profile
+from yuan_train.config.profile import ProfileEntry, UnitProfile, load_profile
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.train import measure
 from yuan_train.train.footprint import can_track_memory
@@ -80,6 +80,44 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
         )
     ).problem.cluster.device_type("Fast")
     assert device_type.reserved == math.ceil(fast.reserved_bytes)
+
+
+def test_a_units_time_is_divided_into_passes_on_a_cpu(tmp_path: Path) -> None:
+    run = run_config(make_project(tmp_path))
+    case = measure.ProfileCase(
+        model=run.model,
+        sequence_length=8,
+        micro_batch_size=1,
+        recompute="none",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seconds_per_unit=1.5,
+    )
+    assert measure.num_passes(case) == 3
+    assert measure.num_passes(replace(case, seconds_per_unit=0.9)) == 1
+    assert measure.num_passes(replace(case, device=torch.device("cuda"))) == 1
+    part = measure.of_pass(case, 3)
+    assert (part.seconds_per_unit, part.least_repeats) == (0.5, 2)
+    assert measure.of_pass(case, 1) == case
+
+
+def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first() -> None:
+    def unit(seconds: float, size: float) -> UnitProfile:
+        return UnitProfile(
+            forward_seconds=seconds,
+            backward_seconds=2 * seconds,
+            state_bytes=size,
+            activation_bytes=size,
+            output_bytes=size,
+        )
+
+    def entry(seconds: float, size: float) -> ProfileEntry:
+        one = unit(seconds, size)
+        return ProfileEntry(device_type="A", embedding=one, layers=(one,), head=one, bare_layer=one)
+
+    found = measure.mean_entry([entry(1.0, 5.0), entry(3.0, 7.0)])
+    assert found == entry(2.0, 5.0)
+    assert measure.mean_entry([replace(entry(1.0, 5.0), bare_layer=None)] * 2).bare_layer is None
 
 
 def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:

@@ -384,30 +384,35 @@ def _measure_cases(
     import torch.distributed as dist
 
     from yuan_train.rl.measure import measure_generation
-    from yuan_train.train.measure import measure_entry
+    from yuan_train.train.measure import mean_entry, measure_entry, num_passes, of_pass
 
-    widths: set[int] = set()
-    for case in _cases(bench, base):
+    cases, passes = list(_cases(bench, base)), num_passes(base)
+    entries: list[list[ProfileEntry]] = [[] for _ in cases]
+    for number, (own, case) in itertools.product(range(passes), enumerate(cases)):
         if dist.is_initialized():
             dist.barrier()
         if case is None:
             continue
-        if bench.position.rank == 0:
+        if bench.position.rank == 0 and not number:
             print(
                 f"measuring micro-batches of {case.micro_batch_size}, recompute {case.recompute}, "
                 f"tensor-parallel width {case.width}",
                 file=sys.stderr,
             )
-        entry, generation = measure_entry(case, device_type=bench.device_type), None
+        entries[own].append(measure_entry(of_pass(case, passes), device_type=bench.device_type))
+    widths: set[int] = set()
+    for own, case in zip(entries, cases, strict=True):
+        if dist.is_initialized():
+            dist.barrier()
+        if case is None:
+            continue
+        generation = None
         # Cards do not share experts in generation.
-        if (
-            bench.rl is not None
-            and case.width not in widths
-            and (case.width == 1 or not case.model.num_experts)
-        ):
+        shares_experts = case.width > 1 and bool(case.model.num_experts)
+        if bench.rl is not None and case.width not in widths and not shares_experts:
             generation = measure_generation(case, bench.rl, device_type=bench.device_type)
         widths.add(case.width)
-        yield entry, generation
+        yield mean_entry(own), generation
 
 
 def _cases(bench: Bench, base: ProfileCase) -> Iterator[ProfileCase | None]:

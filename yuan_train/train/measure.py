@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -52,6 +52,11 @@ SECONDS_PER_UNIT = 1.5
 """How long each unit is repeated, so that all cards measured together are busy all the time."""
 
 MIN_REPEATS = 5
+"""Of each unit, in all passes."""
+
+PASS_SECONDS, MOST_PASSES = 0.5, 3
+"""A CPU's speed may change from one second to the next, most of all a virtual one's. There a unit's time is
+divided into passes over all cases, so that all see the same changes."""
 
 TRIM_FRACTION = 0.05
 """Fraction of the repeats left out at either end. The mean of the rest predicts a step, which is a sum over
@@ -83,6 +88,7 @@ class ProfileCase:
     group: dist.ProcessGroup | None = None
     """The tensor-parallel group; None with one rank."""
     seconds_per_unit: float = SECONDS_PER_UNIT
+    least_repeats: int = MIN_REPEATS
     data: DataConfig | None = None
     """What the run resets at document ends; None: nothing."""
     compile: bool = False
@@ -105,6 +111,39 @@ def measure_entry(case: ProfileCase, *, device_type: str) -> ProfileEntry:
         bare_layer=_measure(case, layers=num_layers_in_a_row(case), bare=True)
         if case.model.num_experts and not case.compile
         else None,
+    )
+
+
+def num_passes(case: ProfileCase) -> int:
+    """Passes over all cases in which the units' seconds are measured."""
+    if case.device.type != "cpu":
+        return 1
+    return max(1, min(MOST_PASSES, int(case.seconds_per_unit / PASS_SECONDS)))
+
+
+def of_pass(case: ProfileCase, passes: int) -> ProfileCase:
+    """A case's part of a pass."""
+    repeats = max(2, case.least_repeats // passes)
+    return replace(case, seconds_per_unit=case.seconds_per_unit / passes, least_repeats=repeats)
+
+
+def mean_entry(entries: Sequence[ProfileEntry]) -> ProfileEntry:
+    """The mean seconds of a case's passes, and the first one's bytes."""
+    bare = [entry.bare_layer for entry in entries if entry.bare_layer is not None]
+    return replace(
+        entries[0],
+        embedding=_mean([entry.embedding for entry in entries]),
+        layers=tuple(_mean(units) for units in zip(*(entry.layers for entry in entries), strict=True)),
+        head=_mean([entry.head for entry in entries]),
+        bare_layer=_mean(bare) if bare else None,
+    )
+
+
+def _mean(units: Sequence[UnitProfile]) -> UnitProfile:
+    return replace(
+        units[0],
+        forward_seconds=statistics.fmean(unit.forward_seconds for unit in units),
+        backward_seconds=statistics.fmean(unit.backward_seconds for unit in units),
     )
 
 
@@ -300,7 +339,7 @@ def _compute_seconds(unit: _Unit) -> tuple[float, float]:
     _time_once(unit, stopwatch)
     end = time.perf_counter() + unit.case.seconds_per_unit
     pairs: list[tuple[float, float]] = []
-    while len(pairs) < MIN_REPEATS or not all_agree(time.perf_counter() > end, unit.case):
+    while len(pairs) < unit.case.least_repeats or not all_agree(time.perf_counter() > end, unit.case):
         pairs.append(_time_once(unit, stopwatch))
     forwards, backwards = zip(*pairs, strict=True)
     return trimmed_mean(forwards), trimmed_mean(backwards)
