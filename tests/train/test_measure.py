@@ -29,6 +29,19 @@ device_types:
 """
 
 
+def short_case(tmp_path: Path, dtype: torch.dtype, *, seconds_per_unit: float) -> measure.ProfileCase:
+    """Two sequences of eight tokens of the project's model, on the CPU."""
+    return measure.ProfileCase(
+        model=run_config(make_project(tmp_path)).model,
+        sequence_length=8,
+        micro_batch_size=2,
+        recompute="none",
+        dtype=dtype,
+        device=torch.device("cpu"),
+        seconds_per_unit=seconds_per_unit,
+    )
+
+
 def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     run_file = make_project(tmp_path)
     run = run_config(run_file)
@@ -83,16 +96,7 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
 
 
 def test_a_units_time_is_divided_into_passes_on_a_cpu(tmp_path: Path) -> None:
-    run = run_config(make_project(tmp_path))
-    case = measure.ProfileCase(
-        model=run.model,
-        sequence_length=8,
-        micro_batch_size=1,
-        recompute="none",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seconds_per_unit=1.5,
-    )
+    case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
     assert measure.num_passes(case) == 3
     assert measure.num_passes(replace(case, seconds_per_unit=0.9)) == 1
     assert measure.num_passes(replace(case, device=torch.device("cuda"))) == 1
@@ -144,17 +148,9 @@ def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
 
 
 def test_state_bytes_under_bf16(tmp_path: Path) -> None:
-    run = run_config(make_project(tmp_path))
-    case = measure.ProfileCase(
-        model=run.model,
-        sequence_length=8,
-        micro_batch_size=2,
-        recompute="none",
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
-    entry = measure.measure_entry(replace(case, seconds_per_unit=0.01), device_type="here")
-    assert entry.layers[0].state_bytes == 18 * run.model.layer_parameters
+    case = short_case(tmp_path, torch.bfloat16, seconds_per_unit=0.01)
+    entry = measure.measure_entry(case, device_type="here")
+    assert entry.layers[0].state_bytes == 18 * case.model.layer_parameters
 
 
 def test_profiles_of_two_machines_are_merged(tmp_path: Path) -> None:

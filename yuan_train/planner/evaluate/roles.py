@@ -172,11 +172,12 @@ def _model_seconds(
     """Seconds in which a model is trained on a batch, with forward passes beside it; `cost`, if it is known,
     is that of the plan with a row for each sample."""
     rows = problem.packed_rows
-    whole = rows >= plan.global_batch_size
-    packed = cost if whole else None
-    packed = packed or cost_plan(costs, plan if whole else _with_rows(plan, rows))
-    seconds = packed.step_seconds + (problem.updates - 1) * (packed.step_seconds - packed.compute_seconds)
-    return seconds + passes * _forward_seconds(plan, packed, rows)
+    if rows < plan.global_batch_size:
+        cost = cost_plan(costs, _with_rows(plan, rows))
+    elif cost is None:
+        cost = cost_plan(costs, plan)
+    seconds = cost.step_seconds + (problem.updates - 1) * (cost.step_seconds - cost.compute_seconds)
+    return seconds + passes * _forward_seconds(plan, cost, rows)
 
 
 def _reference_bytes(problem: RolesProblem, stage: StageCost) -> float:

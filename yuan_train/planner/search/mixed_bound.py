@@ -198,7 +198,7 @@ class _Columns:
             if end < size:
                 continue
             begin = max(begin, size)
-            is_wide = end > begin * NARROWEST and end > begin
+            is_wide = end > begin * NARROWEST
             found = self._cheaper(size, begin, end / self.setting.batch, prices, at_once=is_wide)
             if found is None:
                 continue
