@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
-from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.errors import NoPlanFits, PlanError
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
 from yuan_train.config.plan_constraints import validate_plan
@@ -172,7 +172,10 @@ def improve(
             other = change(costs, other, chance) if other is not None else None
         if other is None or other == plan or list(validate_plan(other)):
             continue
-        cost = cost_plan(costs, other)
+        try:
+            cost = cost_plan(costs, other)
+        except PlanError:  # such as deeper warm-ups than what is kept of offloaded activations allows
+            continue
         tried += 1
         if cost.fits and cost.step_seconds <= best:
             if cost.step_seconds < best * (1 - 1e-9):

@@ -44,6 +44,8 @@ def case_instance(case: dict[str, Any]) -> Instance:
         sends="overlapped" if case.get("overlap", True) else "blocking",
         forward_seconds=per_type("fwd"),
         backward_seconds=per_type("bwd"),
+        forward_start_seconds=np.zeros((1, num_devices)),
+        backward_start_seconds=np.zeros((1, num_devices)),
         weight_seconds=per_type("bwd") / 2,
         resident_bytes=per_layer("weight_bytes"),
         activation_bytes=per_layer("act_bytes"),

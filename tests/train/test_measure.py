@@ -8,14 +8,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.project import make_project, run_config
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
-from yuan_train.config.profile import ProfileEntry, UnitProfile, load_profile
+from yuan_train.config.profile import ProfileEntry, StageStart, UnitProfile, load_profile
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.train import measure
+from yuan_train.train import measure, measure_passes
 from yuan_train.train.footprint import can_track_memory
 
 CLUSTER = """
@@ -97,15 +98,17 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
 
 def test_a_units_time_is_divided_into_passes_on_a_cpu(tmp_path: Path) -> None:
     case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
-    assert measure.num_passes(case) == 3
-    assert measure.num_passes(replace(case, seconds_per_unit=0.9)) == 1
-    assert measure.num_passes(replace(case, device=torch.device("cuda"))) == 1
-    part = measure.of_pass(case, 3)
+    assert measure_passes.num_passes(case) == 3
+    assert measure_passes.num_passes(replace(case, seconds_per_unit=0.9)) == 1
+    assert measure_passes.num_passes(replace(case, device=torch.device("cuda"))) == 1
+    part = measure_passes.of_pass(case, 3)
     assert (part.seconds_per_unit, part.least_repeats) == (0.5, 2)
-    assert measure.of_pass(case, 1) == case
+    assert measure_passes.of_pass(case, 1) == case
 
 
-def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first() -> None:
+def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first(tmp_path: Path) -> None:
+    case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
+
     def unit(seconds: float, size: float) -> UnitProfile:
         return UnitProfile(
             forward_seconds=seconds,
@@ -119,9 +122,46 @@ def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first(
         one = unit(seconds, size)
         return ProfileEntry(device_type="A", embedding=one, layers=(one,), head=one, bare_layer=one)
 
-    found = measure.mean_entry([entry(1.0, 5.0), entry(3.0, 7.0)])
-    assert found == entry(2.0, 5.0)
-    assert measure.mean_entry([replace(entry(1.0, 5.0), bare_layer=None)] * 2).bare_layer is None
+    # A single layer takes as long as each of several in a row: a stage has no start.
+    passes = [measure.MeasuredCase(entry(x, y), (x, 2 * x)) for x, y in ((1.0, 5.0), (3.0, 7.0))]
+    assert measure_passes.make_entry(case, passes) == entry(2.0, 5.0)
+    plain = measure.MeasuredCase(replace(passes[0].entry, bare_layer=None), (1.0, 2.0))
+    assert measure_passes.make_entry(case, [plain] * 2).bare_layer is None
+
+
+def test_what_a_stage_takes_besides_its_layers_is_no_part_of_any_unit(tmp_path: Path) -> None:
+    case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
+    count = measure.num_layers_in_a_row(case)
+    assert count > 1
+
+    def unit(forward: float, backward: float) -> UnitProfile:
+        return UnitProfile(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            state_bytes=1.0,
+            activation_bytes=1.0,
+            output_bytes=1.0,
+        )
+
+    # Starts of 0.3 and 0.5, layers of 1 and 2, a head of 4 and 0.1.
+    row = unit(1.0 + 0.3 / count, 2.0 + 0.5 / count)
+    entry = ProfileEntry(
+        device_type="A", embedding=unit(0.2, 0.6), layers=(row,), head=unit(4.3, 0.6), bare_layer=row
+    )
+    found = measure_passes.make_entry(case, [measure.MeasuredCase(entry, (1.3, 2.5))])
+    assert (found.start.forward_seconds, found.start.backward_seconds) == pytest.approx((0.3, 0.5))
+    for got, wanted in (
+        (found.layers[0], unit(1.0, 2.0)),
+        (found.bare_layer, unit(1.0, 2.0)),
+        (found.head, unit(4.0, 0.1)),
+        (found.embedding, unit(0.0, 0.1)),
+    ):
+        assert got is not None
+        assert got.forward_seconds == pytest.approx(wanted.forward_seconds)
+        assert got.backward_seconds == pytest.approx(wanted.backward_seconds)
+    # The model's only layer is all that is measured.
+    single = replace(case, model=replace(case.model, num_layers=1))
+    assert measure_passes.make_entry(single, [measure.MeasuredCase(entry, (1.3, 2.5))]).start == StageStart()
 
 
 def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
@@ -139,8 +179,8 @@ def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
         seconds_per_unit=0.01,
     )
     hidden_bytes = 2 * 256 * 256 * 4
-    (kept,) = measure.measure_entry(case, device_type="here").layers
-    (recomputed,) = measure.measure_entry(replace(case, recompute="full"), device_type="here").layers
+    (kept,) = measure.measure_case(case, device_type="here").entry.layers
+    (recomputed,) = measure.measure_case(replace(case, recompute="full"), device_type="here").entry.layers
     assert hidden_bytes <= recomputed.activation_bytes < 0.5 * kept.activation_bytes
     if can_track_memory(case.device):
         # For its backward, a recomputed layer holds everything again that it did not keep.
@@ -149,7 +189,7 @@ def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
 
 def test_state_bytes_under_bf16(tmp_path: Path) -> None:
     case = short_case(tmp_path, torch.bfloat16, seconds_per_unit=0.01)
-    entry = measure.measure_entry(case, device_type="here")
+    entry = measure.measure_case(case, device_type="here").entry
     assert entry.layers[0].state_bytes == 18 * case.model.layer_parameters
 
 

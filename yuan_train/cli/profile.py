@@ -384,10 +384,11 @@ def _measure_cases(
     import torch.distributed as dist
 
     from yuan_train.rl.measure import measure_generation
-    from yuan_train.train.measure import mean_entry, measure_entry, num_passes, of_pass
+    from yuan_train.train.measure import MeasuredCase, measure_case
+    from yuan_train.train.measure_passes import make_entry, num_passes, of_pass
 
     cases, passes = list(_cases(bench, base)), num_passes(base)
-    entries: list[list[ProfileEntry]] = [[] for _ in cases]
+    measured: list[list[MeasuredCase]] = [[] for _ in cases]
     for number, (own, case) in itertools.product(range(passes), enumerate(cases)):
         if dist.is_initialized():
             dist.barrier()
@@ -399,9 +400,9 @@ def _measure_cases(
                 f"tensor-parallel width {case.width}",
                 file=sys.stderr,
             )
-        entries[own].append(measure_entry(of_pass(case, passes), device_type=bench.device_type))
+        measured[own].append(measure_case(of_pass(case, passes), device_type=bench.device_type))
     widths: set[int] = set()
-    for own, case in zip(entries, cases, strict=True):
+    for own, case in zip(measured, cases, strict=True):
         if dist.is_initialized():
             dist.barrier()
         if case is None:
@@ -412,7 +413,7 @@ def _measure_cases(
         if bench.rl is not None and case.width not in widths and not shares_experts:
             generation = measure_generation(case, bench.rl, device_type=bench.device_type)
         widths.add(case.width)
-        yield mean_entry(own), generation
+        yield make_entry(case, own), generation
 
 
 def _cases(bench: Bench, base: ProfileCase) -> Iterator[ProfileCase | None]:

@@ -38,6 +38,15 @@ class UnitProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageStart:
+    """What a stage takes for each micro-batch besides its units, however many layers it has: caches that have
+    gone cold since its last work, and the first launch on a card."""
+
+    forward_seconds: Seconds = 0.0
+    backward_seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileEntry:
     """The units of a model on one type of card."""
 
@@ -49,6 +58,8 @@ class ProfileEntry:
     layers: Annotated[tuple[UnitProfile, ...], MinLen(1)]
     """One per layer, or one for all layers."""
     head: UnitProfile
+    start: StageStart = StageStart()
+    """Of a stage, which its units' seconds do not include; nothing, in profiles that do not measure it."""
     bare_layer: UnitProfile | None = None
     """A layer without any of its experts, as a card has it that shares them and holds none; None: estimated
     from the others."""

@@ -1,7 +1,8 @@
 """Measures the seconds and bytes of the model's units on this machine's device, for a profile.
 
-Each unit (embedding, layer, head) is built, sharded and run as the engine does it. Several layers in a row
-are measured, and their mean taken: a single layer would find its weights still in the processor's caches.
+Each unit (embedding, layer, head) is built, sharded and run as the engine does it. What a stage takes
+besides its units (for caches that have gone cold since its last work, or a first launch on a card) is no part
+of any unit's seconds. It follows from a single layer and several in a row.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -54,10 +55,6 @@ SECONDS_PER_UNIT = 1.5
 MIN_REPEATS = 5
 """Of each unit, in all passes."""
 
-PASS_SECONDS, MOST_PASSES = 0.5, 3
-"""A CPU's speed may change from one second to the next, most of all a virtual one's. There a unit's time is
-divided into passes over all cases, so that all see the same changes."""
-
 TRIM_FRACTION = 0.05
 """Fraction of the repeats left out at either end. The mean of the rest predicts a step, which is a sum over
 many forwards and backwards, some of them slowed by other load; the median would ignore that load."""
@@ -95,12 +92,22 @@ class ProfileCase:
     """Whether the layers are compiled (`train.compile`)."""
 
 
-def measure_entry(case: ProfileCase, *, device_type: str) -> ProfileEntry:
-    """Measure embedding, layer and head, each as the engine runs it on one micro-batch.
+@dataclass(frozen=True)
+class MeasuredCase:
+    """What is measured of a case in one pass."""
+
+    entry: ProfileEntry
+    """Its seconds include a stage's start: those of the layers, their share of it."""
+    single_layer: tuple[float, float]
+    """Seconds of forward and backward of a stage of one layer."""
+
+
+def measure_case(case: ProfileCase, *, device_type: str) -> MeasuredCase:
+    """Measure embedding, layers and head, each as the engine runs it on one micro-batch.
 
     Collective over the tensor-parallel group.
     """
-    return ProfileEntry(
+    entry = ProfileEntry(
         device_type=device_type,
         tensor_parallel=case.width,
         micro_batch_size=case.micro_batch_size,
@@ -112,39 +119,12 @@ def measure_entry(case: ProfileCase, *, device_type: str) -> ProfileEntry:
         if case.model.num_experts and not case.compile
         else None,
     )
-
-
-def num_passes(case: ProfileCase) -> int:
-    """Passes over all cases in which the units' seconds are measured."""
-    if case.device.type != "cpu":
-        return 1
-    return max(1, min(MOST_PASSES, int(case.seconds_per_unit / PASS_SECONDS)))
-
-
-def of_pass(case: ProfileCase, passes: int) -> ProfileCase:
-    """A case's part of a pass."""
-    repeats = max(2, case.least_repeats // passes)
-    return replace(case, seconds_per_unit=case.seconds_per_unit / passes, least_repeats=repeats)
-
-
-def mean_entry(entries: Sequence[ProfileEntry]) -> ProfileEntry:
-    """The mean seconds of a case's passes, and the first one's bytes."""
-    bare = [entry.bare_layer for entry in entries if entry.bare_layer is not None]
-    return replace(
-        entries[0],
-        embedding=_mean([entry.embedding for entry in entries]),
-        layers=tuple(_mean(units) for units in zip(*(entry.layers for entry in entries), strict=True)),
-        head=_mean([entry.head for entry in entries]),
-        bare_layer=_mean(bare) if bare else None,
-    )
-
-
-def _mean(units: Sequence[UnitProfile]) -> UnitProfile:
-    return replace(
-        units[0],
-        forward_seconds=statistics.fmean(unit.forward_seconds for unit in units),
-        backward_seconds=statistics.fmean(unit.backward_seconds for unit in units),
-    )
+    own = entry.layers[0]
+    single = own.forward_seconds, own.backward_seconds
+    if num_layers_in_a_row(case) > 1:
+        release_free_memory(case.device)
+        single = _compute_seconds(_Unit(case, layers=1))
+    return MeasuredCase(entry, single)
 
 
 def measure_reserved(case: ProfileCase) -> float | None:

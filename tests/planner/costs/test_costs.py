@@ -10,7 +10,7 @@ from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
+from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, StageStart, UnitProfile
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.links import allreduce_seconds, message_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
@@ -107,6 +107,14 @@ def entry(size=1, seconds=1.0, *, layers=1, recompute: Recompute = "none", kind=
         layers=tuple(unit(seconds + i) for i in range(layers)),
         head=unit(seconds / 2, output=0.0),
     )
+
+
+def started(start, recompute: Recompute, kind):
+    """An entry of our own, not of another tool, with what a stage takes besides its units."""
+    plain = entry(recompute=recompute, kind=kind)
+    units = {name: replace(getattr(plain, name), transient_bytes=7.0) for name in ("embedding", "head")}
+    layers = tuple(replace(layer, transient_bytes=9.0) for layer in plain.layers)
+    return replace(plain, layers=layers, start=start, **units)
 
 
 def costs_of(given, *, size=1, recompute: Recompute = "none", width=1):
@@ -274,14 +282,20 @@ def test_in_flight_is_what_the_schedule_has(schedule, stages, m):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("start", [None, StageStart(forward_seconds=0.7, backward_seconds=1.1)])
 @pytest.mark.parametrize(("recompute", "layers"), [("none", 99), ("full", 0.5), ("none", 2)])
-def test_cost_tables_and_forecast_agree(schedule, tied, recompute: Recompute, layers):
+def test_cost_tables_and_forecast_agree(schedule, tied, recompute: Recompute, layers, start):
     """The search's cost tables and the forecast count the same seconds and bytes, with so many layers in a
-    bucket; those of half a layer over a sharded optimizer, those of two in bf16 as well, beside a critic."""
+    bucket; those of half a layer over a sharded optimizer, those of two in bf16 as well, beside a critic. The
+    same of a profile in which a stage takes some time besides its units."""
+    measured = start and profile(
+        *(started(start, kind, name) for kind in ("none", "full") for name in ("Card", "Slow"))
+    )
     changes = {
-        "critic": layers == 2,
+        "profile": measured,
+        "critic": layers == 2 and measured is None,
         "bucket_size": int(layers * MODEL.layer_parameters),
-        "reduce_dtype": "bf16" if layers == 2 else "fp32",
+        "reduce_dtype": "bf16" if layers == 2 and measured is None else "fp32",
     }
     costs = make_costs(problem(model=replace(MODEL, tie_embeddings=tied), **changes))
     keys = SearchConfig(

@@ -14,7 +14,7 @@ from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import divides_experts, layer_units, stage_unit_range
-from yuan_train.config.profile import Profile
+from yuan_train.config.profile import Profile, StageStart
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
 from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.critic import value_model, with_critic
@@ -278,6 +278,8 @@ class StageUnits:
 
     units: tuple[UnitCost, ...]
     """Embedding, layers or halves of layers, head: those that the stage holds, as the plan divides them."""
+    start: StageStart
+    """What the stage takes besides them."""
     layer: UnitCost
     """A whole layer."""
     boundary_bytes: float
@@ -288,7 +290,23 @@ class StageUnits:
     @property
     def seconds(self) -> float:
         """Of a forward and a backward."""
-        return sum(unit.forward_seconds + unit.backward_seconds for unit in self.units)
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def forward_seconds(self) -> float:
+        return math.fsum((self.start.forward_seconds, *(unit.forward_seconds for unit in self.units)))
+
+    @property
+    def backward_seconds(self) -> float:
+        return math.fsum((self.start.backward_seconds, *(unit.backward_seconds for unit in self.units)))
+
+    @property
+    def started(self) -> tuple[UnitCost, ...]:
+        """The units; the last one's seconds with the stage's start."""
+        *others, last = self.units
+        forward = last.forward_seconds + self.start.forward_seconds
+        backward = last.backward_seconds + self.start.backward_seconds
+        return (*others, replace(last, forward_seconds=forward, backward_seconds=backward))
 
 
 def _stage_units(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts) -> StageUnits:
@@ -303,6 +321,7 @@ def _stage_units(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts
         units = tuple(_with_halves(plan, stage, part, plain))
     return StageUnits(
         units=units,
+        start=part.start,
         layer=part.units[1],
         boundary_bytes=part.boundary_bytes,
         update_bytes_per_second=part.update_bytes_per_second,

@@ -16,7 +16,7 @@ from typing import Literal
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
+from yuan_train.config.profile import Profile, ProfileEntry, StageStart, UnitProfile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.halves import HalfShare, half_shares
 from yuan_train.planner.costs.workload import STATE_BYTES, ModelWork, StateBytes, UnitWork, model_work
@@ -106,6 +106,8 @@ class CardCosts:
     """One hidden state at the end of a stage; 0 with an external profile, whose activations include it."""
     halves: tuple[HalfShare, HalfShare]
     """What attention and feed-forward take of a layer's costs."""
+    start: StageStart = StageStart()
+    """Of each stage, besides its units."""
 
     @cached_property
     def layer(self) -> UnitCost:
@@ -200,6 +202,7 @@ def card_costs(
                 update_bytes_per_second=update_rate,
                 boundary_bytes=0.0 if entry.is_whole else work.layer.output_bytes,
                 halves=half_shares(work, recompute),
+                start=entry.start,
             )
     note = "estimated from the catalogue" + (
         f": the profile has no entry for {type_name} with recompute {recompute}" if profile else ""
@@ -326,10 +329,10 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
         word = "interpolated" if sizes[0] < size < sizes[-1] else "extrapolated"
         note = f"{word} from micro_batch_size {sizes[after - 1]} and {sizes[after]}"
 
-    def line(a: UnitProfile, b: UnitProfile) -> UnitProfile:
-        def at(x: float, y: float) -> float:
-            return share * x if low is high else max(0.0, x + share * (y - x))
+    def at(x: float, y: float) -> float:
+        return share * x if low is high else max(0.0, x + share * (y - x))
 
+    def line(a: UnitProfile, b: UnitProfile) -> UnitProfile:
         return UnitProfile(
             forward_seconds=at(a.forward_seconds, b.forward_seconds),
             backward_seconds=at(a.backward_seconds, b.backward_seconds),
@@ -348,6 +351,13 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
         embedding=line(low.embedding, high.embedding),
         layers=tuple(line(low.layer(i), high.layer(i)) for i in range(count)),
         head=line(low.head, high.head),
+        # It does not grow with the micro-batch, unless it was seen to.
+        start=low.start
+        if low is high
+        else StageStart(
+            forward_seconds=at(low.start.forward_seconds, high.start.forward_seconds),
+            backward_seconds=at(low.start.backward_seconds, high.start.backward_seconds),
+        ),
     )
     return entry, note
 

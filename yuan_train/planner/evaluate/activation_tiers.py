@@ -49,8 +49,8 @@ def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Repli
     forward, backward = ([getattr(part, name) for part in parts] for name in _SECONDS)
     # Embedding and head belong to the parts at the ends.
     for seconds, name in ((forward, _SECONDS[0]), (backward, _SECONDS[1])):
-        seconds[0] += getattr(units.units[0], name) if stage.embedding else 0.0
-        seconds[-1] += getattr(units.units[-1], name) if stage.head else 0.0
+        seconds[0] += getattr(units.started[0], name) if stage.embedding else 0.0
+        seconds[-1] += getattr(units.started[-1], name) if stage.head else 0.0
     return LeavingActivations(
         times=PartTimes(
             forward_seconds=tuple(forward),
@@ -76,7 +76,7 @@ def _parts(
     costs: Costs, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan
 ) -> list[UnitCost]:
     """The costs of a stage's halves of layers, in order."""
-    units = iter(costs.of_stage(plan, replica, micro_batch_size, stage).units[stage.embedding :])
+    units = iter(costs.of_stage(plan, replica, micro_batch_size, stage).started[stage.embedding :])
     found: list[UnitCost] = []
     for layer, half in stage.parts:
         if int(stage.layers[0]) + layer in plan.divided_layers:

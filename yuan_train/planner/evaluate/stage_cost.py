@@ -47,7 +47,7 @@ class StageCost:
     weight_seconds: float
     """The weight-gradient part of the backward, for schedules that split it."""
     units: tuple[UnitCost, ...]
-    """What these are sums of."""
+    """What these are sums of, with what the stage takes besides (`StageUnits.start`)."""
     shares: StateShares
     """What each card holds of the stage's optimizer state, and what it holds twice of its gradients."""
     experts: tuple[int, ...]
@@ -174,7 +174,7 @@ def stage_cost(
     count = _stage_in_flight(plan, pipeline, s)
     divides = divides_experts(plan)
     leaving = leaving_activations(costs, plan, p, s, slowest.cards) if stage.activation_offload else None
-    pages = _pages(costs, stage, units, cards) if stage.parameter_offload else None
+    pages = _pages(costs, stage, slowest.units.started, cards) if stage.parameter_offload else None
     by_position: dict[int, tuple[MemoryForecast, float]] = {}
     for part in parts if divides else [replace(slowest, cards=cards)]:
         memory = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
@@ -208,8 +208,8 @@ def stage_cost(
         recompute=stage.recompute,
         num_recomputed=stage.num_recomputed,
         in_flight=count,
-        forward_seconds=math.fsum(unit.forward_seconds for unit in units),
-        backward_seconds=math.fsum(unit.backward_seconds for unit in units),
+        forward_seconds=slowest.units.forward_seconds,
+        backward_seconds=slowest.units.backward_seconds,
         weight_seconds=math.fsum(unit.weight_seconds for unit in units),
         units=units,
         shares=shares,

@@ -70,6 +70,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     devices = [[problem.cluster.device_type(c.type) for c in _cards(slot)] for slot in slots]
     seconds, message_of = _message_table(costs, shape)
     forward, backward = numbers("forward_seconds"), numbers("backward_seconds")
+    starts = np.array([(c.start.forward_seconds, c.start.backward_seconds) for c in distinct.values()])[which]
     (grad_reduce, start), (weight_sync, sync_start) = _bucket_seconds(costs, shape)
     update = _update_table(costs, shape, owners if shape.sharded else np.ones(len(slots)))
     ends = _tied_embedding_matrix(costs, shape) if tied else np.zeros((len(slots), len(slots)))
@@ -86,6 +87,8 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         sends=problem.send_mode,
         forward_seconds=forward,
         backward_seconds=backward,
+        forward_start_seconds=starts[..., 0],
+        backward_start_seconds=starts[..., 1],
         weight_seconds=numbers("weight_seconds"),
         resident_bytes=resident,
         activation_bytes=numbers("activation_bytes"),

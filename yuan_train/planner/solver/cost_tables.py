@@ -85,7 +85,9 @@ class CostTables:
         """Forward and backward seconds, [C, U+1, U+1], whether the stage fits or not."""
         x, kind = self.instance, int(self.kind_of[slot])
         if kind not in self._work:
-            self._work[kind] = range_sums(x.forward_seconds[:, slot] + x.backward_seconds[:, slot])
+            units = range_sums(x.forward_seconds[:, slot] + x.backward_seconds[:, slot])
+            start = x.forward_start_seconds[:, slot] + x.backward_start_seconds[:, slot]
+            self._work[kind] = units + start[:, None, None]
         return self._work[kind]
 
     def periods(self, order: Sequence[int]) -> Floats:
@@ -203,6 +205,8 @@ def _kinds(instance: Instance) -> Integers:
                 for values in (
                     instance.forward_seconds,
                     instance.backward_seconds,
+                    instance.forward_start_seconds,
+                    instance.backward_start_seconds,
                     instance.resident_bytes,
                     instance.activation_bytes,
                     instance.transient_bytes,

@@ -83,7 +83,7 @@ def _cut_times(tables: CostTables, orders: Integers, bounds: Integers) -> _CutTi
     size = x.message_of[bounds[:, 1:-1] - 1]
     forward_sends = x.message_seconds[size, orders[:, :-1], orders[:, 1:]]
     update = ranges("update_seconds", orders).max(axis=1)
-    forward = ranges("forward_seconds", choice, orders)
+    forward = ranges("forward_seconds", choice, orders) + x.forward_start_seconds[choice, orders]
     exposed = (choice, tables.ring_of[orders], first, end)
     arrival = np.zeros((count, stages))
     # The first micro-batch passes all stages unhindered.
@@ -91,7 +91,7 @@ def _cut_times(tables: CostTables, orders: Integers, bounds: Integers) -> _CutTi
     weight_sync = (tables.exposed_weight_sync[exposed] - arrival).max(axis=1)
     return _CutTimes(
         forward=forward,
-        backward=ranges("backward_seconds", choice, orders),
+        backward=ranges("backward_seconds", choice, orders) + x.backward_start_seconds[choice, orders],
         weight=ranges("weight_seconds", choice, orders),
         forward_sends=forward_sends,
         backward_sends=x.message_seconds[size, orders[:, 1:], orders[:, :-1]],

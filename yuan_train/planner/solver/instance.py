@@ -55,6 +55,10 @@ class Instance:
     """[C, D, U]"""
     backward_seconds: Floats
     """[C, D, U]"""
+    forward_start_seconds: Floats
+    """[C, D]: of a stage, besides its units'."""
+    backward_start_seconds: Floats
+    """[C, D]"""
     weight_seconds: Floats
     """[C, D, U]: the weight-gradient part of the backward, for schedules that split it."""
     resident_bytes: Floats
