@@ -17,7 +17,12 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
 from yuan_train.planner.search.descent import Budget, PipelineScreen, balanced_cut, lawful_depths
 from yuan_train.planner.search.one_f_one_b import one_f_one_b_seconds
-from yuan_train.planner.search.polish import polish_plan, polished_estimate, restructure_plan
+from yuan_train.planner.search.polish import (
+    Realised,
+    polish_plan,
+    polished_estimate,
+    restructure_plan,
+)
 from yuan_train.planner.search.regroup import regrouped
 from yuan_train.planner.search.restructure import draft_of, neighbours, plan_of
 from yuan_train.planner.search.search import search_plan
@@ -235,9 +240,14 @@ def test_restructuring_finds_a_larger_micro_batch():
     costs = make_costs(given_problem)
     best = find(given_problem).best
     sizes = options(micro_batch_size=(1, 2, 4, 8))
-    plan, cost = restructure_plan(costs, best.plan, best.cost, list(costs.cards.values()), sizes, budget())
+    cards, known, first = list(costs.cards.values()), Realised(), budget()
+    plan, cost = restructure_plan(costs, best.plan, best.cost, cards, sizes, first, known)
     assert plan.pipelines[0].micro_batch_size > 1 and cost.fits
     assert cost.step_seconds < 0.9 * best.step_seconds
+    # What is known is not done again, and leads to the same.
+    again = budget()
+    assert restructure_plan(costs, best.plan, best.cost, cards, sizes, again, known)[0] == plan
+    assert budget().work - again.work < 0.5 * (budget().work - first.work)
     # The search does the same by itself where no key fixes the size, and no slower.
     free = search_plan(given_problem, SearchConfig(), micro_batch_size=1)
     assert free.best.step_seconds < 0.9 * best.step_seconds

@@ -13,6 +13,7 @@ from yuan_train.planner.search.explore import Candidate, choice_seconds
 from yuan_train.planner.search.half_layers import shift_by_halves
 from yuan_train.planner.search.polish import (
     FEW_CARDS,
+    Realised,
     polish_plan,
     polished_estimate,
     restructure_plan,
@@ -102,12 +103,13 @@ def _with_polished(
     fastest = sorted(polished, key=lambda i: (result[i].step_seconds, i))
     restructures = few and options.restructures
     starts = [result[i] for i in _restructured(fastest, result, len(cards))] if restructures else []
+    knowing, known = Budget(0.0, stopped), Realised()
     if starts and len(cards) <= FEW_CARDS:
-        starts += _under_other_schedules(costs, starts[0], options, stopped)
+        starts += _under_other_schedules(costs, starts[0], options, knowing, known)
     ways = 1 if len(cards) <= FEW_CARDS else 2
     for start in starts:
-        budget = Budget(ways * RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
-        plan, cost = restructure_plan(costs, start.plan, start.cost, cards, options, budget)
+        budget = knowing.part(ways * RESTRUCTURE_WORK / NUM_RESTRUCTURED)
+        plan, cost = restructure_plan(costs, start.plan, start.cost, cards, options, budget, known)
         result.append(Candidate(plan=plan, cost=cost, shape=_reshaped(start.shape, plan)))
     return result
 
@@ -152,15 +154,15 @@ def _kind(candidate: Candidate) -> object:
 
 
 def _under_other_schedules(
-    costs: Costs, start: Candidate, options: Options, stopped: Callable[[], bool]
+    costs: Costs, start: Candidate, options: Options, knowing: Budget, known: Realised
 ) -> list[Candidate]:
     """A plan under the other schedules that the polish may choose."""
     found: list[Candidate] = []
     for schedule in options.polished_schedules:
         if schedule == "interleaved_1f1b":
             continue
-        budget = Budget(RESTRUCTURE_WORK / NUM_RESTRUCTURED, stopped)
-        priced = under_schedule(costs, start.plan, start.cost, schedule, options, budget)
+        budget = knowing.part(RESTRUCTURE_WORK / NUM_RESTRUCTURED)
+        priced = under_schedule(costs, start.plan, start.cost, schedule, options, budget, known)
         if priced is not None:
             found.append(Candidate(plan=priced[0], cost=priced[1], shape=_reshaped(start.shape, priced[0])))
     return found

@@ -34,6 +34,8 @@ from yuan_train.planner.search.shapes import Options
 
 Priced = tuple[Plan, PlanCost]
 """A plan and its cost."""
+Realised = dict[Draft, tuple[Priced | None, float]]
+"""What became of drafts, and the step that each had to come near."""
 WORTH_DESCENDING = 1.15
 """A neighbour is cut further only if its first cuts take at most this multiple of the best step."""
 WORTH_PAIRING = 1.03
@@ -72,10 +74,18 @@ def polished_estimate(plan: Plan, cost: PlanCost) -> float:
 
 
 def restructure_plan(
-    costs: Costs, plan: Plan, cost: PlanCost, cards: Sequence[Card], options: Options, budget: Budget
+    costs: Costs,
+    plan: Plan,
+    cost: PlanCost,
+    cards: Sequence[Card],
+    options: Options,
+    budget: Budget,
+    known: Realised,
 ) -> Priced:
     """(plan, cost): the plan itself, or a faster one that fits, of any structure that single changes lead to,
-    each polished. A change that gains is kept, and the search goes on from there."""
+    each polished. A change that gains is kept, and the search goes on from there. What is `known` is not done
+    again; it belongs to these costs, and to options that differ in `polished_schedules` and `polished_sizes`
+    alone."""
     best = plan, cost
     if plan.schedule == "interleaved_1f1b" or plan.divided_layers or divides_experts(plan):
         return best
@@ -86,12 +96,12 @@ def restructure_plan(
     wide = best
     if len(cards) > FEW_CARDS:
         at_once = budget.part(budget.work / 2)
-        wide = _restructured(costs, best, cards, options, at_once, set())
+        wide = _restructured(costs, best, cards, options, at_once, set(), known)
         budget.work += at_once.work - budget.work / 2
     half = budget.part(budget.work / 2)
     # What did not gain under less choice does not gain from the same plan under more.
     tried: set[Draft] = set()
-    best = _restructured(costs, best, cards, own, half, tried)
+    best = _restructured(costs, best, cards, own, half, tried, known)
     budget.work += half.work - budget.work / 2
     # Under more choice from where less choice ends: what it finds is never slower.
     several = len(options.polished_schedules) > 1, len(options.polished_sizes) > len(own_sizes)
@@ -102,22 +112,28 @@ def restructure_plan(
     start, share = best, budget.work if len(cards) <= FEW_CARDS else budget.work / 4
     for part in parts if all(several) else ():
         apart = budget.part(share)
-        found = _restructured(costs, start, cards, part, apart, tried)
+        found = _restructured(costs, start, cards, part, apart, tried, known)
         best = min(best, found, key=lambda priced: priced[1].step_seconds)
         if len(cards) > FEW_CARDS:
             budget.work -= share - apart.work
-    last = _restructured(costs, best, cards, options, budget, tried)
+    last = _restructured(costs, best, cards, options, budget, tried, known)
     return min(last, wide, key=lambda priced: priced[1].step_seconds)
 
 
 def under_schedule(
-    costs: Costs, plan: Plan, cost: PlanCost, schedule: ScheduleName, options: Options, budget: Budget
+    costs: Costs,
+    plan: Plan,
+    cost: PlanCost,
+    schedule: ScheduleName,
+    options: Options,
+    budget: Budget,
+    known: Realised,
 ) -> Priced | None:
     """The plan under another schedule, cut anew for it, however slow; None if it does not fit."""
     if plan.schedule in (schedule, "interleaved_1f1b") or plan.divided_layers or divides_experts(plan):
         return None
     draft = replace(draft_of(plan, cost), schedule=schedule)
-    return _realised(costs, draft, math.inf, options, budget)
+    return _realised(costs, draft, math.inf, options, budget, known)
 
 
 def _restructured(
@@ -127,6 +143,7 @@ def _restructured(
     options: Options,
     budget: Budget,
     tried: set[Draft],
+    known: Realised,
 ) -> Priced:
     """The best plan that changes lead to under these options; see `restructure_plan`. Where no change gains
     by itself, the search goes on from the changes that cost least: so are two changes found that gain
@@ -134,7 +151,7 @@ def _restructured(
     near: list[Priced] = []
     centre: Priced = best
     while not budget.is_over:
-        found: Priced = _around(costs, centre, best, cards, options, budget, tried, near)
+        found: Priced = _around(costs, centre, best, cards, options, budget, tried, known, near)
         if found is not best:
             best = polish_plan(costs, found[0], found[1], options, budget)
             centre = best
@@ -162,6 +179,7 @@ def _around(
     options: Options,
     budget: Budget,
     tried: set[Draft],
+    known: Realised,
     near: list[Priced],
 ) -> Priced:
     """The best plan that single changes lead to from `centre` on, each change faster than all before; `best`
@@ -179,7 +197,7 @@ def _around(
         if draft in tried:
             continue
         tried.add(draft)
-        found = _realised(costs, draft, best[1].step_seconds, options, budget)
+        found = _realised(costs, draft, best[1].step_seconds, options, budget, known)
         if found is None:
             continue
         if found[1].step_seconds < best[1].step_seconds * (1.0 - LEAST_GAIN):
@@ -194,7 +212,22 @@ def _is_near(other: Priced, best: Priced) -> bool:
     return other[1].step_seconds < WORTH_PAIRING * best[1].step_seconds
 
 
-def _realised(costs: Costs, draft: Draft, limit: float, options: Options, budget: Budget) -> Priced | None:
+def _realised(
+    costs: Costs, draft: Draft, limit: float, options: Options, budget: Budget, known: Realised
+) -> Priced | None:
+    """As `_realise`, of drafts that are not known."""
+    if draft in known:
+        found, nearest = known[draft]
+        if found is not None or limit <= nearest:
+            return found
+    found = _realise(costs, draft, limit, options, budget)
+    # Where the budget ended, the cut may be half done.
+    if not budget.is_over:
+        known[draft] = found, limit
+    return found
+
+
+def _realise(costs: Costs, draft: Draft, limit: float, options: Options, budget: Budget) -> Priced | None:
     """The plan of a draft, with recompute where memory requires it, cut anew if that is better; None if it
     does not fit or does not come near `limit` seconds."""
     plan = plan_of(costs, draft)
