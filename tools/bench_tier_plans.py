@@ -22,7 +22,8 @@ from yuan_train.config.model import load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
-from yuan_train.planner.search.search import SearchResult, search_plan
+from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.search_result import SearchResult
 
 LENGTH, RESERVED = 4096, 8 * GIB
 EXPECTED, MOST_OFF = 166.8, 0.03

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.parallel.groups import init_distributed, make_pair, shutdown
-from yuan_train.parallel.transport import HostStagedTransport, LostPeer, Ranges, _host_copy
+from yuan_train.parallel.ranges import Ranges
+from yuan_train.parallel.transport import HostStagedTransport, LostPeer, NcclTransport, _host_copy
 
 CPU = torch.device("cpu")
 
@@ -36,16 +37,19 @@ def _body(rank: int, port: int) -> None:
     copied = values.clone()
     direct.broadcast(copied, 1, "a broadcast").wait()
     assert copied.tolist() == [10.0, 11.0, 12.0, 13.0]
-    # An operation for each range that is not empty; then, as on nccl, one for all equal ones.
-    for library, sizes in (("gloo", (3, 1)), ("gloo", (0, 4)), ("nccl", (2, 2))):
-        direct.library, ranges = library, Ranges(sizes)
+    # One all-reduce, and a broadcast for each range that is not empty; then, as on nccl, an operation for
+    # each, or one for all equal ones.
+    on_nccl = NcclTransport(direct._group, (0, 1), device=CPU)  # pyright: ignore
+    on_nccl._polls = False  # pyright: ignore
+    for transport, sizes in ((direct, (3, 1)), (direct, (0, 4)), (on_nccl, (3, 1)), (on_nccl, (2, 2))):
+        ranges = Ranges(sizes)
         own = slice(*ranges.of(rank))
         summed = values.clone()
-        direct.reduce_ranges(summed, ranges, "a reduction").wait()
+        transport.reduce_ranges(summed, ranges, "a reduction").wait()
         assert summed[own].tolist() == total[own]
         gathered = torch.zeros(4)
         gathered[own] = summed[own]
-        direct.gather_ranges(gathered, ranges, "a gather").wait()
+        transport.gather_ranges(gathered, ranges, "a gather").wait()
         assert gathered.tolist() == total
     direct.free()
     dist.barrier()

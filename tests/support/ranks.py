@@ -118,7 +118,7 @@ def disabled(key: str) -> Iterator[None]:
         "sharded_grad_reduce": (OwnedState, "start_grad_reduce", _keep_own_gradient),
         "sharded_weight_sync": (OwnedState, "start_weight_sync", lambda self: None),
         "host_weight_sync": (HostChunk, "start_weights", lambda self, weights: None),
-        "operation_per_owner": (transport, "_is_coalesced", _is_coalesced_where_equal),
+        "operation_per_owner": (transport, "GlooTransport", _Coalescing),
         "page_gradient_up": (ParameterPages, "take", _forget_sums),
         "activation_fetch": (ActivationTiers, "_fetch", _fetch_nothing),
         "host_copy": (transport, "_host_copy", torch.zeros_like),
@@ -140,8 +140,11 @@ def disabled(key: str) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _is_coalesced_where_equal(ranges: transport.Ranges, group: object) -> bool:
-    return ranges.are_equal
+class _Coalescing(transport.GlooTransport):
+    """Equal ranges take one reduce-scatter and one all-gather, as on nccl."""
+
+    _scatters, _gathers_from = True, 1
+    reduce_ranges = transport.GroupTransport.reduce_ranges
 
 
 def _forget_sums(self: Any, step: Step, take: Any = ParameterPages.take) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -81,6 +83,29 @@ def test_flat_buckets_match_plain_adamw(dtype: torch.dtype, kind: str) -> None:
         reference.step()
         for ours, theirs in zip(flat.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+def test_a_wait_for_stepped_weights_is_no_compute() -> None:
+    state = OwnedState(flat_bucket(module()), Groups({}, {}), None)
+    seen: list[str] = []
+
+    class OnItsWay:
+        def wait(self) -> None:
+            seen.append("wait")
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        seen.append("pause")
+        yield
+        seen.append("go on")
+
+    state.pause = pause
+    state.finish_weight_sync()
+    assert not seen, "nothing is on its way"
+    state._syncing.append(OnItsWay())  # pyright: ignore
+    state.finish_weight_sync()
+    state.finish_weight_sync()
+    assert seen == ["pause", "wait", "go on"]
 
 
 def test_small_steps_are_not_lost_in_bf16() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from yuan_train.planner.costs.plan_problem import PlanProblem
     from yuan_train.planner.search.largest import Largest
     from yuan_train.planner.search.rent import Rent
-    from yuan_train.planner.search.search import SearchResult
+    from yuan_train.planner.search.search_result import SearchResult
 
 DEFAULT_GLOBAL_BATCH_SIZE = 64
 """Sequences per step without a run file."""

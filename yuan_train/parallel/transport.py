@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.parallel.activity import Activity, during, is_observed
+from yuan_train.parallel.ranges import Ranges
 
 POLL_SECONDS = 1e-3
 """Between two looks at an operation for which the host waits."""
@@ -36,23 +36,6 @@ POLL_SECONDS = 1e-3
 _IS_NEW = hasattr(dist.ProcessGroup, "reduce_scatter_single")
 _REDUCE_SCATTER = "reduce_scatter_single" if _IS_NEW else "_reduce_scatter_base"
 _ALL_GATHER = "all_gather_single" if _IS_NEW else "_allgather_base"
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """A flat tensor [n] divided among the ranks of a group: the elements of each, in the group's order."""
-
-    sizes: tuple[int, ...]
-
-    @cached_property
-    def are_equal(self) -> bool:
-        """Whether all ranks have as many elements."""
-        return len(set(self.sizes)) == 1
-
-    def of(self, index: int) -> tuple[int, int]:
-        """The range [start, end) of the rank at a position of the group."""
-        start = sum(self.sizes[:index])
-        return start, start + self.sizes[index]
 
 
 class LostPeer(RuntimeError):
@@ -253,6 +236,10 @@ class GroupTransport:
     """Whether the device goes on while a receive waits for its sender; on nccl it is a running kernel."""
     _polls: bool
     """Whether messages under way can be asked if they have arrived."""
+    _scatters: bool
+    """Whether equal ranges take one reduce-scatter; on gloo it sends what an all-reduce does."""
+    _gathers_from: int
+    """Ranks from which on equal ranges take one all-gather, and no broadcasts, which wait for each other."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device) -> None:
         self._group = group
@@ -284,7 +271,7 @@ class GroupTransport:
         return self._pending(work, (tensor,), what)
 
     def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
-        if not _is_coalesced(ranges, self):
+        if not (ranges.are_equal and self._scatters):
             return self._each(tensor, ranges, self._reduce_options, self._group.reduce, what)
         part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
@@ -292,7 +279,7 @@ class GroupTransport:
         return self._pending(work, (part, tensor), what)
 
     def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
-        if not _is_coalesced(ranges, self):
+        if not (ranges.are_equal and len(self._ranks) >= self._gathers_from):
             return self._each(tensor, ranges, self._broadcast_options, self._group.broadcast, what)
         part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
@@ -353,14 +340,6 @@ class GroupTransport:
         return _PendingWork(works, tensors, self._ranks, what, self._polls)
 
 
-def _is_coalesced(ranges: Ranges, transport: GroupTransport) -> bool:
-    """Whether equal ranges take one reduce-scatter or all-gather instead of an operation per rank.
-
-    Not on gloo: there a reduce-scatter sends what an all-reduce does, and an all-gather copies its input.
-    """
-    return ranges.are_equal and transport.library == "nccl"
-
-
 def rooted(options: Any, index: int) -> Any:
     """Options of an operation that does not block, with the rank at a position of the group as its root."""
     options.rootRank, options.asyncOp = index, True
@@ -373,6 +352,13 @@ class GlooTransport(GroupTransport):
     library = "gloo"
     open_receives_hold_up_nothing = True
     _polls = False
+    _scatters, _gathers_from = False, 3
+
+    def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
+        # Two reductions of a half wait for each other's parts: an all-reduce takes 3/4 of their time.
+        if len(self._ranks) == 2:
+            return self.all_reduce(tensor, what)
+        return super().reduce_ranges(tensor, ranges, what)
 
 
 class NcclTransport(GroupTransport):
@@ -381,6 +367,7 @@ class NcclTransport(GroupTransport):
     library = "nccl"
     open_receives_hold_up_nothing = False
     _polls = True
+    _scatters, _gathers_from = True, 1
 
 
 class HostStagedTransport(GlooTransport):

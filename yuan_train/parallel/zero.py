@@ -3,17 +3,18 @@
 Sharded (Rajbhandari et al. 2020, stage 1), a rank holds masters and AdamW's two moments for its range of
 each of its slices. Gradients are reduced to the rank that holds the range, and the stepped weights are sent
 from it while the next forward begins. Equal ranges take one reduce-scatter and one all-gather on NCCL;
-unequal ones an operation per owner, because gloo has no uneven all-gather. Not sharded, gradients are
-all-reduced, and every owner steps everything. A part of what a rank holds may be offloaded to the host, and
-is stepped there, chunk by chunk: a bucket's gradients begin to go down as soon as they are reduced.
-`optimizer_shards.py` says which elements lie where.
+unequal ones an operation per owner, because gloo has no uneven all-gather (`transport.py`). Not sharded,
+gradients are all-reduced, and every owner steps everything. A part of what a rank holds may be offloaded to
+the host, and is stepped there, chunk by chunk: a bucket's gradients begin to go down as soon as they are
+reduced. `optimizer_shards.py` says which elements lie where.
 
 Checkpoints store and fill what a rank holds as boxes of the global tensors, in place: nothing is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,6 +73,8 @@ class OwnedState:
         self._synced: list[torch.Tensor] = []
         """By slice, the buffers in which weights are on their way to this rank."""
         self._syncing: list[Pending] = []
+        self.pause: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Around a wait for stepped weights, which a forward makes: it is no compute."""
         self._ranges = None if shares is None else [owner_ranges(part, shares) for part in bucket.slices]
         """By slice: the range of each owner."""
         self._own = own_ranges(bucket, shares)
@@ -218,8 +221,10 @@ class OwnedState:
         """Wait until the model's weights are those of the last step; nothing to do if they are."""
         for chunk in self.host_chunks:
             chunk.finish_weights()
-        for pending in self._syncing:
-            pending.wait()
+        if self._syncing:
+            with self.pause():
+                for pending in self._syncing:
+                    pending.wait()
         for part, buffer in zip(self._bucket.slices, self._synced, strict=False):
             self._bucket.unpack(buffer, part, self._bucket.weights)
         self._syncing.clear()

@@ -84,6 +84,8 @@ def build(
     pair_loss = PairLoss(run.objective, device=job.device) if run.objective.reads_pairs else None
     stopwatch = Stopwatch(job.device, slowdown=slowdown)
     runtime.reducer.pace = stopwatch.catch_up
+    for state in runtime.states:
+        state.pause = stopwatch.paused
     tiers = _tiers(job, runtime, stopwatch)
     runners = {
         stage: _runner_of(job, runtime, stage, stopwatch)(

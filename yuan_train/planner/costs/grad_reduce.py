@@ -36,7 +36,7 @@ from yuan_train.planner.costs.links import (
 )
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
-from yuan_train.planner.costs.topology import Topology
+from yuan_train.planner.costs.topology import Topology, uses_gloo
 from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS
 from yuan_train.planner.costs.workload import STATE_BYTES, model_work
 from yuan_train.schedule.buckets import group_units, is_halved
@@ -269,7 +269,8 @@ def grad_reduce_compute_seconds(
         return 0.0
     size = parameters * costs.problem.reduce_bytes / min(map(len, owners))
     ring = max(allreduce_compute_seconds(costs.topology, ring, size) for ring in slice_rings(owners))
-    return ring / 2 if sharded else ring
+    all_reduces = not sharded or (len(owners) == 2 and uses_gloo(costs.topology, [o[0] for o in owners]))
+    return ring if all_reduces else ring / 2
 
 
 def weight_sync_seconds(costs: Costs, owners: Sequence[Replica], parameters: float, *, sharers: int) -> float:

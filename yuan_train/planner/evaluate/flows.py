@@ -49,7 +49,8 @@ def run_transfers(
     later: Callable[[int], float] = lambda i: 0.0,
     ended: Callable[[int, float, float], None] = lambda i, start, end: None,
 ) -> list[float]:
-    """When each transfer is through. On each card they run one after the other, in the order given.
+    """When each transfer is through. On each card those that leave its node run one after the other, in the
+    order given, and so do those that do not: they take other links.
 
     `later(i)` is by how much transfer i is ready later than it says, asked when its cards are free of all
     before it; `ended(i, start, end)` is told of each that is through.
@@ -83,13 +84,14 @@ class _Run:
         self.followers: list[list[int]] = [[] for _ in range(count)]
         self.num_before = [0] * count
         """Transfers before each, on its cards, that are not through."""
-        last: dict[Card, int] = {}
+        last: dict[tuple[Card, bool], int] = {}
         for i, transfer in enumerate(self.transfers):
-            before = {last[card] for card in transfer.cards if card in last}
+            own = [(card, bool(transfer.crossing)) for card in transfer.cards]
+            before = {last[key] for key in own if key in last}
             self.num_before[i] = len(before)
             for j in before:
                 self.followers[j].append(i)
-            last.update(dict.fromkeys(transfer.cards, i))
+            last.update(dict.fromkeys(own, i))
         self._free = [i for i in range(count) if not self.num_before[i]]
         self.flows: Counter[str] = Counter()
         crossed = {node for transfer in self.transfers for node in transfer.crossing}

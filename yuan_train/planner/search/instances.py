@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +32,10 @@ FAR = 1e4
 """Times the model's size: a ring's seconds of that much are latency + bytes / bandwidth."""
 
 
+Numbers = Callable[[str], np.ndarray]
+"""[C, D, U]: a field of the costs of each unit on each slot, by choice of recompute."""
+
+
 def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     """The partitioning problem of a shape. Units: embedding, layers, head; choices: options.recompute."""
     problem, slots = costs.problem, shape.slots
@@ -41,7 +46,6 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         [costs.of_replica(slot[0][0], shape.micro_batch_size, recompute) for slot in slots]
         for recompute in options.recompute
     ]
-
     distinct = {id(card): card for row in table for card in row}
     number = {key: i for i, key in enumerate(distinct)}
     which = np.array([[number[id(card)] for card in row] for row in table])
@@ -50,35 +54,20 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         rows = [[getattr(unit, name) for unit in card.units] for card in distinct.values()]
         return np.array(rows, dtype=float)[which]
 
-    transient = numbers("transient_bytes")
     owners = np.array([shape.peers * shape.num_pipelines * len(slot[0]) for slot in slots], dtype=float)
-    optimizer = numbers("optimizer_bytes")
-    if shape.sharded:
-        optimizer /= owners[None, :, None]
-    gradients = numbers("gradient_bytes")
-    own = numbers("own_gradient_bytes")
-    copies = own * problem.reduce_copy_share * _is_reduced(costs, owners)
-    resident = numbers("parameter_bytes") + gradients + copies + optimizer
-    once = problem.model.tie_embeddings and not problem.has_external_profile
-    tied_share = numbers("tied_share")[0, :, 0] if once else np.zeros(len(slots))
-    saving = tied_share * (resident - copies)[0, :, 0] + (copies[0, :, 0] if once else 0.0)
-    # A stage with both ends of a tied model that has no other owner reduces nothing.
-    saving += np.where(owners > 1, 0.0, copies[0].sum(axis=1) - (copies[0, :, 0] if once else 0.0))
-    # The head's transient bytes add to the largest of the other units'; see `costs.memory.stage_memory`.
-    resident[:, :, -1] += transient[:, :, -1]
-    transient[:, :, -1] = 0.0
+    held = _held(costs, shape, numbers, owners)
+    starts = np.array([(c.start.forward_seconds, c.start.backward_seconds) for c in distinct.values()])[which]
     devices = [[problem.cluster.device_type(c.type) for c in _cards(slot)] for slot in slots]
     seconds, message_of = _message_table(costs, shape)
     forward, backward = numbers("forward_seconds"), numbers("backward_seconds")
-    starts = np.array([(c.start.forward_seconds, c.start.backward_seconds) for c in distinct.values()])[which]
     (grad_reduce, start), (weight_sync, sync_start) = _bucket_seconds(costs, shape)
     update = _update_table(costs, shape, owners if shape.sharded else np.ones(len(slots)))
     ends = _tied_embedding_matrix(costs, shape) if tied else np.zeros((len(slots), len(slots)))
-    if once and not ignores_update:
+    if _holds_once(costs) and not ignores_update:
         # A slot with the first and the last unit holds the tied embedding once and updates it once.
         ends -= np.diag(update[:, 0])
     # An embedding or a head that costs nothing cannot form a stage alone.
-    has_work = (forward + backward + resident).max(axis=(0, 1)) > 0
+    has_work = (forward + backward + held.resident).max(axis=(0, 1)) > 0
     has_work[1:-1] = True
     room = offload_bytes(costs, shape, options)
     return Instance(
@@ -90,11 +79,11 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         forward_start_seconds=starts[..., 0],
         backward_start_seconds=starts[..., 1],
         weight_seconds=numbers("weight_seconds"),
-        resident_bytes=resident,
+        resident_bytes=held.resident,
         activation_bytes=numbers("activation_bytes"),
-        transient_bytes=transient,
+        transient_bytes=held.transient,
         capacity_bytes=np.array([float(min(d.memory - d.reserved for d in row)) for row in devices]),
-        whole_model_saving_bytes=saving,
+        whole_model_saving_bytes=held.saving,
         boundary_bytes=np.array([card.boundary_bytes for card in table[0]]),
         message_seconds=seconds,
         message_of=message_of,
@@ -113,11 +102,50 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         hosts=None
         if room is None
         else Hosts(
-            state_bytes=optimizer[0],
-            whole_model_saving_bytes=optimizer[0, :, 0] if once else np.zeros(len(slots)),
+            state_bytes=held.optimizer[0],
+            whole_model_saving_bytes=held.optimizer[0, :, 0] if _holds_once(costs) else np.zeros(len(slots)),
             capacity_bytes=room,
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Held:
+    """Bytes that a slot holds of each unit; see `Instance`."""
+
+    resident: np.ndarray
+    """[C, D, U]"""
+    transient: np.ndarray
+    """[C, D, U]"""
+    optimizer: np.ndarray
+    """[C, D, U]: of the resident ones."""
+    saving: np.ndarray
+    """[D]: what a stage of the whole model holds less."""
+
+
+def _held(costs: Costs, shape: Shape, numbers: Numbers, owners: np.ndarray) -> _Held:
+    """`owners` [D] of each slot's units share their optimizer state, if the shape shards it."""
+    transient = numbers("transient_bytes")
+    optimizer = numbers("optimizer_bytes")
+    if shape.sharded:
+        optimizer /= owners[None, :, None]
+    own = numbers("own_gradient_bytes")
+    copies = own * costs.problem.reduce_copy_share * _is_reduced(costs, owners)
+    resident = numbers("parameter_bytes") + numbers("gradient_bytes") + copies + optimizer
+    once = _holds_once(costs)
+    tied_share = numbers("tied_share")[0, :, 0] if once else np.zeros(len(owners))
+    saving = tied_share * (resident - copies)[0, :, 0] + (copies[0, :, 0] if once else 0.0)
+    # A stage with both ends of a tied model that has no other owner reduces nothing.
+    saving += np.where(owners > 1, 0.0, copies[0].sum(axis=1) - (copies[0, :, 0] if once else 0.0))
+    # The head's transient bytes add to the largest of the other units'; see `costs.memory.stage_memory`.
+    resident[:, :, -1] += transient[:, :, -1]
+    transient[:, :, -1] = 0.0
+    return _Held(resident=resident, transient=transient, optimizer=optimizer, saving=saving)
+
+
+def _holds_once(costs: Costs) -> bool:
+    """Whether a stage of the whole model holds one matrix for embedding and head."""
+    return costs.problem.model.tie_embeddings and not costs.problem.has_external_profile
 
 
 def is_faithful(costs: Costs, shape: Shape) -> bool:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from yuan_train.config.errors import NoPlanFits, SearchStopped
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
-from yuan_train.planner.search.search import SearchResult, search_plan
+from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.search_result import SearchResult
 
 MOST_LAYERS = 4096
 PROBE_SECONDS = 2.0

@@ -11,7 +11,7 @@ from dataclasses import replace
 from yuan_train.config.units import show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
-from yuan_train.planner.search.search import SearchResult
+from yuan_train.planner.search.search_result import SearchResult
 
 
 def with_late_updates(problem: PlanProblem, result: SearchResult) -> SearchResult:

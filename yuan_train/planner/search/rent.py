@@ -16,7 +16,8 @@ from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.run import SearchConfig
 from yuan_train.config.search_objective import check_prices
 from yuan_train.planner.costs.plan_problem import PlanProblem
-from yuan_train.planner.search.search import SearchResult, search_plan
+from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.search_result import SearchResult
 
 MAX_PLANNED = 24
 """Clusters that are planned at most."""

@@ -19,12 +19,11 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
-from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, make_forecast
-from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.activations import may_send_activations, with_activations_away
 from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
-from yuan_train.planner.search.explore import Candidate, solve_shapes
+from yuan_train.planner.search.explore import Candidate, Found, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
@@ -37,11 +36,18 @@ from yuan_train.planner.search.mixed_pipelines import (
 )
 from yuan_train.planner.search.paged import check_pages, paged_plans
 from yuan_train.planner.search.plan_bounds import bound_plans
+from yuan_train.planner.search.search_result import (
+    LeftOut,
+    SearchResult,
+    idle_cards,
+    notes_of,
+    runners_up,
+    with_forecast,
+)
 from yuan_train.planner.search.shapes import Options, Shape, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 from yuan_train.planner.search.state_shares import mixed_with_hosts, with_other_shares
 
-NUM_RUNNERS_UP = 4
 LEAST_HOPE = 1.25
 """Plans with groups that divide experts are costed if their estimate is within this multiple of the best
 step: the estimate knows neither deeper warm-ups nor partial recompute."""
@@ -58,36 +64,46 @@ NO_VIRTUAL_STAGES = (
 )
 
 
+@dataclass(frozen=True)
+class _TimeLimit:
+    """When the search has to end."""
+
+    clock: Callable[[], float]
+    started: float
+    seconds: float
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether that share of the time is over."""
+        return self.clock() - self.started > share * self.seconds
+
+
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """A card that the plan does not use, and why."""
+class _Space:
+    """What is searched, and until when."""
 
-    card: Card
-    reason: str
+    costs: Costs
+    cards: Sequence[Card]
+    options: Options
+    stopped: Callable[[], bool]
+    shapes: Sequence[Shape]
+    any_shapes: Sequence[Shape]
+    """If there are no shapes: those of mixed pipelines."""
+    has_all_shapes: bool
+    """Whether the time sufficed to list them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchResult:
-    """The plan found, and what the report says about it."""
+class _Plans:
+    """What was found in a space."""
 
-    best: Candidate
-    """Its plan carries the forecast."""
-    runners_up: tuple[Candidate, ...]
-    even_split: Candidate | None
-    """The naive plan, see `even_split`; None with more slots than layers, without shapes, or without time."""
-    left_out: tuple[LeftOut, ...]
-    lower_bound_seconds: float
-    """No plan that the search might make takes less."""
-    bounds: Bounds | None
-    """How that is known, and what no plan of equal pipelines beats; None if the plan is proven fastest."""
-    exact: bool
-    """Whether it is proven that no other plan of the searched space is faster in the simulation."""
-    stopped: bool
-    """Whether the time limit ended the search."""
-    num_shapes: int
-    num_simulated: int
-    notes: tuple[str, ...]
-    """Sources of the numbers, one line per type of card."""
+    ranked: Sequence[Candidate]
+    """The plans that fit, fastest first."""
+    solved: Found
+    """Of the shapes alone."""
+    any_fits: bool
+    """Whether a plan fits, be it under a schedule that `search.schedule` does not name."""
+    tries_activations: bool
+    """Whether plans whose activations lie on hosts were tried."""
 
 
 # The search keeps millions of small values without cycles: scanning them would take a quarter of the time.
@@ -107,6 +123,37 @@ def search_plan(
     or the precision exclude every plan, NoPlanFits (with the nearest miss) if no plan fits the cards,
     SearchStopped if the time limit came first.
     """
+    options = _options(problem, search, micro_batch_size=micro_batch_size, thorough=thorough)
+    closing = _closing_seconds(len(problem.cluster.cards), search.time_limit)
+    limit = _TimeLimit(clock, clock(), search.time_limit - closing)
+    cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
+    space = _list_shapes(make_costs(problem), cards, options, limit)
+    plans = _find_plans(space)
+    if not plans.ranked:
+        raise _nothing_found(space, plans, search.time_limit)
+    exact, lowest, bounds = _bounded(space, plans, thorough=thorough)
+    bound = min(lowest, plans.ranked[0].step_seconds)
+    best = with_forecast(space.costs, plans.ranked[0], bound)
+    violations = list(validate_plan(best.plan))
+    assert not violations, f"the planner made a plan that violates constraints: {violations}"
+    shapes, late = space.shapes, limit.is_over()
+    even_shape = best.shape if len(best.shape.slots) > 1 or not shapes else shapes[0]
+    return SearchResult(
+        best=best,
+        runners_up=runners_up(plans.ranked),
+        even_split=even_split(space.costs, even_shape, options) if shapes and not late else None,
+        left_out=(*without_precision, *idle_cards(cards, best)),
+        lower_bound_seconds=bound,
+        bounds=bounds,
+        exact=exact,
+        stopped=limit.is_over(),
+        num_shapes=len(shapes),
+        num_simulated=plans.solved.num_simulated,
+        notes=notes_of(best.cost),
+    )
+
+
+def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, thorough: bool) -> Options:
     options = read_options(
         search,
         micro_batch_size=micro_batch_size,
@@ -119,17 +166,16 @@ def search_plan(
         # Its plans are not polished.
         sizes = options.micro_batch_sizes
         options = replace(options, polished_schedules=options.schedules, polished_sizes=sizes)
-    check_pages(problem, options := replace(options, restructures=thorough))
-    started = clock()
-    end = search.time_limit - _closing_seconds(len(problem.cluster.cards), search.time_limit)
+    options = replace(options, restructures=thorough)
+    check_pages(problem, options)
+    return options
 
-    def stopped(share: float = 1.0) -> bool:
-        return clock() - started > share * end
 
-    costs = make_costs(problem)
-    cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
+def _list_shapes(costs: Costs, cards: Sequence[Card], options: Options, limit: _TimeLimit) -> _Space:
+    """Raises ConfigError if no shape is allowed."""
+    problem = costs.problem
     wanted = wanted_shapes(cards, options, global_batch_size=problem.global_batch_size)
-    shapes = list(_while_time(wanted, lambda: stopped(LISTING_SHARE)))
+    shapes = list(_while_time(wanted, lambda: limit.is_over(LISTING_SHARE)))
     has_all_shapes = next(wanted, None) is None
     mixed = (shape for pipelines in deal_mixed(costs, cards, options) for shape in pipelines)
     any_shapes = shapes or ([] if options.expressible else list(mixed))
@@ -137,15 +183,29 @@ def search_plan(
         raise ConfigError(describe_no_shape(problem, options, cards))
     if options.use_all_devices and shapes:
         shapes = _not_longer_than_model(problem, shapes)
-    found = solve_shapes(costs, shapes, options, stopped)
+    return _Space(
+        costs=costs,
+        cards=cards,
+        options=options,
+        stopped=limit.is_over,
+        shapes=shapes,
+        any_shapes=any_shapes,
+        has_all_shapes=has_all_shapes,
+    )
+
+
+def _find_plans(space: _Space) -> _Plans:
+    """Cut the shapes, and improve and change the best plans."""
+    costs, cards, options, stopped = space.costs, space.cards, space.options, space.stopped
+    found = solve_shapes(costs, space.shapes, options, stopped)
     # Few plans are improved on many cards, and those with hosts among them.
     apart = bool(found.candidates) and len(cards) <= MAX_RESTRUCTURED_CARDS
     without_hosts = found.candidates
-    if options.offload and not problem.has_external_profile:
-        found = solve_with_hosts(costs, shapes, options, found, stopped)
+    if options.offload and not costs.problem.has_external_profile:
+        found = solve_with_hosts(costs, space.shapes, options, found, stopped)
     ranked = rank(costs, _valid(without_hosts if apart else found.candidates, options))
     ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
-    before = ranked
+    any_fits = bool(ranked)
     hosted = [*(found.candidates[len(without_hosts) :] if apart else ())]
     if _may_mix(options, cards):
         hosted += mixed_with_hosts(costs, cards, ranked, options, stopped)
@@ -157,45 +217,36 @@ def search_plan(
         ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
     paged = paged_plans(costs, cards, options, limit_seconds=_least_seconds(ranked), stopped=stopped)
     ranked = rank(costs, [*ranked, *paged])
-    if not ranked and not before and (stopped() or not has_all_shapes):
-        raise SearchStopped(
-            f"search.time_limit ({search.time_limit:g} s) ended the search before it found a plan that fits; "
-            f"there may be one. It had {len(shapes)} ways to assign the cards to look at: raise "
+    return _Plans(ranked=ranked, solved=found, any_fits=any_fits, tries_activations=tries_activations)
+
+
+def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchStopped | NoPlanFits:
+    """Why there is no plan."""
+    if not plans.any_fits and (space.stopped() or not space.has_all_shapes):
+        return SearchStopped(
+            f"search.time_limit ({time_limit:g} s) ended the search before it found a plan that fits; "
+            f"there may be one. It had {len(space.shapes)} ways to assign the cards to look at: raise "
             "search.time_limit, or allow fewer with search.tensor, search.pipelines or search.replicas"
         )
-    if not ranked:
-        raise NoPlanFits(
-            NO_VIRTUAL_STAGES if before else describe_shortfall(costs, any_shapes, cards, options)
-        )
-    lowest = found.lower_bound_seconds
-    has_unproven = tries_activations or _has_unproven(costs, cards, options)
-    exact = (
-        found.exact and has_all_shapes and not has_unproven and ranked[0].step_seconds >= lowest * (1 - 1e-9)
-    )
-    bounds = None
-    if thorough and not exact:
-        # Where no plan recomputes, none has activations on hosts.
-        own = replace(options, offload_activations=tries_activations)
-        bounds = bound_plans(costs, cards, own, best_seconds=ranked[0].step_seconds, stopped=stopped)
-        lowest = bounds.any_seconds
-    bound = min(lowest, ranked[0].step_seconds)
-    best = _with_forecast(costs, ranked[0], bound)
-    violations = list(validate_plan(best.plan))
-    assert not violations, f"the planner made a plan that violates constraints: {violations}"
-    even_shape = best.shape if len(best.shape.slots) > 1 or not shapes else shapes[0]
-    return SearchResult(
-        best=best,
-        runners_up=_runners_up(ranked),
-        even_split=even_split(costs, even_shape, options) if shapes and not stopped() else None,
-        left_out=(*without_precision, *_idle(cards, best)),
-        lower_bound_seconds=bound,
-        bounds=bounds,
-        exact=exact,
-        stopped=stopped(),
-        num_shapes=len(shapes),
-        num_simulated=found.num_simulated,
-        notes=_notes(best.cost),
-    )
+    if plans.any_fits:
+        return NoPlanFits(NO_VIRTUAL_STAGES)
+    return NoPlanFits(describe_shortfall(space.costs, space.any_shapes, space.cards, space.options))
+
+
+def _bounded(space: _Space, plans: _Plans, *, thorough: bool) -> tuple[bool, float, Bounds | None]:
+    """(whether the first plan is proven to be the fastest, seconds that no plan beats, how that is known)."""
+    costs, cards, best = space.costs, space.cards, plans.ranked[0].step_seconds
+    lowest = plans.solved.lower_bound_seconds
+    has_unproven = plans.tries_activations or _has_unproven(costs, cards, space.options)
+    proven = plans.solved.exact and space.has_all_shapes and not has_unproven
+    if proven and best >= lowest * (1 - 1e-9):
+        return True, lowest, None
+    if not thorough:
+        return False, lowest, None
+    # Where no plan recomputes, none has activations on hosts.
+    own = replace(space.options, offload_activations=plans.tries_activations)
+    bounds = bound_plans(costs, cards, own, best_seconds=best, stopped=space.stopped)
+    return False, bounds.any_seconds, bounds
 
 
 def _improved(
@@ -353,82 +404,6 @@ def _more_plans(
 
 def _fits_memory(cost: PlanCost) -> bool:
     return all(stage.fits for stage in cost.stages)
-
-
-def _runners_up(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The next best: one plan of each other `_family`, then other cuts of the same families."""
-    seen: set[object] = {_family(ranked[0])}
-    cuts: set[object] = {(_family(ranked[0]), ranked[0].bounds)}
-    distinct: list[Candidate] = []
-    others: list[Candidate] = []
-    for candidate in ranked[1:]:
-        family = _family(candidate)
-        if family not in seen:
-            distinct.append(candidate)
-        elif (family, candidate.bounds) not in cuts:
-            others.append(candidate)
-        seen.add(family)
-        cuts.add((family, candidate.bounds))
-    return tuple(sorted([*distinct, *others][:NUM_RUNNERS_UP], key=lambda c: c.step_seconds))
-
-
-def _family(candidate: Candidate) -> object:
-    """Schedule, pipelines, micro-batch size, and the first pipeline's stages by type and number of cards."""
-    shape = candidate.shape
-    return (
-        shape.schedule,
-        len(candidate.plan.pipelines),
-        shape.micro_batch_size,
-        tuple((s.card.type, len(s.cards)) for s in candidate.cost.stages if s.pipeline == 0),
-    )
-
-
-def _with_forecast(costs: Costs, candidate: Candidate, lower_bound_seconds: float) -> Candidate:
-    forecast = make_forecast(costs, candidate.plan, candidate.cost, lower_bound_seconds=lower_bound_seconds)
-    return replace(candidate, plan=replace(candidate.plan, forecast=forecast))
-
-
-def _idle(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
-    """The cards that the best plan does not use, and why."""
-    used = {entry.device for entry in best.plan.ranks}
-    assigned = best.shape.cards
-    result: list[LeftOut] = []
-    for card in cards:
-        if card.name in used:
-            continue
-        reason = (
-            "the fastest plan found does not use it"
-            if card in assigned
-            else f"the {card.type}s do not divide into {_groups_of(best, card)}"
-            f"{best.shape.num_pipelines} equal pipelines"
-        )
-        result.append(LeftOut(card=card, reason=reason))
-    return result
-
-
-def _groups_of(best: Candidate, card: Card) -> str:
-    """Words for the groups that a type's cards form in the shape of a plan; none for single cards."""
-    slots = (slot for slot in best.shape.slots if slot[0][0][0].type == card.type)
-    width = max((len(slot[0][0]) for slot in slots), default=1)
-    return f"groups of {width} within their nodes, in " if width > 1 else ""
-
-
-def _notes(cost: PlanCost) -> tuple[str, ...]:
-    notes = (
-        f"{name}: {stage.note}" + _width_note(stage)
-        for stage in cost.stages
-        for name in dict.fromkeys(card.type for card in stage.cards)
-    )
-    return tuple(dict.fromkeys(notes))
-
-
-def _width_note(stage: StageCost) -> str:
-    width = len(stage.replicas[0])
-    if width == 1 or (stage.source != "estimated" and not stage.experts):
-        return ""
-    if stage.experts:
-        return "" if stage.source == "estimated" else ", of fewer experts scaled"
-    return f", tensor_parallel {width}"
 
 
 def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:

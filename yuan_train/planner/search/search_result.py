@@ -1,0 +1,125 @@
+"""What a search found: the plan with its forecast, the next best ones, and what the report says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from yuan_train.config.cluster import Card
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.evaluate.plan_cost import PlanCost, make_forecast
+from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.lower_bounds import Bounds
+
+NUM_RUNNERS_UP = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A card that the plan does not use, and why."""
+
+    card: Card
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The plan found, and what the report says about it."""
+
+    best: Candidate
+    """Its plan carries the forecast."""
+    runners_up: tuple[Candidate, ...]
+    even_split: Candidate | None
+    """The naive plan, see `even_split`; None with more slots than layers, without shapes, or without time."""
+    left_out: tuple[LeftOut, ...]
+    lower_bound_seconds: float
+    """No plan that the search might make takes less."""
+    bounds: Bounds | None
+    """How that is known, and what no plan of equal pipelines beats; None if the plan is proven fastest."""
+    exact: bool
+    """Whether it is proven that no other plan of the searched space is faster in the simulation."""
+    stopped: bool
+    """Whether the time limit ended the search."""
+    num_shapes: int
+    num_simulated: int
+    notes: tuple[str, ...]
+    """Sources of the numbers, one line per type of card."""
+
+
+def runners_up(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The next best: one plan of each other `_family`, then other cuts of the same families."""
+    seen: set[object] = {_family(ranked[0])}
+    cuts: set[object] = {(_family(ranked[0]), ranked[0].bounds)}
+    distinct: list[Candidate] = []
+    others: list[Candidate] = []
+    for candidate in ranked[1:]:
+        family = _family(candidate)
+        if family not in seen:
+            distinct.append(candidate)
+        elif (family, candidate.bounds) not in cuts:
+            others.append(candidate)
+        seen.add(family)
+        cuts.add((family, candidate.bounds))
+    return tuple(sorted([*distinct, *others][:NUM_RUNNERS_UP], key=lambda c: c.step_seconds))
+
+
+def _family(candidate: Candidate) -> object:
+    """Schedule, pipelines, micro-batch size, and the first pipeline's stages by type and number of cards."""
+    shape = candidate.shape
+    return (
+        shape.schedule,
+        len(candidate.plan.pipelines),
+        shape.micro_batch_size,
+        tuple((s.card.type, len(s.cards)) for s in candidate.cost.stages if s.pipeline == 0),
+    )
+
+
+def with_forecast(costs: Costs, candidate: Candidate, lower_bound_seconds: float) -> Candidate:
+    """The candidate, its plan with the forecast."""
+    forecast = make_forecast(costs, candidate.plan, candidate.cost, lower_bound_seconds=lower_bound_seconds)
+    return replace(candidate, plan=replace(candidate.plan, forecast=forecast))
+
+
+def idle_cards(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
+    """The cards that the best plan does not use, and why."""
+    used = {entry.device for entry in best.plan.ranks}
+    assigned = best.shape.cards
+    result: list[LeftOut] = []
+    for card in cards:
+        if card.name in used:
+            continue
+        reason = (
+            "the fastest plan found does not use it"
+            if card in assigned
+            else f"the {card.type}s do not divide into {_groups_of(best, card)}"
+            f"{best.shape.num_pipelines} equal pipelines"
+        )
+        result.append(LeftOut(card=card, reason=reason))
+    return result
+
+
+def _groups_of(best: Candidate, card: Card) -> str:
+    """Words for the groups that a type's cards form in the shape of a plan; none for single cards."""
+    slots = (slot for slot in best.shape.slots if slot[0][0][0].type == card.type)
+    width = max((len(slot[0][0]) for slot in slots), default=1)
+    return f"groups of {width} within their nodes, in " if width > 1 else ""
+
+
+def notes_of(cost: PlanCost) -> tuple[str, ...]:
+    """Where the numbers of each type of card come from."""
+    notes = (
+        f"{name}: {stage.note}" + _width_note(stage)
+        for stage in cost.stages
+        for name in dict.fromkeys(card.type for card in stage.cards)
+    )
+    return tuple(dict.fromkeys(notes))
+
+
+def _width_note(stage: StageCost) -> str:
+    width = len(stage.replicas[0])
+    if width == 1 or (stage.source != "estimated" and not stage.experts):
+        return ""
+    if stage.experts:
+        return "" if stage.source == "estimated" else ", of fewer experts scaled"
+    return f", tensor_parallel {width}"
