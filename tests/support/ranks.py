@@ -143,7 +143,7 @@ def disabled(key: str) -> Iterator[None]:
 class _Coalescing(transport.GlooTransport):
     """Equal ranges take one reduce-scatter and one all-gather, as on nccl."""
 
-    _scatters, _gathers_from = True, 1
+    _coalesces = True
     reduce_ranges = transport.GroupTransport.reduce_ranges
 
 

@@ -236,10 +236,9 @@ class GroupTransport:
     """Whether the device goes on while a receive waits for its sender; on nccl it is a running kernel."""
     _polls: bool
     """Whether messages under way can be asked if they have arrived."""
-    _scatters: bool
-    """Whether equal ranges take one reduce-scatter; on gloo it sends what an all-reduce does."""
-    _gathers_from: int
-    """Ranks from which on equal ranges take one all-gather, and no broadcasts, which wait for each other."""
+    _coalesces: bool
+    """Whether equal ranges take one reduce-scatter or all-gather instead of an operation per rank. Not on
+    gloo: there a reduce-scatter sends what an all-reduce does, and an all-gather copies all its tensors."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device) -> None:
         self._group = group
@@ -271,7 +270,7 @@ class GroupTransport:
         return self._pending(work, (tensor,), what)
 
     def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
-        if not (ranges.are_equal and self._scatters):
+        if not (ranges.are_equal and self._coalesces):
             return self._each(tensor, ranges, self._reduce_options, self._group.reduce, what)
         part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
@@ -279,7 +278,7 @@ class GroupTransport:
         return self._pending(work, (part, tensor), what)
 
     def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
-        if not (ranges.are_equal and len(self._ranks) >= self._gathers_from):
+        if not (ranges.are_equal and self._coalesces):
             return self._each(tensor, ranges, self._broadcast_options, self._group.broadcast, what)
         part = self._own_part(tensor, ranges)
         with blame_peers(what, self._ranks):
@@ -352,7 +351,7 @@ class GlooTransport(GroupTransport):
     library = "gloo"
     open_receives_hold_up_nothing = True
     _polls = False
-    _scatters, _gathers_from = False, 3
+    _coalesces = False
 
     def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
         # Two reductions of a half wait for each other's parts: an all-reduce takes 3/4 of their time.
@@ -367,7 +366,7 @@ class NcclTransport(GroupTransport):
     library = "nccl"
     open_receives_hold_up_nothing = False
     _polls = True
-    _scatters, _gathers_from = True, 1
+    _coalesces = True
 
 
 class HostStagedTransport(GlooTransport):
