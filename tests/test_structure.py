@@ -12,8 +12,29 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
-MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 60
 MAX_DOC_COLUMNS = 120
+LONGER_FUNCTIONS = {
+    "yuan_train/parallel/apply.py: parallelize": 92,
+    "yuan_train/planner/evaluate/stage_cost.py: stage_cost": 79,
+    "yuan_train/cli/plan.py: run": 78,
+    "yuan_train/train/build.py: build": 77,
+    # transformers' own form: every key of the configuration is an argument.
+    "yuan_train/hf_export/configuration_yuan.py: __init__": 73,
+    "yuan_train/train/step.py: train_step": 71,
+    "yuan_train/planner/search/instances.py: make_instance": 71,
+    "yuan_train/models/transformer.py: __init__": 71,
+    "yuan_train/rl/loop.py: _metrics": 68,
+    "yuan_train/data/preprocess.py: preprocess": 67,
+    "yuan_train/planner/search/placement_plan.py: roles_problem": 63,
+    "yuan_train/planner/evaluate/simulator.py: simulate_many": 63,
+    "yuan_train/planner/evaluate/plan_cost.py: cost_plan": 63,
+    "yuan_train/planner/search/rent.py: rent_plan": 62,
+    "yuan_train/models/yuan/hf.py: published_config": 62,
+    "yuan_train/rl/updates.py: train": 61,
+    "yuan_train/config/run.py: validate_run": 61,
+}
+"""What is longer today, and how long it may be at most: these numbers only fall."""
 WORD = re.compile(r"[A-Za-z_]\w*")
 
 ENTERED_FROM_OUTSIDE = {
@@ -32,9 +53,25 @@ def sources(*folders: str) -> Iterator[Path]:
         yield from (path for path in sorted((ROOT / folder).rglob("*.py")) if "types" not in path.parts)
 
 
-@pytest.mark.parametrize("path", sources("yuan_train"), ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_stay_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Names and lines of the functions of a file, those inside of others too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+@pytest.mark.parametrize("folder", sorted(ROOT.glob("yuan_train/*/")), ids=lambda folder: folder.name)
+def test_functions_stay_short(folder: Path) -> None:
+    """A file ends where its thought ends, a function where a reader's memory does."""
+    long = [
+        f"{name}: {lines} lines"
+        for path in sorted(folder.rglob("*.py"))
+        for own, lines in functions(path)
+        for name in [f"{path.relative_to(ROOT)}: {own}"]
+        if lines > LONGER_FUNCTIONS.get(name, MAX_FUNCTION_LINES)
+    ]
+    assert not long
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
