@@ -19,15 +19,17 @@ setup(
         "torch>=2.11",
         "numpy",
         "sentencepiece",
+        # Tokenizers and chat templates of Hugging Face's: every model that import-hf reads has them.
+        "tokenizers",
+        "jinja2>=3.1",
         "PyYAML",
         "pydantic>=2",
         "annotated-types",
         "safetensors",
     ],
     extras_require={
-        "report": ["rich", "tensorboard"],
+        "report": ["tensorboard"],
         "megatron": ["megatron-core>=0.16,<0.17"],
-        "tokenizers": ["tokenizers", "jinja2>=3.1"],
         "parquet": ["pyarrow"],
         "test": [
             "pytest",
@@ -37,7 +39,6 @@ setup(
             "pyright",
             "highspy",
             "transformers",
-            "tokenizers",
             "pyarrow",
             # Has wheels for Linux alone; elsewhere the tests of the second engine are skipped.
             "megatron-core>=0.16,<0.17; sys_platform == 'linux'",

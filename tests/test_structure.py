@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,15 @@ CALLED_BY_LIBRARIES = {
     "set_up_planner": 1,
     "create_local_plan": 1,
 }
+
+OPTIONAL = {"pyarrow", "triton"}
+"""Packages that are imported where they are used, with something to fall back on or a message."""
+MODULES = {
+    "PyYAML": ["yaml"],
+    "annotated-types": ["annotated_types"],
+    "pydantic": ["pydantic", "pydantic_core"],
+}
+"""What a package is imported as, where that is not its name alone."""
 
 
 def sources(*folders: str) -> Iterator[Path]:
@@ -128,6 +138,66 @@ def test_the_paths_of_a_stranger_lead_somewhere() -> None:
     assert len(jumps) == 10, "two paths of five jumps"
     missing = [f"{file}: {line}" for file, line in jumps if line not in (ROOT / file).read_text()]
     assert not missing
+
+
+def setup_lists() -> tuple[set[str], dict[str, set[str]]]:
+    """What setup.py requires, and each extra's packages, by name alone."""
+    call = next(
+        node.value
+        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    )
+    given = {word.arg: word.value for word in call.keywords}
+
+    def names(value: ast.expr) -> set[str]:
+        return {re.split(r"[<>=!; ]", text)[0] for text in ast.literal_eval(value)}
+
+    extras = given["extras_require"]
+    assert isinstance(extras, ast.Dict)
+    found = {
+        ast.literal_eval(key): names(value)
+        for key, value in zip(extras.keys, extras.values, strict=True)
+        if key
+    }
+    return names(given["install_requires"]), found
+
+
+def test_a_package_that_is_imported_is_required_or_named_optional() -> None:
+    """The quick start installs what is required and nothing else; each command must run with that."""
+    imported = {
+        name.partition(".")[0]
+        for path in sources("yuan_train", "kernels")
+        if not any(str(path.relative_to(ROOT)).startswith(folder) for folder in ENTERED_FROM_OUTSIDE)
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module]
+            if isinstance(node, ast.ImportFrom) and node.module
+            else []
+        )
+    }
+    required = {module for name in setup_lists()[0] for module in MODULES.get(name, [name])}
+    foreign = imported - set(sys.stdlib_module_names) - {"yuan_train", "yuan_kernels"}
+    assert foreign - required == OPTIONAL
+    assert {"tokenizers", "jinja2"} <= foreign
+
+
+def test_what_docs_and_messages_say_to_install_can_be_installed() -> None:
+    """There is no package of our name to install from; an extra is one of setup.py."""
+    extras = setup_lists()[1]
+    texts = {path: path.read_text() for path in [*DOCS, *sources("yuan_train", "kernels", "tools")]}
+    elsewhere = [
+        str(path) for path, text in texts.items() if re.search(r"pip install ['\"]?yuan.train", text)
+    ]
+    assert not elsewhere
+    named = {
+        name
+        for text in texts.values()
+        for found in re.findall(r"pip install [^`\n]*'?\.\[([\w,]+)\]|extra `?\[(\w+)\]", text)
+        for name in ",".join(found).strip(",").split(",")
+    }
+    assert {"megatron", "parquet", "report"} <= named <= set(extras)
 
 
 def test_files_that_the_docs_name_exist() -> None:

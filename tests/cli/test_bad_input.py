@@ -223,7 +223,7 @@ def test_a_second_engine_that_is_not_installed_or_cannot_run_the_plan(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "megatron", None)
         assert main(["train", "--config", str(run_file), STEPS, "engine=megatron"]) == 2
-    assert "pip install 'yuan-train[megatron]', or use engine: yuan" in capsys.readouterr().err
+    assert "pip install -e '.[megatron]' in the checkout, or use engine: yuan" in capsys.readouterr().err
     plan = make_plan(run_config(run_file), [[2, 4], [3, 3]], recompute="selective")
     save_plan(tmp_path / "plan.yaml", plan)
     words = ["--config", str(run_file), "--plan", str(tmp_path / "plan.yaml")]

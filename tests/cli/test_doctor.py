@@ -88,7 +88,10 @@ def test_what_the_second_engine_would_run(
     assert "optimizer step: TransformerEngine's FusedAdam" in text
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     assert main(["doctor"]) == 0
-    assert "pip install 'yuan-train[megatron]'" in capsys.readouterr().out.partition("engine: megatron\n")[2]
+    assert (
+        "pip install -e '.[megatron]' in the checkout"
+        in capsys.readouterr().out.partition("engine: megatron\n")[2]
+    )
 
 
 def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

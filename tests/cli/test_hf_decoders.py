@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from yuan_train.data.preprocess import preprocess
 from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
 from yuan_train.models.transformer import Transformer
 
-pytest.importorskip("tokenizers")
 BEGIN, END, EOT, START = range(256, 260)
 
 
@@ -180,14 +178,6 @@ def test_chats_that_cannot_be_rendered(
     assert generate(imported, "--chat", "--tokenizer", tokenizer, *words) == 2
     printed = capsys.readouterr()
     assert message in printed.err and "Traceback" not in printed.err and printed.out == ""
-
-
-def test_chats_without_jinja(
-    imported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert generate(imported, "--chat", "--prompt", "x") == 2
-    assert "need the package jinja2: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

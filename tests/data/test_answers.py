@@ -19,7 +19,6 @@ from yuan_train.data.preprocess import preprocess
 from yuan_train.data.rules import IGNORED
 from yuan_train.data.tokenizer import Tokenizer
 
-pytest.importorskip("tokenizers")
 BEGIN, END, EOT, START = range(256, 260)
 CHAT = [
     {"role": "user", "content": "1+1?"},

@@ -144,7 +144,8 @@ def test_our_own_models_recognise_special_strings_on_request(tmp_path: Path) -> 
 
 @pytest.fixture
 def hugging_face(tmp_path: Path) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     model = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()

@@ -24,7 +24,7 @@ from yuan_train.train.job import Position, prepare
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
-    reason="megatron-core is not installed (yuan-train[megatron])",
+    reason="megatron-core is not installed (extra [megatron])",
 )
 
 COMMON = ("model.init_std=0.3", "model.num_layers=4", "optimizer.decay_steps=20", "data.sequence_length=16")

@@ -18,7 +18,7 @@ from yuan_train import __version__
 from yuan_train.cli.doctor_host import disk_facts, disk_line, host_facts, host_line
 from yuan_train.cli.launch import nodes_of
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.express import EXTRA, TESTED
+from yuan_train.config.express import INSTALL, TESTED
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.run import load_run
 
@@ -51,16 +51,18 @@ PACKAGES = (
     Package(
         name="tensorboard",
         module="tensorboard",
-        without="no TensorBoard files; metrics.jsonl holds everything",
+        without="no TensorBoard files (extra [report]); metrics.jsonl holds everything",
     ),
-    Package(name="rich", module="rich", without="plain text instead of colour"),
     Package(
         name="megatron-core",
         module="megatron.core",
-        without=f"`engine: megatron` is not possible; pip install '{EXTRA}'",
+        without=f"`engine: megatron` is not possible; {INSTALL}",
     ),
-    Package(name="tokenizers", module="tokenizers", without="no tokenizer files of Hugging Face"),
-    Package(name="pyarrow", module="pyarrow", without="preprocess reads no Parquet files"),
+    Package(
+        name="pyarrow",
+        module="pyarrow",
+        without="preprocess reads no Parquet files (extra [parquet])",
+    ),
     Package(
         name="apex",
         module="apex.normalization.fused_layer_norm",
@@ -94,7 +96,7 @@ FUSED_ADAM = (
 LOCAL_FILE_SYSTEMS = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 """Types of /proc/mounts that other nodes see only if this machine exports them."""
 
-CORE = ("torch", "numpy", "sentencepiece", "PyYAML", "pydantic", "safetensors")
+CORE = ("torch", "numpy", "sentencepiece", "tokenizers", "jinja2", "PyYAML", "pydantic", "safetensors")
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -360,7 +362,7 @@ def _lines(facts: Facts) -> Iterator[str]:
 def _megatron_lines(found: Facts) -> Iterator[str]:
     version, tested = found["version"], ", ".join(found["tested_versions"])
     if version is None:
-        yield f"  not possible: megatron-core is not installed (pip install '{EXTRA}'; tested with {tested})"
+        yield f"  not possible: megatron-core is not installed ({INSTALL}; tested with {tested})"
         return
     yield f"  megatron-core {version}; tested with {tested}"
     step = found["optimizer_step"]

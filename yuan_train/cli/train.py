@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError, YuanError
-from yuan_train.config.express import EXTRA
+from yuan_train.config.express import INSTALL
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.run import Engine, load_run
 
@@ -89,8 +89,7 @@ def _check_installed() -> None:
         found = None
     if found is None:
         raise ConfigError(
-            "engine: megatron, but megatron-core is not installed; "
-            f"pip install '{EXTRA}', or use engine: yuan"
+            f"engine: megatron, but megatron-core is not installed; {INSTALL}, or use engine: yuan"
         )
 
 

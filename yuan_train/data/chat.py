@@ -6,7 +6,6 @@ can loop for long.
 """
 
 import functools
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -24,8 +23,7 @@ def render_chat(
 ) -> str:
     """The text of a chat; special tokens are written out in it. By default up to where the model answers.
 
-    Raises DataError without a template or without the package `jinja2`, and for a template that cannot be
-    rendered.
+    Raises DataError without a template, and for a template that cannot be rendered.
     """
     template = tokenizer.settings.chat_template
     if template is None:
@@ -33,8 +31,6 @@ def render_chat(
             f"{tokenizer.path.parent}: no chat template: wanted chat_template.jinja, or chat_template in "
             "tokenizer_config.json; give the prompt as the model knows it, with --special"
         )
-    if importlib.util.find_spec("jinja2") is None:
-        raise DataError("chat templates need the package jinja2: pip install 'yuan-train[tokenizers]'")
     try:
         return _compiled(template).render(
             messages=[dict(message) for message in messages],
@@ -51,7 +47,6 @@ def render_chat(
 
 @functools.lru_cache(maxsize=4)
 def _compiled(template: str) -> Any:
-    """The template; the package `jinja2` is there."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -82,7 +82,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 class HuggingFaceBackend:
-    """A `tokenizer.json`, read by the package `tokenizers` (the extra [tokenizers])."""
+    """A `tokenizer.json`, read by the package `tokenizers`."""
 
     has_settings = True
 
@@ -97,13 +97,9 @@ class HuggingFaceBackend:
 
     @classmethod
     def open(cls, file: Path, content: bytes, advice: str) -> "HuggingFaceBackend":
-        """Parse the file. Raises DataError for content in another format, or without `tokenizers`."""
-        try:
-            import tokenizers
-        except ImportError:
-            raise DataError(
-                f"{file}: reading it needs the package tokenizers: pip install 'yuan-train[tokenizers]'"
-            ) from None
+        """Parse the file. Raises DataError for content in another format."""
+        import tokenizers
+
         try:
             return cls(tokenizers.Tokenizer.from_str(content.decode("utf-8")))
         except Exception as error:  # tokenizers raises bare Exceptions for what it cannot read

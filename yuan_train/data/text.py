@@ -80,7 +80,7 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[Item]:
         from pyarrow import parquet
     except ImportError:
         raise DataError(
-            f"{path}: reading it needs the package pyarrow: pip install 'yuan-train[parquet]'"
+            f"{path}: reading it needs the package pyarrow: pip install -e '.[parquet]' in the checkout"
         ) from None
     number = 0
     try:
