@@ -7,6 +7,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,23 @@ def test_a_card_without_the_precision(
 def test_world_size(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
     plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: None)
     assert "2 ranks, but 1 process was started" in refuse("train", "--config", run_file, "--plan", plan)
+
+
+def test_a_real_card_where_there_is_none(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
+    """A rank without its card would train on its processor, without a word; its peers would wait for it."""
+    one = make_plan(run_config(run_file), [[6]])
+    ranks = (replace(one.ranks[0], device="gpu-box/0", type="RTX-4090"),)
+    save_plan(tmp_path / "plan.yaml", replace(one, ranks=ranks))
+    files = ("--config", run_file, "--plan", tmp_path / "plan.yaml", f"log.directory={tmp_path / 'log'}")
+    for word in ("train.device=auto", "train.device=cuda"):
+        message = refuse("launch", *files, word)
+        assert "rank 0 (gpu-box/0: RTX-4090)" in message and "no driver" in message
+    message = refuse("train", *files, "train.device=auto")
+    assert "rank 0 (gpu-box/0)" in message and "a card of type RTX-4090" in message
+    assert "built without CUDA" in message and "train.device=cpu" in message
+    # Whoever says so gets it, and a run without a plan takes what the machine has.
+    assert main(["train", *map(str, files), "train.steps=1", "validation.every=0"]) == 0
+    assert main(["train", *map(str, (*files[:2], files[4])), "train.device=auto", "train.steps=1"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.project import make_plan, make_project, run_config
 from tests.support.spawn import start_ranks
+from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.plan_files import save_plan
 from yuan_train.train.agreement import flatten
 
@@ -87,6 +90,22 @@ def test_a_checkpoint_directory_that_is_not_shared(project: Path, tmp_path: Path
         assert code == 2, said
         assert "rank 1 (" in said and str(folders[1] / "ck") in said and "all nodes share" in said
     assert not list(folders[0].rglob("step-*")) and not list(folders[0].rglob(".seen*"))
+
+
+def test_a_rank_without_its_card(project: Path, tmp_path: Path) -> None:
+    """One of two nodes has no driver, or one too old for torch: its rank would compute on its processor."""
+    plan = make_plan(run_config(project / "run.yaml"), [[2, 4]])
+    simulated = replace(CATALOGUE["RTX-4090"], backend="gloo", slowdown=1.0)
+    ranks = (replace(plan.ranks[0], type="Slow"), replace(plan.ranks[1], device="b/0", type="A100-80G"))
+    save_plan(tmp_path / "plan.yaml", replace(plan, ranks=ranks, device_types={"Slow": simulated}))
+    words = ["train", "--config", project / "run.yaml", "--plan", tmp_path / "plan.yaml"]
+    started = time.monotonic()
+    with start_ranks([*words, "train.device=auto"], tmp_path, 2, constants=WAIT) as ranks:
+        found = [rank.wait(within_seconds=60) for rank in ranks]
+    assert time.monotonic() - started < 10
+    for code, said in found:
+        assert code == 2, said
+        assert "rank 1 (b/0): the plan has a card of type A100-80G" in said and "train.device=cpu" in said
 
 
 def test_flatten() -> None:

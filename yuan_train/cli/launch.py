@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from yuan_train.config.environment import LINKED, count_cores, has_told, rank_defaults
@@ -87,7 +88,7 @@ class Node:
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     overrides = (*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else []))
-    plan, name, speaker = _read_plan(arguments, overrides)
+    plan, name, speaker, device = _read_plan(arguments, overrides)
     nodes = nodes_of(plan)
     command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
     if arguments.print:
@@ -95,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(line)
         return 0
     node = _this_node(nodes, arguments.this_node)
+    if device != "cpu":
+        check_driver(plan, node)
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
     spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
     size = plan.world_size
@@ -107,26 +110,30 @@ def _ranks_to_spare(config: str, overrides: Sequence[str], roles: RlPlan) -> ran
     return roles.role_ranks.get("generation", range(0)) if goes_on else range(0)
 
 
-def _read_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Plan | RlPlan, str, int]:
-    """The plan, the command that each of its ranks runs, and the rank that logs.
+def _read_plan(
+    arguments: argparse.Namespace, overrides: Sequence[str]
+) -> tuple[Plan | RlPlan, str, int, str]:
+    """The plan, the command that each of its ranks runs, the rank that logs, and the run's `train.device`.
 
     Raises PlanError if the plan is not the run's.
     """
     if names_rl_plan(arguments.plan):
         roles = load_rl_plan(arguments.plan)
-        check_rl_plan_of_run(roles, load_rl(arguments.config, tuple(overrides)))
-        return roles, "rl", 0
+        run = load_rl(arguments.config, tuple(overrides))
+        check_rl_plan_of_run(roles, run)
+        return roles, "rl", 0, run.train.device
     plan = load_plan(arguments.plan)
     if is_rl_run(arguments.config):
         run = load_rl(arguments.config, tuple(overrides))
         length = max(plan.sequence_length, run.sequence_length)
         check_plan_of_run(plan, policy_run(run, sequence_length=length))
-        return plan, "rl", 0
+        return plan, "rl", 0, run.train.device
     config = load_run(arguments.config, tuple(overrides))
     check_plan_of_run(plan, config)
     check_engine(plan, config)
     # megatron-core numbers the ranks in its own order, and its rank 0 logs.
-    return plan, "train", express(plan).rank_of.index(0) if config.engine == "megatron" else 0
+    speaker = express(plan).rank_of.index(0) if config.engine == "megatron" else 0
+    return plan, "train", speaker, config.train.device
 
 
 def nodes_of(plan: Plan | RlPlan) -> list[Node]:
@@ -145,6 +152,33 @@ def nodes_of(plan: Plan | RlPlan) -> list[Node]:
         if not isinstance(plan, RlPlan) and not _follow_each_other(ranks):
             raise PlanError(f"ranks: node {name} has ranks {ranks}; ranks must be numbered node by node")
     return [Node(name, tuple(ranks)) for name, ranks in nodes.items()]
+
+
+def check_driver(plan: Plan | RlPlan, node: Node) -> None:
+    """Raise ConfigError where no rank of a node could find its card: the machine has no driver of any.
+
+    Said at once; each rank would find it after it has imported torch, as it finds all else about its card.
+    """
+    roles = plan.plans.values() if isinstance(plan, RlPlan) else (plan,)
+    needs = [role.needs_card(entry) for role in roles for entry in role.ranks]
+    real = [entry for entry in plan.ranks if entry.rank in node.ranks and needs[entry.rank]]
+    if not real or has_driver():
+        return
+    listed = ", ".join(f"rank {entry.rank} ({entry.device}: {entry.type})" for entry in real[:4])
+    raise ConfigError(
+        f"{listed}{', ...' if len(real) > 4 else ''}: the plan has cards there, but this machine has no "
+        "driver of one. Start this where they are (--this-node names the node), or set train.device=cpu, and "
+        "the ranks compute on the CPU"
+    )
+
+
+def has_driver() -> bool:
+    """Whether a driver of NVIDIA's or AMD's cards is there, without which torch finds no card."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True
 
 
 def torchrun_lines(nodes: Sequence[Node], command: Sequence[str], *, rendezvous: str | None) -> list[str]:

@@ -27,6 +27,12 @@ LayerBorder = Annotated[float, Ge(0), MultipleOf(0.5)]
 """A number of layers, whole or ending in a half."""
 
 
+ANY_CARD = "unknown"
+"""Type of the card of a run without a plan: what the machine has, a card or its processor."""
+PROCESSOR = "CPU"
+"""The type that a profile gives to a processor which measures itself."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
     """One process on one card."""
@@ -270,6 +276,13 @@ class Plan:
         """The type of a rank's card; None if neither the plan nor the catalogue describes it."""
         return self.find_type(self._type_names[rank])
 
+    def needs_card(self, entry: RankPlan) -> bool:
+        """Whether one of the plan's ranks is meant to compute on a real card: it is neither simulated nor a
+        processor."""
+        planned = self.find_type(entry.type)
+        is_simulated = planned is not None and planned.slowdown is not None
+        return not is_simulated and entry.type not in (ANY_CARD, PROCESSOR)
+
     def has_rank(self, rank: int) -> bool:
         """Whether the plan lists a rank."""
         return rank in self._type_names
@@ -309,7 +322,7 @@ def single_card_plan(run: RunConfig) -> Plan:
         model=run.model,
         sequence_length=run.data.sequence_length,
         global_batch_size=run.train.global_batch_size,
-        ranks=(RankPlan(rank=0, device="this machine", type="unknown"),),
+        ranks=(RankPlan(rank=0, device="this machine", type=ANY_CARD),),
         pipelines=(pipeline,),
     )
 

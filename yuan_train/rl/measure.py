@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from yuan_train.config.architecture import sharding_of
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import ANY_CARD, PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.profile import BatchProfile, GenerationProfile
 from yuan_train.config.rl import RLConfig
 from yuan_train.data.prompts import Prompt
@@ -127,7 +127,7 @@ def _make_depth(case: ProfileCase, layers: int) -> _Depth:
         model=model,
         sequence_length=case.sequence_length,
         global_batch_size=1,
-        ranks=tuple(RankPlan(rank=rank, device="this machine", type="unknown") for rank in ranks),
+        ranks=tuple(RankPlan(rank=rank, device="this machine", type=ANY_CARD) for rank in ranks),
         pipelines=(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=(stage,)),),
     )
     sharding, row_blocks = sharding_of(model)

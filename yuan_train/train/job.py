@@ -23,6 +23,7 @@ from yuan_train.data.loader import Blend, Samples, open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.train.cards import check_processor
 from yuan_train.train.compiler import check_compiler
 from yuan_train.train.placement import run_beside
 
@@ -99,6 +100,8 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[torc
             "(yuan-train launch), or make a plan for the available cards"
         )
     device = choose_device(run.train.device, position)
+    if device.type == "cpu" and run.train.device != "cpu":
+        check_processor(plan, plan.ranks[position.rank])
     run_beside(device)
     if device.type == "cuda" and run.train.precision == "bf16":
         _check_bf16(device)
