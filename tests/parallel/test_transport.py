@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import cast
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.project import make_project, parse_plan, run_config
 from tests.support.spawn import as_rank, free_port, spawn
-from yuan_train.parallel.groups import init_distributed, make_pair, shutdown
+from yuan_train.config.errors import LostRank
+from yuan_train.parallel.bridge import Boundary, Bridge
+from yuan_train.parallel.grid import Edge, Grid
+from yuan_train.parallel.groups import Groups, init_distributed, make_pair, shutdown
 from yuan_train.parallel.ranges import Ranges
-from yuan_train.parallel.transport import HostStagedTransport, LostPeer, NcclTransport, _host_copy
+from yuan_train.parallel.transport import (
+    HostStagedTransport,
+    LostPeer,
+    NcclTransport,
+    PendingReceive,
+    Transport,
+    _host_copy,
+    is_lost_connection,
+)
+from yuan_train.schedule.step import Step
 
 CPU = torch.device("cpu")
 
@@ -72,3 +88,73 @@ def test_a_message_leaves_a_card_through_pinned_memory() -> None:
     copied = _host_copy(sent)
     assert copied.device.type == "cpu" and copied.is_pinned()
     assert torch.equal(copied.to("cuda", copy=True), sent)
+
+
+class FullCard:
+    """A transport whose operations fail with an error of the test."""
+
+    open_receives_hold_up_nothing = False
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def post(self, *_: object) -> PendingReceive:
+        raise self._error
+
+    send = post
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), torch.OutOfMemoryError),
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), torch.AcceleratorError),
+        (RuntimeError("Connection closed by peer"), LostRank),
+    ],
+)
+def test_a_full_card_is_no_lost_neighbour(
+    error: RuntimeError, raised: type[Exception], tmp_path: Path
+) -> None:
+    grid = Grid(parse_plan(run_config(make_project(tmp_path)), "1x8: 3@0 | 3@1"))
+    step = Step("receive_activation", 1, 3)
+    edge, transport = Edge(0, 0, True, 0, 1), cast("Transport", FullCard(error))
+    boundary = Boundary((1, 2, 3), torch.float32, CPU)
+    bridge = Bridge(grid, grid.coords[1], Groups({edge: transport}, {}), boundary, proofs={}, window=2)
+    with pytest.raises(raised) as found:
+        bridge.post(step)
+    assert ("rank 0 is gone" in str(found.value)) == (raised is LostRank)
+
+
+GLOO = "[/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError(GLOO + "Connection closed by peer [127.0.0.1]:18649."), True),
+        (RuntimeError(GLOO + "Timed out waiting 3000ms for recv operation to complete"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("Broken pipe"), True),
+        (LostPeer("a sum failed; rank 5 is gone or stuck"), True),
+        (dist.DistBackendError("NCCL error: ncclRemoteError: remote process exited"), True),
+        (dist.DistNetworkError("The client socket has timed out after 60000ms"), True),
+        (dist.DistStoreError("wait timeout after 2000ms, keys: /default_pg/0//2//cpu//0/1"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("CUDA error: the launch timed out and was terminated"), False),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+            False,
+        ),
+        (dist.DistBackendError("NCCL error: unhandled cuda error. Last error: Cuda failure 2"), False),
+        (dist.DistBackendError("Call to CUDA function failed: 'out of memory'"), False),
+        (RuntimeError("ProcessGroupGloo::send takes a single tensor"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)"), False),
+        (NotImplementedError("a timeout is not implemented"), False),
+        (ValueError("connection"), False),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_only_a_lost_connection_blames_a_peer(error: Exception, is_lost: bool) -> None:
+    assert is_lost_connection(error) == is_lost

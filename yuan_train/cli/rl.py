@@ -123,5 +123,5 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
         train_rl(prepare_rl(config, policy, own, roles=roles, forecast=roles.forecast))
     except TrainingError as error:
         # Inside, ranks are those of the role.
-        raise TrainingError(f"{role} (its rank 0 is rank {ranks.start} of the job): {error}") from error
+        raise type(error)(f"{role} (its rank 0 is rank {ranks.start} of the job): {error}") from error
     return 0

@@ -55,6 +55,10 @@ class DiskError(YuanError):
 
 
 class TrainingError(YuanError):
-    """Training failed: a loss that is not finite, or a rank that stopped responding."""
+    """Training failed: a loss that is not finite, no memory left, or a rank that stopped responding."""
 
     exit_code = 1
+
+
+class LostRank(TrainingError):
+    """A rank stopped responding to this one, which has no fault of its own."""

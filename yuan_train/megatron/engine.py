@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.config.errors import TrainingError
+from yuan_train.config.errors import LostRank, TrainingError
 from yuan_train.config.express import TESTED, Expression, express, renumber
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Samples
@@ -37,6 +36,7 @@ from yuan_train.models.rotary import rotary_tables
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import Groups, enter_world_as, make_world_groups
+from yuan_train.parallel.transport import is_lost_connection
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.train.build import DTYPES
 from yuan_train.train.expert_load import ExpertLoad
@@ -352,16 +352,13 @@ class MegatronStepper:
 
     @contextmanager
     def _named_faults(self, what: str) -> Iterator[None]:
-        """Raise a fault of the messages inside megatron-core as a TrainingError."""
+        """Raise a lost connection inside megatron-core as a LostRank."""
         try:
             yield
-        except (dist.DistBackendError, dist.DistNetworkError) as error:
-            raise TrainingError(f"{self.world.coord}: megatron-core's {what}: {error}") from error
         except RuntimeError as error:
-            # gloo's own errors have no class of theirs.
-            if "gloo" not in str(error).lower() and "connection" not in str(error).lower():
+            if not is_lost_connection(error):
                 raise
-            raise TrainingError(f"{self.world.coord}: megatron-core's {what}: {error}") from error
+            raise LostRank(f"{self.world.coord}: megatron-core's {what}: {error}") from error
 
 
 @dataclass(eq=False, kw_only=True)

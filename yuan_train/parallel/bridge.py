@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from yuan_train.config.errors import TrainingError
+from yuan_train.config.errors import LostRank
 from yuan_train.parallel.grid import Edge, Grid, RankCoord
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.transport import Pending, PendingReceive, Transport
+from yuan_train.parallel.transport import Pending, PendingReceive, Transport, is_lost_connection
 from yuan_train.schedule.step import RECEIVE_OF, Step, receive_of, send_of
 
 
@@ -98,20 +98,22 @@ class Bridge:
             try:
                 self._received[step] = route.transport.post(boundary.shape, boundary.dtype, route.edge.sender)
             except RuntimeError as error:
-                raise self._lost_peer(step, error) from error
+                self._blame_peer(step, error)
+                raise
 
     def take(self, step: Step) -> torch.Tensor:
         """Wait for the message of a posted receive, and return it [B, S, H].
 
         In a tensor-parallel group the first rank broadcasts it to the others; collective over the group.
-        Raises TrainingError if the sender is lost, LostPeer if a rank of the group is.
+        Raises LostRank if the sender is lost, LostPeer if a rank of the group is.
         """
         boundary = self._boundary
         if self._is_leader:
             try:
                 buffer = self._received.pop(step).take()
             except RuntimeError as error:
-                raise self._lost_peer(step, error) from error
+                self._blame_peer(step, error)
+                raise
         else:
             buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
         if self._groups.replica is not None:
@@ -125,7 +127,7 @@ class Bridge:
     def send(self, step: Step, tensor: torch.Tensor) -> None:
         """Start to send a tensor [B, S, H]; waits only if `window` older messages of the edge are under way.
 
-        Only the first rank of a tensor-parallel group sends. Raises TrainingError if the receiver is lost.
+        Only the first rank of a tensor-parallel group sends. Raises LostRank if the receiver is lost.
         """
         if not self._is_leader:
             return
@@ -137,12 +139,13 @@ class Bridge:
         try:
             under_way.append((step, transport.send(message, edge.receiver)))
         except RuntimeError as error:
-            raise self._lost_peer(step, error) from error
+            self._blame_peer(step, error)
+            raise
 
     def drain(self) -> None:
         """Wait until every send has completed, and free the buffers.
 
-        Raises TrainingError if a receiver is lost.
+        Raises LostRank if a receiver is lost.
         """
         for under_way in self._sent.values():
             while under_way:
@@ -157,7 +160,8 @@ class Bridge:
                     if not pending.is_done():
                         break
                 except RuntimeError as error:
-                    raise self._lost_peer(step, error) from error
+                    self._blame_peer(step, error)
+                    raise
                 under_way.popleft()
 
     def _retire(self, proven: Step) -> None:
@@ -201,15 +205,18 @@ class Bridge:
         return (receive_of(step) if step.kind in RECEIVE_OF else send_of(step)).stage
 
     def _wait(self, step: Step, pending: Pending) -> None:
-        """Wait for a send. Raises TrainingError, naming the peer, if it fails."""
+        """Wait for a send. Raises LostRank, naming the peer, if that is lost."""
         try:
             pending.wait()
         except RuntimeError as error:
-            raise self._lost_peer(step, error) from error
+            self._blame_peer(step, error)
+            raise
 
-    def _lost_peer(self, step: Step, error: RuntimeError) -> TrainingError:
-        """Of one end of a message: a lost peer may show when it is posted or when it is awaited."""
+    def _blame_peer(self, step: Step, error: RuntimeError) -> None:
+        """Raise LostRank if an error says so: a lost peer may show when a message is posted or awaited."""
+        if not is_lost_connection(error):
+            return
         peer = self._grid.peer(self._coord, self._peer_stage(step), step.micro_batch)
-        return TrainingError(
+        raise LostRank(
             f"{self._coord}: the {step} failed; rank {peer} is gone or stuck ({error.__cause__ or error})"
-        )
+        ) from error

@@ -19,13 +19,14 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from yuan_train.config.errors import TrainingError
+from yuan_train.config.errors import LostRank, TrainingError
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 from yuan_train.parallel.transport import (
     GroupTransport,
     LostPeer,
     Transport,
     blame_peers,
+    is_lost_connection,
     library_of,
     transport_of,
 )
@@ -92,16 +93,16 @@ def _world_backend(device: torch.device) -> str:
 
 @contextmanager
 def as_training_error(coord: RankCoord) -> Iterator[None]:
-    """Raise a LostPeer as a TrainingError that names this rank's coordinates."""
+    """Raise a LostPeer as a LostRank that names this rank's coordinates."""
     try:
         yield
     except LostPeer as error:
-        raise TrainingError(f"{coord}: {error}") from error
+        raise LostRank(f"{coord}: {error}") from error
 
 
 @contextmanager
 def guard_world_collective(coord: RankCoord, what: str) -> Iterator[None]:
-    """Around an operation `what` of all ranks: raise its RuntimeError as a TrainingError that names them."""
+    """Around an operation `what` of all ranks: raise a lost connection as a LostRank that names them."""
     ranks = range(dist.get_world_size()) if dist.is_initialized() else ()
     with as_training_error(coord), blame_peers(what, ranks):
         yield
@@ -287,4 +288,6 @@ def _naming(rank: int, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TrainingError(f"rank {rank}: {what} failed: {error}") from error
+        if not is_lost_connection(error):
+            raise
+        raise LostRank(f"rank {rank}: {what} failed: {error}") from error

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from yuan_train.config.errors import TrainingError
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Bucket, pack, unpack
-from yuan_train.parallel.transport import LostPeer
+from yuan_train.parallel.transport import LostPeer, is_lost_connection
 
 BUCKETS_AHEAD = 2
 """Messages of a pair of ranks that are under way at once: one is packed while another is sent."""
@@ -123,10 +123,12 @@ class Link:
 
     @contextmanager
     def _naming(self, peer: int | None, what: str) -> Iterator[None]:
-        """Raise a RuntimeError as a LostPeer that names the link, and the other rank by role."""
+        """Raise a lost connection as a LostPeer that names the link, and the other rank by role."""
         try:
             yield
         except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
             others = [rank for rank in self._index if rank != self._position.job_rank]
             who = " or ".join(map(self._position.label, others if peer is None else [peer]))
             raise LostPeer(

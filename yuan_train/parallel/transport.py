@@ -15,12 +15,13 @@ Between cards without a common library, tensors move over gloo from pinned host 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,22 +39,51 @@ _REDUCE_SCATTER = "reduce_scatter_single" if _IS_NEW else "_reduce_scatter_base"
 _ALL_GATHER = "all_gather_single" if _IS_NEW else "_allgather_base"
 
 
+_OWN_FAULT = re.compile(
+    r"(cuda|hip|xpu) (error|failure)|call to cuda|unhandled cuda|out of memory|allocate memory", re.IGNORECASE
+)
+"""In the text of an error: the card or the memory of this very rank has failed, whoever reports it."""
+_LOST_CONNECTION = re.compile(
+    r"gloo/transport|connection|connect |timed out|timeout|broken pipe|socket", re.IGNORECASE
+)
+"""In the text of gloo's errors, which have no class of their own."""
+
+
 class LostPeer(RuntimeError):
     """A rank of a group died or timed out; the message names the operation and the rank."""
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone or stuck, and not that this one has failed by itself.
+
+    Out of memory, a fault of a kernel and a wrong argument are RuntimeErrors too, and surface at whatever
+    call is next, which mostly is one of torch.distributed. NCCL reports a fault of the own card as its own.
+    """
+    if isinstance(error, LostPeer):
+        return True
+    if _OWN_FAULT.search(str(error)):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and _LOST_CONNECTION.search(str(error)) is not None
+
+
 def _raise_lost_peer(what: str, ranks: Sequence[int], error: RuntimeError) -> None:
-    """Raise a RuntimeError of an operation `what` of `ranks` as a LostPeer, if it is one of the messages."""
-    if isinstance(error, LostPeer) or not dist.is_initialized():
+    """Raise a RuntimeError of an operation `what` of `ranks` as a LostPeer, if it says that one is lost."""
+    if isinstance(error, LostPeer) or not dist.is_initialized() or not is_lost_connection(error):
         return
+    _raise_lost(what, ranks, error)
+
+
+def _raise_lost(what: str, ranks: Sequence[int], error: RuntimeError) -> NoReturn:
     others = [str(rank) for rank in ranks if rank != dist.get_rank()]
     who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
     raise LostPeer(f"{what} failed; {who} is gone or stuck ({error})") from error
 
 
 class blame_peers:  # noqa: N801 (reads as the context manager that it is)
-    """Around a collective `what` of `ranks`, told to the observers: raise its RuntimeError as a LostPeer that
-    names the others."""
+    """Around a collective `what` of `ranks`, told to the observers: raise an error that says that one is lost
+    as a LostPeer that names the others. Any other error stays what it is."""
 
     __slots__ = ("_during", "_ranks", "_what")
 
@@ -189,8 +219,7 @@ class _PendingWork:
         end = time.monotonic() + seconds
         while not self.is_done():
             if time.monotonic() > end:
-                with blame_peers(self._what, self._ranks):
-                    raise RuntimeError(f"no answer within {seconds:g} s")
+                _raise_lost(self._what, self._ranks, RuntimeError(f"no answer within {seconds:g} s"))
             time.sleep(POLL_SECONDS)
 
 

@@ -113,7 +113,7 @@ class Critic:
         try:
             result, _ = self._lanes.train(rows, lr=lr * self._rate, clip=self._clip_norm)
         except TrainingError as error:
-            raise TrainingError(f"the critic: {error}") from error
+            raise type(error)(f"the critic: {error}") from error
         trainer.stopwatch.read()
         finish_weight_sync(trainer.runtime)
         self.steps += 1

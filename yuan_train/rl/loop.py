@@ -307,7 +307,7 @@ def _step(
             may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
         )
     except TrainingError as error:
-        raise TrainingError(f"step {number}: {error}; {last_good(parts.saver.saved)}") from error
+        raise type(error)(f"step {number}: {error}; {last_good(parts.saver.saved)}") from error
     told: Told | None = None
     if isinstance(parts.collector, RemoteCollector):
         told = parts.collector.told([group.ticket for group in batch.groups])

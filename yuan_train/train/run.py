@@ -204,7 +204,7 @@ def _step(
             may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
         )
     except TrainingError as error:
-        raise TrainingError(f"step {progress.step + 1}: {error}; {last_good(saved)}") from error
+        raise type(error)(f"step {progress.step + 1}: {error}; {last_good(saved)}") from error
 
 
 def last_good(saved: int | None) -> str:
