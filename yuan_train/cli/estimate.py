@@ -78,14 +78,20 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimate and print; 0 whether it fits or not. Raises ConfigError for wrong input."""
-    from yuan_train.config.devices import CATALOGUE
+    from yuan_train.config.devices import CATALOGUE, find_card, suggest_cards
     from yuan_train.config.errors import ConfigError
     from yuan_train.planner.report import memory_text as report
 
     if arguments.plan:
         return _print_roles(arguments)
-    if arguments.card not in CATALOGUE:
-        raise ConfigError(f"--card {arguments.card}: {_unknown('card', arguments.card, CATALOGUE)}")
+    card = find_card(arguments.card)
+    if card is None:
+        meant = suggest_cards(arguments.card)
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise ConfigError(
+            f"--card {arguments.card}: there is no such card{hint} (has: {', '.join(CATALOGUE)})"
+        )
+    arguments.card = card
     if arguments.table:
         return _print_table(arguments)
     if arguments.model is None:

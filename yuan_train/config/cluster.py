@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Gt, MinLen
 
-from yuan_train.config.devices import CATALOGUE, Bytes, BytesPerSecond, DeviceType
+from yuan_train.config.devices import (
+    CATALOGUE,
+    Bytes,
+    BytesPerSecond,
+    DeviceType,
+    find_card,
+    suggest_cards,
+)
 from yuan_train.config.document import override, read_document
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import build
@@ -150,17 +156,29 @@ class Cluster:
         return {node: group for group in self.nodes for node in group.node_names}
 
 
+def catalogue_name(cluster: Cluster, name: str) -> str | None:
+    """The name of a type in `device_types`, or else the catalogue's for what people call a card; or None."""
+    return name if name in cluster.device_types else find_card(name)
+
+
+def unknown_card(name: str, own: Mapping[str, DeviceType]) -> str:
+    """What is wrong with a card's name that neither `device_types` nor the catalogue has, and what to do."""
+    meant = suggest_cards(name, own)
+    hint = f"did you mean {meant}? " if meant else ""
+    return (
+        f"unknown card {name!r}; {hint}(known: {', '.join([*own, *CATALOGUE])}); or describe it under "
+        "device_types: {" + name + ": {memory: 24 GiB, bf16: 71 TFLOP/s, fp16: 71 TFLOP/s, "
+        "fp32: 36 TFLOP/s, memory_bandwidth: 936 GB/s, host_link: 25 GB/s}}, with its own figures"
+    )
+
+
 def validate_cluster(cluster: Cluster) -> Iterator[Violation]:
     """Yield the violated constraints between the parts of a cluster."""
-    known = [*cluster.device_types, *CATALOGUE]
     several_nodes = sum(group.count for group in cluster.nodes) > 1
     seen: set[str] = set()
     for i, group in enumerate(cluster.nodes):
-        if group.device not in known:
-            close = difflib.get_close_matches(group.device, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else ";"
-            names = ", ".join(known)
-            yield Violation(("nodes", i, "device"), f"unknown card {group.device!r}{hint} (known: {names})")
+        if catalogue_name(cluster, group.device) is None:
+            yield Violation(("nodes", i, "device"), unknown_card(group.device, cluster.device_types))
         if group.devices > 1 and group.link is None:
             yield Violation(("nodes", i), f"{group.devices} cards in a node need 'link' between them")
         if several_nodes and group.network is None:
@@ -208,4 +226,13 @@ def load_cluster(path: str | Path, overrides: tuple[str, ...] = ()) -> Cluster:
     document = read_document(path)
     for assignment in overrides:
         document = override(document, assignment)
-    return build(document, Cluster, validate=validate_cluster)
+    return _with_catalogue_names(build(document, Cluster, validate=validate_cluster))
+
+
+def _with_catalogue_names(cluster: Cluster) -> Cluster:
+    """The cluster with each card's type as `device_types` or the catalogue call it."""
+    nodes = (
+        replace(group, device=catalogue_name(cluster, group.device) or group.device)
+        for group in cluster.nodes
+    )
+    return replace(cluster, nodes=tuple(nodes))

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, MinLen, MultipleOf
 
 from yuan_train.config.cluster import Cluster
-from yuan_train.config.devices import CATALOGUE, Backend, DeviceType
+from yuan_train.config.devices import CATALOGUE, Backend, DeviceType, find_card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute, RunConfig, ScheduleName
 
@@ -289,7 +289,7 @@ class Plan:
 
     def find_type(self, name: str) -> DeviceType | None:
         """A type of cards by name; None if neither the plan nor the catalogue describes it."""
-        return self.device_types.get(name) or CATALOGUE.get(name)
+        return self.device_types.get(name) or CATALOGUE.get(find_card(name) or name)
 
     @cached_property
     def _type_names(self) -> dict[int, str]:
