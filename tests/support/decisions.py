@@ -44,9 +44,9 @@ def decisions(*, record: Path | None = None, replay: Path | None = None) -> Iter
             return best(self, products)
         keys = [(now["first"] + i, now["layers"][id(self)]) for i in range(now["size"])]
         if replay is not None:
-            return torch.cat([known[key] for key in keys])
+            return torch.cat([known[key] for key in keys]).to(products.device)
         chosen = best(self, products)
-        known.update(zip(keys, chosen.chunk(len(keys)), strict=True))
+        known.update(zip(keys, chosen.cpu().chunk(len(keys)), strict=True))
         return chosen
 
     def run_chunk(self: Any, micro_batches: Any, module: Any) -> Any:
