@@ -16,6 +16,7 @@ from yuan_train.data.indexed import IndexedDataset
 from yuan_train.data.loader import open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.preprocess import preprocess
+from yuan_train.data.prompts import Prompt, read_prompts
 from yuan_train.data.rules import IGNORED
 from yuan_train.data.tokenizer import Tokenizer
 
@@ -179,3 +180,37 @@ def test_pairs_that_cannot_be_read(tokenizer: Tokenizer, tmp_path: Path, record:
     path.write_text(record if isinstance(record, str) else json.dumps(record))
     with pytest.raises(DataError, match=message):
         rows_of(path, tokenizer)
+
+
+# --- prompts of reinforcement learning ------------------------------------------------------------------
+
+
+def prompts_of(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
+    return read_prompts(path, tokenizer, template="{prompt}", max_tokens=200, vocab_size=260)
+
+
+def test_prompts_that_are_chats(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The tokens up to where the answer begins are those that the same chat with an answer is trained on."""
+    system = {"role": "system", "content": "add"}
+    chats = [[CHAT[0]], [system, CHAT[0]], CHAT[:3]]
+    path = lines(tmp_path / "p.jsonl", *({"prompt": chat, "answer": 2} for chat in chats))
+    for prompt, chat in zip(prompts_of(path, tokenizer), chats, strict=True):
+        tokens, is_answer = encode_chat(tokenizer, [*chat, CHAT[1]], "here")
+        last = len(is_answer) - is_answer[::-1].index(True) - len("two") - 1
+        assert list(prompt.ids) == tokens[:last] and prompt.answer == 2
+        assert prompt.text.endswith("<|start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "p.jsonl:1: no messages, so there is nothing to answer"),
+        (CHAT, "p.jsonl:1: the last message is the assistant's, so there is nothing to answer"),
+        (["1+1?"], r"p.jsonl:1: not a list of messages; wanted \[..., \{\"role\": \"user\""),
+    ],
+)
+def test_prompts_that_are_no_questions(
+    tokenizer: Tokenizer, tmp_path: Path, prompt: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        prompts_of(lines(tmp_path / "p.jsonl", {"prompt": prompt}), tokenizer)

@@ -66,10 +66,23 @@ def _compiled(template: str) -> Any:
 def check_messages(value: Any, where: str) -> None:
     """Raise DataError unless `value` is a list of messages with an answer in it."""
     wanted = 'wanted [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-    if not isinstance(value, list) or not all(map(_is_message, value)):
-        raise DataError(f"{where}: not a list of messages; {wanted}")
+    _check_form(value, where, wanted)
     if not any(message["role"] == "assistant" for message in value):
         raise DataError(f"{where}: no message of the assistant, so nothing to learn; {wanted}")
+
+
+def check_question(value: Any, where: str) -> None:
+    """Raise DataError unless `value` is a list of messages that a model is to answer."""
+    wanted = 'wanted [..., {"role": "user", "content": "..."}]'
+    _check_form(value, where, wanted)
+    if not value or value[-1]["role"] == "assistant":
+        last = "the last message is the assistant's" if value else "no messages"
+        raise DataError(f"{where}: {last}, so there is nothing to answer; {wanted}")
+
+
+def _check_form(value: Any, where: str, wanted: str) -> None:
+    if not isinstance(value, list) or not all(map(_is_message, value)):
+        raise DataError(f"{where}: not a list of messages; {wanted}")
 
 
 def _is_message(value: Any) -> bool:

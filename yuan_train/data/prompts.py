@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.config.errors import DataError
-from yuan_train.data.chat import check_messages, render_chat
+from yuan_train.data.chat import check_question, render_chat
 from yuan_train.data.records import read_records
 from yuan_train.data.sampler import hash_key, permuted
 from yuan_train.data.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def _prompt(record: dict[str, Any], tokenizer: Tokenizer | None, template: str, 
     if tokenizer is None:
         raise DataError(f"{where}: text needs data.tokenizer; or give prompt_ids")
     if isinstance(prompt, list):
-        check_messages(prompt, where)
+        check_question(prompt, where)
         text = render_chat(tokenizer, prompt)
         return Prompt(tuple(tokenizer.encode(text, special=True)), text, answer)
     if not isinstance(prompt, str):
