@@ -13,6 +13,7 @@ from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.plan import PipelinePlan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.plan_files import load_plan, save_plan
 from yuan_train.config.run import SearchConfig
@@ -21,6 +22,7 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.page import plan_html
 from yuan_train.planner.report.terminal import layer_list, megatron_layout, plan_json, plan_table
 from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.search_result import SearchResult, with_forecast
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MODEL = ModelConfig(
@@ -348,6 +350,88 @@ def test_the_printed_table_is_short_and_names_the_bottleneck():
         load_cluster(CONFIGS / "cluster" / "geforce-40.yaml"), model=replace(MODEL, num_layers=60)
     )
     assert len(plan_table(find(forty, pipelines=(1,), use_all_devices=True), forty).splitlines()) <= 40
+
+
+def shown(given: PlanProblem, num_ranks: int, *pipelines: tuple[int, list[StagePlan]]) -> SearchResult:
+    """A result with a plan by hand in it: for each pipeline its micro-batches of 1, and its stages."""
+    found, costs = find(given), make_costs(given)
+    cards = given.cluster.cards[:num_ranks]
+    plan = replace(
+        found.best.plan,
+        ranks=tuple(RankPlan(rank=r, device=card.name, type=card.type) for r, card in enumerate(cards)),
+        pipelines=tuple(
+            PipelinePlan(micro_batch_size=1, num_micro_batches=count, stages=tuple(stages))
+            for count, stages in pipelines
+        ),
+    )
+    assert not list(validate_plan(plan))
+    best = with_forecast(costs, replace(found.best, plan=plan, cost=cost_plan(costs, plan)), 0.0)
+    return replace(found, best=best)
+
+
+def test_unlike_pipelines_are_printed_apart():
+    """Each stage of each, with its own layers and memory; alike ones together, with their share."""
+    given = problem(cluster(Fast=(3, card(speed=3.0)), Slow=(4, card(2.0))))
+    long = [StagePlan(replicas=((r,),), layers=c) for r, c in ((3, (0, 3)), (4, (3, 4)), (2, (4, 8)))]
+    long = [replace(long[0], embedding=True), long[1], replace(long[2], head=True)]
+    whole = StagePlan(replicas=((0,),), layers=(0, 8), embedding=True, head=True)
+    short = [[whole], [replace(whole, replicas=((1,),))]]
+    result = shown(given, 5, (6, short[0]), (4, long), (6, short[1]))
+    lines = plan_table(result, given).splitlines()
+    first = lines.index(" pipelines 0, 2: 6 micro-batches of 1 each, 12 of the batch's 16 sequences")
+    second = lines.index(" pipeline 1: 4 micro-batches of 1, 4 of the batch's 16 sequences")
+    assert "3 pipelines x 1 to 3 stages, 4 to 6 micro-batches of 1" in lines[0]
+    rows = [*lines[first + 1 : second], *lines[second + 1 : second + 4]]
+    stages = [stage for stage in result.best.cost.stages if stage.pipeline < 2]
+    layers = ("0-7 +emb +head", "0-2 +emb", "3 ", "4-7 +head")
+    for row, stage, words in zip(rows, stages, layers, strict=True):
+        capacity = stage.capacity_bytes / GIB
+        assert row.startswith(f" {stage.stage} ") and f"{stage.card.type} {stage.card.name} " in row
+        assert f" {words}" in row and f"{stage.memory.total / GIB:.1f} / {capacity:.1f}" in row
+    assert "x2" in rows[0] and "x2" not in "".join(rows[1:])
+    assert " layers 8 | 3,1,4" in lines
+    assert [item["num_micro_batches"] for item in plan_json(result, path=None)["pipelines"]] == [6, 4, 6]
+
+
+def test_the_slowest_stage_is_the_busiest_and_not_one_whose_replicas_share_the_work():
+    """Five layers on two replicas cost each micro-batch less of a step than three on one card."""
+    given = problem(cluster(Slow=(3, card()), Fast=(1, card(speed=3.0))))
+    stages = [
+        StagePlan(replicas=((0,), (1,)), layers=(0, 5), embedding=True),
+        StagePlan(replicas=((2,),), layers=(5, 8)),
+        StagePlan(replicas=((3,),), layers=(8, 8), head=True),
+    ]
+    result = shown(given, 4, (16, stages))
+    work = [stage.forward_seconds + stage.backward_seconds for stage in result.best.cost.stages]
+    assert work[0] == max(work)
+    rows = {line.split()[0]: line for line in plan_table(result, given).splitlines()[2:5]}
+    assert [number for number, row in rows.items() if "the slowest" in row] == ["1"]
+    rows = plan_html(result, given).split("<tr>")
+    assert ["slow/2" in row for row in rows if "the slowest" in row] == [True]
+
+
+def test_the_reason_for_no_even_split():
+    """One for each way to have none."""
+    many = problem(cluster(Fast=(10, card(speed=3.0))))
+    result = find(many, pipelines=(1,), tensor=(1,), replicas=(1,), use_all_devices=True)
+    assert "no even split: it would have 10 stages, and the model has 8 layers" in plan_table(result, many)
+    two = problem(cluster(Fast=(1, card(speed=3.0)), Slow=(1, card())))
+    result = find(two, pipelines=(2,))
+    assert "no even split: the cards do not divide into equal pipelines" in plan_table(result, two)
+    ticks = iter(range(10_000))
+    result = search_plan(
+        problem(TWO_SPEEDS),
+        SearchConfig(time_limit=1.0),
+        micro_batch_size=1,
+        clock=lambda: float(next(ticks)),
+    )
+    # Few cards have time for it.
+    assert result.stopped and " even split: " in plan_table(result, problem(TWO_SPEEDS))
+    crowd = problem(cluster(Fast=(60, card())), global_batch_size=240)
+    result = search_plan(
+        crowd, SearchConfig(time_limit=1.0), micro_batch_size=1, clock=lambda: float(next(ticks))
+    )
+    assert "no even split: search.time_limit was over before its turn" in plan_table(result, crowd)
 
 
 def test_layouts_in_other_notations():

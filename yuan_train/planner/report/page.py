@@ -20,6 +20,7 @@ from yuan_train.planner.report.terminal import (
     CATEGORIES,
     GIB,
     best_reasons,
+    cut_words,
     describe_shape,
     even_words,
     expert_words,
@@ -29,7 +30,6 @@ from yuan_train.planner.report.terminal import (
     layer_words,
     left_out_lines,
     limited_by,
-    megatron_layout,
     runner_lines,
     step_words,
 )
@@ -69,9 +69,7 @@ def plan_html(
 def _summary_html(result: SearchResult, problem: PlanProblem) -> str:
     lines = [describe_shape(result.best) + even_words(result).replace("     ", "; ")]
     lines += [step_words(result, problem), *best_reasons(result), *host_lines(result.best.cost)]
-    lines.append(
-        f"Layers per stage {layer_list(result.best)}; Megatron layout {megatron_layout(result.best)}"
-    )
+    lines.append(cut_words(result.best))
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
@@ -136,7 +134,7 @@ def _stages_html(best: Candidate) -> str:
             show_seconds(stage.backward_seconds),
             show_bytes(stage.memory.total),
             show_bytes(stage.capacity_bytes),
-            limited_by(stage, best.cost),
+            limited_by([stage], best.cost),
             stage.source,
         )
         for stage in best.cost.stages

@@ -23,6 +23,9 @@ from yuan_train.planner.search.search_result import LeftOut, SearchResult
 CATEGORIES = tuple(name for name in MemoryForecast.__dataclass_fields__ if name != "critic")
 """Of a plan's memory; a critic is beside the policy of an RL plan alone."""
 GIB = 2.0**30
+MAX_STAGE_ROWS = 16
+"""Rows of stages in the table, over all kinds of pipelines; each kind has at least four."""
+MAX_KINDS = 6
 
 
 def plan_table(result: SearchResult, problem: PlanProblem) -> str:
@@ -31,7 +34,7 @@ def plan_table(result: SearchResult, problem: PlanProblem) -> str:
     lines = [f"Plan: {describe_shape(best)}" + even_words(result)]
     lines += _stage_rows(best)
     lines.append(" " + step_words(result, problem))
-    lines.append(f" layers {layer_list(best)}; Megatron layout {megatron_layout(best)}")
+    lines.append(f" {cut_words(best)}")
     lines += [f" {line}" for line in [*best_reasons(result), *host_lines(cost)]]
     lines += [f" runner-up: {line}" for line in runner_lines(result)]
     lines += [f" left out: {line}" for line in left_out_lines(result.left_out)]
@@ -50,6 +53,10 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
         "schedule": best.plan.schedule,
         "micro_batch_size": best.plan.pipelines[0].micro_batch_size,
         "num_micro_batches": best.plan.pipelines[0].num_micro_batches,
+        "pipelines": [
+            {"micro_batch_size": pipeline.micro_batch_size, "num_micro_batches": pipeline.num_micro_batches}
+            for pipeline in best.plan.pipelines
+        ],
         "optimizer_sharding": best.plan.optimizer_sharding,
         "stages": [_stage_json(stage) for stage in best.cost.stages],
         "exact": result.exact,
@@ -60,6 +67,7 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
         "even_split": None
         if result.even_split is None
         else {"step_seconds": result.even_split.step_seconds, "fits": result.even_split.cost.fits},
+        "no_even_split": result.no_even_split or None,
         "runners_up": [
             {
                 "step_seconds": c.step_seconds,
@@ -76,12 +84,13 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
 def describe_shape(candidate: Candidate) -> str:
     """`2 pipelines x 3 stages, 16 micro-batches of 1, 1f1b`."""
     plan = candidate.plan
-    first = plan.pipelines[0]
     stages = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
     counts = sorted({pipeline.num_micro_batches for pipeline in plan.pipelines})
+    sizes = sorted({pipeline.micro_batch_size for pipeline in plan.pipelines})
     words = [
         f"{_count(len(plan.pipelines), 'pipeline')} x {_range(stages, 'stage')}",
-        f"{_range(counts, 'micro-batch', 'micro-batches')} of {first.micro_batch_size}",
+        f"{_range(counts, 'micro-batch', 'micro-batches')} of "
+        + (str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"),
         plan.schedule,
     ]
     widths = sorted({len(r) for p in plan.pipelines for stage in p.stages for r in stage.replicas})
@@ -164,32 +173,47 @@ def left_out_lines(left_out: Sequence[LeftOut]) -> list[str]:
 
 
 def layer_list(candidate: Candidate) -> str:
-    """Layers per stage, as Yuan 2.0's scripts write them."""
-    return to_blocks(candidate.plan.pipelines[0])
+    """Layers per stage, as Yuan 2.0's scripts write them; unlike pipelines with ` | ` between."""
+    return " | ".join(dict.fromkeys(map(to_blocks, candidate.plan.pipelines)))
 
 
 def megatron_layout(candidate: Candidate) -> str:
-    """The cut of pipeline 0 as Megatron-LM writes it; nothing if it divides layers."""
-    return "" if candidate.plan.divided_layers else to_layout(candidate.plan.pipelines[0])
+    """The cut as Megatron-LM writes it; nothing if it divides layers or pipelines are cut unlike."""
+    if candidate.plan.divided_layers:
+        return ""
+    layouts = set(map(to_layout, candidate.plan.pipelines))
+    return layouts.pop() if len(layouts) == 1 else ""
+
+
+def cut_words(candidate: Candidate) -> str:
+    """The cut in others' notations."""
+    layout = megatron_layout(candidate)
+    return f"layers {layer_list(candidate)}" + (f"; Megatron layout {layout}" if layout else "")
 
 
 def describe_cards(candidate: Candidate) -> str:
-    """`4 A100-80G > 2 T4`: the cards of pipeline 0 in the order of its stages; `2 x (...)` if there are
-    two pipelines."""
-    stages = [stage for stage in candidate.cost.stages if stage.pipeline == 0]
-    types = [card.type for stage in stages for card in stage.cards]
-    runs = " > ".join(f"{len(list(group))} {name}" for name, group in itertools.groupby(types))
-    pipelines = len(candidate.plan.pipelines)
-    return f"{pipelines} x ({runs})" if pipelines > 1 else runs
+    """`4 A100-80G > 2 T4`: the cards of a pipeline in the order of its stages; `2 x (...) + ...` if there are
+    several pipelines."""
+    counts: dict[str, int] = {}
+    for number in range(len(candidate.plan.pipelines)):
+        stages = [stage for stage in candidate.cost.stages if stage.pipeline == number]
+        types = [card.type for stage in stages for card in stage.cards]
+        runs = " > ".join(f"{len(list(group))} {name}" for name, group in itertools.groupby(types))
+        counts[runs] = counts.get(runs, 0) + 1
+    return " + ".join(f"{count} x ({runs})" if count > 1 else runs for runs, count in counts.items())
 
 
-def limited_by(stage: StageCost, cost: PlanCost) -> str:
-    """What keeps the stage from taking another layer."""
-    slowest = max(s.forward_seconds + s.backward_seconds for s in cost.stages)
+def limited_by(stages: Sequence[StageCost], cost: PlanCost) -> str:
+    """What keeps a stage, or one of alike pipelines' stages, from taking another layer.
+
+    The slowest stages are those of the worker that is busiest in a step: replicas divide the micro-batches
+    among them, and unlike pipelines have unlike numbers of these.
+    """
     words: list[str] = []
-    if stage.forward_seconds + stage.backward_seconds >= slowest * (1 - 1e-9):
+    busy = max(_busy_seconds(cost, stage.pipeline, stage.stage) for stage in stages)
+    if busy >= _most_busy_seconds(cost) * (1 - 1e-9):
         words.append("time, the slowest")
-    if stage.memory.total + stage.one_more_layer_bytes > stage.capacity_bytes:
+    if any(stage.memory.total + stage.one_more_layer_bytes > stage.capacity_bytes for stage in stages):
         words.append("MEMORY")
     return " and ".join(words) or "-"
 
@@ -198,45 +222,90 @@ def even_words(result: SearchResult) -> str:
     """How the even split compares, to append to a line."""
     even = result.even_split
     if even is None:
-        return "     even split: more cards than layers"
+        return f"     no even split: {result.no_even_split}"
     ratio = even.step_seconds / result.best.step_seconds
     return f"     even split: {ratio:.2f}x the time" + ("" if even.cost.fits else ", and it does not fit")
 
 
 def _stage_rows(best: Candidate) -> list[str]:
-    """One row per stage of pipeline 0, with the slowest time and the tightest memory of this stage in all
-    pipelines."""
-    cost = best.cost
-    stages = len(best.plan.pipelines[0].stages)
+    """A row for each stage of each kind of pipeline; several kinds have a heading each."""
+    kinds = _kinds(best)
     rows = [("stage", "cards", "layers", "fwd+bwd", "busy", "memory of capacity, GiB", "limited by")]
-    for s in range(stages):
-        same = [stage for stage in cost.stages if stage.stage == s]
-        worst = max(same, key=lambda stage: (stage.memory.total / stage.capacity_bytes, -stage.pipeline))
-        seconds = max(stage.forward_seconds + stage.backward_seconds for stage in same)
-        busy = _stage_busy(cost, s) / cost.step_seconds
-        rows.append(
-            (
-                str(s),
-                _cards_words(same),
-                layer_words(worst),
-                show_seconds(seconds),
-                "#" * round(10 * busy) + "." * (10 - round(10 * busy)) + f" {busy:.0%}",
-                f"{worst.memory.total / GIB:.1f} / {worst.capacity_bytes / GIB:.1f}",
-                limited_by(worst, cost),
-            )
-        )
-    if len(rows) > 17:
-        rows = [*rows[:9], ("...", f"{len(rows) - 17} more", "", "", "", "", ""), *rows[-8:]]
+    headings: dict[int, str] = {}
+    for numbers in kinds[:MAX_KINDS]:
+        if len(kinds) > 1:
+            headings[len(rows)] = _kind_words(best, numbers)
+        of_kind = [
+            _stage_row(best.cost, numbers, s) for s in range(len(best.plan.pipelines[numbers[0]].stages))
+        ]
+        most = max(MAX_STAGE_ROWS // min(len(kinds), MAX_KINDS), 4)
+        if len(of_kind) > most:
+            left_out = ("...", f"{len(of_kind) - most} more", "", "", "", "", "")
+            of_kind = [*of_kind[: most // 2], left_out, *of_kind[-(most - most // 2) :]]
+        rows += of_kind
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        (" " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]
+    lines: list[str] = []
+    for number, row in enumerate(rows):
+        if number in headings:
+            lines.append(f" {headings[number]}")
+        text = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        lines.append(f" {text}".rstrip())
+    if len(kinds) > MAX_KINDS:
+        lines.append(f" ... and {len(kinds) - MAX_KINDS} more kinds of pipelines; --report F.html shows all")
+    return lines
 
 
-def _stage_busy(cost: PlanCost, s: int) -> float:
-    """Busy seconds of the busiest worker of stage s of pipeline 0, over all stages of that worker."""
-    return max(cost.simulations[0].busy_seconds[worker] for worker in cost.workers[0][s])
+def _kinds(best: Candidate) -> list[list[int]]:
+    """Numbers of the pipelines that are alike in types of cards, layers and share of the batch."""
+    stages: list[list[StageCost]] = [[] for _ in best.plan.pipelines]
+    for stage in best.cost.stages:
+        stages[stage.pipeline].append(stage)
+    found: dict[object, list[int]] = {}
+    for number, pipeline in enumerate(best.plan.pipelines):
+        cut = tuple(
+            (tuple(card.type for card in stage.cards), len(stage.replicas), layer_words(stage), stage.experts)
+            for stage in stages[number]
+        )
+        kind = (pipeline.micro_batch_size, pipeline.num_micro_batches, cut)
+        found.setdefault(kind, []).append(number)
+    return list(found.values())
+
+
+def _kind_words(best: Candidate, numbers: Sequence[int]) -> str:
+    """`pipelines 0, 2: 5 micro-batches of 6 each, 60 of 80 sequences`: the share of a kind of pipeline."""
+    pipeline = best.plan.pipelines[numbers[0]]
+    share = len(numbers) * pipeline.micro_batch_size * pipeline.num_micro_batches
+    names = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return (
+        f"pipeline{'s' * (len(numbers) > 1)} {names}: "
+        f"{_count(pipeline.num_micro_batches, 'micro-batch', 'micro-batches')} of {pipeline.micro_batch_size}"
+        f"{' each' * (len(numbers) > 1)}, {share} of the batch's {best.plan.global_batch_size} sequences"
+    )
+
+
+def _stage_row(cost: PlanCost, numbers: Sequence[int], s: int) -> tuple[str, ...]:
+    """A stage of some alike pipelines, with its slowest time and its tightest memory in these."""
+    same = [stage for stage in cost.stages if stage.stage == s and stage.pipeline in numbers]
+    worst = max(same, key=lambda stage: (stage.memory.total / stage.capacity_bytes, -stage.pipeline))
+    busy = max(_busy_seconds(cost, number, s) for number in numbers) / cost.step_seconds
+    return (
+        str(s),
+        _cards_words(same),
+        layer_words(worst),
+        show_seconds(max(stage.forward_seconds + stage.backward_seconds for stage in same)),
+        "#" * round(10 * busy) + "." * (10 - round(10 * busy)) + f" {busy:.0%}",
+        f"{worst.memory.total / GIB:.1f} / {worst.capacity_bytes / GIB:.1f}",
+        limited_by(same, cost),
+    )
+
+
+def _busy_seconds(cost: PlanCost, pipeline: int, s: int) -> float:
+    """Seconds of a step in which the busiest worker of a stage computes, over all stages of that worker."""
+    return max(cost.simulations[pipeline].busy_seconds[worker] for worker in cost.workers[pipeline][s])
+
+
+def _most_busy_seconds(cost: PlanCost) -> float:
+    return max(busy for simulation in cost.simulations for busy in simulation.busy_seconds)
 
 
 def layer_words(stage: StageCost) -> str:
@@ -274,7 +343,7 @@ def expert_words(stage: StageCost) -> str:
 
 def _parts(cost: PlanCost) -> dict[str, float]:
     """Seconds of the step by cause."""
-    work = max(busy for simulation in cost.simulations for busy in simulation.busy_seconds)
+    work = _most_busy_seconds(cost)
     return {
         "slowest stage": work,
         "bubble and waiting": cost.compute_seconds - work,

@@ -136,18 +136,18 @@ def search_plan(
     best = with_forecast(space.costs, plans.ranked[0], bound)
     violations = list(validate_plan(best.plan))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
-    shapes, late = space.shapes, limit.is_over()
-    even_shape = best.shape if len(best.shape.slots) > 1 or not shapes else shapes[0]
+    even, no_even = _even_split_of(space, best)
     return SearchResult(
         best=best,
         runners_up=runners_up(plans.ranked),
-        even_split=even_split(space.costs, even_shape, options) if shapes and not late else None,
+        even_split=even,
+        no_even_split=no_even,
         left_out=(*without_precision, *idle_cards(cards, best)),
         lower_bound_seconds=bound,
         bounds=bounds,
         exact=exact,
         stopped=limit.is_over(),
-        num_shapes=len(shapes),
+        num_shapes=len(space.shapes),
         num_simulated=plans.solved.num_simulated,
         notes=notes_of(best.cost),
     )
@@ -342,15 +342,26 @@ def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], li
     return usable, [LeftOut(card=card, reason=reason) for card in lacking]
 
 
-def even_split(costs: Costs, shape: Shape, options: Options) -> Candidate | None:
+def _even_split_of(space: _Space, best: Candidate) -> tuple[Candidate | None, str]:
+    """The even split that a plan is compared with, and if there is none the reason."""
+    if not space.shapes and space.has_all_shapes:
+        return None, "the cards do not divide into equal pipelines"
+    # Its price is one plan's: nothing on few cards, seconds on thousands.
+    if not space.shapes or (space.stopped() and len(space.cards) > MAX_RESTRUCTURED_CARDS):
+        return None, "search.time_limit was over before its turn"
+    shape = best.shape if len(best.shape.slots) > 1 else space.shapes[0]
+    num_layers = space.costs.problem.model.num_layers
+    if len(shape.slots) > num_layers:
+        return None, f"it would have {len(shape.slots)} stages, and the model has {num_layers} layers"
+    return _cut_evenly(space.costs, shape, space.options), ""
+
+
+def _cut_evenly(costs: Costs, shape: Shape, options: Options) -> Candidate:
     """The naive plan: all slots in the cluster's order, layers divided evenly; the first slots get one more.
 
-    All stages have the first recompute of the options that fits; the first of all if none does. None if there
-    are more slots than layers.
+    All stages have the first recompute of the options that fits; the first of all if none does.
     """
     num_layers, num_stages = costs.problem.model.num_layers, len(shape.slots)
-    if num_stages > num_layers:
-        return None
     size, rest = divmod(num_layers, num_stages)
     bounds = [0] + [1 + (s + 1) * size + min(s + 1, rest) for s in range(num_stages)]
     bounds[-1] += 1

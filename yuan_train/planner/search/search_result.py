@@ -31,7 +31,9 @@ class SearchResult:
     """Its plan carries the forecast."""
     runners_up: tuple[Candidate, ...]
     even_split: Candidate | None
-    """The naive plan, see `even_split`; None with more slots than layers, without shapes, or without time."""
+    """The naive plan: all cards in the cluster's order, layers divided evenly; None if there is none."""
+    no_even_split: str
+    """Why there is no even split; empty if there is one."""
     left_out: tuple[LeftOut, ...]
     lower_bound_seconds: float
     """No plan that the search might make takes less."""
