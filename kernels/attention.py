@@ -1,8 +1,11 @@
 """Causal attention over whole sequences, or inside each document of packed sequences.
 
-Whole sequences: torch's `scaled_dot_product_attention`, with one exception. On a CPU without instructions for
-bf16, torch's backward multiplies number by number, 20 times slower than in fp32. There our backward converts
-some heads at a time to fp32 and calls torch's flash backward on them; the forward is torch's own.
+Whole sequences: torch's `scaled_dot_product_attention`, with two exceptions (`whole_form`). On a CPU without
+instructions for bf16, torch's backward multiplies number by number, 20 times slower than in fp32. There our
+backward converts some heads at a time to fp32 and calls torch's flash backward on them; the forward is
+torch's own. On a card without flash attention, the memory-efficient kernel wants as many heads of keys and
+values as of queries; for grouped queries torch would fall back to S x S scores of each head in memory. There
+keys and values are repeated first.
 
 Documents: one call of torch's variable-length attention for all of them where it has passed a test (CUDA,
 16 bits); elsewhere one call per document.
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from yuan_kernels import dispatch, products, registration
+from yuan_kernels import dispatch, registration
 
 DocumentRanges = tuple[tuple[int, int], ...]
 """Half-open token ranges of the documents, over a micro-batch's B * S flattened tokens, without gaps."""
@@ -89,14 +92,31 @@ def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 # --- whole sequences ---------------------------------------------------------------------------------------
 
 
+def whole_form(device: torch.device, dtype: torch.dtype) -> str:
+    """How whole sequences are attended to: `torch`, `blocks` (our backward), `repeated` keys and values."""
+    if dispatch.reference_selected():
+        return "torch"
+    return dispatch.find("causal_attention", device, dtype, "any").implementation
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if _needs_own_backward(query, key, value):
         return _causal_attention(query, key, value)[0]
+    return masked_attention(query, key, value, None, is_causal=True)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, *, is_causal: bool
+) -> Tensor:
+    """Torch's attention; arguments and result as in `ops.masked_attention`."""
+    if query.shape[2] != key.shape[2] and whole_form(query.device, query.dtype) == "repeated":
+        key, value = _for_every_head(query, key, value)
     heads = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        is_causal=True,
+        attn_mask=visible,
+        is_causal=is_causal,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return heads.transpose(1, 2)
@@ -116,31 +136,20 @@ def _needs_own_backward(*operands: Tensor) -> bool:
         return False
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in operands) or not query.numel():
         return False
-    return bf16_needs_own_backward()
+    return whole_form(query.device, query.dtype) == "blocks"
 
 
-def bf16_needs_own_backward() -> bool:
-    """Whether bf16 attention on this CPU has our backward: torch's is slow, and ours passes its test."""
-    return not products.cpu_multiplies_bf16() and _own_backward_is_correct()
-
-
-@functools.cache
-def _own_backward_is_correct() -> bool:
+def own_backward_is_correct() -> bool:
     """Test the private operations of torch that we call, on two sequences of strided operands."""
     generator = torch.Generator().manual_seed(0)
     query, key, value, dy = (
         torch.randn(2, 5, heads, 8, generator=generator).bfloat16() for heads in (6, 3, 3, 6)
     )
     wide = [x.float().transpose(1, 2).requires_grad_() for x in (query, key, value)]
-    # The first call may come from a forward that is recomputed, whose hooks would count what is saved here.
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-        expected = F.scaled_dot_product_attention(wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True)
-        gradients = torch.autograd.grad(expected, wide, dy.float().transpose(1, 2))
-    try:
-        y, normalizer = _forward(query, key, value)
-        actual = y, *_backward_blocks(dy, query, key, value, y, normalizer)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
+    expected = F.scaled_dot_product_attention(wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True)
+    gradients = torch.autograd.grad(expected, wide, dy.float().transpose(1, 2))
+    y, normalizer = _forward(query, key, value)
+    actual = y, *_backward_blocks(dy, query, key, value, y, normalizer)
     return all(
         (a.float() - b.transpose(1, 2)).norm() <= 2e-2 * b.norm()
         for a, b in zip(actual, (expected.detach(), *gradients), strict=True)

@@ -10,13 +10,19 @@ A choice is the name of an implementation of the op's own file:
                 the norm of another package (`packages.py`): CUDA, only on request
     varlen      attention over documents in one call of torch's variable-length attention: CUDA
     loop        the same by one call per document: any device. Also: matrix products group by group
+    repeated    attention of grouped queries with keys and values repeated: CUDA below compute capability 8.0
     grouped     matrix products of groups in one call of torch: CUDA from compute capability 9.0
+    one_pass    16-bit products added to fp32 in the product's epilogue: CUDA
+
+A choice that needs a test makes it when it is asked for first. A run asks for all of its choices before its
+first forward (`ops.choose_all`), and ranks that must round alike fall back together (`ops.fall_back`).
 
 `YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=rms_norm=liger` (or `apex`,
 `transformer_engine`) another package's norm, `YUAN_KERNELS=grouped_linear=triton` our kernel for products of
 groups. The variable is read at each call. Unset or empty, this module chooses; any other value is a
 ValueError.
-An implementation that depends on Triton or on another package must first pass a test on a small case.
+An implementation that depends on Triton, on another package or on private operations must first pass a test
+on a small case.
 
 Triton's block sizes and warps are fixed for each kernel. Nothing is tuned at run time: a restart tunes
 nothing again, and two runs round alike.
@@ -29,7 +35,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,12 +49,17 @@ OPS = (
     "linear_cross_entropy",
     "rotary",
     "swiglu",
+    "causal_attention",
     "document_attention",
     "grouped_linear",
+    "add_product",
 )
 
-_ELEMENTWISE = ("rotary", "swiglu")
+_ANY_ROW = ("rotary", "swiglu", "causal_attention", "add_product")
 """Ops whose kernels hold no whole row, and so support any length."""
+
+FALLBACKS = {"document_attention": "loop", "grouped_linear": "loop"}
+"""Of each op the implementation that every card has: `torch` where none is named."""
 
 MINIMUM_CAPABILITY = (7, 0)
 """Oldest compute capability that the tests compile our Triton kernels for (V100)."""
@@ -101,18 +112,48 @@ def implementation(op: str, x: Tensor) -> str:
     """Return the name of the implementation of `op` for x [..., H]."""
     if reference_selected():
         return "reference"
-    return choose(op, x.device, x.dtype, shape_class(op, x.shape[-1]), requested(op)).implementation
+    return find(op, x.device, x.dtype, shape_class(op, x.shape[-1])).implementation
 
 
 def shape_class(op: str, hidden: int) -> str:
     """Return `regular`, or `odd` for row lengths without a fast kernel; `any` if all have one."""
-    if op in _ELEMENTWISE:
+    if op in _ANY_ROW:
         return "any"
     if op == "grouped_linear":
         return "regular" if hidden % 8 == 0 else "odd"
     if op == "document_attention":
         return "regular" if hidden % 8 == 0 and 0 < hidden <= _MAXIMUM_HEAD else "odd"
     return "regular" if hidden % 16 == 0 and 0 < hidden <= _MAXIMUM_ROW else "odd"
+
+
+def find(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> Choice:
+    """What is used: the choice, or what it fell back to."""
+    if _fallen and (fallen := _fallen.get((op, str(device), dtype, shape))):
+        return fallen
+    return choose(op, device, dtype, shape, requested(op))
+
+
+_fallen: dict[tuple[str, str, torch.dtype, str], Choice] = {}
+"""What stands in place of choices of this process, as `choose` keeps those."""
+
+
+def fall_back(choice: Choice, reason: str) -> None:
+    """Use the implementation that every card has, from now on, in place of a choice."""
+    fallen = replace(choice, implementation=FALLBACKS.get(choice.op, "torch"), reason=reason)
+    _fallen[choice.op, choice.device, choice.dtype, choice.shape] = fallen
+    logger.info(_SAID, *_told(fallen))
+
+
+def forget_fallbacks() -> None:
+    """Use what was chosen again: another run begins, with other ranks."""
+    _fallen.clear()
+
+
+_SAID = "%s on %s, %s, %s rows: %s (%s)"
+
+
+def _told(choice: Choice) -> tuple[object, ...]:
+    return choice.op, choice.device, choice.dtype, choice.shape, choice.implementation, choice.reason
 
 
 @functools.cache
@@ -128,6 +169,10 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, packag
     elif op == "grouped_linear":
         name, reason = _grouped(device, dtype, shape, requested=package)
         package = ""
+    elif op == "causal_attention":
+        name, reason = _whole_attention(device, dtype)
+    elif op == "add_product":
+        name, reason = _add_product(device, dtype)
     elif device.type == "cuda":
         name, reason = _on_cuda(op, device, dtype, shape)
     else:
@@ -138,7 +183,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, packag
             (name, f"{reason}; not {package}: {fault}") if fault else (package, "requested, and tested")
         )
     choice = Choice(op, str(device), dtype, shape, name, reason)
-    logger.info("%s on %s, %s, %s rows: %s (%s)", op, device, dtype, shape, name, reason)
+    logger.info(_SAID, *_told(choice))
     return choice
 
 
@@ -221,6 +266,29 @@ def _grouped(device: torch.device, dtype: torch.dtype, shape: str, *, requested:
     return name, f"{found}; not triton: {reason or 'it is for CUDA devices'}" if requested else found
 
 
+def _whole_attention(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    from yuan_kernels import attention, products
+
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= (8, 0):
+            return "torch", "its kernels read grouped queries"
+        return "repeated", f"compute capability {capability[0]}.{capability[1]}: flash attention needs 8.0"
+    if dtype != torch.bfloat16 or products.cpu_multiplies_bf16():
+        return "torch", "its kernels are fast here"
+    fault = _fault(attention.own_backward_is_correct)
+    return ("torch", f"our backward failed its test: {fault}") if fault else ("blocks", "tested")
+
+
+def _add_product(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    from yuan_kernels import products
+
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "torch", "one pass is for 16 bits on CUDA devices"
+    fault = _fault(lambda: products.fp32_addmm_is_correct(device, dtype))
+    return ("torch", f"one pass failed its test: {fault}") if fault else ("one_pass", "tested")
+
+
 def _triton_is_correct(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     from yuan_kernels import self_test
 
@@ -234,8 +302,14 @@ def _norm_is_correct(norm: packages.Norm, device: torch.device, dtype: torch.dty
 
 
 def _fault(test: Callable[[], bool]) -> str | None:
-    """None if the test passes, else what failed. A kernel that cannot run causes a fallback, not an error."""
+    """None if the test passes, else what failed. A kernel that cannot run causes a fallback, not an error.
+
+    Also inside a forward that is recomputed, or without gradients: hooks of ours hide from those of a
+    checkpoint what the test saves for its own backward.
+    """
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     try:
-        return None if test() else "its results differ from the definition's"
+        with torch.enable_grad(), hooks:
+            return None if test() else "its results differ from the definition's"
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -16,7 +16,7 @@ F = feed-forward width, V = vocabulary, K = experts of a token, R = rows of all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,8 +47,11 @@ __all__ = [
     "bf16_products",
     "causal_attention",
     "choices",
+    "choose_all",
     "combine_rows",
     "expert_rows",
+    "fall_back",
+    "forget_fallbacks",
     "fp32_products",
     "grouped_linear",
     "linear",
@@ -59,6 +62,7 @@ __all__ = [
     "localized_filter_state",
     "localized_filter_step",
     "localized_filter_weight_gradient",
+    "masked_attention",
     "other_norms",
     "prepare_compile",
     "rms_norm",
@@ -346,6 +350,17 @@ def causal_attention(
     return attention.causal_attention(query, key, value, document_ranges)
 
 
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, *, is_causal: bool = False
+) -> Tensor:
+    """Return the attention [B, S, N, D] of query [B, S, N, D] to P tokens, key and value [B, P, M, D].
+
+    `visible` is bool [B or 1, 1, S, P], True where a token attends to another; None: all are visible, or with
+    `is_causal`, for which P is S, none that is later.
+    """
+    return attention.masked_attention(query, key, value, visible, is_causal=is_causal)
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -416,7 +431,7 @@ def prepare_compile() -> None:
 
     The compiler then takes the outcome of the tests that choose an implementation; it cannot trace them.
     """
-    torch.compiler.assume_constant_result(attention.bf16_needs_own_backward)
+    torch.compiler.assume_constant_result(attention.whole_form)
 
 
 def choices(device: torch.device, dtype: torch.dtype, *, hidden: int, head_dim: int = 64) -> list[Choice]:
@@ -424,12 +439,31 @@ def choices(device: torch.device, dtype: torch.dtype, *, hidden: int, head_dim: 
 
     For rows of `hidden` elements, and for heads of `head_dim`.
     """
+    rows = {op: (hidden,) for op in dispatch.OPS} | {"document_attention": (head_dim,)}
+    return choose_all(device, dtype, rows)
+
+
+def choose_all(device: torch.device, dtype: torch.dtype, rows: Mapping[str, Sequence[int]]) -> list[Choice]:
+    """Choose the implementation of ops on a device, for the lengths of the rows that each will be given.
+
+    To be called before the first forward: tests and Triton's compilation then stay out of it. What was chosen
+    before is known. For the ops by name see `dispatch.OPS`.
+    """
     if dispatch.reference_selected():
         reason = "YUAN_KERNELS=reference selects the definitions"
-        return [Choice(op, str(device), dtype, "any", "reference", reason) for op in dispatch.OPS]
-    rows = dict.fromkeys(dispatch.OPS, hidden) | {"document_attention": head_dim}
-    shapes = {op: dispatch.shape_class(op, row) for op, row in rows.items()}
-    return [dispatch.choose(op, device, dtype, shapes[op], dispatch.requested(op)) for op in shapes]
+        return [Choice(op, str(device), dtype, "any", "reference", reason) for op in rows]
+    found = {(op, dispatch.shape_class(op, row)): None for op, lengths in rows.items() for row in lengths}
+    return [dispatch.find(op, device, dtype, shape) for op, shape in found]
+
+
+def fall_back(choice: Choice, reason: str) -> None:
+    """Use, in place of a choice, the implementation that every card has: `torch`, or `loop`."""
+    dispatch.fall_back(choice, reason)
+
+
+def forget_fallbacks() -> None:
+    """Use what was chosen again: another run begins, with other ranks."""
+    dispatch.forget_fallbacks()
 
 
 def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dict[str, str | float]:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from yuan_kernels import dispatch
 
 logger = logging.getLogger("yuan_kernels")
 
@@ -114,18 +115,11 @@ def onednn_is_faster() -> bool:
     return chosen
 
 
-@functools.cache
 def supports_fp32_addmm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `fp32_addmm_` supports operands of `dtype` on a device: 16 bits on CUDA, if tested. Cached."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    """Whether `fp32_addmm_` supports operands of `dtype` on a device: 16 bits on CUDA, if tested."""
+    if device.type != "cuda":
         return False
-    try:
-        chosen = _fp32_addmm_is_correct(device, dtype)
-    except Exception as error:
-        logger.info("%s products are not added to fp32 in one pass on %s: %s", dtype, device, error)
-        return False
-    logger.info("%s products are %sadded to fp32 in one pass on %s", dtype, "" if chosen else "not ", device)
-    return chosen
+    return dispatch.find("add_product", device, dtype, "any").implementation == "one_pass"
 
 
 def fp32_addmm_(total: Tensor, left: Tensor, right: Tensor, *, alpha: float) -> None:
@@ -133,7 +127,7 @@ def fp32_addmm_(total: Tensor, left: Tensor, right: Tensor, *, alpha: float) -> 
     torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, out=total)
 
 
-def _fp32_addmm_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
+def fp32_addmm_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     """Test with a transposed first operand, as in use, and with sums that 16 bits cannot represent."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(64, n, generator=generator).to(device, dtype) for n in (96, 128))

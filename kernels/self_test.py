@@ -52,12 +52,11 @@ def varlen_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     query_key = _random(2, _TOKENS, 3, 2, 64, device=device, dtype=dtype)
     value, dy = _random(2, 2, _TOKENS, 3, 64, device=device, dtype=dtype).unbind(0)
     results: list[tuple[Tensor, ...]] = []
-    with torch.enable_grad():
-        for attend in (attention.attend_in_one_call, attention.attend_in_turn):
-            leaves = [x.detach().clone().requires_grad_() for x in (query_key, value)]
-            query, key = leaves[0].unbind(3)
-            heads = attend(query, key, leaves[1], ranges)
-            results.append((heads, *torch.autograd.grad(heads, leaves, dy)))
+    for attend in (attention.attend_in_one_call, attention.attend_in_turn):
+        leaves = [x.detach().clone().requires_grad_() for x in (query_key, value)]
+        query, key = leaves[0].unbind(3)
+        heads = attend(query, key, leaves[1], ranges)
+        results.append((heads, *torch.autograd.grad(heads, leaves, dy)))
     return all(_close(a, b, dtype) for a, b in zip(*results, strict=True))
 
 

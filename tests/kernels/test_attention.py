@@ -91,9 +91,12 @@ def test_one_call_agrees_with_the_loop_on_a_gpu(dtype):
 
 @pytest.fixture
 def no_bf16(monkeypatch):
+    dispatch.choose.cache_clear()
     monkeypatch.setattr(products, "cpu_multiplies_bf16", lambda: False)
     # Two of the three heads at a time.
     monkeypatch.setattr(attention, "_CONVERTED", 9 * 8 * 2)
+    yield
+    dispatch.choose.cache_clear()
 
 
 def test_the_fp32_backward_rounds_no_worse(no_bf16):
@@ -132,12 +135,62 @@ def test_where_torchs_own_backward_is_kept(no_bf16, monkeypatch):
     assert not attention._needs_own_backward(*(t.detach() for t in inputs))
     with torch.no_grad():
         assert not attention._needs_own_backward(*inputs)
-    monkeypatch.setattr(attention, "_own_backward_is_correct", lambda: False)
+    dispatch.choose.cache_clear()
+    monkeypatch.setattr(attention, "own_backward_is_correct", lambda: False)
     assert not attention._needs_own_backward(*inputs)
 
 
-def test_a_torch_without_the_private_operations(monkeypatch):
-    correct = attention._own_backward_is_correct.__wrapped__
-    assert correct()
+def test_a_torch_without_the_private_operations(no_bf16, monkeypatch):
+    choose = dispatch.choose.__wrapped__
+    choice = choose("causal_attention", torch.device("cpu"), torch.bfloat16, "any")
+    assert (choice.implementation, choice.reason) == ("blocks", "tested")
     monkeypatch.setattr(attention, "_forward", lambda *_: torch.ops.aten._no_such_operation())
-    assert not correct()
+    choice = choose("causal_attention", torch.device("cpu"), torch.bfloat16, "any")
+    assert choice.implementation == "torch" and "failed its test: AttributeError" in choice.reason
+
+
+# --- grouped queries on cards without flash attention ------------------------------------------------------
+
+
+def grouped_operands() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(2, 9, n, 8, generator=generator, dtype=torch.float64).requires_grad_() for n in (6, 2, 2)
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The shapes that reach torch's attention, and whether its queries are grouped."""
+    found = []
+    real = F.scaled_dot_product_attention
+
+    def record(query, key, value, *a, enable_gqa=False, **k):
+        found.append((tuple(query.shape), tuple(key.shape), tuple(value.shape), enable_gqa))
+        return real(query, key, value, *a, enable_gqa=enable_gqa, **k)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["whole", "documents", "cache"])
+def test_repeated_heads_reach_the_kernel(kind, calls, monkeypatch):
+    inputs = grouped_operands()
+    visible = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+
+    def attend() -> tuple[torch.Tensor, ...]:
+        if kind == "cache":
+            y = ops.masked_attention(*inputs, visible)
+        else:
+            y = ops.causal_attention(*inputs, document_ranges=RANGES if kind == "documents" else None)
+        dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
+        return y, *torch.autograd.grad(y, inputs, dy)
+
+    grouped = attend()
+    assert calls and all(call[3] and call[1][1] == 2 for call in calls)
+    calls.clear()
+    monkeypatch.setattr(attention, "whole_form", lambda *_: "repeated")
+    repeated = attend()
+    assert calls and all(not call[3] and call[0] == call[1] == call[2] for call in calls)
+    for a, b in zip(repeated, grouped, strict=True):
+        torch.testing.assert_close(a, b)

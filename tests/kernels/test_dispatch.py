@@ -16,6 +16,7 @@ def fresh_choices():
     products.onednn_is_faster.cache_clear()
     yield
     dispatch.choose.cache_clear()
+    dispatch.forget_fallbacks()
     products.onednn_is_faster.cache_clear()
 
 
@@ -32,8 +33,10 @@ def test_a_choice_is_logged_once(caplog):
 def test_choices_name_every_op(monkeypatch):
     choices = ops.choices(CPU, torch.bfloat16, hidden=64)
     assert [c.op for c in choices] == list(dispatch.OPS)
-    *rest, attention, grouped = (c.implementation for c in choices)
-    assert set(rest) == {"blocks"} and (attention, grouped) == ("loop", "loop")
+    found = {c.op: c.implementation for c in choices}
+    assert found.pop("causal_attention") in ("torch", "blocks") and found.pop("add_product") == "torch"
+    assert (found.pop("document_attention"), found.pop("grouped_linear")) == ("loop", "loop")
+    assert set(found.values()) == {"blocks"}
     assert all(c.reason for c in choices)
     monkeypatch.setenv("YUAN_KERNELS", "reference")
     assert {c.implementation for c in ops.choices(CPU, torch.bfloat16, hidden=64)} == {"reference"}
@@ -100,6 +103,36 @@ def test_documents_otherwise_take_a_call_each(gpu, dtype, head_dim, reason, monk
     shape = dispatch.shape_class("document_attention", head_dim)
     choice = dispatch.choose("document_attention", CUDA, dtype, shape)
     assert choice.implementation == "loop" and reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "form"), [((7, 0), "repeated"), ((7, 5), "repeated"), ((8, 0), "torch"), ((9, 0), "torch")]
+)
+def test_cards_without_flash_attention_repeat_heads(capability, form, monkeypatch):
+    fake_gpu(monkeypatch, capability=capability)
+    assert dispatch.choose("causal_attention", CUDA, torch.float16, "any").implementation == form
+    assert attention.whole_form(CUDA, torch.float16) == form
+    monkeypatch.setenv("YUAN_KERNELS", "reference")
+    assert attention.whole_form(CUDA, torch.float16) == "torch"
+
+
+def test_ranks_may_fall_back_together(monkeypatch):
+    fake_gpu(monkeypatch)
+    rows = {"rms_norm": (64, 8), "document_attention": (64,), "swiglu": (64, 8)}
+    chosen = ops.choose_all(CUDA, torch.bfloat16, rows)
+    assert [(c.op, c.shape, c.implementation) for c in chosen] == [
+        ("rms_norm", "regular", "triton"),
+        ("rms_norm", "odd", "torch"),
+        ("document_attention", "regular", "varlen"),
+        ("swiglu", "any", "triton"),
+    ]
+    for choice in chosen:
+        ops.fall_back(choice, "rank 3 has no triton")
+    fallen = ops.choose_all(CUDA, torch.bfloat16, rows)
+    assert [c.implementation for c in fallen] == ["torch", "torch", "loop", "torch"]
+    assert dispatch.implementation("swiglu", torch.ones(1, 64)) == "blocks", "another device's is as it was"
+    ops.forget_fallbacks()
+    assert ops.choose_all(CUDA, torch.bfloat16, rows) == chosen
 
 
 def test_products_of_groups_in_one_launch_on_request(monkeypatch):
@@ -197,14 +230,12 @@ def test_the_test_of_the_fast_path_runs_here():
 
 
 def test_products_are_added_in_one_pass_on_cuda_once_tested(monkeypatch):
-    products.supports_fp32_addmm.cache_clear()
     assert not products.supports_fp32_addmm(CPU, torch.bfloat16)
     for correct, chosen in ((lambda *_: True, True), (lambda *_: False, False), (broken, False)):
-        products.supports_fp32_addmm.cache_clear()
-        monkeypatch.setattr(products, "_fp32_addmm_is_correct", correct)
+        dispatch.choose.cache_clear()
+        monkeypatch.setattr(products, "fp32_addmm_is_correct", correct)
         assert products.supports_fp32_addmm(CUDA, torch.bfloat16) is chosen
     assert not products.supports_fp32_addmm(CUDA, torch.float32)
-    products.supports_fp32_addmm.cache_clear()
 
 
 def test_the_test_of_one_pass_detects_16_bit_sums(monkeypatch):
@@ -213,15 +244,15 @@ def test_the_test_of_one_pass_detects_16_bit_sums(monkeypatch):
         total += product.bfloat16() if rounded else product
 
     monkeypatch.setattr(products, "fp32_addmm_", fp32_addmm_)
-    assert products._fp32_addmm_is_correct(CPU, torch.bfloat16)
+    assert products.fp32_addmm_is_correct(CPU, torch.bfloat16)
     monkeypatch.setattr(products, "fp32_addmm_", lambda *a, **k: fp32_addmm_(*a, **k, rounded=True))
-    assert not products._fp32_addmm_is_correct(CPU, torch.bfloat16)
+    assert not products.fp32_addmm_is_correct(CPU, torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_pass_is_correct_on_a_gpu():
-    assert products._fp32_addmm_is_correct(torch.device("cuda"), torch.float16)
+    assert products.fp32_addmm_is_correct(torch.device("cuda"), torch.float16)
 
 
 def test_small_products_and_other_dtypes_stay_with_torch(monkeypatch):

@@ -41,6 +41,7 @@ from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.train.build import DTYPES
 from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Feed, MicroBatch, Share
+from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Job
 from yuan_train.train.state import Progress
 from yuan_train.train.step import StepResult
@@ -77,6 +78,7 @@ def build(job: Job) -> tuple[Job, MegatronStepper, Progress]:
     world = MegatronWorld(
         grid, grid.coords[position.rank], make_world_groups(timeout_seconds=run.train.timeout)
     )
+    settle_forms(grid, position.rank, device=job.device, dtype=DTYPES[run.train.precision])
     stepper = _make_stepper(job, world, expression)
     return job, stepper, fill(job, stepper.optimizer, stepper.held)
 

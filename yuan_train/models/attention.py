@@ -10,7 +10,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from yuan_kernels import ops
 
@@ -100,30 +99,11 @@ class SelfAttention(nn.Module):
             last = first + key_BSMD.shape[1]
             cache.keys_BPMD[:, first:last] = key_BSMD
             cache.values_BPMD[:, first:last] = value_BSMD
-        heads_BSND = _attend(
+        heads_BSND = ops.masked_attention(
             query_BSND,
             cache.keys_BPMD[:, :last],
             cache.values_BPMD[:, :last],
+            visible,
             is_causal=visible is None and isinstance(first, int) and first == 0,
-            visible=visible,
         )
         return self.out(heads_BSND.flatten(2))
-
-
-def _attend(
-    query_BSND: Tensor,
-    key_BSMD: Tensor,
-    value_BSMD: Tensor,
-    *,
-    is_causal: bool,
-    visible: Tensor | None = None,
-) -> Tensor:
-    heads_BNSD = F.scaled_dot_product_attention(
-        query_BSND.transpose(1, 2),
-        key_BSMD.transpose(1, 2),
-        value_BSMD.transpose(1, 2),
-        attn_mask=visible,
-        is_causal=is_causal,
-        enable_gqa=query_BSND.shape[2] != key_BSMD.shape[2],
-    )
-    return heads_BNSD.transpose(1, 2)

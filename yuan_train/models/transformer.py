@@ -354,6 +354,28 @@ def _run(
     )
 
 
+def choose_ops(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> list[ops.Choice]:
+    """Choose the implementation of each op of a model, and return the choices.
+
+    To be called before the first forward: what the choice tests and compiles is not part of that.
+    """
+    hidden = (config.hidden_size,)
+    rows = {
+        "causal_attention": (config.head_dim,),
+        "document_attention": (config.head_dim,),
+        "rms_norm": (*hidden, *([config.head_dim] if config.query_key_norm else [])),
+        "rotary": (config.head_dim,),
+        "swiglu": hidden,
+        "linear_cross_entropy": hidden,
+        "add_product": hidden,
+    }
+    if config.attention == "localized_filter":
+        rows["localized_filter"] = hidden
+    if config.num_experts:
+        rows["grouped_linear"] = (*hidden, config.expert_width, 2 * config.expert_width)
+    return ops.choose_all(torch.device(device), dtype, rows)
+
+
 def init_weights(model: Transformer, *, seed: int) -> None:
     """Fill the parameters of a model, or of a part of it, with `initial_weight` by their global names."""
     for name, parameter in model.named_parameters():

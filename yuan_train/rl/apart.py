@@ -24,6 +24,7 @@ from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Stopwatch
+from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, make_tensor_groups, shutdown
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
 from yuan_train.parallel.transport import blame_peers
@@ -46,6 +47,7 @@ from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.train.build import DTYPES, build_part
+from yuan_train.train.forms import settle_forms
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.step import Trainer
 
@@ -228,6 +230,7 @@ def serve(job: EngineJob) -> None:
     # The policy ends the run, also on SIGTERM; engines then hear of it.
     with stop_on_sigterm():
         try:
+            settle_forms(Grid(plan), position.rank, device=job.device, dtype=dtype)
             sharding, row_blocks = sharding_of(run.model)
             parts = ModelParts(
                 build=partial(build_part, run.model, dtype),

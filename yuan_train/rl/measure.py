@@ -23,7 +23,7 @@ from yuan_train.data.prompts import Prompt
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.sampling import draw, draw_keys
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.apply import RankRuntime, init_shard
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
@@ -132,6 +132,7 @@ def _make_depth(case: ProfileCase, layers: int) -> _Depth:
     )
     sharding, row_blocks = sharding_of(model)
     spec = ShardSpec(sharding, row_blocks, case.position, case.width)
+    choose_ops(model, case.device, case.dtype)
     part = Transformer(model, layers=(0, layers), embedding=True, head=True, device="meta", dtype=case.dtype)
     shards = shard_parameters(part, spec, device=case.device)
     for name, parameter in part.named_parameters():

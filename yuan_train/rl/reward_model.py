@@ -17,7 +17,7 @@ from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.config.errors import CheckpointError, YuanError
 from yuan_train.config.rl import RLConfig
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.rl.experience import RowFeed, make_score_rows
 from yuan_train.rl.losses import places
@@ -68,6 +68,7 @@ class RewardModel:
         self._length = run.sequence_length
         self._rows = run.train.micro_batch_size
         self._packed = run.train.pack
+        choose_ops(checkpoint.model, trainer.device, DTYPES[run.train.precision])
         self._model = Transformer(checkpoint.model, device="cpu", dtype=DTYPES[run.train.precision]).eval()
         fault: YuanError | None = None
         try:

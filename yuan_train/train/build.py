@@ -21,6 +21,7 @@ from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.place import TierOptions
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.tiers.activations import ActivationTiers
@@ -30,6 +31,7 @@ from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.zero import STATES, OwnedState, State
 from yuan_train.train.expert_load import ExpertLoad, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
+from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Job
 from yuan_train.train.objective import Objective, PairLoss
 from yuan_train.train.optimizer import Optimizer
@@ -52,6 +54,7 @@ def build(
     """
     run, plan, rank = job.run, job.plan, job.position.rank
     dtype = DTYPES[run.train.precision]
+    settle_forms(Grid(plan), rank, device=job.device, dtype=dtype)
     sharding, row_blocks = sharding_of(run.model)
     parts = ModelParts(
         build=partial(build_part, run.model, dtype),

@@ -15,7 +15,7 @@ from yuan_train.data.loader import open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.documents import find_resets
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.objectives.preference import reward_loss
 from yuan_train.train.objective import row_scores
 
@@ -61,6 +61,7 @@ def load_trained(
 ) -> TrainedModel:
     """The model of a checkpoint, and its tokenizer unless another is given. Raises YuanError."""
     tokenizer_path = tokenizer or checkpoint.tokenizer
+    choose_ops(checkpoint.model, device, dtype)
     model = Transformer(checkpoint.model, device=device, dtype=dtype)
     load_weights(checkpoint, model)
     data = checkpoint.state.get("run", {}).get("data", {})

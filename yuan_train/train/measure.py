@@ -27,7 +27,7 @@ from yuan_train.config.profile import ProfileEntry, UnitProfile
 from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
 from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.initial import initial_rows
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.apply import init_shard
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.executor import Stopwatch
@@ -224,6 +224,7 @@ class _Unit:
 
     def __init__(self, case: ProfileCase, *, layers: int, bare: bool = False, **ends: bool) -> None:
         self.case = case
+        choose_ops(case.model, case.device, case.dtype)
         sharding, row_blocks = sharding_of(case.model)
         spec = ShardSpec(sharding, row_blocks, case.position, case.width, (0, 0) if bare else None)
         self.part = Transformer(
