@@ -37,6 +37,7 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import init_distributed, make_groups, shutdown
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.schedule.messages import post_early
+from yuan_train.train.link_classes import link_ends
 from yuan_train.train.measure import machine_name
 from yuan_train.train.measure_links import measure_links
 
@@ -183,7 +184,8 @@ def _measure_sends(case: Case) -> tuple[list[float], list[float]]:
     names = [str(rank) for rank in range(case.num_stages)]
     sizes = (1 << 16, SEQUENCE_LENGTH * HIDDEN_SIZE * 4)
     backends: list[Backend] = ["nccl"] * case.num_stages
-    links = measure_links(names, device=CPU, backends=backends, sizes=sizes)
+    ends = link_ends(names, [""] * case.num_stages, backends, None)
+    links = measure_links(ends, device=CPU, sizes=sizes, all_pairs=True)
     seconds = {(link.from_, link.to): link.seconds[-1] for link in links}
     pairs = list(zip(names, names[1:], strict=False))
     return [seconds[a, b] for a, b in pairs], [seconds[b, a] for a, b in pairs]

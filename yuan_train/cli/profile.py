@@ -53,9 +53,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Measures forward and backward of embedding, layer and head on this machine's card, and "
         "what they hold in memory; with a run of reinforcement learning its generation too. `yuan-train plan "
         "--profile` then needs no estimates for it. Under torchrun, one process per card, all cards are "
-        "measured at the same time, and so are tensor-parallel groups, the links between all pairs, by "
-        "message size, and what all cards of a node get of its network at once. For a --cluster of simulated "
-        "cards this command starts the processes itself.",
+        "measured at the same time, and so are tensor-parallel groups, the links between some pairs of each "
+        "kind, by message size, and what all cards of a node get of its network at once. For a --cluster of "
+        "simulated cards this command starts the processes itself.",
     )
     parser.add_argument("--model", metavar="FILE", help="the model file; needed without --config")
     parser.add_argument("--out", required=True, metavar="FILE", help="file to write the profile to (JSON)")
@@ -69,6 +69,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--seconds", type=float, default=1.5, metavar="S", help="how long each unit is repeated (default 1.5)"
+    )
+    parser.add_argument(
+        "--all-links",
+        action="store_true",
+        help="measure the link of every pair of cards, and not only of two pairs of each kind",
     )
     parser.add_argument("--json", action="store_true", help="print the profile on stdout too")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run")
@@ -113,7 +118,7 @@ def _start_cards(cluster: Cluster, arguments: argparse.Namespace) -> int:
     for name in ("model", "out", "config", "cluster", "seconds"):
         value = getattr(arguments, name)
         words += [f"--{name}", str(value)] if value is not None else []
-    words += ["--json"] * arguments.json + arguments.overrides
+    words += ["--all-links"] * arguments.all_links + ["--json"] * arguments.json + arguments.overrides
     node = Node("all", tuple(range(len(cluster.cards))))
     return start_ranks(node, words, world_size=len(node.ranks), host="127.0.0.1", port=free_port())
 
@@ -159,6 +164,13 @@ def _write(profile: Profile, arguments: argparse.Namespace) -> None:
         print(text)
     words = f"{len(profile.entries)} entries, {len(profile.links)} links, {profile.machine}"
     print(f"wrote {arguments.out}: {words}", file=sys.stderr)
+    alike = sum(link.like is not None for link in profile.links)
+    if alike:
+        print(
+            f"{alike} of the links are taken to be like measured ones between the same types of cards and "
+            "networks (`like` names them; --all-links measures all)",
+            file=sys.stderr,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +190,8 @@ class Bench:
     seconds_per_unit: float
     tensor_groups: Mapping[int, Sequence[tuple[int, ...]]]
     """By tensor-parallel size, the groups of ranks that are measured."""
+    all_links: bool
+    """Whether the link of every pair is measured, and not only some of each class."""
 
     @property
     def timeout_seconds(self) -> float:
@@ -243,6 +257,7 @@ def _make_bench(
         slowdown=slowdown or 1.0,
         host_link=cluster.device_type(card.type).host_link if cluster and card and slowdown else None,
         seconds_per_unit=arguments.seconds,
+        all_links=arguments.all_links,
         tensor_groups={
             width: groups for width in fitting if (groups := _tensor_groups(nodes_and_types, width))
         },
@@ -260,6 +275,7 @@ def _tensor_groups(nodes_and_types: Sequence[tuple[str, str]], width: int) -> li
 
 def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int]:
     """All ranks' entries (the first rank's where several have the same key) and the links; and this rank."""
+    from yuan_train.train.link_classes import link_ends
     from yuan_train.train.measure_links import measure_links
     from yuan_train.train.measure_nodes import measure_node_links
 
@@ -271,17 +287,12 @@ def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int
     names = _all_gather(f"{platform.node()}/{position.local_rank}", position)
     if cluster is not None:
         names = [card.name for card in cluster.cards]
-    backends: list[Backend] = _all_gather(_backend_of(bench.device_type, cluster), position)
-    links = measure_links(
-        names,
-        device=bench.device,
-        backends=backends,
-        slowdown=bench.slowdown,
-        timeout_seconds=bench.timeout_seconds,
-    )
-    node_links = measure_node_links(
-        names, device=bench.device, backends=backends, timeout_seconds=bench.timeout_seconds
-    )
+    own: tuple[str, Backend] = bench.device_type, _backend_of(bench.device_type, cluster)
+    types, backends = zip(*_all_gather(own, position), strict=True)
+    ends = link_ends(names, types, backends, cluster)
+    how = {"device": bench.device, "timeout_seconds": bench.timeout_seconds, "all_pairs": bench.all_links}
+    links = measure_links(ends, slowdown=bench.slowdown, **how)
+    node_links = measure_node_links(ends, **how)
     return replace(profile, links=links, node_links=node_links), position.rank
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.profile import (
@@ -14,6 +15,8 @@ from yuan_train.config.profile import (
     Profile,
     ProfileEntry,
 )
+
+L = TypeVar("L", LinkProfile, NodeLinkProfile)
 
 
 def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
@@ -42,9 +45,9 @@ def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
         for own in profile.generation:
             generation.setdefault((own.device_type, own.tensor_parallel), own)
         for link in profile.links:
-            links.setdefault((link.from_, link.to), link)
+            _take(links, (link.from_, link.to), link)
         for node_link in profile.node_links:
-            node_links.setdefault((node_link.from_, node_link.to), node_link)
+            _take(node_links, (node_link.from_, node_link.to), node_link)
     machines = dict.fromkeys(profile.machine for _, profile in named if profile.machine)
     return replace(
         first,
@@ -56,6 +59,13 @@ def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
         generation=tuple(generation.values()),
         batch=next((profile.batch for _, profile in named if profile.batch is not None), None),
     )
+
+
+def _take(links: dict[tuple[str, str], L], ends: tuple[str, str], link: L) -> None:
+    """Keep the first measured link, or else the first that others stand for."""
+    known = links.get(ends)
+    if known is None or (known.like is not None and link.like is None):
+        links[ends] = link
 
 
 def _host_rate(host: HostProfile) -> tuple[float, float]:

@@ -87,6 +87,8 @@ class LinkProfile:
     compute_seconds_per_byte: Seconds = 0.0
     """What a byte that a reduction sends over it takes from the compute of either card beside it: copies and
     sums run on the same cores, or on multiprocessors of the card."""
+    like: tuple[str, ...] | None = None
+    """The measured pairs of cards (`a100-0/0 - a100-0/7`) whose mean this is; None: it is measured itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,8 @@ class NodeLinkProfile:
     to: str
     bytes_per_second: Annotated[float, Gt(0)]
     """Of all messages together. One alone may be slower, where it does not fill the NIC."""
+    like: tuple[str, ...] | None = None
+    """The measured pairs of nodes (`a100-0 - a100-7`) whose mean this is; None: it is measured itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from yuan_train.config.devices import Backend
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import NodeLinkProfile
 from yuan_train.parallel.groups import make_pair
 from yuan_train.parallel.transport import GroupTransport
+from yuan_train.train.link_classes import LinkEnd, LinkFigures, MeasuredLinks, Pair, measure_classes
 from yuan_train.train.measure import now
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 23
@@ -29,37 +30,69 @@ LEAST_SECONDS = 1e-9
 
 
 def measure_node_links(
-    names: Sequence[str], *, device: torch.device, backends: Sequence[Backend], timeout_seconds: float = 600.0
+    ends: Sequence[LinkEnd],
+    *,
+    device: torch.device,
+    timeout_seconds: float = 600.0,
+    all_pairs: bool = False,
 ) -> tuple[NodeLinkProfile, ...]:
     """The shared rate of every direction between two nodes of which one has several cards; collective over
     all ranks.
 
-    `names` are those of the ranks' cards (`a100-0/3`), `backends` theirs. Card i of the sending node sends to
-    card i of the other, which has fewer: to i modulo their number, and some cards get several messages.
+    `ends` are the ranks' cards; of pairs of nodes that are alike some are measured, unless `all_pairs`. Card
+    i of the sending node sends to card i of the other, which has fewer: to i modulo their number, and some
+    cards get several messages.
     """
     nodes: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
-        nodes.setdefault(name.rpartition("/")[0], []).append(rank)
-    found: list[NodeLinkProfile] = []
-    for source, target in itertools.combinations(nodes, 2):
-        number = max(len(nodes[source]), len(nodes[target]))
-        if number == 1:
-            continue
-        flows: list[_Flow] = []
-        for i in range(number):
-            pair = nodes[source][i % len(nodes[source])], nodes[target][i % len(nodes[target])]
-            via_host = share_only_gloo(backends[end] for end in pair)
-            transport = make_pair(pair, device=device, via_host=via_host, timeout_seconds=timeout_seconds)
-            flows.append(_Flow(*pair, transport))
+    for rank, end in enumerate(ends):
+        nodes.setdefault(end.node, []).append(rank)
+    held = list(nodes.values())
+    # A node as the end of a link: its kind tells its cards.
+    of_nodes = [replace(ends[ranks[0]], name=f"{node}/", type="") for node, ranks in nodes.items()]
+
+    def measure(pair: Pair) -> LinkFigures:
+        flows = _make_flows(ends, (held[pair[0]], held[pair[1]]), device, timeout_seconds)
         back = [flow._replace(sender=flow.receiver, receiver=flow.sender) for flow in flows]
-        for from_, to, one_way in ((source, target, flows), (target, source, back)):
+        seconds: list[float] = []
+        for one_way in (flows, back):
             small, large = (_all_at_once(one_way, size, device) for size in (SMALL_BYTES, LARGE_BYTES))
-            rate = number * (LARGE_BYTES - SMALL_BYTES) / max(large - small, LEAST_SECONDS)
-            found.append(NodeLinkProfile(from_=from_, to=to, bytes_per_second=rate))
+            num_bytes = len(flows) * (LARGE_BYTES - SMALL_BYTES)
+            seconds.append(max(large - small, LEAST_SECONDS) / num_bytes)
         for flow in flows:
             if dist.get_rank() in (flow.sender, flow.receiver):
                 flow.transport.free()
-    return tuple(found)
+        return LinkFigures(there=(seconds[0],), back=(seconds[1],))
+
+    shared = [
+        pair for pair in itertools.combinations(range(len(held)), 2) if any(len(held[n]) > 1 for n in pair)
+    ]
+    found = measure_classes(of_nodes, shared, measure, all_pairs=all_pairs)
+    return tuple(_profiles(list(nodes), shared, found))
+
+
+def _profiles(names: Sequence[str], pairs: Sequence[Pair], found: MeasuredLinks) -> Iterator[NodeLinkProfile]:
+    """Both directions of every pair of nodes."""
+    for pair in pairs:
+        figures = found.figures[pair]
+        like = tuple(f"{names[i]} - {names[j]}" for i, j in found.stand_ins.get(pair, ())) or None
+        for (source, target), (seconds,) in ((pair, figures.there), (pair[::-1], figures.back)):
+            yield NodeLinkProfile(
+                from_=names[source], to=names[target], bytes_per_second=1 / seconds, like=like
+            )
+
+
+def _make_flows(
+    ends: Sequence[LinkEnd], pair: tuple[list[int], list[int]], device: torch.device, timeout_seconds: float
+) -> list[_Flow]:
+    """The messages that go at once from the ranks of a node to those of another; collective over all."""
+    sources, targets = pair
+    flows: list[_Flow] = []
+    for i in range(max(len(sources), len(targets))):
+        ranks = sources[i % len(sources)], targets[i % len(targets)]
+        via_host = share_only_gloo(ends[rank].backend for rank in ranks)
+        transport = make_pair(ranks, device=device, via_host=via_host, timeout_seconds=timeout_seconds)
+        flows.append(_Flow(*ranks, transport))
+    return flows
 
 
 class _Flow(NamedTuple):
