@@ -24,6 +24,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import suppress
@@ -41,8 +42,6 @@ Line = dict[str, Any]
 OURS = ("yuan_train", "yuan_kernels", "tests", "tools")
 PART_SECONDS = 540.0
 """Of a part: a machine may end a command after ten minutes."""
-SEEDED = ("torch", "torch._dynamo", "tests.support.ranks", "yuan_train.cli.main")
-"""What the server imports from which the checks are forked; it never asks for a card."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,12 @@ CHECKS = (
     Check("doctor", "right", "machine", 40, "yuan-train doctor"),
     Check("kernels", "right", "machine", 170, "our kernels against torch's"),
     Check("sanitizer", "right", "machine", 100, "compute-sanitizer finds nothing in our kernels", NEEDS_CARD),
+    Check("profile", "fast", "speed", 180, "a profile of this card, and a plan from it"),
+    Check("forecast", "fast", "speed", 100, "seconds and bytes of that plan's step as forecast"),
+    Check("kernel_times", "fast", "speed", 60, "where the seconds of a step go"),
+    Check("compiled", "fast", "speed", 150, "compiled layers and fp16 beside bf16; a narrow model"),
+    Check("generation", "fast", "speed", 80, "tokens a second; a step of reinforcement learning"),
+    Check("saves", "fast", "speed", 80, "what a save holds up; a run that changes its device"),
 )
 
 
@@ -153,11 +158,13 @@ def _in_process(check: Check, options: argparse.Namespace, seconds: float) -> tu
     result = folder / "result.json"
     for old in (result, folder / "notes.jsonl"):
         old.unlink(missing_ok=True)
-    process = _server().Process(target=_run, args=(check, options.device, options.without, folder))
-    process.start()
-    process.join(seconds)
-    ended = not process.is_alive()
-    _end_all(process)
+    with tempfile.TemporaryDirectory(prefix="gpu-day-", ignore_cleanup_errors=True) as scratch:
+        arguments = (check, options.device, options.without, folder, Path(scratch))
+        process = _server().Process(target=_run, args=arguments)
+        process.start()
+        process.join(seconds)
+        ended = not process.is_alive()
+        _end_all(process)
     noted = [json.loads(text) for text in _lines(folder / "notes.jsonl")]
     detail = {key: value for note in noted for key, value in note.items()}
     if result.exists():
@@ -168,7 +175,8 @@ def _in_process(check: Check, options: argparse.Namespace, seconds: float) -> tu
 
 
 def _server() -> ForkServerContext:
-    """The context whose processes are forked from a server that has imported what the checks import."""
+    """The context whose processes are forked from a server that has imported what the checks import, and has
+    not asked for a card."""
     from tests.support.spawn import start_server
 
     return start_server()
@@ -189,14 +197,14 @@ def _ending(process: BaseProcess) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _run(check: Check, device: str, without: str, folder: Path) -> None:
+def _run(check: Check, device: str, without: str, folder: Path, scratch: Path) -> None:
     """The process of a check: write what it says, and whatever it raises."""
     os.setsid()
     log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        ok, figure = _call(check, device, without, folder)
+        ok, figure = _call(check, device, without, folder, scratch)
     except BaseException as error:
         traceback.print_exc()
         ok, figure = _fault(error)
@@ -205,17 +213,21 @@ def _run(check: Check, device: str, without: str, folder: Path) -> None:
     temporary.replace(folder / "result.json")
 
 
-def _call(check: Check, device: str, without: str, folder: Path) -> tuple[bool | None, str]:
+def _call(check: Check, device: str, without: str, folder: Path, scratch: Path) -> tuple[bool | None, str]:
     import torch
 
     from tools.gpu_checks.bench import Bench
+    from yuan_train.config.environment import set_rank_defaults
 
-    os.environ.setdefault("PYTHONPATH", os.pathsep.join(sys.path[:2]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     if device == "cpu":
         torch.set_num_threads(1)
+    else:
+        # As the ranks of a run have it; CUDA has not been asked for anything yet.
+        set_rank_defaults()
     module = check.module if "." in check.module else f"tools.gpu_checks.{check.module}"
     function = getattr(importlib.import_module(module), check.name)
-    return function(Bench(torch.device(device), folder, without))
+    return function(Bench(torch.device(device), folder, scratch, without))
 
 
 def _fault(error: BaseException) -> tuple[bool | None, str]:

@@ -27,7 +27,9 @@ class Bench:
 
     device: torch.device
     folder: Path
-    """For its files; the folders of other checks are beside it."""
+    """For what is kept of it; the folders of other checks are beside it."""
+    scratch: Path
+    """For what is not."""
     without: str = ""
     """A negative control; see `tests.support.ranks.disabled`."""
 

@@ -60,7 +60,7 @@ def curves(bench: Bench) -> Verdict:
         steps = bench.pick(20, 2)
         words = (f"train.precision={precision}", f"train.steps={steps}", "data.reset_attention=true")
         # Experts that are chosen by a hair would be others: all runs take those of the first.
-        chosen = bench.folder / f"experts of {name} in {precision}"
+        chosen = bench.scratch / f"experts of {name} in {precision}"
         own = {"record": chosen} if "num_experts" in changes else {}
         replayed = {"replay": chosen} if own else {}
         with runs.environment(YUAN_KERNELS="reference"):

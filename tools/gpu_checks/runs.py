@@ -10,10 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import yaml
+
 from tests.support.project import make_plan, make_project, run_config
 from tests.support.ranks import Case, disabled, run_alone
-from tools.gpu_checks.bench import Bench
+from tools.gpu_checks.bench import ROOT, Bench
+from yuan_train.cli.main import main
 from yuan_train.config.plan import Plan
+from yuan_train.data.indexed import IndexedWriter
+from yuan_train.train.measure import name_of
+
+LENGTH = 4096
+"""Tokens of a sequence of the large project."""
 
 Curve = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
@@ -38,7 +47,7 @@ def project(bench: Bench, model: dict[str, Any] | None = None) -> Path:
 
 def new_folder(bench: Bench) -> Path:
     """An empty folder."""
-    return Path(tempfile.mkdtemp(dir=bench.folder))
+    return Path(tempfile.mkdtemp(dir=bench.scratch))
 
 
 def curve(
@@ -87,3 +96,47 @@ def environment(**changes: str) -> Iterator[None]:
 def worst(rows: Sequence[tuple[float, float]]) -> str:
     """The greatest differences of several comparisons, in words."""
     return f"losses {max(row[0] for row in rows):.1e}, norms {max(row[1] for row in rows):.1e}"
+
+
+def large_project(bench: Bench, **changes: Any) -> Path:
+    """On a card Yuan2-2B with `changes`, and enough tokens; on a CPU two layers of the small project."""
+    if not bench.on_card:
+        return project(bench, {"num_layers": 2})
+    model = yaml.safe_load((ROOT / "configs/model/yuan2-2b.yaml").read_text()) | changes
+    run_file = project(bench, model)
+    run = yaml.safe_load(run_file.read_text())
+    run["data"] |= {"sequence_length": LENGTH, "train": [{"prefix": str(run_file.parent / "long")}]}
+    run["train"] |= {"steps": 12, "precision": "bf16", "device": "cuda"}
+    run_file.write_text(yaml.safe_dump(run, sort_keys=False))
+    generator = np.random.default_rng(0)
+    with IndexedWriter(run_file.parent / "long", dtype=np.dtype("<i4")) as writer:
+        for _ in range(200):
+            writer.add(generator.integers(5, model["vocab_size"], size=2000, dtype=np.int32))
+    return run_file
+
+
+def card_type(bench: Bench) -> str:
+    """The catalogue's name of this card; of a CPU one that no card has."""
+    return name_of(bench.device) if bench.on_card else "this CPU"
+
+
+def cluster_of_one(bench: Bench) -> Path:
+    """A cluster file of this card, or of this CPU as a card."""
+    node = {"name": "here", "device": card_type(bench), "devices": 1}
+    cluster: dict[str, Any] = {"name": "here", "nodes": [node | {"network": {"bandwidth": "1 GB/s"}}]}
+    if not bench.on_card:
+        rates = {"fp32": "80 GFLOP/s", "bf16": "80 GFLOP/s", "memory_bandwidth": "10 GB/s"}
+        card = {"memory": "4 GiB", "reserved": "300 MiB", "backend": "gloo", "slowdown": 1, **rates}
+        cluster["device_types"] = {card_type(bench): card}
+    path = bench.scratch / "cluster.yaml"
+    path.write_text(yaml.safe_dump(cluster))
+    return path
+
+
+def yuan_train(*words: str | Path) -> None:
+    """Run a command in this process, as its only rank. Raises RuntimeError if it fails."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with environment(**alone):
+        code = main([str(word) for word in words])
+    if code:
+        raise RuntimeError(f"yuan-train {words[0]}: exit code {code}")
