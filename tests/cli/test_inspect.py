@@ -10,6 +10,7 @@ from tests.config.test_cluster import CLUSTER
 from tests.config.test_plan import PLAN
 from tests.config.test_profile import example
 from yuan_train.cli.main import main
+from yuan_train.config.devices import CATALOGUE
 
 TOKENS = Path("tests/golden/indexed/uint16")
 
@@ -64,7 +65,7 @@ def test_a_run(inspect: Any) -> None:
 def test_a_cluster(inspect: Any, tmp_path: Path) -> None:
     code, facts, _ = inspect(write(tmp_path, "c.yaml", CLUSTER))
     assert (code, facts["kind"], facts["cards"], facts["dedicated_links"]) == (0, "cluster", 9, 1)
-    assert facts["memory_bytes"] == (8 * 80 + 24) * 2**30
+    assert facts["memory_bytes"] == 8 * CATALOGUE["A100-80G"].memory + 24 * 2**30
 
 
 def test_a_plan(inspect: Any, tmp_path: Path) -> None:

@@ -143,6 +143,49 @@ def test_messages(tmp_path: Path, before: str, after: str, message: str) -> None
     assert message in refusal(tmp_path, CLUSTER.replace(before, after, 1))
 
 
+LISTED = "name: c\nnodes:\n  - {name: a, devices: [{type: rtx 4090, count: 2}, {type: RTX-3090}], " + (
+    "link: {bandwidth: 10 GB/s}}\n"
+)
+
+
+def test_a_node_lists_cards_of_several_types(tmp_path: Path) -> None:
+    cluster = load(tmp_path, LISTED)
+    assert [(card.name, card.type) for card in cluster.cards] == [
+        ("a/0", "RTX-4090"),
+        ("a/1", "RTX-4090"),
+        ("a/2", "RTX-3090"),
+    ]
+    assert build(parse_document(dump(cluster), name="f"), Cluster, validate=validate_cluster) == cluster
+    # A list of one type is that type's number of cards.
+    same = load(tmp_path, LISTED.replace("RTX-3090", "RTX 4090")).nodes[0]
+    assert (same.device, same.devices) == ("RTX-4090", 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("devices: [", "device: T4, devices: [", "cluster.yaml:3: nodes[0].device: 'T4', but devices lists"),
+        (
+            "devices: [{type: rtx 4090, count: 2}, {type: RTX-3090}], ",
+            "",
+            "nodes[0]: no type of cards; wanted",
+        ),
+        ("RTX-3090", "RTX-9090", "cluster.yaml:3: nodes[0].devices[1].type: unknown card 'RTX-9090'"),
+        ("count: 2", "count: 0", "nodes[0].devices[0].count: wanted greater than 0, got 0"),
+        ("count: 2", "number: 2", "devices[0].number: unknown key 'number'; (has: type, count)"),
+        ("type: RTX-3090", "count: 1", "nodes[0].devices[1].type: missing"),
+        ("[{type: rtx 4090, count: 2}, {type: RTX-3090}]", "[]", "nodes[0].devices: wanted at least one"),
+        ("[{type: rtx 4090, count: 2}, {type: RTX-3090}]", "two", "nodes[0].devices: wanted an integer"),
+        (", link: {bandwidth: 10 GB/s}", "", "nodes[0]: 3 cards in a node need 'link' between them"),
+        ("count: 2", "count: 2000000", "nodes[0]: 1 nodes of 2000001 cards; at most 1000000 cards"),
+    ],
+)
+def test_what_is_wrong_with_a_list_of_cards(tmp_path: Path, before: str, after: str, message: str) -> None:
+    assert before in LISTED
+    reported = refusal(tmp_path, LISTED.replace(before, after, 1))
+    assert message in reported and len(reported.splitlines()) == 1
+
+
 def test_several_nodes_need_a_network(tmp_path: Path) -> None:
     text = "name: c\nnodes:\n  - {name: a, device: T4}\n  - {name: b, device: T4}\n"
     reported = refusal(tmp_path, text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -138,12 +139,13 @@ def inspect_cluster(path: Path) -> Facts:
             {
                 "name": group.name,
                 "count": group.count,
-                "devices": group.devices,
-                "device": group.device,
-                "memory": show_bytes(cluster.device_type(group.device).memory),
-                "bf16": cluster.device_type(group.device).bf16 is not None,
+                "devices": count,
+                "device": name,
+                "memory": show_bytes(cluster.device_type(name).memory),
+                "bf16": cluster.device_type(name).bf16 is not None,
             }
             for group in cluster.nodes
+            for name, count in Counter(group.types).items()
         ],
         "cards": len(cards),
         "memory_bytes": sum(card.memory for card in cards),

@@ -180,7 +180,7 @@ def _find_plan(
 
 def _has_prices(cluster: Cluster) -> bool:
     """Whether every card has a price."""
-    return all(cluster.price(group) is not None for group in cluster.nodes)
+    return all(cluster.price(group, name) is not None for group in cluster.nodes for name in set(group.types))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from yuan_train.config.devices import (
     find_card,
     suggest_cards,
 )
-from yuan_train.config.document import override, read_document
+from yuan_train.config.document import Keys, override, read_document
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import build
 from yuan_train.config.sends import Sends
@@ -62,14 +63,25 @@ class Disk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CardCount:
+    """Some cards of one type in a node of several types."""
+
+    type: str
+    """A name in the catalogue or in `device_types`."""
+    count: Annotated[int, Gt(0)] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """`count` identical nodes of `devices` identical cards each."""
+    """`count` identical nodes."""
 
     name: Annotated[str, MinLen(1)]
     count: Annotated[int, Gt(0)] = 1
-    device: str
-    """Type of the cards: a name in the catalogue or in `device_types`."""
-    devices: Annotated[int, Gt(0)] = 1
+    device: str | None = None
+    """Type of the cards: a name in the catalogue or in `device_types`; None where `devices` lists types."""
+    devices: Annotated[int, Gt(0)] | Annotated[tuple[CardCount, ...], MinLen(1)] = 1
+    """Cards of each node: how many there are of `device`, or those of each of several types, in the order in
+    which they are numbered."""
     link: Link | None = None
     """Between two cards of a node, per direction; required if a node has several cards."""
     network: Link | None = None
@@ -80,6 +92,28 @@ class NodeGroup:
     """For plans that put optimizer state there; None: its rates are taken to be those of `ASSUMED_DISK`."""
     price: Annotated[float, Gt(0)] | None = None
     """Rent of a card for an hour, in any currency; None: that of the card's type."""
+
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """The type of each card of a node."""
+        if isinstance(self.devices, int):
+            return (self.device or "",) * self.devices
+        return tuple(cards.type for cards in self.devices for _ in range(cards.count))
+
+    @property
+    def num_cards(self) -> int:
+        """Cards of each node."""
+        return len(self.types)
+
+    def with_cards(self, types: Sequence[str], *, name: str | None = None) -> NodeGroup:
+        """This group with other cards in each node; a single node of its own, if it has a `name`."""
+        if len(set(types)) == 1:
+            device, devices = types[0], len(types)
+        else:
+            runs = [(kind, len(list(own))) for kind, own in itertools.groupby(types)]
+            device, devices = None, tuple(CardCount(type=kind, count=count) for kind, count in runs)
+        group = self if name is None else replace(self, name=name, count=1)
+        return replace(group, device=device, devices=devices)
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -136,18 +170,18 @@ class Cluster:
         """The card type `name`, from `device_types` or the catalogue. Raises KeyError if neither has it."""
         return self.device_types.get(name) or CATALOGUE[name]
 
-    def price(self, group: NodeGroup) -> float | None:
+    def price(self, group: NodeGroup, type_name: str) -> float | None:
         """Rent of a card of a node for an hour; None if neither the node nor the card's type has one."""
-        return self.device_type(group.device).price if group.price is None else group.price
+        return self.device_type(type_name).price if group.price is None else group.price
 
     @cached_property
     def cards(self) -> tuple[Card, ...]:
         """Every card, node by node."""
         return tuple(
-            Card(name=f"{node}/{i}", node=node, type=group.device)
+            Card(name=f"{node}/{i}", node=node, type=name)
             for group in self.nodes
             for node in group.node_names
-            for i in range(group.devices)
+            for i, name in enumerate(group.types)
         )
 
     @cached_property
@@ -177,15 +211,15 @@ def validate_cluster(cluster: Cluster) -> Iterator[Violation]:
     several_nodes = sum(group.count for group in cluster.nodes) > 1
     seen: set[str] = set()
     for i, group in enumerate(cluster.nodes):
-        if catalogue_name(cluster, group.device) is None:
-            yield Violation(("nodes", i, "device"), unknown_card(group.device, cluster.device_types))
-        if group.devices > 1 and group.link is None:
-            yield Violation(("nodes", i), f"{group.devices} cards in a node need 'link' between them")
+        yield from _type_constraints(cluster, i, group)
+        if _count_cards(group) > 1 and group.link is None:
+            yield Violation(("nodes", i), f"{_count_cards(group)} cards in a node need 'link' between them")
         if several_nodes and group.network is None:
             yield Violation(("nodes", i), "several nodes need 'network' on each")
-        if group.count * group.devices > MAX_CARDS:
+        if group.count * _count_cards(group) > MAX_CARDS:
             yield Violation(
-                ("nodes", i), f"{group.count} nodes of {group.devices} cards; at most {MAX_CARDS} cards"
+                ("nodes", i),
+                f"{group.count} nodes of {_count_cards(group)} cards; at most {MAX_CARDS} cards",
             )
             continue
         taken = sorted(seen.intersection(group.node_names))
@@ -200,6 +234,34 @@ def validate_cluster(cluster: Cluster) -> Iterator[Violation]:
             yield Violation(
                 ("device_types", name, "reserved"), "the whole memory is reserved; nothing is left"
             )
+
+
+def _type_constraints(cluster: Cluster, i: int, group: NodeGroup) -> Iterator[Violation]:
+    """Yield what is wrong with the types of a node's cards."""
+    if isinstance(group.devices, int):
+        if group.device is None:
+            yield Violation(
+                ("nodes", i),
+                "no type of cards; wanted device: TYPE beside a number of devices, or "
+                "devices: [{type: TYPE, count: N}, ...]",
+            )
+            return
+        places: list[tuple[Keys, str]] = [(("nodes", i, "device"), group.device)]
+    else:
+        if group.device is not None:
+            yield Violation(
+                ("nodes", i, "device"),
+                f"{group.device!r}, but devices lists the types of the cards; leave one of them out",
+            )
+        places = [(("nodes", i, "devices", j, "type"), own.type) for j, own in enumerate(group.devices)]
+    for path, name in places:
+        if catalogue_name(cluster, name) is None:
+            yield Violation(path, unknown_card(name, cluster.device_types))
+
+
+def _count_cards(group: NodeGroup) -> int:
+    """Cards of each node, without a list of them: there may be too many."""
+    return group.devices if isinstance(group.devices, int) else sum(own.count for own in group.devices)
 
 
 def _link_constraints(cluster: Cluster, nodes: set[str]) -> Iterator[Violation]:
@@ -232,7 +294,7 @@ def load_cluster(path: str | Path, overrides: tuple[str, ...] = ()) -> Cluster:
 def _with_catalogue_names(cluster: Cluster) -> Cluster:
     """The cluster with each card's type as `device_types` or the catalogue call it."""
     nodes = (
-        replace(group, device=catalogue_name(cluster, group.device) or group.device)
+        group.with_cards([catalogue_name(cluster, name) or name for name in group.types])
         for group in cluster.nodes
     )
     return replace(cluster, nodes=tuple(nodes))

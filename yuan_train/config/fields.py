@@ -49,8 +49,11 @@ def field_names(kind: Any, keys: Keys) -> list[str]:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return field_names(field_hints(kind).get(str(keys[0]), Any), keys[1:])
     arguments = [a for a in get_args(kind) if a is not type(None)]
-    if get_origin(kind) in (Union, types.UnionType, typing.Annotated):
+    if get_origin(kind) is typing.Annotated:
         return field_names(arguments[0], keys)
+    if get_origin(kind) in (Union, types.UnionType):
+        # Of a number or a list, the list has keys.
+        return max([field_names(own, keys) for own in arguments], key=len)
     if not arguments:
         return []
     return field_names(arguments[-1] if get_origin(kind) is dict else arguments[0], keys[1:])

@@ -70,9 +70,32 @@ def _validate(value: Any, kind: type[T]) -> tuple[T | None, list[_SchemaViolatio
     try:
         return _adapter(kind).validate_json(json.dumps(_keywords_safe(value)), strict=True), []
     except ValidationError as error:
-        items = error.errors(include_url=False)
+        items = [_in_document(item, value) for item in error.errors(include_url=False)]
+        items = [item for item in items if not _of_other_form(item)]
         paths = [tuple(item["loc"]) for item in items]
         return None, [_schema_violation(i, kind) for i in items if not _only_shortened(i, paths)]
+
+
+def _in_document(item: Any, value: Any) -> Any:
+    """pydantic's error with the keys that the document has: where a value may have one of several forms, its
+    path also names the form that was tried."""
+    keys: list[str | int] = []
+    absent = item["type"].startswith("missing")
+    for part in item["loc"]:
+        if isinstance(part, str) and not (is_mapping(value) and (absent or key_of(part) in value)):
+            continue
+        keys.append(part)
+        if is_mapping(value):
+            value = value.get(key_of(str(part)))
+        elif is_list(value) and isinstance(part, int) and part < len(value):
+            value = value[part]
+    return item | {"loc": tuple(keys), "forms": len(keys) < len(item["loc"])}
+
+
+def _of_other_form(item: Any) -> bool:
+    """Whether a list was tried as a number, or a number as a list."""
+    as_number = item["type"].startswith("int") and is_list(item["input"])
+    return item["forms"] and (as_number or item["type"] == "tuple_type")
 
 
 def _only_shortened(item: Any, paths: list[Keys]) -> bool:

@@ -27,11 +27,12 @@ def check_prices(cluster: Cluster, objective: SearchObjective) -> None:
     if objective == "step_time":
         return
     faults = [
-        f"cluster {cluster.name!r}: nodes[{i}] ({group.name}): {group.device} has no price, and "
+        f"cluster {cluster.name!r}: nodes[{i}] ({group.name}): {name} has no price, and "
         f"search.objective: {objective} needs one for every card; add price: (for a card and hour) to the "
-        f"node or to device_types.{group.device}, or set search.objective: step_time"
+        f"node or to device_types.{name}, or set search.objective: step_time"
         for i, group in enumerate(cluster.nodes)
-        if cluster.price(group) is None
+        for name in dict.fromkeys(group.types)
+        if cluster.price(group, name) is None
     ]
     if faults:
         raise ConfigError("\n".join(faults))

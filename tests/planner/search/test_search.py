@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yuan_train.config.cluster import Cluster, Link, NodeGroup, load_cluster
+from yuan_train.config.cluster import CardCount, Cluster, DedicatedLink, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError, NoPlanFits
@@ -184,6 +184,40 @@ def test_a_slow_network_forbids_data_parallelism():
     assert len(find(untied, use_all_devices=True, pipelines=(1, 2)).best.plan.pipelines) == 1
     # With a tied embedding a pipeline reduces the embedding's gradient; data parallelism, every gradient.
     assert result.best.cost.tied_embedding_seconds > 0
+
+
+def test_cards_of_several_types_in_a_node(tmp_path: Path) -> None:
+    """The plan is that of two nodes joined by links like those inside."""
+    types = {"Fast": card(speed=3.0), "Slow": card()}
+    near = Link(bandwidth=4e9, latency=1e-5)
+    mixed = NodeGroup(name="box", link=near, devices=tuple(CardCount(type=name, count=2) for name in types))
+    assert [(c.name, c.type) for c in Cluster(name="m", nodes=(mixed,)).cards] == [
+        ("box/0", "Fast"),
+        ("box/1", "Fast"),
+        ("box/2", "Slow"),
+        ("box/3", "Slow"),
+    ]
+    apart = tuple(
+        NodeGroup(name=name.lower(), device=name, devices=2, link=near, network=NETWORK) for name in types
+    )
+    joined = DedicatedLink(from_="fast", to="slow", bandwidth=4e9, latency=1e-5, both_ways=True)
+    found = [
+        find(problem(Cluster(name="c", nodes=nodes, links=links, device_types=types)))
+        for nodes, links in (((mixed,), ()), (apart, (joined,)))
+    ]
+    assert found[0].best.step_seconds == pytest.approx(found[1].best.step_seconds, rel=1e-9)
+    assert found[0].lower_bound_seconds == pytest.approx(found[1].lower_bound_seconds, rel=0.02)
+    # A network between two nodes is slower: what is claimed to be equal is not equal of itself.
+    far = Cluster(name="c", nodes=apart, device_types=types)
+    assert find(problem(far)).best.step_seconds > 1.02 * found[0].best.step_seconds
+    plan = found[0].best.plan
+    assert [(rank.device, rank.type) for rank in plan.ranks] == [
+        (c.name, c.type) for c in Cluster(name="m", nodes=(mixed,)).cards
+    ]
+    save_plan(tmp_path / "plan.yaml", plan)
+    assert load_plan(tmp_path / "plan.yaml") == plan
+    page = plan_html(found[0], problem(Cluster(name="c", nodes=(mixed,), device_types=types)))
+    assert "box: 2 x Fast + 2 x Slow, inside 4 GB/s" in page
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "cluster").glob("*.yaml")), ids=lambda path: path.stem)

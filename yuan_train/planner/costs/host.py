@@ -32,7 +32,7 @@ def host_share(
 ) -> HostShare:
     """The share in its host of a card of such a node; `reserved_bytes` are left to other programs. Rates that
     were `measured`, with all cards of a node at once, are its own already."""
-    host, count = group.host, group.devices
+    host, count = group.host, group.num_cards
     if measured is not None:
         return HostShare(
             memory_bytes=math.inf if host is None else max(0.0, host.memory - reserved_bytes) / count,
@@ -69,7 +69,7 @@ class DiskShare:
 
 def disk_share(group: NodeGroup) -> DiskShare:
     """The share in its disk of a card of such a node."""
-    disk, count = group.disk or ASSUMED_DISK, group.devices
+    disk, count = group.disk or ASSUMED_DISK, group.num_cards
     return DiskShare(
         capacity_bytes=disk.capacity / count if disk.capacity else math.inf,
         read_bytes_per_second=disk.read / count,

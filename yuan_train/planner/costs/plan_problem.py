@@ -383,7 +383,7 @@ def critic_of(costs: Costs) -> Costs:
 def _with_measured_reserve(cluster: Cluster, profile: Profile) -> Cluster:
     """The cluster with its cards' `reserved` as the profile measured it, where it did."""
     types = dict(cluster.device_types)
-    for name in {group.device for group in cluster.nodes}:
+    for name in {name for group in cluster.nodes for name in group.types}:
         measured = profile.reserved_bytes(name)
         if measured is not None:
             types[name] = replace(cluster.device_type(name), reserved=math.ceil(measured))

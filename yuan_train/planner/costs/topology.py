@@ -60,7 +60,7 @@ def make_topology(cluster: Cluster, profile: Profile | None = None) -> Topology:
             dedicated[ends] = Link(bandwidth=link.bandwidth, latency=link.latency)
     measured = {(link.from_, link.to): link for link in profile.links} if profile else {}
     rates = {(link.from_, link.to): link.bytes_per_second for link in profile.node_links} if profile else {}
-    types = {group.device: cluster.device_type(group.device) for group in cluster.nodes}
+    types = {name: cluster.device_type(name) for group in cluster.nodes for name in group.types}
     return Topology(
         types=types, groups=cluster.groups, dedicated=dedicated, measured=measured, shared_rates=rates
     )

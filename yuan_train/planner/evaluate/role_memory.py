@@ -85,19 +85,18 @@ class _Read:
 def _costs_of(plan: Plan, *, critic: bool) -> Costs:
     """The costs of a plan's own cards, a node for each."""
     groups: list[NodeGroup] = []
-    nodes: dict[str, list[str]] = {}
+    nodes: dict[str, dict[int, str]] = {}
     for entry in plan.ranks:
         if plan.find_type(entry.type) is None:
             raise PlanError(f"ranks[{entry.rank}].type: {entry.type!r} is neither in the catalogue nor here")
         node, _, number = entry.device.rpartition("/")
-        nodes.setdefault(node, []).append(entry.type)
         if not node or not number.isdecimal():
             raise PlanError(f"ranks[{entry.rank}].device: wanted NODE/NUMBER, got {entry.device!r}")
-    for node, types in nodes.items():
-        last = max(int(e.device.rpartition("/")[2]) for e in plan.ranks if e.device.startswith(f"{node}/"))
-        groups.append(
-            NodeGroup(name=node, device=types[0], devices=last + 1, link=ANY_LINK, network=ANY_LINK)
-        )
+        nodes.setdefault(node, {})[int(number)] = entry.type
+    for node, own in nodes.items():
+        # Cards that the plan leaves out are of any type.
+        types = [own.get(i, next(iter(own.values()))) for i in range(max(own) + 1)]
+        groups.append(NodeGroup(name=node, link=ANY_LINK, network=ANY_LINK).with_cards(types))
     cluster = Cluster(name=plan.cluster, nodes=tuple(groups), device_types=plan.device_types)
     has_bf16 = all(cluster.device_type(entry.type).bf16 for entry in plan.ranks)
     return make_costs(

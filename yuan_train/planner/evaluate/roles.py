@@ -92,14 +92,14 @@ def part_of_cluster(cluster: Cluster, cards: Sequence[Card]) -> Cluster:
             continue
         host = group.host
         if host is not None:
-            share = count / group.devices
+            share = count / group.num_cards
             host = replace(
                 host,
                 memory=max(int(host.memory * share), 1),
                 bandwidth=host.bandwidth and host.bandwidth * share,
                 link_bandwidth=host.link_bandwidth and host.link_bandwidth * share,
             )
-        groups.append(replace(group, name=node, count=1, devices=count, host=host))
+        groups.append(replace(group, host=host).with_cards(group.types[:count], name=node))
     nodes = {group.name for group in groups}
     links = tuple(link for link in cluster.links if {link.from_, link.to} <= nodes)
     return replace(cluster, nodes=tuple(groups), links=links)

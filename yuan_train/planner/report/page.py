@@ -6,6 +6,7 @@ colours, and the plan's own text, so that plan.yaml can be recovered from the pa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -83,7 +84,8 @@ def _cluster_svg(result: SearchResult, problem: PlanProblem) -> str:
     y = 0
     for node, group in cluster.groups.items():
         cards = [card for card in cluster.cards if card.node == node]
-        words = f"{node}: {len(cards)} x {group.device}"
+        cards_of_types = " + ".join(f"{n} x {name}" for name, n in Counter(group.types).items())
+        words = f"{node}: {cards_of_types}"
         if group.link:
             words += f", inside {group.link.bandwidth / 1e9:.3g} GB/s {show_seconds(group.link.latency)}"
         if group.network:

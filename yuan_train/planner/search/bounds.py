@@ -22,7 +22,9 @@ def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
     measured, names = costs.topology.measured, costs.topology.groups
     firsts = [slot[0] for slot in shape.slots]
     # Replicas on nodes of a group are alike, unless their links were measured.
-    places = [id(g) if measured else (names[g[0][0].node].name, len(g[0]), len(g)) for g in firsts]
+    places = [
+        id(g) if measured else (names[g[0][0].node].name, g[0][0].type, len(g[0]), len(g)) for g in firsts
+    ]
     example = dict(zip(places, firsts, strict=True))
     for place, number in Counter(places).items():
         group = example[place]

@@ -119,7 +119,7 @@ def _groupings(cards: Sequence[Card], options: Options, costs: Costs) -> Iterato
 
 def _alike(cards: Sequence[Card], options: Options) -> Iterator[list[list[Card]]]:
     """The cards of each of several equal pipelines: whole nodes, or equal parts of each node."""
-    nodes = [list(own) for _, own in itertools.groupby(cards, key=lambda card: card.node)]
+    nodes = [list(own) for _, own in itertools.groupby(cards, key=lambda card: (card.node, card.type))]
     for count in options.pipelines or range(1, len(cards) // 2 + 1):
         kinds: dict[tuple[str, ...], list[list[Card]]] = {}
         for own in nodes:

@@ -85,7 +85,7 @@ def _variants(problem: PlanProblem, search: SearchConfig) -> Iterator[_Variant]:
     def other(what: str, limit: Limit, changed: Cluster, *, adds: bool = True) -> _Variant:
         return _Variant(what, limit, adds, replace(problem, cluster=changed), search)
 
-    types = dict.fromkeys(group.device for group in cluster.nodes)
+    types = dict.fromkeys(card.type for card in cluster.cards)
     for name in types:
         yield other(f"one more {name}", "cards", _one_more(cluster, name))
         if len(cluster.cards) > 1:
@@ -115,21 +115,22 @@ def _twice(link: Link | None) -> Link | None:
 
 def _one_more(cluster: Cluster, name: str) -> Cluster:
     """Another node of one card, with the network of the type's first node."""
-    group = next(group for group in cluster.nodes if group.device == name)
+    group = next(group for group in cluster.nodes if name in group.types)
     if group.network is None:
         # A cluster of one node: the card is put into it.
         link = group.link or Link(bandwidth=cluster.device_type(name).host_link)
-        return replace(cluster, nodes=(replace(group, devices=group.devices + 1, link=link),))
+        grown = replace(group, link=link).with_cards((*group.types, name))
+        return replace(cluster, nodes=(grown,))
     names = set(cluster.groups)
     added = next(
         f"{group.name}-more{i}" for i in range(len(names) + 1) if f"{group.name}-more{i}" not in names
     )
-    return replace(cluster, nodes=(*cluster.nodes, replace(group, name=added, count=1, devices=1)))
+    return replace(cluster, nodes=(*cluster.nodes, group.with_cards([name], name=added)))
 
 
 def _one_less(cluster: Cluster, name: str) -> Cluster:
     """Without the last card of the last node of a type."""
-    at = max(i for i, group in enumerate(cluster.nodes) if group.device == name)
+    at = max(i for i, group in enumerate(cluster.nodes) if name in group.types)
     group = cluster.nodes[at]
     last = group.node_names[-1]
     if group.count == 1:
@@ -138,7 +139,9 @@ def _one_less(cluster: Cluster, name: str) -> Cluster:
         rest = (replace(group, name=group.node_names[0], count=1),)
     else:
         rest = (replace(group, count=group.count - 1),)
-    smaller = (replace(group, name=last, count=1, devices=group.devices - 1),) if group.devices > 1 else ()
+    left = list(group.types)
+    del left[len(left) - 1 - left[::-1].index(name)]
+    smaller = (group.with_cards(left, name=last),) if left else ()
     nodes = (*cluster.nodes[:at], *rest, *smaller, *cluster.nodes[at + 1 :])
     kept = {node for other in nodes for node in other.node_names}
     links = tuple(link for link in cluster.links if {link.from_, link.to} <= kept)

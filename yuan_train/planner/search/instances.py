@@ -358,9 +358,9 @@ def _places(costs: Costs, replicas: Sequence[Replica]) -> tuple[object, ...]:
             if card.node not in nodes:
                 nodes[card.node] = len(nodes), topology.groups[card.node].name
     return tuple(
-        (len(replica), nodes[replica[0].node])
+        (len(replica), replica[0].type, nodes[replica[0].node])
         if replica[0].node == replica[-1].node
-        else tuple(nodes[card.node] for card in replica)
+        else tuple((card.type, nodes[card.node]) for card in replica)
         for replica in replicas
     )
 

@@ -87,7 +87,10 @@ def rent_plan(
         # A node is rented whole; one without any card in the plan need not be rented.
         used = {stage_card.node for stage_card in result.best.cards}
         price = sum(
-            group.devices * (cluster.price(group) or 0.0) for node, group in nodes.items() if node in used
+            cluster.price(group, name) or 0.0
+            for node, group in nodes.items()
+            if node in used
+            for name in group.types
         )
         seconds = result.best.step_seconds
         return Rented(
