@@ -1,6 +1,30 @@
-"""The package: `yuan_train` and its kernels, which are imported as `yuan_kernels`."""
+"""The package: `yuan_train`, its kernels (imported as `yuan_kernels`), and the planner's core in C."""
 
-from setuptools import find_packages, setup
+import runpy
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+NATIVE = Path("yuan_train/planner/native")
+LIBRARY = runpy.run_path(str(NATIVE / "library.py"))
+
+
+class BuildCore(build_ext):
+    """Builds the planner's core with any C compiler: a library that is loaded, not a module of Python."""
+
+    def run(self) -> None:
+        LIBRARY["build"](self._folder())
+
+    def get_outputs(self) -> list[str]:
+        return [str(self._folder() / LIBRARY["library_name"]())]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+    def _folder(self) -> Path:
+        return NATIVE if self.inplace or self.editable_mode else Path(self.build_lib) / NATIVE
+
 
 setup(
     name="yuan-train",
@@ -14,7 +38,10 @@ setup(
     package_dir={"yuan_kernels": "kernels"},
     packages=["yuan_kernels", *find_packages(include=["yuan_train", "yuan_train.*"])],
     # Model code for the models that export-hf writes: data here, run by transformers there.
-    package_data={"yuan_train": ["hf_export/*.py"]},
+    package_data={"yuan_train": ["hf_export/*.py", "planner/native/*.[ch]"]},
+    # What it is made of is library.py's to say; its name makes a wheel one of a platform.
+    ext_modules=[Extension("yuan_train.planner.native.core", sources=[])],
+    cmdclass={"build_ext": BuildCore},
     install_requires=[
         "torch>=2.11",
         "numpy",

@@ -6,16 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yuan_train.config.sends import Sends
-from yuan_train.planner.evaluate.operations import order_one_f_one_b, order_operations
+from yuan_train.planner.evaluate.operations import order_operations
 from yuan_train.planner.evaluate.simulator import (
     StageTimes,
     simulate,
     simulate_many,
     simulate_schedule,
 )
-from yuan_train.planner.evaluate.steady import Rounds
+from yuan_train.planner.native.pipelines import run_rounds
 from yuan_train.schedule.schedules import make_schedule
-from yuan_train.schedule.step import Kind, one_worker_each
 
 
 def run(forward, backward, links, m, *, sends: Sends = "overlapped", schedule="1f1b"):
@@ -191,25 +190,6 @@ def test_a_deeper_warm_up_hides_a_slow_link(in_flight, seconds):
     assert ends.max() == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 5])
-@pytest.mark.parametrize("count", [1, 3, 12])
-def test_one_f_one_b_without_its_schedule_is_in_the_same_order(stages, count):
-    workers = one_worker_each(stages)
-    scheduled = order_operations(make_schedule("1f1b", workers=workers, num_micro_batches=count), workers)
-    direct = order_one_f_one_b(stages, count)
-    for worker in range(stages):
-        assert [o for o in direct if o.worker == worker] == [o for o in scheduled if o.worker == worker]
-    place = {operation[:3]: i for i, operation in enumerate(direct)}
-    sent_by: dict[Kind, tuple[Kind, int]] = {
-        "forward": ("send_activation", -1),
-        "backward": ("send_gradient", 1),
-    }
-    for i, (kind, stage, micro_batch, _, _, waits) in enumerate(direct):
-        if waits:
-            send, step = sent_by[kind]
-            assert place[send, stage + step, micro_batch] < i
-
-
 @settings(derandomize=True, deadline=None, max_examples=160)
 @given(st.data())
 def test_rounds_that_repeat_need_not_be_run(data):
@@ -257,10 +237,9 @@ def test_messages_of_a_much_deeper_stage_leave_later():
     )
 
     def seconds(depths: tuple[int, ...]) -> tuple[float, float]:
-        rounds = Rounds(times, 30, depths)
-        rounds.run()
+        rounds = run_rounds(depths, 30, times.rows)
         found = simulate_schedule("1f1b", times, num_micro_batches=30, in_flight=depths)
-        return max(rounds.free), found.step_seconds
+        return max(rounds.stage_end_seconds), found.step_seconds
 
     direct, scheduled = seconds((9, 5, 1))
     assert scheduled == pytest.approx(direct, rel=1e-12)
@@ -275,7 +254,6 @@ def test_a_long_pipeline_is_run_in_few_rounds():
         send_activation_seconds=(0.1,) * 3,
         send_gradient_seconds=(0.1,) * 3,
     )
-    rounds = Rounds(times, 10**9, (4, 3, 2, 1))
-    rounds.run()
-    assert max(rounds.free) / 10**9 == pytest.approx(3.25, rel=1e-6)
-    assert len(rounds.sent) < 100
+    rounds = run_rounds((4, 3, 2, 1), 10**9, times.rows)
+    assert max(rounds.stage_end_seconds) / 10**9 == pytest.approx(3.25, rel=1e-6)
+    assert rounds.num_sent < 100

@@ -14,9 +14,8 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
-from yuan_train.planner.search.descent import Budget, PipelineScreen, balanced_cut, lawful_depths
-from yuan_train.planner.search.one_f_one_b import one_f_one_b_seconds
+from yuan_train.planner.evaluate.simulator import StageTimes
+from yuan_train.planner.search.descent import Budget, PipelineScreen, balanced_cut
 from yuan_train.planner.search.polish import (
     Realised,
     polish_plan,
@@ -35,40 +34,6 @@ MIDDLE = StageTimes(
     send_gradient_seconds=(0.0, 1.5, 0.0),
 )
 """Four equal stages with a slow link in the middle."""
-
-
-# --- 1F1B without its schedule ---------------------------------------------------------------------------
-
-
-def test_one_more_micro_batch_in_flight_hides_a_slow_link():
-    seconds = [one_f_one_b_seconds(MIDDLE, 32, depths, (1,) * 4) for depths in ((4, 3, 2, 1), (5, 4, 2, 1))]
-    assert seconds == [153.0, 108.0]
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.data())
-def test_a_pipeline_without_its_schedule_is_as_the_simulator_runs_it(data):
-    replicas = data.draw(st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=5))
-    count, stages = data.draw(st.integers(1, 16)), len(replicas)
-    seconds = st.floats(0.01, 1.0)
-
-    def draw(number):
-        return tuple(data.draw(st.lists(seconds, min_size=number, max_size=number)))
-
-    times = StageTimes(
-        forward_seconds=draw(stages),
-        backward_seconds=draw(stages),
-        send_activation_seconds=draw(stages - 1),
-        send_gradient_seconds=draw(stages - 1),
-    )
-    more = data.draw(st.lists(st.integers(-1, 3), min_size=stages, max_size=stages))
-    depths = lawful_depths([sum(replicas[s:]) + more[s] for s in range(stages)], replicas)
-    names = iter(range(sum(replicas)))
-    workers = tuple(tuple(next(names) for _ in range(n)) for n in replicas)
-    simulated = simulate_schedule("1f1b", times, num_micro_batches=count, workers=workers, in_flight=depths)
-    found = one_f_one_b_seconds(times, count, depths, replicas)
-    assert found is None or found == pytest.approx(simulated.step_seconds, rel=1e-12)
-    assert found is not None or max(replicas) > 1
 
 
 # --- layers, depths, recompute ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import find_route
 from yuan_train.planner.evaluate.flows import MessageFlow
 from yuan_train.planner.evaluate.simulator import Simulation
-from yuan_train.planner.evaluate.steady import Sent
+from yuan_train.planner.native.pipelines import Sent
 
 
 @dataclass(frozen=True)

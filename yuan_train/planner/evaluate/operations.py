@@ -73,32 +73,6 @@ def order_operations(schedule: Schedule, workers: Workers | None = None) -> tupl
     return tuple(operations)
 
 
-def order_one_f_one_b(num_stages: int, num_micro_batches: int) -> tuple[Operation, ...]:
-    """What `order_operations` makes of 1F1B with a worker for each stage and no depths of its own, in another
-    of the possible orders and without the schedule: placing every message takes ten times as long as running
-    it.
-
-    Every send follows its compute step there. Before its backward k, stage s of P has run its forwards up
-    to k + P - 1 - s; so in each round k everything awaited is there if forwards run from the first stage on,
-    then backwards from the last one on.
-    """
-    last = num_stages - 1
-    operations: list[Operation] = []
-    add = operations.append
-    for k in range(num_micro_batches):
-        for s in range(num_stages):
-            depth = num_stages - s
-            for m in range(k + depth - 1 if k else 0, min(k + depth, num_micro_batches)):
-                add(Operation("forward", s, m, s, -1, s > 0))
-                if s < last:
-                    add(Operation("send_activation", s, m, s, s + 1, False))
-        for s in range(last, -1, -1):
-            add(Operation("backward", s, k, s, -1, s < last))
-            if s > 0:
-                add(Operation("send_gradient", s, k, s, s - 1, False))
-    return tuple(operations)
-
-
 def order_rendezvous(schedule: Schedule, workers: Workers | None = None) -> tuple[Operation, ...]:
     """The same where sender and receiver hand a message over together.
 

@@ -13,7 +13,8 @@ it arrives. `sends` says who else waits for that:
 Between two stages of one worker (virtual stages) there is no message.
 
 All durations are known beforehand, so the order in which steps can be evaluated depends on the schedule
-alone: it is computed once, and then one plan is a loop over numbers, and many plans are a loop over vectors.
+alone: it is computed once, and then a plan is a loop over numbers. `simulate` is that loop, and defines the
+result; the compiled core (`native/`) runs named schedules without copies to hosts, to the same bits.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yuan_train.config.sends import Sends
 from yuan_train.planner.evaluate.copies import CopyClock, Groups, PartTimes
-from yuan_train.planner.evaluate.operations import (
-    Operation,
-    order_one_f_one_b,
-    order_operations,
-    order_rendezvous,
-)
+from yuan_train.planner.evaluate.operations import Operation, order_operations, order_rendezvous
 from yuan_train.planner.evaluate.page_clock import PageClock, PageTimes
-from yuan_train.planner.evaluate.steady import Rounds, Sent
+from yuan_train.planner.native.pipelines import (
+    NativeRun,
+    NativeSchedule,
+    Sent,
+    native_schedule,
+    run_many,
+    run_rounds,
+    run_schedule,
+    schedule_of,
+)
 from yuan_train.schedule.pages import PagedGroups
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import COMPUTE, Kind, Schedule, Step, Workers, num_workers, one_worker_each
@@ -76,6 +81,13 @@ class StageTimes:
     def num_stages(self) -> int:
         return len(self.forward_seconds)
 
+    @property
+    def rows(self) -> tuple[tuple[float, ...], ...]:
+        """Forwards, backwards, weight-gradient parts, activations and gradients, as the core takes them."""
+        weight = self.weight_seconds or tuple(seconds / 2 for seconds in self.backward_seconds)
+        sends = self.send_activation_seconds, self.send_gradient_seconds
+        return (self.forward_seconds, self.backward_seconds, weight, *sends)
+
     def compute_seconds(self, kind: Kind, stage: int) -> float:
         """Seconds of a compute step of this kind: forward, backward, backward_input or backward_weight."""
         if kind == "forward":
@@ -112,9 +124,8 @@ class Simulation:
     """Of each worker: how long it waits for copies of activations or pages, inside its compute steps."""
     play: Callable[[], Played]
     """Runs every operation, also those that the figures above did not take."""
-    sent: tuple[Sent, ...] = ()
-    sent_from: float = math.inf
-    """`sent` has the messages that arrive later than this."""
+    native: NativeRun | None = None
+    """The run of the core, if it was one: it has the last messages."""
 
     @functools.cached_property
     def played(self) -> Played:
@@ -133,8 +144,8 @@ class Simulation:
 
     def sent_after(self, seconds: float) -> list[Sent]:
         """The messages that arrive later than that; none that take no time."""
-        if seconds >= self.sent_from:
-            return [message for message in self.sent if message[1] > seconds and message[1] > message[0]]
+        if self.native is not None and seconds >= self.native.sent_from:
+            return self.native.sent_after(seconds)
         return [
             (start, end, operation.worker, operation.peer)
             for operation, (start, end) in zip(self.operations, self.spans, strict=True)
@@ -190,10 +201,38 @@ def simulate_schedule(
         )
         return _run(operations, workers, times, sends=sends, copies=copies, pages=pages)
 
-    depths = _prompt_depths(schedule, workers, in_flight)
-    if depths and group == 1 and sends == "overlapped" and not copies and not pages:
-        return _run_rounds(times, num_micro_batches, depths, lambda: run().played)
-    return run()
+    if group > 1 or copies or pages:
+        return run()
+    depths = _prompt_depths(schedule, workers, in_flight) if sends == "overlapped" else None
+    if depths:
+        found = run_rounds(depths, num_micro_batches, times.rows)
+    else:
+        own = _native(schedule, workers, num_micro_batches, in_flight, sends)
+        found = run_schedule(own, times.rows, blocking=sends != "overlapped")
+    return _simulation(found, times, lambda: run().played)
+
+
+def _native(
+    schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None, sends: Sends
+) -> NativeSchedule:
+    """A named schedule in the core."""
+    if sends != "rendezvous":
+        return native_schedule(schedule, workers, num_micro_batches, in_flight)
+    operations = _operations(schedule, workers, num_micro_batches, in_flight, True)
+    return schedule_of(operations, workers, num_micro_batches)
+
+
+def _simulation(found: NativeRun, times: StageTimes, play: Callable[[], Played]) -> Simulation:
+    return Simulation(
+        step_seconds=max(found.stage_end_seconds),
+        stage_end_seconds=found.stage_end_seconds,
+        busy_seconds=found.busy_seconds,
+        worker_end_seconds=found.worker_end_seconds,
+        stage_start_seconds=found.stage_start_seconds,
+        stall_seconds=(0.0,) * len(found.busy_seconds),
+        play=play,
+        native=found,
+    )
 
 
 def simulate_many(
@@ -214,51 +253,18 @@ def simulate_many(
 
     The times are those of StageTimes for all pipelines: compute [N, P], sends [N, P - 1].
     """
-    import numpy as np
-
-    count, stages = forward_seconds.shape
-    workers = workers or one_worker_each(stages)
-    backward = backward_seconds.T.copy()
-    weight = backward / 2 if weight_seconds is None else weight_seconds.T.copy()
-    compute = {
-        "forward": list(forward_seconds.T.copy()),
-        "backward": list(backward),
-        "backward_input": list(backward - weight),
-        "backward_weight": list(weight),
-    }
-    messages = {
-        "send_activation": list(send_activation_seconds.T.copy()),
-        "send_gradient": list(send_gradient_seconds.T.copy()),
-    }
-    free = [np.zeros(count) for _ in range(num_workers(workers))]
-    ends = [np.zeros(count) for _ in range(stages)]
-    link_free: dict[tuple[int, int], Floats] = {}
-    arrivals: dict[tuple[bool, int, int], Floats] = {}
-    for kind, stage, micro_batch, worker, peer, waits in _operations(
-        schedule, workers, num_micro_batches, in_flight, sends == "rendezvous"
-    ):
-        now = free[worker]
-        if peer < 0:
-            if waits:
-                np.maximum(now, arrivals.pop((kind == "forward", stage, micro_batch)), out=now)
-            now += compute[kind][stage]
-            # A worker's last step on a stage is a backward.
-            if kind != "forward":
-                np.maximum(ends[stage], now, out=ends[stage])
-            continue
-        is_activation = kind == "send_activation"
-        link = link_free.get((worker, peer))
-        arrival = now.copy() if link is None else np.maximum(link, now)
-        if waits:
-            np.maximum(arrival, free[peer], out=arrival)
-        arrival += messages[kind][stage if is_activation else stage - 1]
-        link_free[worker, peer] = arrival
-        arrivals[is_activation, stage + 1 if is_activation else stage - 1, micro_batch] = arrival
-        if sends != "overlapped":
-            now[:] = arrival
-        if waits:
-            free[peer][:] = arrival
-    return np.stack(ends, axis=1)
+    weight = backward_seconds / 2 if weight_seconds is None else weight_seconds
+    return run_many(
+        _native(
+            schedule,
+            workers or one_worker_each(forward_seconds.shape[1]),
+            num_micro_batches,
+            in_flight,
+            sends,
+        ),
+        (forward_seconds, backward_seconds, weight, send_activation_seconds, send_gradient_seconds),
+        blocking=sends != "overlapped",
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -270,17 +276,10 @@ def _operations(
     rendezvous: bool,
     group: int = 1,
 ) -> tuple[Operation, ...]:
-    if _is_plain(schedule, workers, in_flight) and group == 1 and not rendezvous:
-        return order_one_f_one_b(len(workers), num_micro_batches)
     programs = make_schedule(
         schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight, group=group
     )
     return (order_rendezvous if rendezvous else order_operations)(programs, workers)
-
-
-def _is_plain(schedule: str, workers: Workers, in_flight: tuple[int, ...] | None) -> bool:
-    """Whether this is 1F1B with a worker for each stage and no warm-up depths of its own."""
-    return _prompt_depths(schedule, workers, in_flight) == tuple(range(len(workers), 0, -1))
 
 
 def _prompt_depths(
@@ -293,27 +292,6 @@ def _prompt_depths(
         return None
     depths = in_flight or tuple(range(count, 0, -1))
     return depths if all(0 <= a - b <= PROMPT_DEPTHS for a, b in itertools.pairwise(depths)) else None
-
-
-def _run_rounds(
-    times: StageTimes, num_micro_batches: int, depths: tuple[int, ...], play: Callable[[], Played]
-) -> Simulation:
-    """1F1B of these depths, without its schedule and without the rounds that repeat."""
-    rounds = Rounds(times, num_micro_batches, depths)
-    rounds.run()
-    ends = tuple(rounds.free)
-    work = zip(times.forward_seconds, times.backward_seconds, strict=True)
-    return Simulation(
-        step_seconds=max(ends),
-        stage_end_seconds=ends,
-        busy_seconds=tuple(num_micro_batches * (forward + backward) for forward, backward in work),
-        worker_end_seconds=ends,
-        stage_start_seconds=tuple(rounds.starts),
-        stall_seconds=(0.0,) * times.num_stages,
-        play=play,
-        sent=tuple(rounds.sent),
-        sent_from=rounds.sent_from,
-    )
 
 
 def _run(

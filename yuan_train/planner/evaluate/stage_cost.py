@@ -21,6 +21,7 @@ from yuan_train.planner.costs.unit_costs import Source, UnitCost
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.activation_tiers import LeavingActivations, leaving_activations
 from yuan_train.planner.evaluate.page_tiers import LeavingParameters, group_bytes, leaving_parameters
+from yuan_train.planner.native.pipelines import native_schedule
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.in_flight import in_flight
 from yuan_train.schedule.schedules import make_schedule
@@ -352,9 +353,7 @@ def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
             replicas=replicas,
             depths=pipeline.depths(plan.schedule),
         )
-    workers = pipeline.workers
-    schedule = make_schedule(plan.schedule, num_micro_batches=m, workers=workers)
-    return max(peak_in_flight(schedule[worker], s) for worker in workers[s])
+    return native_schedule(plan.schedule, pipeline.workers, m, None).held[s]
 
 
 OF_A_CARD = ("update_seconds", "late_seconds", "host_bytes", "disk_bytes")

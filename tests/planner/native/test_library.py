@@ -1,0 +1,89 @@
+"""How the compiled core is built, and that it reads and writes nothing but its own memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from yuan_train.config.errors import ConfigError
+from yuan_train.planner.native import library
+
+RANDOM_PIPELINES = """
+import ctypes, random, sys
+from yuan_train.planner.native import pipelines
+
+pipelines.load_library = lambda: ctypes.CDLL(sys.argv[1])
+draw = random.Random(1)
+for _ in range(400):
+    name, stages, count = draw.choice(pipelines.NAMES), draw.randint(1, 8), draw.randint(1, 40)
+    wide = draw.randint(1, stages)
+    if name in ("interleaved_1f1b", "zero_bubble") and draw.random() < 0.5:
+        workers = tuple((s % wide,) for s in range(stages))
+    else:
+        replicas = [draw.choice((1, 1, 2, 3)) for _ in range(stages)]
+        numbers = iter(range(sum(replicas)))
+        workers = tuple(tuple(next(numbers) for _ in range(n)) for n in replicas)
+    times = [[draw.random() for _ in range(n)] for n in (stages, stages, stages, stages - 1, stages - 1)]
+    made = pipelines.native_schedule(name, workers, count, None)
+    made.operations(), made.held
+    pipelines.run_schedule(made, times, blocking=draw.random() < 0.5)
+    depths = tuple(sorted((draw.randint(1, 12) for _ in range(stages)), reverse=True))
+    pipelines.run_rounds(depths, draw.choice((count, 10 * count)), times)
+print("done")
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or not sys.platform.startswith("linux"), reason="needs gcc's sanitizers"
+)
+def test_sanitizers_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc")
+    flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    built = library.build(tmp_path, flags=flags)
+    runtime = subprocess.run(
+        ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    ran = subprocess.run(
+        [sys.executable, "-c", RANDOM_PIPELINES, str(built)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        cwd=Path(__file__).parents[3],
+    )
+    assert ran.returncode == 0 and ran.stdout.strip() == "done", ran.stderr[-3000:]
+
+
+def test_without_a_compiler_it_is_said_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="no compiler.*apt-get install gcc; anywhere: pip install ziglang"):
+        library.load_library.__wrapped__()
+
+
+def test_a_changed_source_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in library.sources():
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    first = library.build(tmp_path)
+    assert library.library_name() == first.name
+    with (tmp_path / "rounds.c").open("a") as file:
+        file.write("/* changed */\n")
+    second = library.build(tmp_path)
+    assert second.name != first.name
+    assert [path.name for path in tmp_path.glob("*.so")] == [second.name]
+    (tmp_path / "rounds.c").write_text("no C\n")
+    with pytest.raises(RuntimeError, match="could not compile the planner's core"):
+        library.build(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.so")] == [second.name]

@@ -1,0 +1,270 @@
+"""Schedules and pipelines in the compiled core: to the bit what `schedule/` and the simulator define."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, byref, c_double, c_int, c_int32, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from yuan_train.planner.native.library import load_library
+from yuan_train.schedule.step import Kind, Workers, num_workers
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+KINDS: tuple[Kind, ...] = (
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "send_activation",
+    "send_gradient",
+)
+"""Of `enum kind`."""
+NAMES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
+"""Of `enum schedule_name`."""
+
+ROUNDS_KEPT = 4
+"""Messages of so many times as many rounds as the first stage is deep are kept: more than a pipeline that
+drains sends."""
+
+Sent = tuple[float, float, int, int]
+"""A message: start and end, in seconds from the step's start, and the workers of sender and receiver."""
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("num_stages", "num_workers", "num_micro_batches", "name")),
+        *((name, POINTER(c_int32)) for name in ("first", "workers", "depths")),
+    ]
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = [
+        (name, c_int32) for name in ("kind", "stage", "micro_batch", "worker", "peer", "waits", "link")
+    ]
+
+
+class _Schedule(ctypes.Structure):
+    _fields_ = [
+        *(
+            (f"num_{name}", c_int32)
+            for name in ("stages", "workers", "micro_batches", "operations", "links", "messages")
+        ),
+        ("operations", POINTER(_Operation)),
+        ("held", POINTER(c_int32)),
+    ]
+
+
+class _Times(ctypes.Structure):
+    _fields_ = [
+        (name, POINTER(c_double))
+        for name in ("forward", "backward", "weight", "send_activation", "send_gradient")
+    ]
+
+
+class _Message(ctypes.Structure):
+    _fields_ = [("start", c_double), ("end", c_double), ("worker", c_int32), ("peer", c_int32)]
+
+
+class _Figures(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER(c_double)) for name in ("stage_start", "stage_end", "busy", "worker_end")),
+        ("sent", POINTER(_Message)),
+        ("room", c_int32),
+        ("num_sent", c_int32),
+        ("sent_from", c_double),
+    ]
+
+
+@functools.cache
+def _core() -> ctypes.CDLL:
+    core = load_library()
+    for name, result, arguments in (
+        ("make_schedule", POINTER(_Schedule), [POINTER(_Layout)]),
+        ("copy_schedule", POINTER(_Schedule), [POINTER(_Schedule)]),
+        ("free_schedule", None, [POINTER(_Schedule)]),
+        ("run_schedule", c_int, [POINTER(_Schedule), POINTER(_Times), c_int, POINTER(_Figures)]),
+        ("run_many", c_int, [POINTER(_Schedule), c_int32, POINTER(_Times), c_int, POINTER(c_double)]),
+        (
+            "run_rounds",
+            c_int,
+            [c_int32, c_int32, POINTER(c_int32), POINTER(_Times), POINTER(_Figures)],
+        ),
+    ):
+        function: Any = getattr(core, name)
+        function.restype, function.argtypes = result, arguments
+    return core
+
+
+def _integers(values: Sequence[int]) -> ctypes.Array[c_int32]:
+    return (c_int32 * max(len(values), 1))(*values)
+
+
+def _doubles(values: Sequence[float]) -> ctypes.Array[c_double]:
+    return (c_double * max(len(values), 1))(*values)
+
+
+class PlainOperation(NamedTuple):
+    """A step of a simulation; see `evaluate/operations.py`."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    worker: int
+    peer: int
+    waits: bool
+
+
+class NativeSchedule:
+    """A schedule in the core's memory, freed with this object."""
+
+    def __init__(self, pointer: Any) -> None:
+        if not pointer:
+            raise MemoryError("no memory for a schedule of the planner")
+        self.pointer = pointer
+        own: Callable[[c_void_p], None] = _core().free_schedule
+        weakref.finalize(self, own, pointer)
+
+    @property
+    def num_messages(self) -> int:
+        """Messages between workers in one step."""
+        return self.pointer.contents.num_messages
+
+    @functools.cached_property
+    def held(self) -> tuple[int, ...]:
+        """The most micro-batches in flight on a worker of each stage."""
+        own = self.pointer.contents
+        return tuple(own.held[: own.num_stages])
+
+    def operations(self) -> tuple[PlainOperation, ...]:
+        """Its operations, each after what it waits for."""
+        own = self.pointer.contents
+        return tuple(
+            PlainOperation(KINDS[o.kind], o.stage, o.micro_batch, o.worker, o.peer, bool(o.waits))
+            for o in own.operations[: own.num_operations]
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def native_schedule(
+    schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None
+) -> NativeSchedule:
+    """What `schedule.make_schedule` and `operations.order_operations` make; of a schedule that is valid."""
+    first, flat = [0], [worker for replicas in workers for worker in replicas]
+    for replicas in workers:
+        first.append(first[-1] + len(replicas))
+    layout = _Layout(
+        len(workers),
+        num_workers(workers),
+        num_micro_batches,
+        NAMES.index(schedule),
+        _integers(first),
+        _integers(flat),
+        None if in_flight is None else _integers(in_flight),
+    )
+    return NativeSchedule(_core().make_schedule(byref(layout)))
+
+
+def schedule_of(
+    operations: Sequence[tuple[Kind, int, int, int, int, bool]], workers: Workers, num_micro_batches: int
+) -> NativeSchedule:
+    """A schedule of operations that were put in order elsewhere."""
+    rows = (_Operation * max(len(operations), 1))()
+    number = {kind: i for i, kind in enumerate(KINDS)}
+    for row, (kind, *others) in zip(rows, operations, strict=False):
+        row.kind = number[kind]
+        row.stage, row.micro_batch, row.worker, row.peer, row.waits = others
+    own = _Schedule(len(workers), num_workers(workers), num_micro_batches, len(operations), 0, 0, rows, None)
+    return NativeSchedule(_core().copy_schedule(byref(own)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeRun:
+    """Seconds of one pipeline's step; as `evaluate.simulator.Simulation` has them."""
+
+    stage_start_seconds: tuple[float, ...]
+    stage_end_seconds: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
+    worker_end_seconds: tuple[float, ...]
+    sent_from: float
+    """`sent_after` knows the messages that arrive later than this."""
+    messages: ctypes.Array[_Message]
+    num_sent: int
+
+    def sent_after(self, seconds: float) -> list[Sent]:
+        """The messages that arrive later than that, at least `sent_from`; none that take no time."""
+        return [
+            (message.start, message.end, message.worker, message.peer)
+            for message in self.messages[: self.num_sent]
+            if message.end > seconds and message.end > message.start
+        ]
+
+
+def _run(run: Callable[[_Figures], int], num_stages: int, count: int, room: int) -> NativeRun:
+    """What `run` writes of stages and `count` workers, with room for so many messages."""
+    starts, ends = ((c_double * num_stages)() for _ in range(2))
+    busy, last = ((c_double * count)() for _ in range(2))
+    room = max(room, 2)
+    sent = (_Message * room)()
+    figures = _Figures(starts, ends, busy, last, sent, room, 0, 0.0)
+    if run(figures):
+        raise MemoryError("no memory to simulate a pipeline of the planner")
+    return NativeRun(
+        stage_start_seconds=tuple(starts),
+        stage_end_seconds=tuple(ends),
+        busy_seconds=tuple(busy),
+        worker_end_seconds=tuple(last),
+        sent_from=figures.sent_from,
+        messages=sent,
+        num_sent=figures.num_sent,
+    )
+
+
+def run_schedule(own: NativeSchedule, times: Sequence[Sequence[float]], *, blocking: bool) -> NativeRun:
+    """Run a schedule. `times`: seconds [stages] of forwards, backwards and their weight-gradient parts, then
+    seconds [stages - 1] of activations and gradients."""
+    core, schedule = _core(), own.pointer.contents
+    seconds = _Times(*map(_doubles, times))
+    return _run(
+        lambda figures: core.run_schedule(own.pointer, byref(seconds), int(blocking), byref(figures)),
+        schedule.num_stages,
+        schedule.num_workers,
+        schedule.num_messages,
+    )
+
+
+def run_rounds(
+    depths: tuple[int, ...], num_micro_batches: int, times: Sequence[Sequence[float]]
+) -> NativeRun:
+    """Run 1F1B of these depths with overlapped sends and a worker for each stage, without the rounds that
+    repeat; `times` as above."""
+    core, stages = _core(), len(depths)
+    own, seconds = _integers(depths), _Times(*map(_doubles, times))
+    return _run(
+        lambda figures: core.run_rounds(stages, num_micro_batches, own, byref(seconds), byref(figures)),
+        stages,
+        stages,
+        2 * (stages - 1) * min(num_micro_batches, ROUNDS_KEPT * depths[0]),
+    )
+
+
+def run_many(own: NativeSchedule, times: Sequence[Floats], *, blocking: bool) -> Floats:
+    """The end of each stage [N, stages] of N pipelines that run the same schedule; `times` as above, each
+    with N rows."""
+    import numpy as np
+
+    rows = [np.ascontiguousarray(part, dtype=np.float64) for part in times]
+    ends = np.empty_like(rows[0])
+    pointers = [part.ctypes.data_as(POINTER(c_double)) for part in rows]
+    target = ends.ctypes.data_as(POINTER(c_double))
+    if _core().run_many(own.pointer, len(ends), byref(_Times(*pointers)), int(blocking), target):
+        raise MemoryError("no memory to simulate pipelines of the planner")
+    return ends

@@ -1,0 +1,204 @@
+/* 1F1B in virtual time, without its schedule, and without the rounds that repeat.
+ *
+ * Before its backward k, stage s has run its forwards up to k + K_s - 1, K_s its depth. So in each round k everything
+ * awaited is known if forwards run from the first stage on, then backwards from the last one on. What a round adds to
+ * the times of the one before is a sum of constants and maxima of them (a max-plus linear map): if some rounds have
+ * added the same number of seconds to all of them, so will as many rounds after them, until a stage has no forward left.
+ */
+#include <math.h>
+
+#include "memory.h"
+#include "pipeline.h"
+
+/* Times are the same up to this part of the longest of them. */
+static const double SAME = 1e-12;
+
+struct rounds {
+    int32_t num_stages, count;
+    const int32_t *depths;
+    const struct times *times;
+    struct figures *figures;
+    double *free, *link, *back_link; /* [stages]: when the worker, and each link down and up, is free */
+    int32_t *done;                   /* [stages]: forwards */
+    double *arrived;                 /* [stages, room]: when the input of a forward is there; see `input_of` */
+    double *spare;                   /* [room] */
+    int32_t room;                    /* inputs of a stage that may wait */
+    double *before;                  /* [stages, row_size]: the times after the last rounds */
+    int32_t *row_sizes;              /* [stages]: of the rows of `before` */
+    size_t row_size;
+    int32_t num_before, newest;
+};
+
+/* Where the input of a stage's forward is noted. */
+static double *input_of(const struct rounds *run, int32_t stage, int32_t m)
+{
+    return run->arrived + (size_t)stage * run->room + m % run->room;
+}
+
+static void run_forwards(struct rounds *run, int32_t stage, int32_t k)
+{
+    int32_t upto = k + run->depths[stage] < run->count ? k + run->depths[stage] : run->count;
+    for (int32_t m = run->done[stage]; m < upto; m++) {
+        double now = run->free[stage], ready = stage ? *input_of(run, stage, m) : 0.0;
+        now = ready > now ? ready : now;
+        if (!m)
+            run->figures->stage_start[stage] = now;
+        run->free[stage] = now = now + run->times->forward[stage];
+        if (stage + 1 < run->num_stages) {
+            double start = run->link[stage] > now ? run->link[stage] : now;
+            double end = start + run->times->send_activation[stage];
+            run->link[stage] = *input_of(run, stage + 1, m) = end;
+            log_message(run->figures, start, end, stage, stage + 1);
+        }
+    }
+    if (upto > run->done[stage])
+        run->done[stage] = upto;
+}
+
+static void run_round(struct rounds *run, int32_t k)
+{
+    for (int32_t stage = 0; stage < run->num_stages; stage++)
+        run_forwards(run, stage, k);
+    double ready = 0.0;
+    for (int32_t stage = run->num_stages - 1; stage >= 0; stage--) {
+        double now = run->free[stage];
+        run->free[stage] = now = (ready > now ? ready : now) + run->times->backward[stage];
+        if (stage) {
+            double start = run->back_link[stage] > now ? run->back_link[stage] : now;
+            run->back_link[stage] = ready = start + run->times->send_gradient[stage - 1];
+            log_message(run->figures, start, ready, stage, stage - 1);
+        }
+    }
+}
+
+/* All times after a round, into `row`; how many. The ends of the first and of the last stage stand first: they soon
+ * show the most of all differences. */
+static int32_t write_row(const struct rounds *run, double *row)
+{
+    int32_t n = run->num_stages, size = 2;
+    row[0] = run->free[0];
+    row[1] = run->free[n - 1];
+    for (int32_t stage = 0; stage < n; stage++) {
+        row[size + stage] = run->free[stage];
+        row[size + n + stage] = run->link[stage];
+        row[size + 2 * n + stage] = run->back_link[stage];
+    }
+    size += 3 * n;
+    for (int32_t stage = 1; stage < n; stage++)
+        for (int32_t m = run->done[stage]; m < run->done[stage - 1]; m++)
+            row[size++] = *input_of(run, stage, m);
+    return size;
+}
+
+static int is_repeated(const double *then, const double *now, int32_t size, double most, double added)
+{
+    /* A link that there is not stays at 0. */
+    for (int32_t i = 1; i < size; i++)
+        if (!(fabs(now[i] - then[i] - added) <= most) && now[i] != 0.0)
+            return 0;
+    return 1;
+}
+
+/* The least number of rounds that have added the same to all times, and what they added; 0 if none have. */
+static int32_t repeated_rounds(const struct rounds *run, const double *now, int32_t size, double *added)
+{
+    double most = 0.0;
+    for (int32_t i = 0; i < size; i++)
+        most = now[i] > most ? now[i] : most;
+    most *= SAME;
+    for (int32_t i = 0; i < run->num_before; i++) {
+        int32_t row = (run->newest + run->num_stages - i) % run->num_stages;
+        const double *then = run->before + row * run->row_size;
+        if (run->row_sizes[row] != size)
+            return 0;
+        *added = now[0] - then[0];
+        if (is_repeated(then, now, size, most, *added))
+            return i + 1;
+    }
+    return 0;
+}
+
+/* The inputs that wait, which become those of later forwards. */
+static void shift_inputs(struct rounds *run, int32_t stage, int32_t rounds, double seconds)
+{
+    int32_t first = run->done[stage], count = stage ? run->done[stage - 1] - first : 0;
+    for (int32_t i = 0; i < count; i++)
+        run->spare[i] = *input_of(run, stage, first + i) + seconds;
+    for (int32_t i = 0; i < count; i++)
+        *input_of(run, stage, first + rounds + i) = run->spare[i];
+}
+
+/* Add so many rounds, of so many seconds in all. */
+static void repeat(struct rounds *run, int32_t rounds, double seconds)
+{
+    for (int32_t stage = 0; stage < run->num_stages; stage++) {
+        shift_inputs(run, stage, rounds, seconds);
+        run->free[stage] += seconds;
+        run->link[stage] += seconds;
+        run->back_link[stage] += seconds;
+    }
+    run->figures->num_sent = 0;
+    run->figures->sent_from = 0.0;
+    for (int32_t stage = 0; stage < run->num_stages; stage++) {
+        run->done[stage] += rounds;
+        run->figures->sent_from = fmax(run->figures->sent_from, fmax(run->link[stage], run->back_link[stage]));
+    }
+}
+
+static void run_all(struct rounds *run)
+{
+    int32_t deepest = 0;
+    for (int32_t stage = 0; stage < run->num_stages; stage++)
+        deepest = run->depths[stage] > deepest ? run->depths[stage] : deepest;
+    for (int32_t k = 0, last_full = run->count - deepest; k < run->count; k++) {
+        run_round(run, k);
+        if (k >= last_full)
+            continue;
+        int32_t row = (run->newest + 1) % run->num_stages;
+        /* A row more than is compared: the new one. */
+        double *now = run->before + run->num_stages * run->row_size, added = 0.0;
+        int32_t size = write_row(run, now), rounds = repeated_rounds(run, now, size, &added);
+        int32_t times = rounds ? (last_full - k) / rounds : 0;
+        if (times) {
+            repeat(run, times * rounds, times * added);
+            k += times * rounds;
+            run->num_before = 0;
+            continue;
+        }
+        memcpy(run->before + row * run->row_size, now, (size_t)size * sizeof(double));
+        run->row_sizes[row] = size;
+        run->newest = row;
+        run->num_before += run->num_before < run->num_stages;
+    }
+}
+
+int run_rounds(int32_t num_stages, int32_t num_micro_batches, const int32_t *depths, const struct times *times,
+               struct figures *figures)
+{
+    struct arena arena = {.blocks = NULL};
+    if (setjmp(arena.failed)) {
+        release(&arena);
+        return -1;
+    }
+    /* Inputs that wait: as many as a stage is deeper than the next one. */
+    size_t row_size = 2 + 3 * (size_t)num_stages + (size_t)depths[0];
+    struct rounds run = {
+        .num_stages = num_stages, .count = num_micro_batches, .depths = depths, .times = times,
+        .figures = figures, .row_size = row_size,
+        .free = TAKE(&arena, num_stages, double), .link = TAKE(&arena, num_stages, double),
+        .back_link = TAKE(&arena, num_stages, double), .done = TAKE(&arena, num_stages, int32_t),
+        .arrived = TAKE(&arena, (size_t)num_stages * (depths[0] + 1), double),
+        .spare = TAKE(&arena, depths[0] + 1, double), .room = depths[0] + 1,
+        .before = TAKE(&arena, (num_stages + 1) * row_size, double),
+        .row_sizes = TAKE(&arena, num_stages, int32_t),
+    };
+    figures->num_sent = 0;
+    figures->sent_from = -1.0;
+    run_all(&run);
+    for (int32_t stage = 0; stage < num_stages; stage++) {
+        figures->stage_end[stage] = figures->worker_end[stage] = run.free[stage];
+        figures->busy[stage] = num_micro_batches * (times->forward[stage] + times->backward[stage]);
+    }
+    release(&arena);
+    return 0;
+}
