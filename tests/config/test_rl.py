@@ -102,6 +102,7 @@ def test_every_fault_at_once() -> None:
         ("critic={gamma: 1.5}", "critic.gamma"),
         ("algorithm={advantage: return, scale: group}", "wanted batch or none"),
         ("generation.slots=24", "wanted a multiple of 16"),
+        ("generation.weights=in_flight", "do not take weights between two tokens yet; set between_batches"),
         ("train.micro_batch_size=7", "512 answers of an update do not divide into micro-batches of 7"),
         ("data.prompts=[]", "wanted at least one, got none"),
         ("data.evaluation=", "evaluation.every: there is nothing to measure"),

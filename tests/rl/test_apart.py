@@ -8,10 +8,15 @@ import re
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
@@ -19,10 +24,14 @@ from tests.support.spawn import as_rank, free_port, spawn, start_ranks
 from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
-from yuan_train.config.errors import ConfigError
+from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
+from yuan_train.parallel.links import Link
+from yuan_train.rl.apart import _Server  # pyright: ignore[reportPrivateUsage]
+from yuan_train.rl.channels import Channel
+from yuan_train.rl.generator import EngineClock, NotFinite
 from yuan_train.rl.job import check_supported
 
 POLICY, ENGINES = "2x4: 1@0 | 3@1", "4x1: 1@0 | 3@1 / 4x1: 4@2"
@@ -52,8 +61,12 @@ def run_cases(rank: int, cases: list[tuple[Path, tuple[str, ...], RlPlan, int]])
 def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     path = write_rl(tmp_path)
     save = f"checkpoint.directory={tmp_path / 'ck'}"
+    measured = (
+        f"data.evaluation={tmp_path / 'prompts.jsonl'}",
+        "evaluation={every: 1, samples: 4, temperature: 1.0}",
+    )
     cases = {
-        "sync": (0, ()),
+        "sync": (0, measured),
         "begun": (0, (save, "train.steps=1")),
         "resumed": (0, (save,)),
         "async": (2, ("train.steps=4", "algorithm.filter=zero_variance")),
@@ -71,15 +84,21 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
             for name, (staleness, more) in cases.items()
         ],
     )
-    run_rl(RLCase(path, tmp_path / "alone"))
+    run_rl(RLCase(path, tmp_path / "alone", overrides=measured))
     alone = read_lines(tmp_path / "alone")
     assert read_lines(tmp_path / "sync", "samples.jsonl") == read_lines(tmp_path / "alone", "samples.jsonl")
+    # What is measured are the weights behind the step, which are new to engines; each step moves the figures.
+    figures = [line["evaluation"] for line in alone]
+    assert figures[0] != figures[1]
+    assert [line["evaluation"] for line in read_lines(tmp_path / "sync")] == figures
     together = [*read_lines(tmp_path / "begun"), *read_lines(tmp_path / "resumed")]
     for curve in (read_lines(tmp_path / "sync"), together):
         for found, expected in zip(curve, alone, strict=True):
             for key in ("loss", "grad_norm", "reward", "entropy_estimate"):
                 assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
             assert found["staleness_max"] == 0 and found["log_prob_gap"]["max"] < 1e-12
+            # An engine's groups of slots are those of its plan: all answers of a batch at once, as alone.
+            assert found["rounds"] == expected["rounds"] > 0
     for found, expected in zip(together, read_lines(tmp_path / "sync"), strict=True):
         assert {k: found[k] for k in ("loss", "grad_norm")} == {k: expected[k] for k in ("loss", "grad_norm")}
     curve = read_lines(tmp_path / "async")
@@ -193,6 +212,71 @@ def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
     assert wanted in policy and "last good checkpoint is that of step 1" in policy
     assert "policy rank 0 (rank 0 of the job) is gone" in engine
     assert {line["step"] for line in read_lines(tmp_path / "log", "samples.jsonl")} == {1}
+
+
+@dataclass
+class Mail:
+    """A link's end without processes: what is sent waits for the other end, and is held until waited for."""
+
+    arriving: deque[torch.Tensor] = field(default_factory=deque[torch.Tensor])
+    other: Mail | None = None
+    held: int = 0
+
+    def send(self, tensor: torch.Tensor, receiver: int) -> Callable[[], None]:
+        assert self.other is not None
+        self.other.arriving.append(tensor.clone())
+        self.held += 1
+
+        def wait() -> None:
+            self.held -= 1
+
+        return wait
+
+    def receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
+        return lambda: None if tensor.copy_(self.arriving.popleft()) is tensor else None
+
+
+def test_messages_that_were_read_are_let_go() -> None:
+    """As a run sends them: weights and tickets, a batch ahead, and answers. What is held does not grow."""
+    ends = Mail(), Mail()
+    ends[0].other, ends[1].other = ends[1], ends[0]
+    controller, engine = (Channel(cast(Link, end), 0) for end in ends)
+    controller.send(("generate", 0))
+    held: list[tuple[int, int]] = []
+    for step in range(40):
+        for message in (("weights", step), ("generate", step + 1)):
+            controller.send(message)
+        assert engine.receive() == ("generate", step)
+        engine.send({"answers": step})
+        assert controller.receive() == {"answers": step}
+        assert engine.receive() == ("weights", step)
+        held.append((ends[0].held, ends[1].held))
+    assert held[9] == held[39] == (4, 2), "header and body of two messages, and of the last answer"
+    controller.flush()
+    assert ends[0].held == 0
+
+
+def test_an_engine_tells_the_policy_of_weights_at_fault_alone() -> None:
+    """Whatever else ends the generation ends the engine: its text does not matter."""
+
+    def served(failure: TrainingError) -> list[Any]:
+        told: list[Any] = []
+
+        def generate(tickets: object, drawing: object) -> None:
+            raise failure
+
+        server = object.__new__(_Server)
+        orders = iter([("generate", [], None), ("stop",)])
+        server._next = lambda: next(orders)
+        server._engine = cast(Any, SimpleNamespace(generate=generate, clock=EngineClock()))
+        server._channel = cast(Any, SimpleNamespace(send=told.append))
+        server.run()
+        return told
+
+    (answer,) = served(NotFinite("ticket 2"))
+    assert answer["error"] == "ticket 2" and answer["samples"] == []
+    with pytest.raises(TrainingError, match="the log-probability did not come"):
+        served(TrainingError("rank 1 is gone: the log-probability did not come"))
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from tests.support.project import parse_plan
 from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
+from yuan_train.planner.evaluate import engines
+from yuan_train.rl.generator import num_groups
 
 PLANS = {
     "uneven": ("2x4: 1@0 | 3@1,2", "1f1b", False),
@@ -76,3 +78,21 @@ def check(folder: Path, cases: dict[str, RLCase]) -> None:
             for key in ("loss", "grad_norm", "reward", "entropy_estimate", "ratio_max", "kl"):
                 assert line[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12), (name, key)
             assert line["log_prob_gap"]["max"] < 1e-12
+            # No slot is in a group that its prompt's answers do not fill: all are written at once, as alone.
+            assert line["rounds"] == wanted["rounds"] > 0, name
+
+
+@pytest.mark.parametrize(
+    ("stages", "slots", "group", "groups"),
+    [(1, 128, 8, 1), (2, 128, 8, 8), (2, 128, 32, 4), (2, 128, 64, 2), (3, 128, 8, 8), (2, 2, 4, 1)],
+)
+def test_a_group_of_slots_holds_the_answers_to_whole_prompts(
+    stages: int, slots: int, group: int, groups: int
+) -> None:
+    """16 prompts in 12 groups would be two waves; in 8 they are one. The planner counts as many groups of the
+    slots that it gives."""
+    assert num_groups(stages, slots=slots, group=group) == groups
+    for given in range(1, 40):
+        planned = engines.num_groups(stages, given)
+        each = given // planned
+        assert num_groups(stages, slots=planned * each * group, group=group) == planned

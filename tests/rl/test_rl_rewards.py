@@ -18,6 +18,8 @@ FUNCTIONS = """\
 import os
 import time
 
+import numpy
+
 
 def any_of_these(prompt, completion="", **more):
     print("megabytes" * 500_000)
@@ -28,7 +30,8 @@ def any_of_these(prompt, completion="", **more):
         time.sleep(60)
     if prompt == "ends":
         os._exit(3)
-    return {"text": "1.0", "nan": float("nan")}.get(prompt, len(more["completion_ids"]) / 2)
+    odd = {"text": "1.0", "nan": float("nan"), "array": numpy.ones(2)}
+    return odd.get(prompt, len(more["completion_ids"]) / 2)
 
 
 def strange(colour):
@@ -77,6 +80,7 @@ def test_what_a_function_may_do(tmp_path: Path) -> None:
         "ends": "ended its process (exit code 3)",
         "text": "any_of_these returned '1.0' (str); wanted a number",
         "nan": "any_of_these returned nan; wanted a finite number",
+        "array": "any_of_these returned array([1., 1.]) (ndarray); wanted a number",
         "fine again": None,
     }
     with Scorers(RewardConfig(functions=functions, timeout=4.0)) as scorers:

@@ -100,6 +100,20 @@ def test_aipo_is_the_clipped_loss_where_nothing_is_old(project: Path, tmp_path: 
     assert norms["decoupled"] == pytest.approx(norms["none"], rel=1e-6)
 
 
+def test_what_is_measured_is_of_all_updates_of_a_batch(project: Path, tmp_path: Path) -> None:
+    """Before the first step the policy is that which drew: each ratio is 1, and there the gap is taken."""
+    shared = ("train.steps=1", "optimizer.learning_rate=3e-2", "algorithm.clip=[0.01, 0.01]")
+    for updates in (1, 2):
+        folder = tmp_path / str(updates)
+        (line,) = run_rl(RLCase(project, folder, None, (*shared, f"algorithm.updates={updates}")))
+        assert line["log_prob_gap"]["max"] < 1e-12 and line["optimizer_steps"] == updates
+        if updates == 1:
+            assert line["ratio_max"] == pytest.approx(1, abs=1e-12) and line["clipped"] == 0
+        else:
+            assert line["ratio_max"] > 1.05 and 0.1 < line["clipped"] <= 0.9
+            assert line["ratio_mean"] != pytest.approx(1, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_baseline", "reinforce_plus_plus"])
 def test_every_algorithm_trains(project: Path, tmp_path: Path, name: str) -> None:
     where = "reward" if name in ("rloo", "reinforce_plus_plus") else "loss"

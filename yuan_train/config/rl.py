@@ -97,8 +97,9 @@ class GenerationConfig:
     """Answers that a pipeline writes at a time; None: those of a step, at most 128."""
     prefill_chunk: Count = 512
     """Tokens of a prompt that are read at a time."""
-    weights: Literal["in_flight", "between_groups"] = "in_flight"
-    """When engines of their own take new weights: between two tokens, or when their answers are written."""
+    weights: Literal["between_batches", "in_flight"] = "between_batches"
+    """When engines of their own take new weights: when the answers of a batch are written, or between two
+    tokens; `in_flight` is not there yet."""
     on_lost_engine: OnLostEngine = "stop"
     """When an engine of several on cards of their own is lost: end the run, or go on with the others."""
 

@@ -88,6 +88,12 @@ def _sizes(run: RLConfig) -> Iterator[Violation]:
             ("train", "micro_batch_size"),
             f"{rows} answers of an update do not divide into micro-batches of {train.micro_batch_size}",
         )
+    if generation.weights == "in_flight":
+        yield Violation(
+            ("generation", "weights"),
+            "in_flight: engines do not take weights between two tokens yet; set between_batches, or leave it "
+            "out",
+        )
     if generation.slots is not None and generation.slots % group:
         yield Violation(
             ("generation", "slots"),

@@ -1,8 +1,8 @@
 """Roles on cards of their own: the policy's side issues tickets and publishes weights, engines serve them.
 
-The controller is rank 0 of the policy. It walks the flow of `schedule/flow.py`: tickets of batch k are issued
-when version k - staleness is published, and consumed in their order, so that an answer's weights are never
-older than the bound and none is thrown away for its age. An engine does what it is told in the order in which
+The controller is rank 0 of the policy. Tickets of batch k are issued when version k - staleness is published
+(`schedule.flow.newest_batch`), and consumed in their order, so that an answer's weights are never older than
+the bound and none is thrown away for its age. An engine does what it is told in the order in which
 it is told: take weights, answer tickets, stop. While it answers, the policy trains.
 """
 
@@ -39,13 +39,14 @@ from yuan_train.rl.engines import (
     weight_buckets,
     weight_link,
 )
-from yuan_train.rl.generator import Drawing, Engine
+from yuan_train.rl.generator import Drawing, Engine, NotFinite
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.reference import own_weights
 from yuan_train.rl.remote import RemoteRewardModel
 from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers
 from yuan_train.rl.tickets import Sample, Ticket, share_out
+from yuan_train.schedule.flow import newest_batch
 from yuan_train.train.build import DTYPES, build_part
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.signals import stop_on_sigterm
@@ -60,9 +61,22 @@ class Told:
     """Of the weights that drew each group."""
     engine_seconds: float
     """Of generation, the busiest engine's."""
+    rounds: int
+    """The most of any engine."""
     sync_seconds: float
     """In which the policy packed weights and waited for those before to be taken."""
     sync_bytes: int
+
+
+@dataclass(frozen=True)
+class _ToldOfTicket:
+    """What an engine told of a ticket: the version of its weights, and the ticket's part of what a message of
+    several took."""
+
+    version: int
+    engine: int
+    seconds: float
+    rounds: float
 
 
 class RemoteCollector(Collector):
@@ -93,9 +107,9 @@ class RemoteCollector(Collector):
         self._issued = 0
         self._owner: dict[int | str, int] = {}
         self._found: dict[int | str, list[Sample]] = {}
-        self._told: dict[int | str, tuple[int, int, float]] = {}
-        """Of each ticket since the last batch: version, engine, and its part of the seconds of generation."""
-        self._told_early: dict[int | str, tuple[int, int, float]] = {}
+        self._told: dict[int | str, _ToldOfTicket] = {}
+        """Of each ticket since the last batch."""
+        self._told_early: dict[int | str, _ToldOfTicket] = {}
         """The same of tickets that no batch has taken yet."""
         self._open: dict[int | str, tuple[Ticket, Drawing]] = {}
         """On the controller: what is asked and not answered; if its engine is lost, another one is asked."""
@@ -104,9 +118,9 @@ class RemoteCollector(Collector):
     def begin(self, version: int, *, first_ticket: int, replaced: int) -> None:
         """Publish the weights of `version` batches, and issue all tickets that it allows; `replaced` are the
         groups that were filtered or failed so far."""
-        self._publish(version)
+        self.publish(version)
         per_step = self._job.run.train.prompts_per_step
-        limit = (version + 1 + self._staleness) * per_step + replaced
+        limit = (newest_batch(version, self._staleness) + 1) * per_step + replaced
         group = self._job.run.algorithm.group
         first = max(self._issued, first_ticket)
         # In messages of a batch each: an engine takes new weights between two of them.
@@ -115,21 +129,8 @@ class RemoteCollector(Collector):
             self._issue([Ticket(n, self._job.prompts[n].ids, group) for n in numbers], self._drawing)
         self._issued = max(limit, first)
 
-    def told(self, tickets: Sequence[int]) -> Told:
-        """What the engines told of a batch of these tickets; on rank 0 with seconds."""
-        versions = tuple(self._told[number][0] for number in tickets)
-        seconds: dict[int, float] = {}
-        for _, engine, part in self._told.values():
-            seconds[engine] = seconds.get(engine, 0.0) + part
-        self._told.clear()
-        return Told(versions, max(seconds.values()), self._sync_seconds, self._sync_bytes)
-
-    def stop(self) -> None:
-        """Tell the engines to end, once they have taken all that was sent."""
-        with as_training_error(self._trainer.runtime.coord):
-            self._engines.stop()
-
-    def _publish(self, version: int) -> None:
+    def publish(self, version: int) -> None:
+        """Send the engines the weights as they are, those of `version` batches, unless they have had them."""
         if version == self._published:
             return
         start = time.perf_counter()
@@ -139,6 +140,27 @@ class RemoteCollector(Collector):
         self._published = version
         self._sync_seconds = time.perf_counter() - start
         self._ask_again()
+
+    def told(self, tickets: Sequence[int]) -> Told:
+        """What the engines told of a batch of these tickets; on rank 0 with seconds."""
+        versions = tuple(self._told[number].version for number in tickets)
+        seconds, rounds = dict[int, float](), dict[int, float]()
+        for told in self._told.values():
+            seconds[told.engine] = seconds.get(told.engine, 0.0) + told.seconds
+            rounds[told.engine] = rounds.get(told.engine, 0.0) + told.rounds
+        self._told.clear()
+        return Told(
+            versions,
+            max(seconds.values()),
+            round(max(rounds.values())),
+            self._sync_seconds,
+            self._sync_bytes,
+        )
+
+    def stop(self) -> None:
+        """Tell the engines to end, once they have taken all that was sent."""
+        with as_training_error(self._trainer.runtime.coord):
+            self._engines.stop()
 
     def _issue(self, tickets: Sequence[Ticket], drawing: Drawing) -> None:
         self._ask(tickets, drawing)
@@ -199,7 +221,10 @@ class RemoteCollector(Collector):
         tickets = {sample.ticket for sample in answers["samples"]}
         for ticket in tickets:
             del self._open[ticket]
-        told = answers["version"], engine, answers["seconds"] / max(len(tickets), 1)
+        count = max(len(tickets), 1)
+        told = _ToldOfTicket(
+            answers["version"], engine, answers["seconds"] / count, answers["rounds"] / count
+        )
         self._told_early |= dict.fromkeys(tickets, told)
 
 
@@ -285,6 +310,7 @@ class _Server:
         self._engine = Engine(
             runtime,
             slots=pipeline.num_sequences,
+            groups=pipeline.num_micro_batches,
             group=run.algorithm.group,
             max_prompt_tokens=run.data.max_prompt_tokens,
             max_new_tokens=run.generation.max_new_tokens,
@@ -318,14 +344,17 @@ class _Server:
             start, samples, error = time.perf_counter(), list[Sample](), None
             try:
                 samples = self._engine.generate(tickets, drawing)
-            except TrainingError as failure:
-                if "log-probability" not in str(failure):
-                    raise
+            except NotFinite as failure:
                 error = str(failure)
             if self._channel is not None:
-                seconds = time.perf_counter() - start
                 self._channel.send(
-                    {"version": version, "seconds": seconds, "samples": samples, "error": error}
+                    {
+                        "version": version,
+                        "seconds": time.perf_counter() - start,
+                        "rounds": self._engine.clock.rounds,
+                        "samples": samples,
+                        "error": error,
+                    }
                 )
 
     def _next(self) -> Any:

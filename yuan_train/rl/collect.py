@@ -38,6 +38,8 @@ class Collected:
     filtered: int
     """Of these, those that were replaced."""
     failed: int
+    rounds: int
+    """Of generation, the most of any pipeline; 0 where other cards generate."""
     generation_seconds: float
     scoring_seconds: float
 
@@ -60,6 +62,8 @@ class Collector:
         self._scorers = scorers
         run = job.run
         self._reward_model = reward_model
+        self._rounds = 0
+        """Of the batch that is collected, the most of any pipeline."""
         self._drawing = Drawing(
             seed=run.train.seed,
             max_new_tokens=run.generation.max_new_tokens,
@@ -80,6 +84,7 @@ class Collector:
         zero_variance = filtered = failed = 0
         seconds = [0.0, 0.0]
         error: str | None = None
+        self._rounds = 0
         while len(kept) < wanted:
             count = min(wanted - len(kept), last - ticket)
             if not count:
@@ -107,6 +112,7 @@ class Collector:
             zero_variance,
             filtered,
             failed,
+            self._rounds,
             generation_seconds=seconds[0],
             scoring_seconds=seconds[1],
         )
@@ -179,13 +185,16 @@ class Collector:
         shares, coord = self._job.shares, self._trainer.runtime.coord
         assert self._engine is not None
         mine = self._engine.generate(share_out(tickets, shares)[coord.pipeline], drawing)
+        rounds = self._engine.clock.rounds
         if len(shares) > 1:
             grid = self._trainer.runtime.grid
             is_first = coord.rank == min(r for replica in grid.replicas(coord.pipeline) for r in replica)
             gathered: list[Any] = [None] * dist.get_world_size()
             with guard_world_collective(coord, "the gathering of answers"):
-                dist.all_gather_object(gathered, mine if is_first else [])
-            mine = [sample for samples in gathered for sample in samples]
+                dist.all_gather_object(gathered, (mine if is_first else [], rounds))
+            mine = [sample for samples, _ in gathered for sample in samples]
+            rounds = max(own for _, own in gathered)
+        self._rounds += rounds
         found: dict[int | str, list[Sample]] = {ticket.number: [] for ticket in tickets}
         for sample in mine:
             found[sample.ticket].append(sample)

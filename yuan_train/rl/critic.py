@@ -111,7 +111,7 @@ class Critic:
         device = trainer.device
         self._loss.begin(rows.place.to(device), old_N.to(device), returns_N.to(device))
         try:
-            result, _ = self._lanes.train(rows, lr=lr * self._rate, clip=self._clip_norm)
+            result = self._lanes.train(rows, lr=lr * self._rate, clip=self._clip_norm)
         except TrainingError as error:
             raise type(error)(f"the critic: {error}") from error
         trainer.stopwatch.read()

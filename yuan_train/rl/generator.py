@@ -39,6 +39,20 @@ GROUPS_PER_STAGE = 4
 """Groups of slots in flight for each stage: the pipeline then stands idle a fifth of a round, or less."""
 
 
+class NotFinite(TrainingError):
+    """A log-probability of a draw is not finite: the weights are at fault, and every rank of it knows."""
+
+
+def num_groups(num_stages: int, *, slots: int, group: int) -> int:
+    """Groups of slots of a pipeline without a plan of its own for them: GROUPS_PER_STAGE for each stage, but
+    none smaller than the answers to a prompt, which stay where it was read; alike in whole prompts."""
+    if num_stages == 1:
+        return 1
+    prompts = max(slots // group, 1)
+    each = -(-prompts // min(GROUPS_PER_STAGE * num_stages, prompts))
+    return -(-prompts // each)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
     """How tokens are drawn; the same for all answers of a call."""
@@ -152,13 +166,15 @@ class EngineClock:
     """Of reading prompts, first tokens drawn, and giving them slots."""
     round_seconds: list[float] = field(default_factory=list[float])
     """Of each round behind it; 0 of the last, if prompts' first tokens were all that was left."""
+    rounds: int = 0
+    """In which slots got a token each."""
 
 
 class Engine:
     """Writes answers on the pipeline of this rank; every rank of it calls the same.
 
-    `slots` answers are under way at a time. With `weights` of the runtime that are about to change between
-    two calls nothing is kept from one to the next.
+    `slots` answers are under way at a time, in groups. The runtime's weights may change between two calls:
+    nothing is kept from one to the next.
     """
 
     def __init__(
@@ -166,6 +182,7 @@ class Engine:
         runtime: RankRuntime,
         *,
         slots: int,
+        groups: int | None = None,
         group: int,
         max_prompt_tokens: int,
         max_new_tokens: int,
@@ -175,7 +192,8 @@ class Engine:
         stopwatch: Stopwatch,
         ranks: dist.ProcessGroup | None,
     ) -> None:
-        """`ranks`: the process group of the pipeline's ranks; None for one rank."""
+        """`groups`: of the slots, as a plan has them; None: see `num_groups`. `group`: answers to a prompt.
+        `ranks`: the process group of the pipeline's ranks; None for one rank."""
         self._runtime = runtime
         self._group_size = group
         self._max_prompt_tokens = max_prompt_tokens
@@ -186,15 +204,15 @@ class Engine:
         self._ranks = ranks
         grid, coord = runtime.grid, runtime.coord
         workers = grid.workers(coord.pipeline)
-        widest = max(map(len, workers))
         # Each replica of a stage takes every so many-th group.
-        num_groups = max(min(GROUPS_PER_STAGE * len(workers), slots), widest) if len(workers) > 1 else widest
-        self._slots = -(-slots // num_groups)
-        self._num_groups = num_groups
+        self._num_groups = max(
+            groups or num_groups(len(workers), slots=slots, group=group), *map(len, workers)
+        )
+        self._slots = -(-slots // self._num_groups)
         hidden = grid.plan.model.hidden_size
         self._hidden = hidden
         self._program, self._bridge = make_forward_lane(
-            runtime, num_groups, Boundary((self._slots, 1, hidden), dtype, device)
+            runtime, self._num_groups, Boundary((self._slots, 1, hidden), dtype, device)
         )
         self._stages = {s: _Stage(cast(Transformer, part), self) for s, part in runtime.parts.items()}
         self._executor = Executor(self._stages, self._bridge, stopwatch)
@@ -220,8 +238,8 @@ class Engine:
     def generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[Sample]:
         """Answer every ticket `count` times; collective over the pipeline's ranks, which all get the answers.
 
-        They come in the order of tickets and numbers. Raises TrainingError if a peer is lost, or, naming the
-        ticket, if a log-probability is not finite.
+        They come in the order of tickets and numbers. Raises TrainingError if a peer is lost, and NotFinite,
+        naming the ticket, if a log-probability is not finite.
         """
         self.drawing = drawing
         queue = deque(ticket for ticket in tickets if ticket.count)
@@ -359,6 +377,7 @@ class Engine:
             counts[number] = len(held)
         if not counts:
             return
+        self.clock.rounds += 1
         self._run(works, (self._slots, 1))
         drawn = self._exchange(counts)
         for number in counts:
@@ -372,7 +391,7 @@ class Engine:
     def _append(self, answer: _Answer, drawn: tuple[float, float], found: list[Sample]) -> bool:
         """Add a token to an answer; whether that ended it."""
         if not all(map(math.isfinite, drawn)):
-            raise TrainingError(
+            raise NotFinite(
                 f"ticket {answer.ticket.number}, answer {answer.number}: the log-probability of token "
                 f"{len(answer.ids)} is {drawn[1]}"
             )

@@ -61,12 +61,14 @@ class RLJob:
         return tuple(p.num_sequences / plan.global_batch_size for p in plan.pipelines)
 
     def slots(self, pipeline: int) -> int:
-        """Answers that a pipeline writes at a time."""
+        """Answers that a pipeline writes at a time: without a number in the run, those of its prompts."""
         group = self.run.algorithm.group
         if self.run.generation.slots is not None:
             return self.run.generation.slots
-        wanted = round(self.run.samples_per_step * self.shares[pipeline])
-        return max(group, min(wanted, MOST_SLOTS) // group * group)
+        plan, prompts = self.policy.plan, self.run.train.prompts_per_step
+        # Rounded up: where one prompt has no slots, all the others' rounds are made twice.
+        own = -(-prompts * plan.pipelines[pipeline].num_sequences // plan.global_batch_size)
+        return max(group, min(own * group, MOST_SLOTS) // group * group)
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -37,11 +37,11 @@ class Lanes:
 
     def train(
         self, rows: Rows, *, lr: float, clip: float, scale: float = 1.0, may_skip: bool = False
-    ) -> tuple[StepResult, Trainer]:
-        """One optimizer step on rows, and the trainer that made it; see `train_step`."""
+    ) -> StepResult:
+        """One optimizer step on rows; see `train_step`."""
         trainer = self._use(rows)
         trainer.runtime.reducer.follow(trainer.runtime.program)
-        result = train_step(
+        return train_step(
             trainer,
             self._answers,
             first_sample=0,
@@ -51,7 +51,6 @@ class Lanes:
             scale=scale,
             may_skip=may_skip,
         )
-        return result, trainer
 
     def record(self, rows: Rows, make: Callable[[Tensor], Recorder], what: str) -> Tensor:
         """What a recorder sees of all tokens under the weights as they are: fp64 [N] on the host.

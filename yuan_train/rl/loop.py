@@ -329,6 +329,8 @@ def _step(
     if run.evaluation.every and number % run.evaluation.every == 0:
         with clock.paused():
             finish_weight_sync(trainer.runtime)
+            if isinstance(parts.collector, RemoteCollector):
+                parts.collector.publish(progress.step)
             evaluation = parts.collector.evaluate()
             trainer.stopwatch.read()
     if parts.log is not None:
@@ -349,6 +351,7 @@ def _with_engines(metrics: RLMetrics, told: Told, version: int) -> RLMetrics:
         metrics,
         staleness_mean=statistics.fmean(ages),
         staleness_max=max(ages),
+        rounds=told.rounds,
         generation_seconds=told.engine_seconds,
         sync_seconds=told.sync_seconds,
         sync_bytes=told.sync_bytes,
@@ -411,6 +414,7 @@ def _metrics(
         groups_failed=batch.failed,
         next_ticket=state.next_ticket,
         optimizer_steps=state.optimizer_steps,
+        rounds=batch.rounds,
         generation_seconds=batch.generation_seconds,
         scoring_seconds=batch.scoring_seconds,
         training_seconds=training_seconds,

@@ -18,8 +18,9 @@ from yuan_train.objectives.divergence import divergence, loss_penalty
 from yuan_train.objectives.policy import aipo_loss, clipped_loss, decoupled_loss
 from yuan_train.train.objective import Targets
 
-SUMS = ("ratio", "clipped", "kl", "gap", "tokens")
-"""What `PolicyLoss.sums` adds up over tokens; `maxima` has the ratio and the gap."""
+SUMS = ("ratio", "clipped", "kl", "tokens", "gap", "first_tokens")
+"""What `PolicyLoss.sums` adds up over tokens; `maxima` has the ratio and the gap. The gap is of the first
+update alone, which has `first_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,16 @@ class PolicyLoss:
         self._correction = correction
         self._temperature = temperature
         self.batch: Batch | None = None
+        self._is_first = True
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def begin(self, batch: Batch) -> None:
-        """The next update is of this batch."""
-        self.batch = batch
-        self.sums.zero_()
-        self.maxima.zero_()
+    def begin(self, batch: Batch, *, is_first: bool) -> None:
+        """The next update is of this batch; with the first one, what is measured begins anew."""
+        self.batch, self._is_first = batch, is_first
+        if is_first:
+            self.sums.zero_()
+            self.maxima.zero_()
 
     def total(
         self, model: Transformer, hidden_BSH: Tensor, targets: Targets, *, gradient_scale: float
@@ -111,10 +114,20 @@ class PolicyLoss:
             since_start = (log_probs - old)[mask_BS].double().exp()
             clipped = (since_start < low) | (since_start > high)
         distance = penalty[mask_BS].double().sum() if penalty is not None else gap.new_zeros(())
+        count = gap.new_tensor(gap.numel())
+        # Behind a step the policy is another one: no longer a gap of what both sides compute.
+        distances = gap.abs() if self._is_first else torch.zeros_like(gap)
         self.sums += torch.stack(
-            [ratio.sum(), clipped.double().sum(), distance, gap.abs().sum(), gap.new_tensor(gap.numel())]
+            [
+                ratio.sum(),
+                clipped.double().sum(),
+                distance,
+                count,
+                distances.sum(),
+                count * self._is_first,
+            ]
         )
-        self.maxima = torch.maximum(self.maxima, torch.stack([ratio.max(), gap.abs().max()]))
+        self.maxima = torch.maximum(self.maxima, torch.stack([ratio.max(), distances.max()]))
 
 
 class TokenScores:

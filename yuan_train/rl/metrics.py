@@ -34,12 +34,13 @@ class RLMetrics(StepMetrics):
     kl: float | None
     """The estimate of the divergence from the reference; None without one."""
     ratio_mean: float | None
-    """Of the policy to that which drew, before clipping; and the largest."""
+    """Of the policy to that which drew, before clipping, over all updates; and the largest."""
     ratio_max: float | None
     clipped: float | None
-    """Share of the tokens outside the clip, or with AIPO beyond rho."""
+    """Share of the tokens outside the clip, or with AIPO beyond rho, over all updates."""
     log_prob_gap: dict[str, float | None]
-    """`mean` and `max` of |log pi - log mu|: what generation and training compute differently."""
+    """`mean` and `max` of |log pi - log mu| before the first step: what generation and training compute
+    differently, and in async mode what the batches between have changed."""
     version: int
     """Batches trained when the answers were drawn."""
     staleness_mean: float
@@ -53,6 +54,8 @@ class RLMetrics(StepMetrics):
     next_ticket: int
     optimizer_steps: int
     """Since the start of the run."""
+    rounds: int
+    """Of generation, in which each answer under way gets a token; of the pipeline or engine with the most."""
     generation_seconds: float
     scoring_seconds: float
     training_seconds: float

@@ -122,14 +122,26 @@ def score_group(functions: list[Score], labels: list[str], group: list[dict[str,
                 value = function(fields)
             except (Exception, SystemExit) as error:
                 return {"error": f"{label} raised {type(error).__name__}: {str(error)[:500]}"}
-            if not hasattr(value, "__float__"):
+            score = _as_float(value)
+            if score is None:
                 shown = repr(value)[:100]
                 return {"error": f"{label} returned {shown} ({type(value).__name__}); wanted a number"}
-            if not math.isfinite(float(value)):
-                return {"error": f"{label} returned {float(value)}; wanted a finite number"}
-            row.append(float(value))
+            if not math.isfinite(score):
+                return {"error": f"{label} returned {score}; wanted a finite number"}
+            row.append(score)
         scores.append(row)
     return {"scores": scores}
+
+
+def _as_float(value: Any) -> float | None:
+    """A number, or an array of one, as a float; None for what is neither: a text that reads as one, too."""
+    if not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except Exception:
+        # Of an array of two, and what a class of the file's own may raise.
+        return None
 
 
 def main() -> None:

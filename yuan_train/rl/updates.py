@@ -49,7 +49,8 @@ class UpdateResult:
     tokens: int
     """Read in all."""
     measures: dict[str, float | None]
-    """Means over tokens of the first update that was made, and `ratio_max` and `gap_max`."""
+    """Means over the tokens of all updates that were made, of the first one alone `gap`; and `ratio_max` and
+    `gap_max`. Empty if none was made."""
     critic: CriticResult | None = None
 
 
@@ -121,15 +122,16 @@ class Updater:
             fit = (values, returns)
         losses: list[float] = []
         norms: list[float] = []
-        steps, overflowed, measures = 0, False, dict[str, float | None]()
+        steps, overflowed, is_first = 0, False, True
         for part in parts:
             batch = self._batch(part, advantages, old, reference)
             if not self._learns(batch):
                 losses.append(0.0)
                 norms.append(0.0)
                 continue
-            self._loss.begin(batch)
-            result, trainer = self._lanes.train(
+            self._loss.begin(batch, is_first=is_first)
+            is_first = False
+            result = self._lanes.train(
                 part.rows,
                 lr=lr,
                 clip=self._run.optimizer.clip_grad_norm,
@@ -140,8 +142,6 @@ class Updater:
             norms.append(result.grad_norm)
             steps += not result.skipped
             overflowed |= result.skipped
-            if not measures:
-                measures = self._measures(trainer)
         critic = None
         if fit is not None:
             critic = self._fit_critic(parts, *fit, lr=lr)
@@ -151,7 +151,7 @@ class Updater:
             steps=steps,
             overflowed=overflowed,
             tokens=sum(part.rows.used for part in parts),
-            measures=measures,
+            measures={} if is_first else self._measures(),
             critic=critic,
         )
 
@@ -239,9 +239,9 @@ class Updater:
             ]
         )
 
-    def _measures(self, trainer: Trainer) -> dict[str, float | None]:
-        """What the loss has measured, of all ranks."""
-        runtime = trainer.runtime
+    def _measures(self) -> dict[str, float | None]:
+        """What the loss has measured in the updates of a batch, of all ranks."""
+        runtime = self._trainer.runtime
         sums = self._loss.sums.cpu() * (runtime.coord.tensor_rank == 0)
         sum_over_world(runtime.groups, runtime.coord, sums, "the sum of the loss's measures")
         maxima = self._loss.maxima.cpu()
@@ -249,8 +249,9 @@ class Updater:
             with guard_world_collective(runtime.coord, "the maxima of the loss's measures"):
                 dist.all_reduce(maxima, dist.ReduceOp.MAX)
         totals = dict(zip(SUMS, sums.tolist(), strict=True))
-        tokens = totals.pop("tokens")
+        tokens, first_tokens = totals.pop("tokens"), totals.pop("first_tokens")
         means: dict[str, float | None] = {name: total / tokens for name, total in totals.items()}
+        means["gap"] = totals["gap"] / first_tokens
         if self._reference is None:
             means["kl"] = None
         return means | {"ratio_max": float(maxima[0]), "gap_max": float(maxima[1])}

@@ -1,9 +1,9 @@
 """Steps of reinforcement learning as data: who generates, scores, trains and publishes what, and after what.
 
-Batch k is the tickets [k * prompts, (k + 1) * prompts); version v are the weights after v batches. The same
-flow is walked by the controller and played in virtual time by the planner. What bounds staleness is in it as
-a wait: an engine begins batch k when it has version k - staleness, so that no sample is ever thrown away for
-its age.
+Batch k is the tickets [k * prompts, (k + 1) * prompts); version v are the weights after v batches. The
+planner plays a flow in virtual time. A run does not walk one: its controller issues tickets up to
+`newest_batch`, from which the flow's waits follow as well. They are what bounds staleness: an engine begins
+batch k when it has version k - staleness, so that no sample is ever thrown away for its age.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ class Flow:
     num_engines: int
 
 
+def newest_batch(version: int, staleness: int) -> int:
+    """The last batch that engines may begin with weights of `version`, or wait to begin with later ones."""
+    return version + staleness
+
+
 def make_flow(
     *, num_batches: int, num_engines: int, staleness: int, shared: bool = False, scores_apart: bool = False
 ) -> Flow:
@@ -53,11 +58,12 @@ def make_flow(
     programs: dict[Actor, list[FlowStep]] = {"policy": []}
     waits: dict[FlowStep, tuple[FlowStep, ...]] = {}
     for k in range(num_batches):
-        oldest = k - staleness - 1
+        version = next(v for v in range(k + 1) if newest_batch(v, staleness) >= k)
         generated = tuple(FlowStep("generate", k, e) for e in range(num_engines))
         for step, engine in zip(generated, engines, strict=True):
             programs.setdefault(engine, []).append(step)
-            waits[step] = (FlowStep("publish", oldest),) if oldest >= 0 else ()
+            # Version 0 is there; version v is published after batch v - 1.
+            waits[step] = (FlowStep("publish", version - 1),) if version else ()
         score, train, publish = (FlowStep(kind, k) for kind in ("score", "train", "publish"))
         programs.setdefault("scoring" if scores_apart else "policy", []).append(score)
         programs["policy"] += [train, publish]
