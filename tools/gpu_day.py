@@ -79,6 +79,12 @@ CHECKS = (
     Check("compiled", "fast", "speed", 150, "compiled layers and fp16 beside bf16; a narrow model"),
     Check("generation", "fast", "speed", 80, "tokens a second; a step of reinforcement learning"),
     Check("saves", "fast", "speed", 80, "what a save holds up; a run that changes its device"),
+    Check("several_ranks", "streams", "ranks", 170, "plans of several ranks, all on one card", IN_SUITE),
+    Check("nccl", "streams", "ranks", 40, "a group of one rank; bytes of a communicator"),
+    Check("lost_rank", "streams", "ranks", 60, "one of four ranks is killed: all end and name it"),
+    Check("full_card", "streams", "ranks", 60, "one of four runs out of memory: all end, named", NEEDS_CARD),
+    Check("megatron", "streams", "ranks", 100, "the engine of megatron-core: losses as ours"),
+    Check("large_layers", "streams", "ranks", 80, "layers of Llama-3.1-8B: bytes as the planner has them"),
 )
 
 

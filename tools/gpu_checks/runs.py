@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 
 from tests.support.project import make_plan, make_project, run_config
@@ -140,3 +141,8 @@ def yuan_train(*words: str | Path) -> None:
         code = main([str(word) for word in words])
     if code:
         raise RuntimeError(f"yuan-train {words[0]}: exit code {code}")
+
+
+def device(bench: Bench) -> torch.device:
+    """Where a rank of this process computes."""
+    return bench.device
