@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,61 @@ def test_a_file_that_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> No
         Scorers(config),
     ):
         pass
+
+
+def slow_file(folder: Path, *, fails: bool = False) -> RewardFunction:
+    """A function whose file takes 4 s to import, or cannot be imported, except the first time; on 0 it hangs,
+    on -1 it ends its process."""
+    file = folder / "slow.py"
+    again = "raise ImportError('changed')" if fails else "time.sleep(4)"
+    file.write_text(
+        f"import os, time\n"
+        f"marker = __file__ + '.loaded'\n"
+        f"if os.path.exists(marker):\n    {again}\n"
+        f"open(marker, 'w').close()\n"
+        f"def f(ticket):\n"
+        f"    if ticket == 0:\n        time.sleep(60)\n"
+        f"    if ticket < 0:\n        os._exit(0)\n"
+        f"    return ticket\n"
+    )
+    return RewardFunction(python=f"{file}:f")
+
+
+def test_a_file_that_takes_longer_to_import_than_the_timeout_loses_no_group(tmp_path: Path) -> None:
+    """Neither at the start, where the first process scores while the second one imports, nor behind a group
+    that was given up: the one that hangs is the only one that is lost."""
+    config = RewardConfig(functions=(slow_file(tmp_path),), timeout=2.0, workers=2)
+    with Scorers(config) as scorers:
+        began = time.monotonic()
+        found = scorers.score([[fields(ticket=n)] for n in range(1, 7)])
+        assert time.monotonic() - began < 4, "nobody waits for the second process"
+        assert [scores.of_answers for scores in found] == [((float(n),),) for n in range(1, 7)]
+        lost, *others = scorers.score([[fields(ticket=n)] for n in (0, 1, 2, 3)])
+        assert lost.error is not None and "took longer than reward.timeout (2 s)" in lost.error
+        assert [scores.of_answers for scores in others] == [((1.0,),), ((2.0,),), ((3.0,),)]
+
+
+def test_functions_that_cannot_be_loaded_again_end_the_run_with_the_last_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = RewardConfig(functions=(slow_file(tmp_path, fails=True),), workers=2)
+    with Scorers(config) as scorers:
+        deadline = time.monotonic() + 60
+        while not caplog.records:
+            assert time.monotonic() < deadline
+            found = scorers.score([[fields(ticket=n)] for n in range(1, 4)])
+            assert [scores.of_answers for scores in found] == [((float(n),),) for n in range(1, 4)]
+        assert "ImportError: changed" in caplog.text
+        with pytest.raises(OSError, match="ImportError: changed"):
+            scorers.score([[fields(ticket=n)] for n in (-1, 1)])
+
+
+def test_a_process_that_ended_between_two_batches_loses_no_group(tmp_path: Path) -> None:
+    with Scorers(RewardConfig(workers=1)) as scorers:
+        (process,) = [worker.process for worker in scorers._workers]  # pyright: ignore[reportPrivateUsage]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert scorers.score([[fields()]])[0].of_answers == ((1.0,),)
 
 
 def test_rewards() -> None:

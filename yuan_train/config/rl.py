@@ -145,7 +145,7 @@ class RewardConfig:
     workers: Count = 2
     """Processes that score."""
     timeout: Annotated[float, Gt(0), Unit("seconds")] = 10.0
-    """Longest time for the answers to one prompt; then the process is ended."""
+    """Longest time for the answers to one prompt, imports not counted; then the process is ended."""
     on_error: Literal["drop", "stop"] = "drop"
     """If a function raises, hangs or returns no number: drop the group and count it, or stop the run."""
     clip: Bounds | None = None

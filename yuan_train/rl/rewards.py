@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import signal
@@ -18,6 +19,8 @@ from typing import IO, Any, Self
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import RewardConfig
 from yuan_train.rl.tickets import Sample
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 """How long a process may take to load the functions: a file may import what takes long."""
@@ -53,10 +56,18 @@ class _Worker:
     """A process that scores, and the group that it is at."""
 
     process: subprocess.Popen[bytes]
+    deadline: float
+    """Of loading the functions, or of the group; while it waits for a group, in the past."""
+    is_ready: bool = False
+    """Whether it has said that the functions are loaded."""
     task: int | None = None
-    deadline: float = 0.0
     unread: bytearray = field(default_factory=bytearray)
     unsent: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a group."""
+        return self.is_ready and self.task is None
 
     @property
     def input(self) -> IO[bytes]:
@@ -72,13 +83,16 @@ class _Worker:
 class Scorers:
     """The processes that score; as a context manager, they end with it.
 
-    A process whose functions take too long for a group is ended, and another takes its place.
+    A process whose functions take too long for a group is ended, and another takes its place. While one loads
+    the functions, those that have them go on: how long a file's imports take costs no group its time.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Start one process, which loads the functions. Raises ConfigError if it cannot."""
+        """Raises ConfigError, when entered, if a first process cannot load the functions."""
         self._config = config
         self._workers: list[_Worker] = []
+        self._did_not_load = False
+        """Of this batch: whether a process could not load the functions, as the first one could."""
         self._functions = json.dumps(
             [
                 {"name": f.name, "python": f.python, "pattern": f.pattern, "label": f.label}
@@ -87,8 +101,10 @@ class Scorers:
         )
 
     def __enter__(self) -> Self:
+        self._start()
         try:
-            self._workers.append(self._start())
+            while not self._workers[0].is_ready:
+                self._collect({})
         except _Failed as error:
             raise ConfigError(f"reward.functions: {error}") from None
         return self
@@ -101,36 +117,41 @@ class Scorers:
         self._workers.clear()
 
     def score(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Scores]:
-        """Score groups of answers, each given as the fields of `reward_worker.FIELDS`; in their order."""
+        """Score groups of answers, each given as the fields of `reward_worker.FIELDS`; in their order.
+
+        Raises OSError if no process can load the functions any more: no group is at fault.
+        """
         waiting = deque(range(len(groups)))
         found: dict[int, Scores] = {}
-        while len(found) < len(groups):
-            self._hand_out(waiting, groups, found)
-            self._collect(found)
+        self._did_not_load = False
+        try:
+            while len(found) < len(groups):
+                self._hand_out(waiting, groups)
+                self._collect(found)
+        except _Failed as error:
+            raise OSError(str(error)) from None
         return [found[number] for number in range(len(groups))]
 
-    def _hand_out(
-        self, waiting: deque[int], groups: Sequence[Sequence[Mapping[str, Any]]], found: dict[int, Scores]
-    ) -> None:
-        """Give each idle process a group; start processes while there is more to do than they are at."""
-        while waiting:
-            idle = next((w for w in self._workers if w.task is None), None)
-            if idle is None:
-                if len(self._workers) >= self._config.workers:
-                    return
-                try:
-                    idle = self._start()
-                except _Failed as error:
-                    found[waiting.popleft()] = Scores(error=str(error))
-                    continue
-                self._workers.append(idle)
-            idle.task = waiting.popleft()
-            idle.deadline = time.monotonic() + self._config.timeout
-            idle.unsent = memoryview(json.dumps(list(groups[idle.task])).encode() + b"\n")
+    def _hand_out(self, waiting: deque[int], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Give each idle process a group; start processes while more groups wait than load the functions."""
+        for worker in [w for w in self._workers if w.is_idle and w.process.poll() is not None]:
+            # Ended between two batches, by the system or by a thread of the functions.
+            self._drop(worker)
+        for worker in self._workers:
+            if waiting and worker.is_idle:
+                worker.task = waiting.popleft()
+                # Its own time begins when it has the whole group.
+                worker.deadline = time.monotonic() + START_SECONDS
+                worker.unsent = memoryview(json.dumps(list(groups[worker.task])).encode() + b"\n")
+        if self._did_not_load and self._workers:
+            return
+        loading = sum(not worker.is_ready for worker in self._workers)
+        for _ in range(min(self._config.workers - len(self._workers), len(waiting) - loading)):
+            self._start()
 
     def _collect(self, found: dict[int, Scores]) -> None:
-        """Wait until something is written, is read, or takes too long."""
-        busy = [worker for worker in self._workers if worker.task is not None]
+        """Wait until something is written, is read, or takes too long. Raises _Failed."""
+        busy = [worker for worker in self._workers if not worker.is_idle]
         if not busy:
             return
         with selectors.DefaultSelector() as selector:
@@ -142,16 +163,35 @@ class Scorers:
             ready = selector.select(max(0.0, soonest - time.monotonic()))
         for key, events in ready:
             worker: _Worker = key.data
-            if worker.task is None:
+            if worker not in self._workers or worker.is_idle:
                 continue
             if events & selectors.EVENT_WRITE:
                 self._write(worker, found)
-            elif (line := self._read(worker, found)) is not None and worker.task is not None:
+            elif (line := self._read(worker, found)) is None:
+                continue
+            elif worker.task is not None:
                 found[worker.task] = _scores(line)
                 worker.task = None
+            else:
+                self._see_ready(worker, line, found)
         for worker in busy:
-            if worker.task is not None and time.monotonic() >= worker.deadline:
-                self._give_up(worker, found, f"took longer than reward.timeout ({self._config.timeout:g} s)")
+            if worker not in self._workers or worker.is_idle or time.monotonic() < worker.deadline:
+                continue
+            if not worker.is_ready:
+                self._give_up(worker, found, f"were not loaded within {START_SECONDS:g} s")
+            elif worker.unsent:
+                self._give_up(worker, found, f"did not read a group within {START_SECONDS:g} s")
+            else:
+                timeout = f"reward.timeout ({self._config.timeout:g} s)"
+                self._give_up(worker, found, f"took longer than {timeout}")
+
+    def _see_ready(self, worker: _Worker, line: bytes, found: dict[int, Scores]) -> None:
+        """Take the first line of a process."""
+        told: Any = json.loads(line)
+        if "error" in told:
+            self._give_up(worker, found, str(told["error"]))
+        else:
+            worker.is_ready = True
 
     def _write(self, worker: _Worker, found: dict[int, Scores]) -> None:
         try:
@@ -162,6 +202,8 @@ class Scorers:
             self._give_up(worker, found, f"ended its process ({error})")
             return
         worker.unsent = worker.unsent[sent:]
+        if not worker.unsent:
+            worker.deadline = time.monotonic() + self._config.timeout
 
     def _read(self, worker: _Worker, found: dict[int, Scores]) -> bytes | None:
         """A whole line of a process, if there is one now."""
@@ -177,13 +219,23 @@ class Scorers:
         return line
 
     def _give_up(self, worker: _Worker, found: dict[int, Scores], why: str) -> None:
-        assert worker.task is not None
-        found[worker.task] = Scores(error=f"the reward functions: {why}")
+        """End a process; its group is lost. Without one, it has not loaded the functions: raises _Failed
+        if it was the last."""
+        self._drop(worker)
+        if worker.task is not None:
+            found[worker.task] = Scores(error=f"the reward functions: {why}")
+            return
+        self._did_not_load = True
+        if not self._workers:
+            raise _Failed(why)
+        logger.warning("a process less scores, whose reward functions could not be loaded: %s", why)
+
+    def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)
         _end(worker)
 
-    def _start(self) -> _Worker:
-        """A process that has loaded the functions. Raises _Failed."""
+    def _start(self) -> None:
+        """Start a process, which begins to load the functions."""
         process = subprocess.Popen(
             [sys.executable, "-m", "yuan_train.rl.reward_worker", self._functions],
             stdin=subprocess.PIPE,
@@ -191,19 +243,9 @@ class Scorers:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        worker = _Worker(process)
+        worker = _Worker(process, deadline=time.monotonic() + START_SECONDS)
         os.set_blocking(worker.input.fileno(), False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(worker.output, selectors.EVENT_READ)
-            if not selector.select(START_SECONDS):
-                _end(worker)
-                raise _Failed(f"were not loaded within {START_SECONDS:g} s")
-        line = worker.output.readline()
-        told: Any = json.loads(line) if line else {"error": f"ended with exit code {process.wait()}"}
-        if "error" in told:
-            _end(worker)
-            raise _Failed(str(told["error"]))
-        return worker
+        self._workers.append(worker)
 
 
 class _Failed(Exception):
