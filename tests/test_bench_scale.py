@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import make_groups
 
@@ -62,7 +62,7 @@ def test_a_group_has_one_name_on_all_its_ranks(tool) -> None:
     names: dict[tuple[object, tuple[int, ...]], list[str]] = {}
     for rank in range(12):
         with tool.fake_ranks(12, rank):
-            groups = make_groups(grid, device=torch.device("cpu"), timeout_seconds=1)
+            groups = make_groups(grid, device=CPU, timeout_seconds=1)
             found: dict[object, Any] = {**groups.edges, **groups.owners, "tensor": groups.replica}
             for key, transport in found.items():
                 ranks = transport._ranks

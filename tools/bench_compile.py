@@ -25,6 +25,7 @@ from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, parallelize
+from yuan_train.parallel.device import CPU
 from yuan_train.train.build import DTYPES
 from yuan_train.train.measure import machine_name
 
@@ -105,9 +106,7 @@ class Stage:
             row_blocks=row_blocks,
             compile=(lambda part: compile_blocks(cast(Transformer, part))) if compile else None,
         )
-        self.runtime = parallelize(
-            single_card_plan(run), 0, parts, device=torch.device("cpu"), dtype=DTYPES[case.precision]
-        )
+        self.runtime = parallelize(single_card_plan(run), 0, parts, device=CPU, dtype=DTYPES[case.precision])
         self.model = cast(Transformer, self.runtime.parts[0])
         self.tokens_BS = torch.randint(run.model.vocab_size, (1, options.sequence_length))
 

@@ -33,6 +33,7 @@ from yuan_train.config.run import Recompute, load_run
 from yuan_train.models.sampling import draw, draw_keys
 from yuan_train.models.slots import fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
+from yuan_train.parallel.device import CpuDevice
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
 from yuan_train.planner.costs.yuan_memory import yuan_memory
@@ -242,7 +243,7 @@ def generation_bytes(case: Case, *, keep: bool) -> int:
 def generate_alone(case: Case, results) -> None:  # pyright: ignore
     """Put the growth of resident bytes into `results`; a first, tiny generation loads what is needed."""
     torch.set_num_threads(1)
-    device = torch.device("cpu")
+    device = CpuDevice()
     _generate(smallest(case).model, Samples(group=2, prompt=8, new=4))
     before = held_bytes(device)
     reset_peak_memory(device)

@@ -32,6 +32,7 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.parallel.apply import make_bridge, pipeline_schedule
 from yuan_train.parallel.bridge import Boundary
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import init_distributed, make_groups, shutdown
@@ -41,7 +42,6 @@ from yuan_train.train.link_classes import link_ends
 from yuan_train.train.measure import machine_name
 from yuan_train.train.measure_links import measure_links
 
-CPU = torch.device("cpu")
 FORWARD_SHARE = 1 / 3
 SEQUENCE_LENGTH, HIDDEN_SIZE = 256, 512
 MATRIX = 128
@@ -198,7 +198,7 @@ def _run_steps(case: Case, rank: int) -> torch.Tensor:
     coord = grid.coords[rank]
     schedule = pipeline_schedule(plan, 0)
     groups = make_groups(grid, device=CPU, timeout_seconds=60)
-    boundary = Boundary((1, SEQUENCE_LENGTH, HIDDEN_SIZE), torch.float32, CPU)
+    boundary = Boundary((1, SEQUENCE_LENGTH, HIDDEN_SIZE), torch.float32, CPU.torch)
     bridge = make_bridge(grid, coord, groups, boundary, schedule)
     work, stopwatch = Work(case, last=rank == case.num_stages - 1), Stopwatch(CPU)
     executor = Executor({rank: work}, bridge, stopwatch)

@@ -27,6 +27,7 @@ from yuan_train.config.run import RunConfig
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, parallelize
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import init_distributed, shutdown
 from yuan_train.train.measure import machine_name
@@ -84,8 +85,7 @@ def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    device = torch.device("cpu")
-    init_distributed(device=device, timeout_seconds=300)
+    init_distributed(device=CPU, timeout_seconds=300)
     plan = make_plan(*shape)
     sharding, row_blocks = sharding_of(plan.model)
     parts = ModelParts(
@@ -96,9 +96,9 @@ def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None
         sharding=sharding,
         row_blocks=row_blocks,
     )
-    runtime = parallelize(plan, rank, parts, device=device, dtype=torch.float32)
+    runtime = parallelize(plan, rank, parts, device=CPU, dtype=torch.float32)
     works = {s: Stage(cast(Transformer, part), shape[1]) for s, part in runtime.parts.items()}
-    executor = Executor(works, runtime.bridge, Stopwatch(device))
+    executor = Executor(works, runtime.bridge, Stopwatch(CPU))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     executor.run(runtime.program)
     results.put((rank, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))

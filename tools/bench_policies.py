@@ -20,13 +20,14 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from bench_tiers import CPU, SleepClock
+from bench_tiers import SleepClock
 
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute, SearchConfig
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks
 from yuan_train.parallel.tiers.link import begin_copy, make_link
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs

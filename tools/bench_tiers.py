@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard
@@ -35,7 +36,6 @@ from yuan_train.schedule.step import PAGING, RankProgram
 
 PARTS, MICRO_BATCHES, IN_FLIGHT = 8, 12, 4
 PART_BYTES = 1 << 20
-CPU = torch.device("cpu")
 NO_WAIT = 2e-4
 """Seconds: what it takes to see that there is nothing to wait for."""
 

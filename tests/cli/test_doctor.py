@@ -209,12 +209,10 @@ def test_a_package_that_breaks_on_import_is_missing(monkeypatch: pytest.MonkeyPa
     assert package("TransformerEngine")["installed"] is False
 
 
-def test_a_card_without_bf16_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
+def test_a_card_without_bf16_is_detected() -> None:
+    from tests.support.fake_card import FakeCard
 
-    v100 = types.SimpleNamespace(name="Tesla V100", major=7, minor=0, total_memory=32 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: v100)
-    card = doctor._card(0)
+    card = doctor._card(FakeCard(name="Tesla V100", capability=(7, 0), memory=32 << 30))
     assert (card["bf16"], card["capability"], card["memory_bytes"]) == (False, "7.0", 32 << 30)
     assert "fp16" in card["note"]
 

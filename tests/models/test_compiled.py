@@ -31,7 +31,7 @@ def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resets_of(tokens_BS: torch.Tensor) -> dict[str, Any]:
-    return find_resets(tokens_BS, eod_id=9, reset_filter=True).on(tokens_BS.device)
+    return find_resets(tokens_BS, eod_id=9, reset_filter=True).arguments()
 
 
 def step(model: Transformer, tokens_BS: torch.Tensor, *, seed: int = 5) -> dict[str, torch.Tensor]:

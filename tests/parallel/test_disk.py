@@ -13,6 +13,7 @@ import torch
 from tests.train.test_optimizer import config, flat_bucket
 from yuan_train.config import disk as disk_sizes
 from yuan_train.config.errors import DiskError, TrainingError
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.optimizer_shards import Away, away_bytes
@@ -22,8 +23,6 @@ from yuan_train.parallel.tiers.disk_state import chunk_elements
 from yuan_train.parallel.tiers.host_state import make_host_place
 from yuan_train.parallel.zero import STATES, OwnedState
 from yuan_train.train.optimizer import Optimizer
-
-CPU = torch.device("cpu")
 
 
 def model_of(dtype: torch.dtype) -> FlatBucket:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import forward_only, make_schedule
@@ -93,7 +94,7 @@ class Stepper:
         self.works = [Scale(w, first=s == 0, last=s == num_stages - 1) for s, w in enumerate(weights)]
         self.mailbox = Mailbox()
         self.executors = [
-            Executor({s: work}, MemoryBridge(self.mailbox), Stopwatch(torch.device("cpu")))  # pyright: ignore
+            Executor({s: work}, MemoryBridge(self.mailbox), Stopwatch(CPU))  # pyright: ignore
             for s, work in enumerate(self.works)
         ]
         self.most_kept = [0] * num_stages
@@ -179,7 +180,7 @@ class Clock:
 def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
-    watch = Stopwatch(torch.device("cpu"), slowdown=4.0)
+    watch = Stopwatch(CPU, slowdown=4.0)
     with watch.running():
         clock.work(processor=1.0, waiting=0.5)
     assert watch.read() == 4.0
@@ -210,7 +211,7 @@ def test_reading_data_is_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
             clock.work(processor=1.0)
             return super().forward(micro_batch, hidden_BSH)
 
-    watch = Stopwatch(torch.device("cpu"))
+    watch = Stopwatch(CPU)
     (program,) = forward_only(num_stages=1, num_micro_batches=3)
     Executor({0: Timed(1.0, first=True, last=True)}, None, watch).run(program)
     assert watch.read() == 3.0

@@ -14,6 +14,7 @@ from tests.parallel.test_transfer import part, whole
 from tests.support.models import tiny_model
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.links import Link, join_role, move_weights
 from yuan_train.parallel.transfer import (
     bound_elements,
@@ -22,8 +23,6 @@ from yuan_train.parallel.transfer import (
     transfer_table,
 )
 from yuan_train.parallel.transport import LostPeer
-
-CPU = torch.device("cpu")
 
 
 def plan_of(pipelines: list[list[tuple[float, int]]]) -> Plan:

@@ -18,6 +18,7 @@ from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.run import ScheduleName
 from yuan_train.parallel.apply import make_bridge, pipeline_schedule
 from yuan_train.parallel.bridge import Boundary
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import Groups
@@ -25,7 +26,6 @@ from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.messages import receive_for
 from yuan_train.schedule.step import Schedule, Step, Workers, num_workers, one_worker_each
 
-CPU = torch.device("cpu")
 LAYERS = 6
 SHAPE = (1, 1, 2)
 
@@ -167,7 +167,7 @@ class Rank:
             for edge in self.grid.edges
             if self.number in (ends := (edge.sender, edge.receiver))
         }
-        boundary = Boundary(SHAPE, torch.float64, CPU)
+        boundary = Boundary(SHAPE, torch.float64, CPU.torch)
         self.bridge = make_bridge(self.grid, self.coord, Groups(edges, {}), boundary, self.schedule)
         works = {stage: Stage(self, stage) for stage in self.coord.stages}
         self.executor = Executor(works, self.bridge, Stopwatch(CPU))

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from yuan_train.config.errors import HostMemoryError
+from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.parallel.tiers import slab as slab_module
 from yuan_train.parallel.tiers.host_pool import HostPool
 from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.slab import HostSlab, available_bytes, piece_bytes
-
-CPU = torch.device("cpu")
 
 
 def test_pieces_of_a_slab_are_apart_and_begin_at_a_cache_line() -> None:
@@ -57,7 +56,7 @@ def test_memory_that_may_not_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     with pytest.raises(HostMemoryError, match=r"CUDA cannot pin 4.0 KiB .*\(error 2\); raise .*`ulimit -l"):
-        HostSlab(4096, device=torch.device("cuda"), what="optimizer_offload")
+        HostSlab(4096, device=CudaDevice(0), what="optimizer_offload")
 
 
 def test_what_is_available_is_the_least_of_kernel_and_control_group(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.support.project import make_project, parse_plan, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import LostRank
 from yuan_train.parallel.bridge import Boundary, Bridge
+from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.parallel.grid import Edge, Grid
 from yuan_train.parallel.groups import Groups, init_distributed, make_pair, shutdown
 from yuan_train.parallel.ranges import Ranges
@@ -26,8 +27,6 @@ from yuan_train.parallel.transport import (
     is_lost_connection,
 )
 from yuan_train.schedule.step import Step
-
-CPU = torch.device("cpu")
 
 
 def _body(rank: int, port: int) -> None:
@@ -85,7 +84,7 @@ def test_a_message_leaves_a_card_through_pinned_memory() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     sent = torch.randn(3, 5, 7, dtype=torch.bfloat16, device="cuda")
-    copied = _host_copy(sent)
+    copied = _host_copy(sent, CudaDevice(0))
     assert copied.device.type == "cpu" and copied.is_pinned()
     assert torch.equal(copied.to("cuda", copy=True), sent)
 
@@ -118,7 +117,7 @@ def test_a_full_card_is_no_lost_neighbour(
     grid = Grid(parse_plan(run_config(make_project(tmp_path)), "1x8: 3@0 | 3@1"))
     step = Step("receive_activation", 1, 3)
     edge, transport = Edge(0, 0, True, 0, 1), cast("Transport", FullCard(error))
-    boundary = Boundary((1, 2, 3), torch.float32, CPU)
+    boundary = Boundary((1, 2, 3), torch.float32, CPU.torch)
     bridge = Bridge(grid, grid.coords[1], Groups({edge: transport}, {}), boundary, proofs={}, window=2)
     with pytest.raises(raised) as found:
         bridge.post(step)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.parallel import groups, world_sum
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import Groups, init_distributed, shutdown
 from yuan_train.parallel.world_sum import gather_on_first, sum_over_world
 
@@ -22,7 +23,7 @@ def _sum(rank: int, port: int) -> None:
     # As on many ranks: those of the world connect when they first exchange something.
     groups.LAZY_FROM = groups.RING_UP_TO = 1
     groups.TREE_WIDTH = world_sum.TREE_WIDTH = 2
-    init_distributed(device=torch.device("cpu"), timeout_seconds=60)
+    init_distributed(device=CPU, timeout_seconds=60)
     coord = cast(Any, SimpleNamespace(rank=rank))
     tree = Groups({}, {}, tree=groups._make_tree(timeout_seconds=60))
     assert len(tree.tree) == {0: 3, 1: 1, 2: 2, 3: 1, 4: 1}[rank]

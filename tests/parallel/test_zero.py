@@ -17,6 +17,7 @@ from yuan_train.config.run import RunConfig
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.zero import OwnedState
 
 
@@ -34,8 +35,7 @@ def runtimes_of(plan: Plan) -> list[RankRuntime]:
 
     parts = ModelParts(build, partial(initial_rows, plan.model, seed=1), *sharding_of(plan.model))
     return [
-        parallelize(plan, rank, parts, device=torch.device("cpu"), dtype=torch.float64)
-        for rank in range(plan.world_size)
+        parallelize(plan, rank, parts, device=CPU, dtype=torch.float64) for rank in range(plan.world_size)
     ]
 
 

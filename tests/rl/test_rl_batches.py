@@ -14,6 +14,7 @@ from yuan_train.config.rl_files import load_rl
 from yuan_train.data.prompts import Prompt, Prompts
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.objectives import advantages
+from yuan_train.parallel.device import CPU
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.credit import token_advantages
 from yuan_train.rl.experience import Group, RowFeed, make_rows
@@ -42,7 +43,7 @@ def test_rows() -> None:
     assert sorted(rows.place[rows.place >= 0].tolist()) == list(range(11))
     apart = make_rows(groups, length=8, packed=False)
     assert apart.count == 4 and not apart.shared
-    feed = RowFeed(micro_batch_size=2, pin=False)
+    feed = RowFeed(micro_batch_size=2, device=CPU)
     feed.use(apart, first=2)
     taken = feed.take(1)
     assert taken.places_B is not None and taken.places_B.tolist() == [-1, -1]

@@ -26,6 +26,7 @@ from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
 from yuan_train.models.transformer import Transformer
 from yuan_train.objectives.value import explained_variance, value_loss
 from yuan_train.parallel.apply import RankRuntime
+from yuan_train.parallel.device import CPU
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.rl import updates
@@ -208,7 +209,7 @@ def forecast_of(run: RLConfig, plan: Plan) -> list[MemoryForecast]:
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_the_planner_counts_what_the_critic_holds(project: Path, precision: str) -> None:
     job = prepare_rl(load_rl(project, (*PPO, f"train.precision={precision}")), None, Position())
-    critic = Critic(job, RowFeed(micro_batch_size=2, pin=False))
+    critic = Critic(job, RowFeed(micro_batch_size=2, device=CPU))
     (stage,) = forecast_of(job.run, job.policy.plan)
     held = state_bytes(critic._lanes.trainer.runtime)
     assert held == stage.critic

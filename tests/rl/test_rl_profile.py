@@ -13,6 +13,7 @@ from yuan_train.cli.main import main
 from yuan_train.config.profile import load_profile
 from yuan_train.config.rl_files import load_rl
 from yuan_train.config.rl_plan import load_rl_plan
+from yuan_train.parallel.device import CPU
 from yuan_train.rl.measure import measure_generation
 from yuan_train.train.measure import ProfileCase
 
@@ -38,7 +39,7 @@ def test_rounds_and_readings_of_the_real_engine(tmp_path: Path) -> None:
         micro_batch_size=2,
         recompute="none",
         dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=CPU,
         seconds_per_unit=0.01,
     )
     own = measure_generation(case, run, device_type="Half")

@@ -10,6 +10,7 @@ import torch
 
 from tests.support.project import make_project
 from tests.support.ranks import Case, run_alone
+from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.train import run, stepper
 from yuan_train.train.clock import StepClock
 from yuan_train.train.footprint import peak_footprint_bytes, peak_memory_bytes
@@ -102,7 +103,7 @@ def test_no_step_is_charged_with_validation_or_saving(
 
 def test_the_footprint_of_a_card_is_counted_as_in_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     GIB = 1 << 30
-    card = torch.device("cuda", 0)
+    card = CudaDevice(0)
     for name, value in {
         "max_memory_allocated": 5 * GIB,
         "max_memory_reserved": 7 * GIB,
@@ -113,5 +114,4 @@ def test_the_footprint_of_a_card_is_counted_as_in_the_forecast(monkeypatch: pyte
     # 9 GiB of the card are taken, 6 of them by the allocator: 3 are context and communicators.
     assert peak_footprint_bytes(card) == 10 * GIB
     assert peak_memory_bytes(card) == 5 * GIB, "what the profiler takes differences of"
-    cpu = torch.device("cpu")
-    assert peak_footprint_bytes(cpu) >= peak_memory_bytes(cpu) > 0
+    assert peak_footprint_bytes(CPU) >= peak_memory_bytes(CPU) > 0

@@ -7,10 +7,10 @@ from typing import cast
 
 import numpy as np
 import pytest
-import torch
 
 from yuan_train.config.errors import DataError
 from yuan_train.data.loader import Batch, Blend
+from yuan_train.parallel.device import CPU
 from yuan_train.train.feed import Feed, Share
 
 GLOBAL, SIZE, LENGTH = 8, 2, 3
@@ -42,7 +42,7 @@ def share(**changes: object) -> Share:
         "with_tokens": True,
         "with_targets": frozenset({0, 1}),
         "resets": {"eod_id": None},
-        "device": torch.device("cpu"),
+        "device": CPU,
     }
     return Share(**(options | changes))  # pyright: ignore[reportArgumentType]
 

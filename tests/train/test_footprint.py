@@ -11,10 +11,11 @@ import pytest
 
 CODE = """
 import resource, sys, torch
+from yuan_train.parallel.device import CPU
 from yuan_train.train.footprint import keep_freed_memory
 
 if sys.argv[1] == "keep":
-    keep_freed_memory(torch.device("cpu"))
+    keep_freed_memory(CPU)
 
 def micro_batch():
     held = [torch.ones(1 << 18) for _ in range(32)]

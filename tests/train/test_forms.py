@@ -17,13 +17,12 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import load_model
 from yuan_train.models.documents import find_resets
 from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.grid import Grid
 from yuan_train.train.build import build
 from yuan_train.train.forms import RankForms, alike_groups, settle_forms, unlike
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.stepper import YuanStepper
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +59,9 @@ def test_a_choice_in_a_recomputed_forward(recompute: str, varlen_on_a_cpu) -> No
         model.loss(model(tokens, **resets), tokens).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert dispatch.choose("document_attention", CPU, torch.float32, "regular").implementation == "varlen"
+    assert (
+        dispatch.choose("document_attention", CPU.torch, torch.float32, "regular").implementation == "varlen"
+    )
 
 
 # --- all choices at build ----------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def _settle(rank: int, port: int, folder: Path) -> None:
         dispatch._off_cuda = lambda device: ("torch", "its results differ")
     grid = Grid(parse_plan(run_of(6, 8), "1x8: 6@0,1"))
     settle_forms(grid, rank, device=CPU, dtype=torch.float32)
-    found = dispatch.find("rms_norm", CPU, torch.float32, "regular")
+    found = dispatch.find("rms_norm", CPU.torch, torch.float32, "regular")
     (folder / str(rank)).write_text(found.implementation)
     if rank == 0:
         (folder / "reason").write_text(found.reason)

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, run_config
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.profile import ProfileEntry, StageStart, UnitProfile, load_profile
+from yuan_train.parallel.device import CPU
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.train import measure, measure_passes
 from yuan_train.train.footprint import can_track_memory
@@ -38,7 +40,7 @@ def short_case(tmp_path: Path, dtype: torch.dtype, *, seconds_per_unit: float) -
         micro_batch_size=2,
         recompute="none",
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=CPU,
         seconds_per_unit=seconds_per_unit,
     )
 
@@ -100,7 +102,7 @@ def test_a_units_time_is_divided_into_passes_on_a_cpu(tmp_path: Path) -> None:
     case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
     assert measure_passes.num_passes(case) == 3
     assert measure_passes.num_passes(replace(case, seconds_per_unit=0.9)) == 1
-    assert measure_passes.num_passes(replace(case, device=torch.device("cuda"))) == 1
+    assert measure_passes.num_passes(replace(case, device=FakeCard())) == 1
     part = measure_passes.of_pass(case, 3)
     assert (part.seconds_per_unit, part.least_repeats) == (0.5, 2)
     assert measure_passes.of_pass(case, 1) == case
@@ -175,7 +177,7 @@ def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
         micro_batch_size=2,
         recompute="none",
         dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=CPU,
         seconds_per_unit=0.01,
     )
     hidden_bytes = 2 * 256 * 256 * 4

@@ -12,12 +12,14 @@ import torch
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import OptimizerConfig
 from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.optimizer_shards import Away, away_bytes
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tiers import host_state
+from yuan_train.parallel.tiers.host_state import make_host_place
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.optimizer import Optimizer, learning_rate
 
@@ -192,7 +194,9 @@ def test_chunks_on_the_host_change_no_bit_and_take_what_they_need(
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.LayerNorm(33)).to(dtype)
         bucket = flat_bucket(model)
-        state = OwnedState(bucket, Groups({}, {}), shares, away=Away(offload))
+        room = away_bytes(bucket, shares, Away(offload)).host
+        host = make_host_place(room, device=CPU) if offload else None
+        state = OwnedState(bucket, Groups({}, {}), shares, away=Away(offload), host=host)
         optimizer = Optimizer([state], config(weight_decay=0.1))
         for step in range(5):
             bucket.gradient.normal_()

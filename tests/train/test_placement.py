@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
+from tests.support.fake_card import FakeCard
+from yuan_train.parallel.device import CPU
 from yuan_train.train import placement
 
 
@@ -43,14 +43,12 @@ def test_a_rank_runs_beside_its_card_unless_its_cores_were_chosen(
     monkeypatch: pytest.MonkeyPatch, own: range, near: set[int], chosen: set[int] | None
 ) -> None:
     found: list[set[int]] = []
-    card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(placement, "numa_node", {"0000:3b:00.0": 1}.__getitem__)
     monkeypatch.setattr(placement, "cores_of", lambda node: near)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(own))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.append(cores))
-    placement.run_beside(torch.device("cpu"))
+    placement.run_beside(CPU)
     assert not found
-    placement.run_beside(torch.device("cuda", 0))
+    placement.run_beside(FakeCard(pci_address="0000:3b:00.0"))
     assert found == ([] if chosen is None else [chosen])

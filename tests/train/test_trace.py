@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, run_config
 from tests.support.ranks import Case, run_cases
 from tools.draw_trace import draw
@@ -265,36 +266,16 @@ def test_what_to_trace_is_checked(tmp_path: Path, trace: str, log: str, message:
         run_config(run_file, f"train.trace={trace}", f"log.directory={log}")
 
 
-def test_on_a_card_spans_are_on_the_streams_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Card:
-        """Comes to an event at a time of the test, in milliseconds, not when the host enqueues it."""
-
-        now = 100.0
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-            self.at = 0.0
-
-        def record(self) -> None:
-            self.at = Card.now
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return end.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr("yuan_train.train.trace.time.perf_counter", lambda: 50.0)
-    recorder = Recorder(torch.device("cuda", 0))
+def test_on_a_card_spans_are_on_the_streams_time() -> None:
+    card = FakeCard(tick=0.0)
+    card.host_seconds = 50.0
+    recorder = Recorder(card)
     wait = Activity("wait", Step("receive_activation", 1, 0))
     compute = Activity("compute", Step("forward", 1, 0))
     with observed_by(recorder), during(Activity("training_step", number=7)):
-        for activity, milliseconds in ((wait, 30.0), (compute, 20.0)):
+        for activity, seconds in ((wait, 0.03), (compute, 0.02)):
             with during(activity):
-                Card.now += milliseconds
+                card.compute(seconds)
     found = {one.activity.kind: (one.start_seconds, one.end_seconds) for one in recorder.recorded()}
     assert found["wait"] == pytest.approx((50.0, 50.03)) and found["compute"] == pytest.approx((50.03, 50.05))
     assert found["training_step"] == pytest.approx((50.0, 50.05))

@@ -20,6 +20,7 @@ from tools.gpu_checks.bench import ROOT, Bench
 from yuan_train.cli.main import main
 from yuan_train.config.plan import Plan
 from yuan_train.data.indexed import IndexedWriter
+from yuan_train.parallel.device import CudaDevice
 from yuan_train.train.measure import name_of
 
 LENGTH = 4096
@@ -118,7 +119,7 @@ def large_project(bench: Bench, **changes: Any) -> Path:
 
 def card_type(bench: Bench) -> str:
     """The catalogue's name of this card; of a CPU one that no card has."""
-    return name_of(bench.device) if bench.on_card else "this CPU"
+    return name_of(CudaDevice(0)) if bench.on_card else "this CPU"
 
 
 def cluster_of_one(bench: Bench) -> Path:

@@ -25,6 +25,8 @@ from yuan_train.config.run import load_run
 if TYPE_CHECKING:
     import torch
 
+    from yuan_train.parallel.device import Device
+
 Facts = dict[str, Any]
 
 
@@ -224,6 +226,7 @@ def _devices() -> list[Facts]:
     """The CPU, then the cards."""
     import torch
 
+    from yuan_train.parallel.device import visible_cards
     from yuan_train.train.measure import machine_name
 
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
@@ -234,24 +237,22 @@ def _devices() -> list[Facts]:
         "bf16": bool(fast),
         "note": f"bf16 by {fast[0]}" if fast else "bf16 is computed in fp32: no faster, half the memory",
     }
-    return [cpu, *(_card(i) for i in range(torch.cuda.device_count()))]
+    return [cpu, *map(_card, visible_cards())]
 
 
-def _card(number: int) -> Facts:
-    import torch
+def _card(card: Device) -> Facts:
+    from yuan_train.train.placement import numa_node
 
-    from yuan_train.train.placement import numa_node, pci_address
-
-    properties = torch.cuda.get_device_properties(number)
-    bf16 = (properties.major, properties.minor) >= (8, 0)
+    facts = card.facts()
+    assert facts is not None
     return {
-        "device": f"cuda:{number}",
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "numa_node": numa_node(pci_address(torch.device("cuda", number))),
-        "capability": f"{properties.major}.{properties.minor}",
-        "bf16": bf16,
-        "note": "" if bf16 else "no bf16: train with precision fp16",
+        "device": str(card.torch),
+        "name": facts.name,
+        "memory_bytes": facts.memory,
+        "numa_node": numa_node(facts.pci_address),
+        "capability": f"{facts.capability[0]}.{facts.capability[1]}",
+        "bf16": facts.has_bf16,
+        "note": "" if facts.has_bf16 else "no bf16: train with precision fp16",
     }
 
 

@@ -34,8 +34,7 @@ from yuan_train.config.rl_files import is_rl_run, load_rl
 from yuan_train.config.run import Recompute, RunConfig, load_run
 
 if TYPE_CHECKING:
-    import torch
-
+    from yuan_train.parallel.device import Device
     from yuan_train.train.job import Position
     from yuan_train.train.measure import ProfileCase
 
@@ -182,7 +181,7 @@ class Bench:
     rl: RLConfig | None
     """The run whose policy `config` is."""
     position: Position
-    device: torch.device
+    device: Device
     device_type: str
     slowdown: float
     host_link: float | None
@@ -215,7 +214,7 @@ def _measure_here(
     position = find_position()
     device = choose_device(config.train.device if config else "auto", position)
     if config is not None and config.train.compile:
-        check_compiler(device)
+        check_compiler(device.torch)
     if cluster is not None and position.world_size not in (1, len(cluster.cards)):
         raise ConfigError(
             f"--cluster has {len(cluster.cards)} cards, but {position.world_size} processes were started; "
@@ -236,7 +235,7 @@ def _make_bench(
     cluster: Cluster | None,
     arguments: argparse.Namespace,
     position: Position,
-    device: torch.device,
+    device: Device,
 ) -> Bench:
     from yuan_train.train.measure import name_of
 
@@ -341,7 +340,7 @@ def _measure_card(bench: Bench) -> Profile:
     return Profile(
         sequence_length=base.sequence_length,
         model=model.name,
-        machine=name_of(bench.device) if bench.device.type == "cuda" else machine_name(),
+        machine=name_of(bench.device) if bench.device.is_card else machine_name(),
         precision=precision,
         compile=base.compile,
         entries=tuple(replace(entry, reserved_bytes=reserved) for entry, _ in measured),

@@ -33,6 +33,7 @@ from yuan_train.megatron.timers import Timers
 from yuan_train.models.documents import DocumentResets
 from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.rotary import rotary_tables
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import Groups, enter_world_as, make_world_groups
@@ -182,7 +183,7 @@ class MegatronStepper:
     feed: Feed
     stopwatch: Stopwatch
     timers: Timers
-    device: torch.device
+    device: Device
     resets: bool
     """The run resets something at document ends."""
     expert_load: ExpertLoad | None
@@ -292,7 +293,7 @@ class MegatronStepper:
             first_sample=first_sample + self.world.grid.first_sequence(coord),
             num_terms=max(num_terms(self.feed, self.world, samples, first_sample), 1),
             dropout=dropout,
-            finite=torch.ones((), dtype=torch.bool, device=self.device),
+            finite=torch.ones((), dtype=torch.bool, device=self.device.torch),
         )
         losses = core.get_forward_backward_func()(
             forward_step_func=self._forward,
@@ -329,21 +330,21 @@ class MegatronStepper:
 
     def _on_device(self, tensor: torch.Tensor | None) -> torch.Tensor:
         assert tensor is not None, "the stage reads it"
-        return tensor.to(self.device, non_blocking=True)
+        return self.device.upload(tensor)
 
     def layer_inputs(self, number: int, found: DocumentResets) -> LayerInputs:
         """What the layers need of a micro-batch of this pass, besides the hidden state."""
         plan, micro = self.world.grid.plan, self.world.grid.pipeline(self.world.coord).micro_batch_size
-        resets = found.on(self.device)
-        positions = resets["positions"]
+        resets = found.on(self.device.upload)
+        positions = resets.positions
         if positions is None:
-            positions = torch.arange(plan.sequence_length, device=self.device).unsqueeze(0)
+            positions = torch.arange(plan.sequence_length, device=self.device.torch).unsqueeze(0)
         dtype = DTYPES[self.run.train.precision]
         first = self._pass.first_sample + number * micro
         return LayerInputs(
             rotary=rotary_tables(plan.model, positions, length=plan.sequence_length, dtype=dtype),
-            document_start=resets["document_start"],
-            document_ranges=resets["document_ranges"],
+            document_start=resets.document_start,
+            document_ranges=resets.document_ranges,
             dropout=DropoutSeed(self.run.train.seed, first) if self._pass.dropout else None,
         )
 

@@ -6,6 +6,7 @@ first token of every sequence. B = sequences, S = tokens of a sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,26 +29,22 @@ class DocumentResets:
     document_ranges: DocumentRanges | None = None
     """Tokens attend only within their range."""
 
-    def on(self, device: torch.device) -> dict[str, Any]:
-        """Return the keyword arguments of `Transformer.forward`, with the tensors on `device`.
-
-        The host does not wait for copies out of pinned memory.
-        """
-        positions, starts = self.positions, self.document_start
-        return {
-            "positions": None if positions is None else positions.to(device, non_blocking=True),
-            "document_start": None if starts is None else starts.to(device, non_blocking=True),
-            "document_ranges": self.document_ranges,
-        }
-
-    def pinned(self) -> DocumentResets:
-        """These resets in pinned host memory, out of which a card can copy by itself."""
+    def on(self, place: Callable[[Tensor], Tensor]) -> DocumentResets:
+        """These resets, with each tensor where `place` puts it."""
         positions, starts = self.positions, self.document_start
         return DocumentResets(
-            positions=None if positions is None else positions.pin_memory(),
-            document_start=None if starts is None else starts.pin_memory(),
+            positions=None if positions is None else place(positions),
+            document_start=None if starts is None else place(starts),
             document_ranges=self.document_ranges,
         )
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `Transformer.forward`."""
+        return {
+            "positions": self.positions,
+            "document_start": self.document_start,
+            "document_ranges": self.document_ranges,
+        }
 
 
 def find_resets(

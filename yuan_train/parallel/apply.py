@@ -15,6 +15,7 @@ from yuan_train.config.plan_units import divides_experts, expert_ranges
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.experts import apply_expert_parallel
 from yuan_train.parallel.gradients import FlatBucket, FlatParameter
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
@@ -96,7 +97,7 @@ def parallelize(
     rank: int,
     parts: ModelParts,
     *,
-    device: torch.device,
+    device: Device,
     dtype: torch.dtype,
     timeout_seconds: float = 600.0,
     startup_timeout_seconds: float | None = None,
@@ -126,7 +127,7 @@ def parallelize(
     )
     pipeline = grid.pipeline(coord)
     spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, len(grid.replica(coord)))
-    modules, shards = _build_parts(grid, coord, parts, spec, device)
+    modules, shards = _build_parts(grid, coord, parts, spec, device.torch)
     _add_collectives(grid, coord, modules, spec, groups)
     deferred = {stage: DeferredWeightGrads() for stage in modules}
     added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]
@@ -151,18 +152,18 @@ def parallelize(
             [pipeline.stages[s] for s, held in parameters.items() if bucket.parameters.keys() & held.keys()]
             for bucket in buckets
         ]
-        states = make_states(plan, buckets, groups, stages, reduce_dtype, tiers)
+        states = make_states(plan, buckets, groups, stages, reduce_dtype, tiers, device)
         for module in modules.values():
             _await_weights(module, states, buckets_of)
     shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
     offloads = offloads_of({s: pipeline.stages[s] for s in coord.stages})
-    program, evaluation_program, bridge = _make_programs(grid, coord, groups, Boundary(shape, dtype, device))
-    pages = stage_pages(grid, coord, (program, evaluation_program), buckets)
+    program, evaluation, bridge = _make_programs(grid, coord, groups, Boundary(shape, dtype, device.torch))
+    pages = stage_pages(grid, coord, (program, evaluation), buckets)
     return RankRuntime(
         grid=grid,
         coord=coord,
         program=program,
-        evaluation_program=evaluation_program,
+        evaluation_program=evaluation,
         parts=modules,
         deferred=deferred,
         shards=shards,

@@ -13,6 +13,7 @@ import torch
 
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.bridge import Bridge
+from yuan_train.parallel.device import Device, Mark
 from yuan_train.schedule.step import RECEIVE_OF, SEND_OF, Kind, RankProgram, Step, receive_of
 
 
@@ -64,15 +65,15 @@ class Stopwatch:
     times the processor time that it used.
     """
 
-    def __init__(self, device: torch.device, *, slowdown: float = 1.0) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self, device: Device, *, slowdown: float = 1.0) -> None:
+        self._device = device
         self._slowdown = slowdown
         self._seconds = 0.0
         self._since: tuple[float, float] | None = None
         """Wall and processor seconds at the start of the piece of work that is running, or resumed."""
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._begun: torch.cuda.Event | None = None
-        """The first event of a piece of work that is running on a card."""
+        self._pieces: list[tuple[Mark, Mark]] = []
+        self._begun: Mark | None = None
+        """Where a piece of work that is running on a card began."""
         self._running = _Running(self)
 
     def running(self) -> AbstractContextManager[None]:
@@ -81,18 +82,15 @@ class Stopwatch:
 
     def start(self) -> None:
         """A piece of work begins."""
-        if self._cuda:
-            self._begun = torch.cuda.Event(enable_timing=True)
-            self._begun.record()
+        if self._device.is_card:
+            self._begun = self._device.mark(timed=True)
         else:
             self._since = self._now()
 
     def stop(self) -> None:
         """The piece of work has ended."""
         if self._begun is not None:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            self._events.append((self._begun, end))
+            self._pieces.append((self._begun, self._device.mark(timed=True)))
             self._begun = None
         else:
             self._count()
@@ -129,10 +127,10 @@ class Stopwatch:
 
     def read(self) -> float:
         """Seconds counted since the last call; waits for the device."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            self._seconds += sum(start.elapsed_time(end) for start, end in self._events) / 1e3
-            self._events.clear()
+        if self._pieces:
+            self._pieces[-1][1].finish()
+            self._seconds += sum(end.seconds_since(start) for start, end in self._pieces)
+            self._pieces.clear()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

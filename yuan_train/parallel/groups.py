@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import LostRank, TrainingError
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 from yuan_train.parallel.transport import (
     GroupTransport,
@@ -61,7 +62,7 @@ class Groups:
 
 
 def init_distributed(
-    *, device: torch.device, timeout_seconds: float, startup_timeout_seconds: float | None = None
+    *, device: Device, timeout_seconds: float, startup_timeout_seconds: float | None = None
 ) -> None:
     """Initialise torch.distributed with the ranks that the launcher started.
 
@@ -76,7 +77,7 @@ def init_distributed(
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=startup_seconds)))
         dist.init_process_group(
-            _world_backend(device),
+            world_backend(device),
             store=dist.PrefixStore(f"attempt-{attempt}", store),
             rank=rank,
             world_size=world_size,
@@ -86,9 +87,9 @@ def init_distributed(
         raise TrainingError(f"the ranks could not connect within {startup_seconds:g} s: {error}") from error
 
 
-def _world_backend(device: torch.device) -> str:
+def world_backend(device: Device) -> str:
     """Our ranks exchange only numbers in the world group, and their cards may have different backends."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    return "cpu:gloo,cuda:nccl" if device.library == "nccl" else "gloo"
 
 
 @contextmanager
@@ -114,14 +115,14 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def enter_world_as(rank: int, *, device: torch.device, timeout_seconds: float) -> None:
+def enter_world_as(rank: int, *, device: Device, timeout_seconds: float) -> None:
     """Leave the group of all ranks, and enter it again as another rank; alone, if there is none.
 
     Collective over all ranks, which must give different numbers. The store in which they met serves again.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
-        store, backend = dist.HashStore(), _world_backend(device)
+        store, backend = dist.HashStore(), world_backend(device)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return
     if _order_is_same(rank):
@@ -133,7 +134,7 @@ def enter_world_as(rank: int, *, device: torch.device, timeout_seconds: float) -
     )
     dist.destroy_process_group()
     dist.init_process_group(
-        _world_backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
+        world_backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
     )
 
 
@@ -150,7 +151,7 @@ def make_world_groups(*, timeout_seconds: float) -> Groups:
 
 
 def make_groups(
-    grid: Grid, *, device: torch.device, timeout_seconds: float, startup_timeout_seconds: float | None = None
+    grid: Grid, *, device: Device, timeout_seconds: float, startup_timeout_seconds: float | None = None
 ) -> Groups:
     """Create and warm up the groups of a plan; collective over all ranks.
 
@@ -235,7 +236,7 @@ def make_tensor_groups(
 
 
 def make_pair(
-    ranks: tuple[int, int], *, device: torch.device, via_host: bool, timeout_seconds: float
+    ranks: tuple[int, int], *, device: Device, via_host: bool, timeout_seconds: float
 ) -> GroupTransport:
     """A group of two ranks, to be freed by them; collective over all ranks."""
     library, timeout = library_of(device, via_host=via_host), timedelta(seconds=timeout_seconds)
@@ -262,13 +263,13 @@ def _new_group(
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timeout, backend=backend))
 
 
-def _warm_up(groups: Groups, device: torch.device, seconds: float) -> None:
+def _warm_up(groups: Groups, device: Device, seconds: float) -> None:
     """Use each group once, in the same order on all ranks. Raises TrainingError, naming the peer.
 
     The host waits for the end of each: on nccl, a link that does not work would only be noticed in step 1.
     """
     rank = dist.get_rank()
-    token = torch.zeros(1, device=device)
+    token = torch.zeros(1, device=device.torch)
     for edge, transport in groups.edges.items():
         with _naming(rank, f"the link from rank {edge.sender} to rank {edge.receiver}"):
             if rank == edge.sender:

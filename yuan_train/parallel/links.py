@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError
+from yuan_train.parallel.device import Device
+from yuan_train.parallel.groups import world_backend
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Bucket, pack, unpack
 from yuan_train.parallel.transport import LostPeer, is_lost_connection
@@ -49,7 +51,7 @@ class RolePosition:
 
 
 def join_role(
-    role_ranks: Mapping[str, range], *, device: torch.device, timeout_seconds: float, startup_seconds: float
+    role_ranks: Mapping[str, range], *, device: Device, timeout_seconds: float, startup_seconds: float
 ) -> RolePosition:
     """Join the world of this rank's role, with the variables that the launcher set; collective over the role.
 
@@ -66,7 +68,7 @@ def join_role(
         role = next(name for name, ranks in role_ranks.items() if job_rank in ranks)
         if len(role_ranks[role]) > 1:
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                world_backend(device),
                 store=dist.PrefixStore(role, store),
                 rank=job_rank - role_ranks[role].start,
                 world_size=len(role_ranks[role]),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.gradients import FlatBucket, master_dtype
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.shard import Shard
@@ -58,7 +59,7 @@ def page_slab(
     parameters: Mapping[str, torch.nn.Parameter],
     shards: Mapping[str, Shard],
     units: frozenset[str],
-    device: torch.device,
+    device: Device,
 ) -> HostSlab | None:
     """Host memory for the weights and gradients of the parameters in `units`; None if there are none.
 

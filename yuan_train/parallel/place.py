@@ -9,6 +9,7 @@ import torch
 
 from yuan_train.config.disk import DISK_STATES
 from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.optimizer_shards import Away, away_bytes, page_state_bytes
@@ -41,6 +42,7 @@ def make_states(
     stages: Sequence[Sequence[StagePlan]],
     reduce_dtype: torch.dtype | None,
     options: TierOptions,
+    device: Device,
 ) -> tuple[OwnedState, ...]:
     """The optimizer state of each bucket, which `stages` of this rank hold; one slab and one file for all but
     pages, which are stepped where they lie, on the host, in a slab that no card copies to or from.
@@ -59,12 +61,12 @@ def make_states(
         ]
         host = make_host_place(
             sum(bill.host for bill in bills),
-            device=buckets[0].weights.device,
-            disk=_disk(sum(bill.disk for bill in bills), buckets[0], options),
+            device=device,
+            disk=_disk(sum(bill.disk for bill in bills), buckets[0], options, device),
             late=options.late,
         )
     of_pages = sum(page_state_bytes(bucket) for bucket in buckets if bucket.is_paged)
-    slab = HostSlab(of_pages, device=torch.device("cpu"), what="parameter_offload") if of_pages else None
+    slab = HostSlab(of_pages, device=CPU, what="parameter_offload") if of_pages else None
     return tuple(
         OwnedState(
             bucket,
@@ -85,7 +87,7 @@ def _away(holding: Sequence[StagePlan]) -> Away:
     return Away(most.optimizer_offload, most.optimizer_disk)
 
 
-def _disk(num_bytes: int, bucket: FlatBucket, options: TierOptions) -> DiskStore | None:
+def _disk(num_bytes: int, bucket: FlatBucket, options: TierOptions, device: Device) -> DiskStore | None:
     if not num_bytes:
         return None
     assert options.disk_directory is not None, "the plan was not checked with its run"
@@ -94,6 +96,6 @@ def _disk(num_bytes: int, bucket: FlatBucket, options: TierOptions) -> DiskStore
         DiskFile(options.disk_directory, num_bytes),
         dtype=dtype,
         chunk=chunk_elements(num_bytes // (DISK_STATES * dtype.itemsize)),
-        device=bucket.weights.device,
+        device=device,
         timeout_seconds=options.disk_timeout_seconds,
     )

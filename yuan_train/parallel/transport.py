@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.parallel.activity import Activity, during, is_observed
+from yuan_train.parallel.device import Device, Mark
 from yuan_train.parallel.ranges import Ranges
 
 POLL_SECONDS = 1e-3
@@ -269,7 +270,7 @@ class GroupTransport:
     """Whether equal ranges take one reduce-scatter or all-gather instead of an operation per rank. Not on
     gloo: there a reduce-scatter sends what an all-reduce does, and an all-gather copies all its tensors."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: Device) -> None:
         self._group = group
         self._ranks = tuple(ranks)
         self._index = {rank: index for index, rank in enumerate(sorted(ranks))}
@@ -281,7 +282,7 @@ class GroupTransport:
         self._device = device
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
-        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        buffer = torch.empty(shape, dtype=dtype, device=self._device.torch)
         return _PendingMessage(self._receive(buffer, sender), buffer)
 
     def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
@@ -401,28 +402,25 @@ class NcclTransport(GroupTransport):
 class HostStagedTransport(GlooTransport):
     """Messages between cards that share no library but gloo; its collectives are gloo's."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, device: Device) -> None:
         super().__init__(group, ranks, device=device)
-        self._uploads: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
-        """Buffers from which the card copies, until it has; the event tells."""
+        self._uploads: deque[tuple[Mark, torch.Tensor]] = deque()
+        """Buffers from which the card copies, until it has; the mark tells."""
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
-        buffer = _host_buffer(shape, dtype, card=self._device)
+        buffer = self._device.host_empty(shape, dtype)
         return _PendingUpload(self._receive(buffer, sender), buffer, self)
 
     def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
-        return super().send(_host_copy(tensor), receiver)
+        return super().send(_host_copy(tensor, self._device), receiver)
 
     def upload(self, buffer: torch.Tensor) -> torch.Tensor:
         """A copy on the card, made by the current stream; the host does not wait for it."""
         while self._uploads and self._uploads[0][0].query():
             self._uploads.popleft()
-        copy = torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
-        copy.copy_(buffer, non_blocking=True)
-        if self._device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
-            self._uploads.append((copied, buffer))
+        copy = self._device.upload(buffer)
+        if self._device.is_card:
+            self._uploads.append((self._device.mark(), buffer))
         return copy
 
 
@@ -438,28 +436,23 @@ class _PendingUpload(_PendingMessage):
 
 
 def transport_of(
-    group: dist.ProcessGroup, ranks: Sequence[int], *, device: torch.device, via_host: bool
+    group: dist.ProcessGroup, ranks: Sequence[int], *, device: Device, via_host: bool
 ) -> GroupTransport:
     """The transport of a process group; `via_host`: its cards share no library but gloo."""
     return _kind_of(device, via_host=via_host)(group, ranks, device=device)
 
 
-def library_of(device: torch.device, *, via_host: bool) -> str:
+def library_of(device: Device, *, via_host: bool) -> str:
     """The backend that a process group needs for `transport_of`."""
     return _kind_of(device, via_host=via_host).library
 
 
-def _kind_of(device: torch.device, *, via_host: bool) -> type[GroupTransport]:
+def _kind_of(device: Device, *, via_host: bool) -> type[GroupTransport]:
     if via_host:
         return HostStagedTransport
-    return NcclTransport if device.type == "cuda" else GlooTransport
+    return NcclTransport if device.library == "nccl" else GlooTransport
 
 
-def _host_buffer(shape: tuple[int, ...], dtype: torch.dtype, *, card: torch.device) -> torch.Tensor:
-    """A buffer in host memory, pinned if a card copies to and from it."""
-    return torch.empty(shape, dtype=dtype, pin_memory=card.type == "cuda")
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+def _host_copy(tensor: torch.Tensor, device: Device) -> torch.Tensor:
     """A copy in host memory, complete on return, because gloo reads it at once."""
-    return _host_buffer(tuple(tensor.shape), tensor.dtype, card=tensor.device).copy_(tensor)
+    return device.host_empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)

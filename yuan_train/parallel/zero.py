@@ -27,14 +27,13 @@ from yuan_train.parallel.optimizer_shards import (
     HERE,
     Away,
     OptimizerShard,
-    away_bytes,
     make_shards,
     matrix_elements,
     own_ranges,
     owner_ranges,
 )
 from yuan_train.parallel.shard import TensorBox
-from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, make_host_place
+from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace
 from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.parallel.transport import Pending
 
@@ -62,7 +61,7 @@ class OwnedState:
         slab: HostSlab | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """`host`: None: this state makes a place of its own, if it offloads anything. `slab`: of a page."""
+        """`host`: where what it offloads goes. `slab`: of a page."""
         self._bucket = bucket
         self._groups = groups
         self._reduce_dtype = reduce_dtype or bucket.gradient.dtype
@@ -78,8 +77,6 @@ class OwnedState:
         self._ranges = None if shares is None else [owner_ranges(part, shares) for part in bucket.slices]
         """By slice: the range of each owner."""
         self._own = own_ranges(bucket, shares)
-        if host is None and away.share:
-            host = make_host_place(away_bytes(bucket, shares, away).host, device=bucket.weights.device)
         if self._ranges is None:
             self._held = [self._whole_shards(away, host, slab)]
         else:

@@ -23,6 +23,7 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, make_tensor_groups, shutdown
@@ -237,7 +238,7 @@ class EngineJob:
 
     run: RLConfig
     roles: RlPlan
-    device: torch.device
+    device: Device
 
 
 def serve(job: EngineJob) -> None:
@@ -315,7 +316,7 @@ class _Server:
             max_prompt_tokens=run.data.max_prompt_tokens,
             max_new_tokens=run.generation.max_new_tokens,
             prefill_chunk=run.generation.prefill_chunk,
-            device=job.device,
+            device=job.device.torch,
             dtype=dtype,
             stopwatch=Stopwatch(job.device, slowdown=slowdown),
             ranks=self._group,

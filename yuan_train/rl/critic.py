@@ -108,7 +108,7 @@ class Critic:
         Raises TrainingError, as `train_step` does.
         """
         trainer = self._lanes.trainer
-        device = trainer.device
+        device = trainer.device.torch
         self._loss.begin(rows.place.to(device), old_N.to(device), returns_N.to(device))
         try:
             result = self._lanes.train(rows, lr=lr * self._rate, clip=self._clip_norm)

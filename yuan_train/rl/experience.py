@@ -21,6 +21,7 @@ from yuan_train.data.loader import Samples
 from yuan_train.data.prompts import Prompt
 from yuan_train.models.documents import DocumentResets, resets_at
 from yuan_train.models.transformer import IGNORE_INDEX
+from yuan_train.parallel.device import Device
 from yuan_train.rl.tickets import Sample
 from yuan_train.train.feed import MicroBatch
 
@@ -152,9 +153,9 @@ class Answers:
 class RowFeed:
     """The micro-batches of one rank's pipeline, out of the rows that are to be trained or scored next."""
 
-    def __init__(self, *, micro_batch_size: int, pin: bool) -> None:
+    def __init__(self, *, micro_batch_size: int, device: Device) -> None:
         self._size = micro_batch_size
-        self._pin = pin
+        self._on_host = device.on_host
         self._rows: Rows | None = None
         self._first = 0
         self.batch_tokens: dict[tuple[Samples, int], int] = {}
@@ -184,9 +185,8 @@ class RowFeed:
         # Padding behind a row's only answer is seen by none of its tokens.
         resets = resets_at(rows.starts[held]) if rows.shared else DocumentResets()
         numbers = numbers.where(inside_B, -1)
-        if not self._pin:
-            return MicroBatch(tokens_BS, targets_BS, resets, 0, numbers)
-        return MicroBatch(tokens_BS.pin_memory(), targets_BS.pin_memory(), resets.pinned(), 0, numbers)
+        place = self._on_host
+        return MicroBatch(place(tokens_BS), place(targets_BS), resets.on(place), 0, numbers)
 
     def __enter__(self) -> Self:
         return self

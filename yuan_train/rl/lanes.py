@@ -58,7 +58,7 @@ class Lanes:
         `make` gets the places of the rows, on the device. Collective over all ranks.
         """
         trainer = self._use(rows)
-        recorder = make(rows.place.to(trainer.device))
+        recorder = make(rows.place.to(trainer.device.torch))
         kept = {stage: runner.objective for stage, runner in trainer.runners.items()}
         for runner in trainer.runners.values():
             runner.objective = recorder

@@ -142,13 +142,13 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
         run.algorithm,
         correction=run.correction(job.mode),
         temperature=run.generation.temperature,
-        device=policy.device,
+        device=policy.device.torch,
     )
     plan = policy.plan
     pipeline = next(
         p for p in plan.pipelines if policy.position.rank in {r for s in p.stages for r in s.ranks}
     )
-    feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, pin=policy.device.type == "cuda")
+    feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=policy.device)
     trainer, progress, reference = _build(job, feed, loss, apart)
     critic = Critic(job, feed) if run.critic is not None else None
     engine = None if job.generates_apart else _make_engine(job, trainer)
@@ -224,7 +224,7 @@ def _build(
         finish_weight_sync(trainer.runtime)
         reference = RemoteReference(job.roles, trainer, apart, job.run)
     else:
-        reference = Reference(trainer.runtime)
+        reference = Reference(trainer.runtime, trainer.device)
     if policy.checkpoint is not None:
         progress = restore(policy.checkpoint, trainer, policy.run)
     return trainer, progress, reference
@@ -249,7 +249,7 @@ def _make_engine(job: RLJob, trainer: Trainer) -> Engine:
         max_prompt_tokens=run.data.max_prompt_tokens,
         max_new_tokens=run.generation.max_new_tokens,
         prefill_chunk=run.generation.prefill_chunk,
-        device=trainer.device,
+        device=trainer.device.torch,
         dtype=DTYPES[run.train.precision],
         stopwatch=trainer.stopwatch,
         ranks=own,

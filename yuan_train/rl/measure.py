@@ -132,9 +132,9 @@ def _make_depth(case: ProfileCase, layers: int) -> _Depth:
     )
     sharding, row_blocks = sharding_of(model)
     spec = ShardSpec(sharding, row_blocks, case.position, case.width)
-    choose_ops(model, case.device, case.dtype)
+    choose_ops(model, case.device.torch, case.dtype)
     part = Transformer(model, layers=(0, layers), embedding=True, head=True, device="meta", dtype=case.dtype)
-    shards = shard_parameters(part, spec, device=case.device)
+    shards = shard_parameters(part, spec, device=case.device.torch)
     for name, parameter in part.named_parameters():
         init_shard(name, parameter, shards[name], partial(initial_rows, model, seed=0))
     if case.group is not None:
@@ -172,7 +172,7 @@ def _engine(
         max_prompt_tokens=prompt,
         max_new_tokens=new,
         prefill_chunk=chunk,
-        device=case.device,
+        device=case.device.torch,
         dtype=case.dtype,
         stopwatch=Stopwatch(case.device, slowdown=case.slowdown),
         ranks=case.group,
@@ -217,7 +217,7 @@ def _drawing(new_tokens: int) -> Drawing:
 def _head_seconds(case: ProfileCase, model: Transformer, slots: int) -> float:
     """Of the last norm, the logits and the draw of so many tokens."""
     stopwatch = Stopwatch(case.device, slowdown=case.slowdown)
-    hidden_RH = torch.randn(slots, case.model.hidden_size, device=case.device).to(case.dtype)
+    hidden_RH = torch.randn(slots, case.model.hidden_size, device=case.device.torch).to(case.dtype)
     rows = tuple(range(slots))
     keys = tuple(draw_keys(0, 0, row, 0) for row in rows)
 

@@ -8,22 +8,24 @@ from contextlib import contextmanager
 import torch
 
 from yuan_train.parallel.apply import RankRuntime
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import as_training_error
 
 
 class Reference:
     """A copy on the host of the weights as they are when it is made; the cards hold no second model."""
 
-    def __init__(self, runtime: RankRuntime) -> None:
+    def __init__(self, runtime: RankRuntime, device: Device) -> None:
         finish_weight_sync(runtime)
         self._runtime = runtime
-        self._weights = [_on_host(bucket.weights) for bucket in runtime.buckets]
+        self._device = device
+        self._weights = [_on_host(bucket.weights, device) for bucket in runtime.buckets]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the reference's weights; afterwards the policy's, bit for bit."""
         finish_weight_sync(self._runtime)
-        policy = [_on_host(bucket.weights) for bucket in self._runtime.buckets]
+        policy = [_on_host(bucket.weights, self._device) for bucket in self._runtime.buckets]
         _put(self._runtime, self._weights)
         try:
             yield
@@ -44,9 +46,8 @@ def finish_weight_sync(runtime: RankRuntime) -> None:
             state.finish_weight_sync()
 
 
-def _on_host(weights: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(weights.shape, dtype=weights.dtype, pin_memory=weights.is_cuda)
-    return copy.copy_(weights)
+def _on_host(weights: torch.Tensor, device: Device) -> torch.Tensor:
+    return device.host_empty(tuple(weights.shape), weights.dtype).copy_(weights)
 
 
 def _put(runtime: RankRuntime, weights: list[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from yuan_train.config.errors import CheckpointError, YuanError
 from yuan_train.config.rl import RLConfig
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.transformer import Transformer, choose_ops
+from yuan_train.parallel.device import CPU
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.rl.experience import RowFeed, make_score_rows
 from yuan_train.rl.losses import places
@@ -68,7 +69,7 @@ class RewardModel:
         self._length = run.sequence_length
         self._rows = run.train.micro_batch_size
         self._packed = run.train.pack
-        choose_ops(checkpoint.model, trainer.device, DTYPES[run.train.precision])
+        choose_ops(checkpoint.model, trainer.device.torch, DTYPES[run.train.precision])
         self._model = Transformer(checkpoint.model, device="cpu", dtype=DTYPES[run.train.precision]).eval()
         fault: YuanError | None = None
         try:
@@ -85,17 +86,18 @@ class RewardModel:
         if not sequences:
             return []
         rows = make_score_rows(sequences, length=self._length, packed=self._packed)
-        feed = RowFeed(micro_batch_size=self._rows, pin=False)
+        feed = RowFeed(micro_batch_size=self._rows, device=CPU)
         feed.use(rows, first=0)
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        device = self._trainer.device
+        device = self._trainer.device.torch
         values = LastValues(rows.place.to(device), len(sequences))
         self._model.to(device)
         with torch.no_grad():
             for number in range(rank, -(-rows.count // self._rows), num_ranks):
                 batch = feed.take(number)
                 assert batch.tokens_BS is not None and batch.targets_BS is not None
-                hidden_BSH = self._model(batch.tokens_BS.to(device), **batch.resets.on(device))
+                resets = batch.resets.on(lambda tensor: tensor.to(device))
+                hidden_BSH = self._model(batch.tokens_BS.to(device), **resets.arguments())
                 targets = Targets(batch.targets_BS, batch.places_B)
                 values.total(self._model, hidden_BSH, targets, gradient_scale=1.0)
         self._model.to("cpu")

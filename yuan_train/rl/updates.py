@@ -185,7 +185,7 @@ class Updater:
         return parts
 
     def _batch(self, part: _Part, advantages: Tensor, old: Tensor | None, reference: Tensor | None) -> Batch:
-        device = self._trainer.device
+        device = self._trainer.device.torch
         lengths = lengths_of(part.groups)
         sampled = [p for group in part.groups for sample in group.samples for p in sample.log_probs]
 

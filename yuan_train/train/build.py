@@ -84,7 +84,7 @@ def build(
     slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
     resets = _resets(job) if feed is None else run.data.resets
     feed = Feed(_share(job, runtime)) if feed is None else feed
-    pair_loss = PairLoss(run.objective, device=job.device) if run.objective.reads_pairs else None
+    pair_loss = PairLoss(run.objective, device=job.device.torch) if run.objective.reads_pairs else None
     stopwatch = Stopwatch(job.device, slowdown=slowdown)
     runtime.reducer.pace = stopwatch.catch_up
     for state in runtime.states:

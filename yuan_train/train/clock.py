@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
+from yuan_train.parallel.device import Device
 
 
 class StepClock:
@@ -43,9 +43,7 @@ class StepClock:
         self._since += self._now() - start
 
 
-def device_clock(device: torch.device) -> StepClock:
+def device_clock(device: Device) -> StepClock:
     """The clock of a device; a CPU has finished when the host has."""
-    if device.type == "cuda":
-        # Of the compute stream alone: weights on their way must not hold up the next step's first layers.
-        return StepClock(lambda: torch.cuda.current_stream(device).synchronize())
-    return StepClock(lambda: None)
+    # Of the compute alone: weights on their way must not hold up the next step's first layers.
+    return StepClock(device.finish_compute, now=device.now)

@@ -20,6 +20,7 @@ import torch
 
 from yuan_train.data.loader import Samples
 from yuan_train.models.documents import DocumentResets, find_resets
+from yuan_train.parallel.device import Device
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Share:
     """The micro-batches of which it runs the last stage."""
     resets: Mapping[str, Any]
     """Keyword arguments of `find_resets`."""
-    device: torch.device
+    device: Device
 
     def read(self, blend: Samples, first_sample: int, micro_batch: int) -> MicroBatch:
         """Read a micro-batch of the global batch that begins at `first_sample`. Raises DataError."""
@@ -91,7 +92,7 @@ class Share:
             resets=self.resets,
             keep_tokens=self.with_tokens,
             trained_tokens=batch.num_trained if micro_batch in self.with_targets else 0,
-            pin=self.device.type == "cuda",
+            device=self.device,
         )
         if batch.places is None or found.targets_BS is None:
             return found
@@ -105,16 +106,14 @@ def make_micro_batch(
     resets: Mapping[str, Any],
     keep_tokens: bool = True,
     trained_tokens: int = 0,
-    pin: bool = False,
+    device: Device,
 ) -> MicroBatch:
     """A micro-batch of tokens and targets [B, S] on the host, with what the model resets in it."""
     found = find_resets(tokens_BS, **resets)
-    if not pin:
-        return MicroBatch(tokens_BS if keep_tokens else None, targets_BS, found, trained_tokens)
     return MicroBatch(
-        tokens_BS.pin_memory() if keep_tokens else None,
-        targets_BS.pin_memory() if targets_BS is not None else None,
-        found.pinned(),
+        device.on_host(tokens_BS) if keep_tokens else None,
+        device.on_host(targets_BS) if targets_BS is not None else None,
+        found.on(device.on_host),
         trained_tokens,
     )
 
@@ -223,9 +222,8 @@ class Feed:
         return reading.error is not None or reading.num_read == len(self._order)
 
     def _run(self) -> None:
-        if self._share.device.type == "cuda":
-            # Pinning in a new thread would otherwise create a context on the first card.
-            torch.cuda.set_device(self._share.device)
+        # It pins what it reads.
+        self._share.device.use()
         while (reading := self._next()) is not None:
             blend, first_sample = reading.key
             micro_batch = self._order[reading.num_read]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
+from yuan_train.parallel.device import Device
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt."""
@@ -22,17 +22,17 @@ _LARGEST_KEPT = 32 << 20
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: Device) -> int:
     """Peak bytes held since the process started, or since `reset_peak_memory`; on CUDA by tensors."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if (card := device.memory()) is not None:
+        return card.most_allocated
     if STATUS.exists():
         return _resident("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def peak_footprint_bytes(device: torch.device) -> int:
+def peak_footprint_bytes(device: Device) -> int:
     """Peak bytes taken of a device since the process started, in the terms of a plan's memory forecast.
 
     On CUDA that is more than tensors: the allocator's blocks at their peak, with what fragmentation wastes,
@@ -40,37 +40,38 @@ def peak_footprint_bytes(device: torch.device) -> int:
     driver does not say whose that is, so other processes on the card count too. On a CPU as
     `peak_memory_bytes`.
     """
-    if device.type != "cuda":
+    card = device.memory()
+    if card is None:
         return peak_memory_bytes(device)
-    free, total = torch.cuda.mem_get_info(device)
-    outside = max(0, total - free - torch.cuda.memory_reserved(device))
-    return torch.cuda.max_memory_reserved(device) + outside
+    outside = max(0, card.total - card.free - card.reserved)
+    return card.most_reserved + outside
 
 
-def can_track_memory(device: torch.device) -> bool:
+def can_track_memory(device: Device) -> bool:
     """Whether `held_bytes` and `reset_peak_memory` work here: on CUDA, and on Linux."""
-    return device.type == "cuda" or (STATUS.exists() and CLEAR.exists())
+    return device.is_card or (STATUS.exists() and CLEAR.exists())
 
 
-def held_bytes(device: torch.device) -> int:
+def held_bytes(device: Device) -> int:
     """Bytes held now."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
+    card = device.memory()
+    return _resident("VmRSS") if card is None else card.allocated
 
 
-def reset_peak_memory(device: torch.device) -> None:
+def reset_peak_memory(device: Device) -> None:
     """Start a new peak from what is held now."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.is_card:
+        device.reset_peak_memory()
     else:
         CLEAR.write_text("5")
 
 
-def keep_freed_memory(device: torch.device) -> None:
+def keep_freed_memory(device: Device) -> None:
     """Let the CPU allocator keep freed memory for the next micro-batch. Nothing on CUDA, or without glibc.
 
     Returned to the system, every page would have to be cleared again: a tenth of a small layer's time.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if not device.is_card else None
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
         mallopt(_TRIM_THRESHOLD, -1)
@@ -90,11 +91,11 @@ def long_lived_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def release_free_memory(device: torch.device) -> None:
+def release_free_memory(device: Device) -> None:
     """Return free memory to the card or the system, as far as the allocator can."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if device.is_card:
+        device.empty_cache()
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -25,6 +25,7 @@ from yuan_kernels import ops
 
 from yuan_train.config.errors import ConfigError
 from yuan_train.models.transformer import choose_ops
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import Grid
 
 logger = logging.getLogger(__name__)
@@ -45,13 +46,13 @@ class RankForms:
         return all(choice.implementation == "reference" for choice in self.choices)
 
 
-def settle_forms(grid: Grid, rank: int, *, device: torch.device, dtype: torch.dtype) -> None:
+def settle_forms(grid: Grid, rank: int, *, device: Device, dtype: torch.dtype) -> None:
     """Choose the implementation of each op of a plan's model, alike in each group; collective over all ranks.
 
     Raises ConfigError, on all ranks, if some of a group compute with the definitions and others do not.
     """
     ops.forget_fallbacks()
-    mine = RankForms(_card(device), tuple(choose_ops(grid.plan.model, device, dtype)))
+    mine = RankForms(_card(device), tuple(choose_ops(grid.plan.model, device.torch, dtype)))
     if not dist.is_initialized():
         return
     told: list[Any] = [None] * dist.get_world_size()
@@ -112,6 +113,7 @@ def unlike(group: Sequence[int], told: Sequence[RankForms]) -> Iterator[tuple[in
             yield number, odd
 
 
-def _card(device: torch.device) -> str:
+def _card(device: Device) -> str:
     """What kind of device it is, by the name that its driver has for it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    card = device.facts()
+    return device.torch.type if card is None else card.name

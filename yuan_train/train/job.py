@@ -7,9 +7,8 @@ device, the data, the checkpoint to resume from.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
@@ -23,6 +22,7 @@ from yuan_train.data.loader import Blend, Samples, open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.parallel.device import CPU, CardFacts, Device, visible_cards
 from yuan_train.train.cards import check_processor
 from yuan_train.train.compiler import check_compiler
 from yuan_train.train.placement import run_beside
@@ -63,7 +63,7 @@ class Job:
     run: RunConfig
     plan: Plan
     position: Position
-    device: torch.device
+    device: Device
     train: Samples
     validation: Blend | None
     tokenizer: Tokenizer | None
@@ -87,7 +87,7 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     return Job(run, plan, position, device, train, validation, tokenizer, checkpoint, start)
 
 
-def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[torch.device, Tokenizer | None]:
+def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[Device, Tokenizer | None]:
     """The device of this process under a plan of the run, and the run's tokenizer. Raises YuanError."""
     check_precision(plan, run)
     check_compile(plan, run)
@@ -100,15 +100,16 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[torc
             "(yuan-train launch), or make a plan for the available cards"
         )
     device = choose_device(run.train.device, position)
-    if device.type == "cpu" and run.train.device != "cpu":
+    if not device.is_card and run.train.device != "cpu":
         check_processor(plan, plan.ranks[position.rank])
     run_beside(device)
-    if device.type == "cuda" and run.train.precision == "bf16":
-        _check_bf16(device)
+    card = device.facts()
+    if card is not None and run.train.precision == "bf16":
+        _check_bf16(card)
     if run.train.compile:
-        check_compiler(device)
+        check_compiler(device.torch)
     device_type = plan.device_type(position.rank)
-    if device.type == "cuda" and device_type is not None and device_type.slowdown:
+    if device.is_card and device_type is not None and device_type.slowdown:
         raise PlanError(
             f"rank {position.rank} is a simulated card (slowdown), which runs on a CPU: set train.device=cpu"
         )
@@ -121,31 +122,32 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[torc
     return device, tokenizer
 
 
-def choose_device(wanted: str, position: Position) -> torch.device:
-    """The device of this process: its own card, by local rank, or the CPU.
+def choose_device(
+    wanted: str, position: Position, cards: Callable[[], Sequence[Device]] = visible_cards
+) -> Device:
+    """The device of this process: its own one of the `cards` of this machine, by local rank, or the CPU.
 
     `wanted` is cuda, cpu or auto (a card if there is one). Raises ConfigError if `cuda` is wanted and torch
     finds no card, or if more processes than cards run on this machine.
     """
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    found = () if wanted == "cpu" else cards()
+    if wanted == "cuda" and not found:
         raise ConfigError("train.device: cuda, but torch finds no card; use cpu or auto")
-    if wanted == "cpu" or not available:
-        return torch.device("cpu")
-    if position.local_world_size > torch.cuda.device_count():
+    if not found:
+        return CPU
+    if position.local_world_size > len(found):
         raise ConfigError(
-            f"this machine has {torch.cuda.device_count()} cards, but {position.local_world_size} processes; "
+            f"this machine has {len(found)} cards, but {position.local_world_size} processes; "
             "start one per card"
         )
-    torch.cuda.set_device(position.local_rank)
-    return torch.device("cuda", position.local_rank)
+    found[position.local_rank].use()
+    return found[position.local_rank]
 
 
-def _check_bf16(device: torch.device) -> None:
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
+def _check_bf16(card: CardFacts) -> None:
+    if not card.has_bf16:
         raise ConfigError(
-            f"train.precision: bf16, but {torch.cuda.get_device_name(device)} has no bf16 units; "
-            "set train.precision: fp16"
+            f"train.precision: bf16, but {card.name} has no bf16 units; set train.precision: fp16"
         )
 
 

@@ -30,6 +30,7 @@ from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.apply import init_shard
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.experts import remove_experts
 from yuan_train.parallel.gradients import FlatBucket
@@ -75,7 +76,7 @@ class ProfileCase:
     micro_batch_size: int
     recompute: str
     dtype: torch.dtype
-    device: torch.device
+    device: Device
     slowdown: float = 1.0
     """Of a simulated card, whose work is slowed as in training."""
     width: int = 1
@@ -134,7 +135,7 @@ def measure_reserved(case: ProfileCase) -> float | None:
     measurement, with everything imported that training imports; a small step uses all of it once.
     """
     keep_freed_memory(case.device)
-    if case.device.type == "cuda" or not can_track_memory(case.device):
+    if case.device.is_card or not can_track_memory(case.device):
         return None
     _warm_up(case)
     release_free_memory(case.device)
@@ -156,12 +157,12 @@ def num_layers_in_a_row(case: ProfileCase) -> int:
     return max(1, min(case.model.num_layers, MAX_LAYERS, fitting))
 
 
-def name_of(device: torch.device) -> str:
+def name_of(device: Device) -> str:
     """The catalogue's name of a card, or the driver's if the catalogue does not have it; `CPU` on a CPU."""
-    if device.type != "cuda":
+    card = device.facts()
+    if card is None:
         return "CPU"
-    name = torch.cuda.get_device_name(device)
-    memory_gb = torch.cuda.get_device_properties(device).total_memory / 1e9
+    name, memory_gb = card.name, card.memory / 1e9
     words = name.replace("NVIDIA ", "").replace("Tesla ", "").replace("GeForce ", "")
     candidates = [
         known
@@ -180,11 +181,10 @@ def machine_name() -> str:
     return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
 
 
-def now(device: torch.device) -> float:
+def now(device: Device) -> float:
     """Seconds on a clock, when the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    device.finish()
+    return device.now()
 
 
 class _RandomSource:
@@ -199,7 +199,7 @@ class _RandomSource:
             "reset_attention": case.data is not None and case.data.reset_attention,
             "reset_filter": case.data is not None and case.data.reset_filter,
         }
-        self._batch = make_micro_batch(tokens, tokens, resets=resets, pin=case.device.type == "cuda")
+        self._batch = make_micro_batch(tokens, tokens, resets=resets, device=case.device)
 
     def take(self, micro_batch: int) -> MicroBatch:
         """Tokens and targets [B, S]."""
@@ -224,7 +224,7 @@ class _Unit:
 
     def __init__(self, case: ProfileCase, *, layers: int, bare: bool = False, **ends: bool) -> None:
         self.case = case
-        choose_ops(case.model, case.device, case.dtype)
+        choose_ops(case.model, case.device.torch, case.dtype)
         sharding, row_blocks = sharding_of(case.model)
         spec = ShardSpec(sharding, row_blocks, case.position, case.width, (0, 0) if bare else None)
         self.part = Transformer(
@@ -236,7 +236,7 @@ class _Unit:
             device="meta",
             dtype=case.dtype,
         )
-        shards = shard_parameters(self.part, spec, device=case.device)
+        shards = shard_parameters(self.part, spec, device=case.device.torch)
         for name, parameter in self.part.named_parameters():
             init_shard(name, parameter, shards[name], partial(initial_rows, case.model, seed=0))
         if case.group is not None:
@@ -267,7 +267,7 @@ class _Unit:
         self._runner.begin(first_sample=0, num_terms=tokens, num_sequences=1, scale=1.0)
         # Not zeros, on which the hardware runs faster than on real numbers.
         shape = (case.micro_batch_size, case.sequence_length, case.model.hidden_size)
-        self._hidden_BSH = torch.randn(*shape, device=case.device).to(case.dtype)
+        self._hidden_BSH = torch.randn(*shape, device=case.device.torch).to(case.dtype)
 
     @property
     def output_bytes(self) -> int:
@@ -347,7 +347,7 @@ def all_agree(enough: bool, case: ProfileCase) -> bool:
     """Whether it is `enough` for every rank of the tensor-parallel group; collective over it."""
     if case.group is None:
         return enough
-    votes = torch.tensor(int(enough), device=case.device)
+    votes = torch.tensor(int(enough), device=case.device.torch)
     dist.all_reduce(votes, dist.ReduceOp.MIN, group=case.group)
     return bool(votes.item())
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.profile import HostProfile
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.link import Transfer, begin_copy, make_link
 from yuan_train.parallel.tiers.slab import HostSlab
 
@@ -27,7 +28,7 @@ STEP_TRAFFIC = 28
 REPEATS = 3
 
 
-def host_room(device: torch.device) -> HostSlab:
+def host_room(device: Device) -> HostSlab:
     """Memory of the host for `measure_host`. Raises HostMemoryError if there is none that can be pinned."""
     return HostSlab(2 * COPIED_BYTES, device=device, what="profile")
 
@@ -35,7 +36,7 @@ def host_room(device: torch.device) -> HostSlab:
 def measure_host(
     room: HostSlab,
     *,
-    device: torch.device,
+    device: Device,
     device_type: str,
     bytes_per_second: float | None = None,
 ) -> HostProfile:
@@ -57,10 +58,10 @@ def measure_host(
 
 
 def _seconds_both_ways(
-    low: torch.Tensor, high: torch.Tensor, device: torch.device, rate: float | None
+    low: torch.Tensor, high: torch.Tensor, device: Device, rate: float | None
 ) -> tuple[float, float]:
     """(down, up): until COPIES of [n] bytes have gone that way, as many of the other way having begun too."""
-    source, target = (torch.ones_like(low, device=device) for _ in range(2))
+    source, target = (torch.ones_like(low, device=device.torch) for _ in range(2))
     links = [make_link(device, bytes_per_second=rate) for _ in range(2)]
     ways = ((source, low), (high, target))
     seconds: list[list[float]] = [[], []]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import LinkProfile
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import make_pair
 from yuan_train.parallel.transport import Transport
 from yuan_train.train.link_classes import LinkEnd, LinkFigures, MeasuredLinks, Pair, measure_classes
@@ -25,7 +26,7 @@ LINK_REPEATS = 15
 def measure_links(
     ends: Sequence[LinkEnd],
     *,
-    device: torch.device,
+    device: Device,
     sizes: Sequence[int] = LINK_SIZES,
     slowdown: float = 1.0,
     timeout_seconds: float = 600.0,
@@ -70,7 +71,7 @@ def _profiles(names: Sequence[str], found: MeasuredLinks, sizes: Sequence[int]) 
 
 
 def _measure(
-    transport: Transport, way: tuple[int, int], sizes: Sequence[int], device: torch.device
+    transport: Transport, way: tuple[int, int], sizes: Sequence[int], device: Device
 ) -> tuple[float, ...]:
     """Seconds by size of a message from one rank to another, known to all ranks, of which the others wait.
 
@@ -87,10 +88,10 @@ def _measure(
     return tuple(times.tolist())
 
 
-def _round_trip(transport: Transport, size: int, source: int, target: int, device: torch.device) -> float:
+def _round_trip(transport: Transport, size: int, source: int, target: int, device: Device) -> float:
     """Median seconds of a message of `size` bytes to the target, and the byte it answers."""
-    message = torch.randint(255, (size,), dtype=torch.uint8, device=device)
-    answer = torch.zeros(1, dtype=torch.uint8, device=device)
+    message = torch.randint(255, (size,), dtype=torch.uint8, device=device.torch)
+    answer = torch.zeros(1, dtype=torch.uint8, device=device.torch)
     times: list[float] = []
     for _ in range(2 + LINK_REPEATS):
         start = now(device)

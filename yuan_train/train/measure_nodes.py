@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import NodeLinkProfile
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import make_pair
 from yuan_train.parallel.transport import GroupTransport
 from yuan_train.train.link_classes import LinkEnd, LinkFigures, MeasuredLinks, Pair, measure_classes
@@ -32,7 +33,7 @@ LEAST_SECONDS = 1e-9
 def measure_node_links(
     ends: Sequence[LinkEnd],
     *,
-    device: torch.device,
+    device: Device,
     timeout_seconds: float = 600.0,
     all_pairs: bool = False,
 ) -> tuple[NodeLinkProfile, ...]:
@@ -82,7 +83,7 @@ def _profiles(names: Sequence[str], pairs: Sequence[Pair], found: MeasuredLinks)
 
 
 def _make_flows(
-    ends: Sequence[LinkEnd], pair: tuple[list[int], list[int]], device: torch.device, timeout_seconds: float
+    ends: Sequence[LinkEnd], pair: tuple[list[int], list[int]], device: Device, timeout_seconds: float
 ) -> list[_Flow]:
     """The messages that go at once from the ranks of a node to those of another; collective over all."""
     sources, targets = pair
@@ -103,11 +104,11 @@ class _Flow(NamedTuple):
     transport: GroupTransport
 
 
-def _all_at_once(flows: Sequence[_Flow], size: int, device: torch.device) -> float:
+def _all_at_once(flows: Sequence[_Flow], size: int, device: Device) -> float:
     """Median seconds until messages of `size` bytes, which begin at once, have all arrived; the same on all
     ranks."""
     rank = dist.get_rank()
-    message = torch.randint(255, (size,), dtype=torch.uint8, device=device)
+    message = torch.randint(255, (size,), dtype=torch.uint8, device=device.torch)
     times: list[float] = []
     for _ in range(1 + REPEATS):
         dist.barrier()

@@ -13,11 +13,12 @@ import time
 import torch
 import torch.distributed as dist
 
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.transport import Transport
 
-NUM_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Of the fp32 sum, by kind of device: enough that it takes much longer than its start."""
+NUM_ELEMENTS = {False: 1 << 20, True: 1 << 24}
+"""Of the fp32 sum, on a CPU and on a card: enough that it takes much longer than its start."""
 WIDTH = 384
 """Of the products that are computed beside it."""
 SUMS_HIDDEN = 2
@@ -26,7 +27,7 @@ REPEATS = 5
 
 
 def compute_seconds_per_byte(
-    transport: Transport, pair: tuple[int, int], *, device: torch.device, slowdown: float
+    transport: Transport, pair: tuple[int, int], *, device: Device, slowdown: float
 ) -> float:
     """Seconds of compute that a sum takes from a card that hides it, by byte that the card sends.
 
@@ -41,11 +42,11 @@ def compute_seconds_per_byte(
     return found.item()
 
 
-def _measure(transport: Transport, device: torch.device, slowdown: float) -> float:
-    gradient = torch.zeros(NUM_ELEMENTS[device.type], dtype=torch.float32, device=device)
+def _measure(transport: Transport, device: Device, slowdown: float) -> float:
+    gradient = torch.zeros(NUM_ELEMENTS[device.is_card], dtype=torch.float32, device=device.torch)
     products = _Products(device, slowdown)
     products.seconds(1)
-    number = math.ceil(SUMS_HIDDEN * _sum_seconds(transport, gradient) / products.seconds(1))
+    number = math.ceil(SUMS_HIDDEN * _sum_seconds(transport, gradient, device) / products.seconds(1))
     lost: list[float] = []
     for _ in range(REPEATS):
         alone = products.seconds(number)
@@ -61,9 +62,9 @@ def _measure(transport: Transport, device: torch.device, slowdown: float) -> flo
 class _Products:
     """Products of matrices, as long as one wants."""
 
-    def __init__(self, device: torch.device, slowdown: float) -> None:
+    def __init__(self, device: Device, slowdown: float) -> None:
         self._stopwatch = Stopwatch(device, slowdown=slowdown)
-        self._factor = torch.full((WIDTH, WIDTH), 1 / WIDTH, device=device)
+        self._factor = torch.full((WIDTH, WIDTH), 1 / WIDTH, device=device.torch)
         self._product = torch.empty_like(self._factor)
 
     def seconds(self, number: int) -> float:
@@ -74,20 +75,20 @@ class _Products:
         return self._stopwatch.read()
 
 
-def _sum_seconds(transport: Transport, gradient: torch.Tensor) -> float:
+def _sum_seconds(transport: Transport, gradient: torch.Tensor, device: Device) -> float:
     """Seconds of a sum with nothing beside it; the mean of both ranks."""
     times: list[float] = []
     for _ in range(REPEATS):
-        _mean(transport, 0.0, gradient.device)
+        _mean(transport, 0.0, device)
         start = time.perf_counter()
         transport.all_reduce(gradient, "a sum").wait()
-        _mean(transport, 0.0, gradient.device)
+        _mean(transport, 0.0, device)
         times.append(time.perf_counter() - start)
-    return _mean(transport, statistics.median(times), gradient.device)
+    return _mean(transport, statistics.median(times), device)
 
 
-def _mean(transport: Transport, value: float, device: torch.device) -> float:
+def _mean(transport: Transport, value: float, device: Device) -> float:
     """The mean of a value of both ranks, which wait for each other, as the host does for them."""
-    total = torch.tensor([value], dtype=torch.float64, device=device)
+    total = torch.tensor([value], dtype=torch.float64, device=device.torch)
     transport.all_reduce(total, "a mean of measurements").wait()
     return total.item() / 2

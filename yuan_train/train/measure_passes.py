@@ -16,7 +16,7 @@ divided into passes over all cases, so that all see the same changes."""
 
 def num_passes(case: ProfileCase) -> int:
     """Passes over all cases in which the units' seconds are measured."""
-    if case.device.type != "cpu":
+    if case.device.is_card:
         return 1
     return max(1, min(MOST_PASSES, int(case.seconds_per_unit / PASS_SECONDS)))
 

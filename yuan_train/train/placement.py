@@ -10,33 +10,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
+from yuan_train.parallel.device import Device
 
 PCI = Path("/sys/bus/pci/devices")
 NODES = Path("/sys/devices/system/node")
 
 
-def run_beside(device: torch.device) -> None:
+def run_beside(device: Device) -> None:
     """Keep this process to the cores of its card's NUMA node, and the threads that it starts from now on.
 
     Nothing to do on a CPU, where the node is not known, or if something (taskset, a batch system) has chosen
     among the cores before.
     """
-    if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
+    card = device.facts()
+    if card is None or not hasattr(os, "sched_setaffinity"):
         return
     own = os.sched_getaffinity(0)
-    near = own & cores_of(numa_node(pci_address(device)))
+    near = own & cores_of(numa_node(card.pci_address))
     if near and len(own) == os.cpu_count():
         os.sched_setaffinity(0, near)
-
-
-def pci_address(device: torch.device) -> str | None:
-    """The address of a card on the PCI bus, as sysfs writes it; None if torch does not tell. Numbers of NVML
-    would not do: they know nothing of CUDA_VISIBLE_DEVICES."""
-    card = torch.cuda.get_device_properties(device)
-    if not hasattr(card, "pci_domain_id"):
-        return None
-    return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
 def numa_node(address: str | None, pci: Path = PCI) -> int | None:

@@ -17,6 +17,7 @@ from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.config.plan_files import save_plan
+from yuan_train.parallel.device import CPU, visible_cards
 from yuan_train.parallel.groups import as_training_error, init_distributed, shutdown
 from yuan_train.parallel.world_sum import gather_on_first
 from yuan_train.train.agreement import (
@@ -89,7 +90,7 @@ def fail_together(error: YuanError, position: Position) -> NoReturn:
     If the others cannot be reached within a while, this rank raises its own error alone.
     """
     if position.world_size > 1:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = next(iter(visible_cards()), CPU)
         try:
             init_distributed(
                 device=device, timeout_seconds=FAILURE_TIMEOUT, startup_timeout_seconds=FAILURE_TIMEOUT
@@ -138,7 +139,7 @@ def _log_start(job: Job, progress: Progress, log: Log) -> None:
     trained = "" if run.model.lora is None else f" ({sum(run.model.trained_unit_parameters):,} trained)"
     log.say(
         f"{run.model.name}: {run.model.parameters:,} parameters{trained}, {plan.world_size} ranks, "
-        f"layers per stage {layers}, {run.train.precision} on {job.device.type}"
+        f"layers per stage {layers}, {run.train.precision} on {job.device.torch.type}"
     )
     if run.log.directory is not None:
         write_text(Path(run.log.directory) / "config.yaml", dump(run))

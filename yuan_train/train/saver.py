@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
 from yuan_train.checkpoint.local_shards import LocalShard, snapshot
 from yuan_train.checkpoint.save import save_checkpoint
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import guard_world_collective, make_save_group
 from yuan_train.train.job import Job
@@ -42,7 +42,7 @@ class Saver:
         *,
         saved: int | None,
         say: Callable[[str], None],
-        device: torch.device | None = None,
+        device: Device | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """`saved` is the step of the newest checkpoint, if any; `say` logs a line.
@@ -55,7 +55,7 @@ class Saver:
         self.group = group
         self._coord = coord
         self._say = say
-        self._thread = None if device is None else ThreadPoolExecutor(1, "save", _set_device, (device,))
+        self._thread = None if device is None else ThreadPoolExecutor(1, "save", device.use)
         self._pending: Future[Path] | None = None
 
     @property
@@ -114,12 +114,6 @@ class Saver:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-
-
-def _set_device(device: torch.device) -> None:
-    """Set the CUDA device of a new thread, which would otherwise create a context on the first card."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def make_saver(job: Job, stepper: Stepper, log: Log | None) -> Saver:

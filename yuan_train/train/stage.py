@@ -12,6 +12,7 @@ import torch
 from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.deferred import DeferredWeightGrads
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.train.feed import Source
 from yuan_train.train.objective import Objective, Targets, TokenLoss
@@ -43,7 +44,7 @@ class StageRunner:
         micro_batch_size: int,
         resets: bool,
         seed: int,
-        device: torch.device,
+        device: Device,
         deferred: DeferredWeightGrads,
         objective: Objective | None = None,
         stage: int = 0,
@@ -58,15 +59,15 @@ class StageRunner:
         self._deferred = deferred
         self._micro_batch_size = micro_batch_size
         self._seed = seed
-        self._device = device
+        self._upload = device.upload
         self._first_sample = 0
         self._num_terms = 1
         self.objective: Objective = objective or TokenLoss()
         self._scale = 1.0
         self._takes = any(stage_needs(model, resets=resets))
         self._loaded = Loaded()
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.loss = torch.zeros((), dtype=torch.float64, device=device.torch)
+        self.finite = torch.ones((), dtype=torch.bool, device=device.torch)
 
     def begin(self, *, first_sample: int, num_terms: int, num_sequences: int, scale: float) -> None:
         """Start on this pipeline's samples, from `first_sample` on, and reset `loss` and `finite`.
@@ -91,11 +92,9 @@ class StageRunner:
         if self._takes:
             batch = self._source.take(micro_batch)
             self._loaded = Loaded(
-                None if batch.tokens_BS is None else batch.tokens_BS.to(self._device, non_blocking=True),
-                None
-                if batch.targets_BS is None
-                else Targets(batch.targets_BS.to(self._device, non_blocking=True), batch.places_B),
-                batch.resets.on(self._device),
+                None if batch.tokens_BS is None else self._upload(batch.tokens_BS),
+                None if batch.targets_BS is None else Targets(self._upload(batch.targets_BS), batch.places_B),
+                batch.resets.on(self._upload).arguments(),
             )
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.data.loader import Samples
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error
 from yuan_train.parallel.world_sum import sum_over_world
@@ -52,7 +53,7 @@ class Trainer:
     feed: Passes
     expert_load: ExpertLoad | None
     """None for a model without experts."""
-    device: torch.device
+    device: Device
     pair_loss: PairLoss | None = None
     """The objective of a run on preference pairs, shared by this rank's stages."""
 
@@ -62,7 +63,7 @@ class Trainer:
 
         Only tensor rank 0 of a replica counts it; the other tensor ranks return 0.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device.torch)
         if self.runtime.coord.tensor_rank == 0:
             total += sum(runner.loss for runner in self.runners.values())
         return total
@@ -71,7 +72,7 @@ class Trainer:
     def measures(self) -> torch.Tensor:
         """This rank's term of `PairLoss.measures` of the batch; counted as `loss` is. Empty without pairs."""
         if self.pair_loss is None:
-            return torch.zeros(0, dtype=torch.float64, device=self.device)
+            return torch.zeros(0, dtype=torch.float64, device=self.device.torch)
         return self.pair_loss.measures * (self.runtime.coord.tensor_rank == 0)
 
 
@@ -113,8 +114,8 @@ def train_step(
             before_step=runtime.reducer.before_step,
             after_step=runtime.reducer.after_step,
         )
-        squares = _finish_reductions(runtime, trainer.device)
-    stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device)
+        squares = _finish_reductions(runtime, trainer.device.torch)
+    stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device.torch)
     # On the CPU: not all cards share a communication backend, but all ranks share gloo.
     totals = torch.stack([squares, trainer.loss, stop_flag]).cpu()
     if trainer.pair_loss is not None:
@@ -168,7 +169,7 @@ def validation_loss(trainer: Trainer, blend: Samples, *, num_batches: int) -> fl
     """
     runtime = trainer.runtime
     batch_size = runtime.grid.plan.global_batch_size
-    total = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    total = torch.zeros((), dtype=torch.float64, device=trainer.device.torch)
     for batch in range(num_batches):
         then = (batch + 1) * batch_size if batch + 1 < num_batches else None
         begin_pass(trainer, blend, first_sample=batch * batch_size, then=then)

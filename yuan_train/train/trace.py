@@ -19,6 +19,7 @@ import torch
 
 from yuan_train.config.run import TraceConfig
 from yuan_train.parallel.activity import Activity, during, observed_by
+from yuan_train.parallel.device import Device, Mark
 from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.schedule.trace import (
     PROFILER_TID,
@@ -57,31 +58,26 @@ class Recorder:
     for a message lasts as long as the stream stands, whatever the host does.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._marks: list[tuple[Activity, bool, torch.cuda.Event | float]] = []
-        self._base_seconds = 0.0
-        self._base: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._base = torch.cuda.Event(enable_timing=True)
-            self._base.record()
-            self._base.synchronize()
-            self._base_seconds = time.perf_counter()
+        self._marks: list[tuple[Activity, bool, Mark]] = []
+        self._base = device.mark(timed=True)
+        self._base.finish()
+        self._base_seconds = device.now()
 
     def begin(self, activity: Activity) -> None:
-        self._marks.append((activity, True, self._mark()))
+        self._marks.append((activity, True, self._device.mark(timed=True)))
 
     def end(self, activity: Activity) -> None:
-        self._marks.append((activity, False, self._mark()))
+        self._marks.append((activity, False, self._device.mark(timed=True)))
 
     def recorded(self) -> list[Recorded]:
         """All activities, in the order of their begins; waits for the device."""
-        if self._base is not None:
-            torch.cuda.synchronize(self._device)
+        self._device.finish()
         begun: list[int] = []
         found: list[Recorded] = []
         for activity, is_begin, mark in self._marks:
-            seconds = self._seconds(mark)
+            seconds = self._base_seconds + mark.seconds_since(self._base)
             if is_begin:
                 begun.append(len(found))
                 found.append(Recorded(activity, seconds, seconds))
@@ -91,19 +87,6 @@ class Recorder:
                 found[at] = Recorded(activity, found[at].start_seconds, seconds)
         assert not begun, "an activity has not ended"
         return found
-
-    def _mark(self) -> torch.cuda.Event | float:
-        if self._base is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, mark: torch.cuda.Event | float) -> float:
-        if not isinstance(mark, torch.cuda.Event):
-            return mark
-        assert self._base is not None
-        return self._base_seconds + self._base.elapsed_time(mark) / 1e3
 
 
 class Tracer:
@@ -122,7 +105,7 @@ class Tracer:
         self._profiler: _Profiler | None = None
 
     @contextmanager
-    def step(self, number: int, device: torch.device, clock: StepClock) -> Iterator[None]:
+    def step(self, number: int, device: Device, clock: StepClock) -> Iterator[None]:
         """Around training step `number`, which observers hear of; trace it if it is to be (collective).
 
         Comparing the ranks' clocks and writing the file are not in the step's time.
@@ -164,7 +147,7 @@ class Tracer:
         except OSError as error:
             logger.warning("train.trace: %s cannot be written: %s", path, error)
 
-    def _start(self, device: torch.device, *, with_kernels: bool) -> None:
+    def _start(self, device: Device, *, with_kernels: bool) -> None:
         if with_kernels:
             self._profiler = _Profiler(device)
         self._clock = share_clock(self._coord)
@@ -288,9 +271,9 @@ def _in_flight(recorded: Iterable[Recorded], clock: SharedClock) -> Iterator[Spa
 class _Profiler:
     """torch.profiler, from its making to `stop`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
+        if device.is_card:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(activities=activities)
         self._profile.start()

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
-
 from yuan_train.parallel.activity import Activity, observed_by
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.schedule.step import Step
 
@@ -184,7 +183,7 @@ _NAMES = {
 def watching(
     grid: Grid,
     coord: RankCoord,
-    device: torch.device,
+    device: Device,
     *,
     timeout_seconds: float,
     last_good: Callable[[], str],
@@ -210,10 +209,10 @@ def watching(
         timeout_seconds=timeout_seconds,
         say=logger.warning,
         advice=advice,
-        mark=_mark_card if device.type == "cuda" else None,
+        mark=device.mark if device.is_card else None,
     )
     stop = threading.Event()
-    thread = threading.Thread(target=_check_until, args=(watch, stop), name="watch", daemon=True)
+    thread = threading.Thread(target=_check_until, args=(watch, stop, device), name="watch", daemon=True)
     thread.start()
     try:
         with observed_by(watch):
@@ -223,7 +222,8 @@ def watching(
         thread.join()
 
 
-def _check_until(watch: Watch, stop: threading.Event) -> None:
+def _check_until(watch: Watch, stop: threading.Event, device: Device) -> None:
+    device.use()
     while not stop.wait(watch.poll_seconds):
         try:
             watch.check()
@@ -231,9 +231,3 @@ def _check_until(watch: Watch, stop: threading.Event) -> None:
             # The card itself has failed, which the main thread reports.
             watch.stop_marking()
             return
-
-
-def _mark_card() -> Mark:
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from yuan_train.parallel.activity import Activity, during
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.host_pool import HostPool, HostRange
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import Transfer
@@ -89,7 +90,7 @@ class ActivationTiers:
         weights: Iterable[Tensor],
         links: HostLinks,
         *,
-        device: torch.device,
+        device: Device,
         pause: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._groups = group_copies(program)
@@ -221,7 +222,7 @@ class ActivationTiers:
         for kept in part.kept.values():
             assert kept.host is not None
             # Taken here, on the stream of the compute, which frees it again.
-            kept.flat = torch.empty(kept.num_bytes, dtype=torch.uint8, device=self._pool.device)
+            kept.flat = torch.empty(kept.num_bytes, dtype=torch.uint8, device=self._pool.device.torch)
             moved.append((kept.flat, kept.host))
 
         def copy() -> None:

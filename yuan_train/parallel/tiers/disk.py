@@ -23,6 +23,7 @@ import torch
 from yuan_train.config.disk import DISK_SLOTS, DISK_STATES
 from yuan_train.config.errors import DiskError, TrainingError
 from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.link import Transfer
 from yuan_train.parallel.tiers.slab import HostSlab
 
@@ -162,7 +163,7 @@ class DiskStore:
         *,
         dtype: torch.dtype,
         chunk: int,
-        device: torch.device,
+        device: Device,
         timeout_seconds: float,
     ) -> None:
         self.file, self.chunk = file, chunk

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.slab import HostSlab
 
 PAGE = 4096
@@ -26,7 +27,7 @@ class HostPool:
     """Grows by a slab when nothing fits, and never shrinks: after a step it has all that it needs, and no
     more than what was ever taken at once, as long as sizes come back."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
         self._blocks: list[torch.Tensor] = []
         self._free: list[tuple[int, int, int]] = []

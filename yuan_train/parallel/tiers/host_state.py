@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.disk import DiskStore
 from yuan_train.parallel.tiers.link import Link, Transfer, begin_copy, make_link
 from yuan_train.parallel.tiers.slab import HostSlab
@@ -40,7 +41,7 @@ class HostPlace:
 
 
 def make_host_place(
-    num_bytes: int, *, device: torch.device, disk: DiskStore | None = None, late: bool = False
+    num_bytes: int, *, device: Device, disk: DiskStore | None = None, late: bool = False
 ) -> HostPlace:
     """The host memory for so much offloaded state of a rank, beside what is on its disk.
 

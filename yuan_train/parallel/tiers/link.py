@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from yuan_train.parallel.device import Device, Stream
+
 Copy = Callable[[], None]
 
 
@@ -43,57 +45,21 @@ def begin_copy(link: Link, source: torch.Tensor, target: torch.Tensor) -> Transf
     return link.begin(copy, source.numel() * source.itemsize)
 
 
-def make_link(device: torch.device, *, bytes_per_second: float | None = None) -> Link:
+def make_link(device: Device, *, bytes_per_second: float | None = None) -> Link:
     """One direction of a device's link. `bytes_per_second`: that of a simulated card; None: as it comes."""
-    if device.type == "cuda":
-        return _StreamLink(device)
-    return _DirectLink() if bytes_per_second is None else _SlowLink(bytes_per_second)
-
-
-class _Done:
-    """A copy that has ended."""
-
-    def wait(self) -> None:
-        return
-
-    def finish(self) -> None:
-        return
-
-
-class _DirectLink:
-    """From memory to memory there is nothing to overlap with: the copy runs at once."""
-
-    def begin(self, copy: Copy, num_bytes: int) -> Transfer:
-        copy()
-        return _Done()
-
-
-class _OnStream:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def finish(self) -> None:
-        self._event.synchronize()
+    if device.is_card or bytes_per_second is None:
+        return _StreamLink(device.make_stream())
+    return _SlowLink(bytes_per_second)
 
 
 class _StreamLink:
     """A stream of its own. Copies must be non-blocking, and of registered host memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
 
     def begin(self, copy: Copy, num_bytes: int) -> Transfer:
-        # Taken here: inside the context below the current stream is the link's own.
-        compute = torch.cuda.current_stream()
-        self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
-            copy()
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return _OnStream(event)
+        return self._stream.run(copy)
 
 
 class _InThread:

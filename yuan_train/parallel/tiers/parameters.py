@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from yuan_train.parallel.activity import Activity, during
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import Transfer, begin_copy
@@ -23,9 +24,9 @@ class _Slot:
 
     __slots__ = ("gradient", "weights")
 
-    def __init__(self, num_elements: int, bucket: FlatBucket, device: torch.device) -> None:
-        self.weights = torch.empty(num_elements, dtype=bucket.weights.dtype, device=device)
-        self.gradient = torch.empty(num_elements, dtype=bucket.gradient.dtype, device=device)
+    def __init__(self, num_elements: int, bucket: FlatBucket, device: Device) -> None:
+        self.weights = torch.empty(num_elements, dtype=bucket.weights.dtype, device=device.torch)
+        self.gradient = torch.empty(num_elements, dtype=bucket.gradient.dtype, device=device.torch)
 
 
 class _Page:
@@ -57,7 +58,7 @@ class ParameterPages:
         num_slots: int,
         links: HostLinks,
         *,
-        device: torch.device,
+        device: Device,
         pause: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._pages = [_Page(bucket) for bucket in buckets]

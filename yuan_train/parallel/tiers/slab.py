@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.config.units import show_bytes
+from yuan_train.parallel.device import Device
 
 ALIGNMENT = 64
 """Bytes; where a piece begins, a vector of any processor begins."""
@@ -28,7 +28,7 @@ class HostSlab:
     Raises HostMemoryError if that is more than MAX_SHARE of what is available, or CUDA may not pin so much.
     """
 
-    def __init__(self, num_bytes: int, *, device: torch.device, what: str) -> None:
+    def __init__(self, num_bytes: int, *, device: Device, what: str) -> None:
         """`what` names the use, in errors."""
         available = available_bytes()
         if num_bytes > MAX_SHARE * available:
@@ -43,8 +43,9 @@ class HostSlab:
         self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
         self._used = 0
         self.num_bytes = num_bytes
-        if device.type == "cuda" and num_bytes:
-            _register(self._bytes, what)
+        if num_bytes:
+            # Copies then run beside the compute.
+            device.register(self._bytes, what)
 
     def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """The next piece, [num_elements] of `dtype`, zero where nothing was written; never given back."""
@@ -71,14 +72,3 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/
     if limit.exists() and used.exists() and (most := limit.read_text(encoding="ascii").strip()) != "max":
         found = min(found, max(0.0, float(most) - float(used.read_text(encoding="ascii"))))
     return found
-
-
-def _register(flat: torch.Tensor, what: str) -> None:
-    """Pin the pages, so that copies run beside the compute. They stay pinned until the process ends."""
-    runtime: Any = torch.cuda.cudart()
-    status = runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)
-    if int(status) != 0:
-        raise HostMemoryError(
-            f"{what}: CUDA cannot pin {show_bytes(flat.numel())} of host memory (error {int(status)}); raise "
-            "the limit of locked memory (`ulimit -l unlimited`; `yuan-train doctor` shows it)"
-        )

@@ -1,0 +1,377 @@
+"""The device on which a rank computes: a CPU or a card. All that the engine asks of CUDA, it asks here.
+
+The host only enqueues what a card does. A card has a stream of compute, to which all belongs that is called
+on its tensors, and streams of copies beside it; a mark is a point of a stream. On a CPU all has happened when
+a call returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+
+from yuan_train.config.errors import HostMemoryError
+from yuan_train.config.units import show_bytes
+
+
+class Mark(Protocol):
+    """A point of a stream: what was enqueued there before it."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it; does not wait."""
+        ...
+
+    def wait(self) -> None:
+        """Make the compute that is enqueued next wait for it. On a card the host goes on."""
+        ...
+
+    def finish(self) -> None:
+        """Make the host wait for it."""
+        ...
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Device seconds between two timed marks of a device; both must have been waited for."""
+        ...
+
+
+class Stream(Protocol):
+    """What a card does beside its compute."""
+
+    def run(self, work: Callable[[], None]) -> Mark:
+        """Enqueue what `work` calls, after the compute that is enqueued now; its end."""
+        ...
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """Bytes of a card: `reserved` by the allocator of this process, of them `allocated` for tensors."""
+
+    total: int
+    free: int
+    """What no process has."""
+    allocated: int
+    reserved: int
+    most_allocated: int
+    """Since the process started, or since `reset_peak_memory`; so `most_reserved`."""
+    most_reserved: int
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What tells cards apart, and what this torch can do with one."""
+
+    name: str
+    """As the driver gives it."""
+    memory: int
+    """Bytes, as torch reports them: less than what is sold."""
+    capability: tuple[int, int]
+    has_bf16: bool
+    """Whether the card multiplies bf16 itself."""
+    architectures: tuple[str, ...]
+    """For which this torch has code: `sm_80`, or `compute_90` where the driver compiles it."""
+    cuda: str | None
+    """With which this torch was built; None on ROCm."""
+    driver: str | None
+    """The newest CUDA that the driver knows."""
+    pci_address: str | None
+    """As sysfs writes it; None if torch does not tell. Numbers of NVML would not do: they know nothing of
+    CUDA_VISIBLE_DEVICES."""
+
+
+class Device(Protocol):
+    """Where a rank computes."""
+
+    torch: torch.device
+    """Where its tensors are."""
+    is_card: bool
+    """Whether it works behind the host's back, in memory of its own."""
+    library: Literal["gloo", "nccl"]
+    """What moves tensors between devices of this kind."""
+
+    def use(self) -> None:
+        """Let what this thread enqueues belong to this device. A thread that has not would make a context on
+        the first card, whichever its process uses."""
+        ...
+
+    def mark(self, *, timed: bool = False) -> Mark:
+        """A mark at the end of the compute that is enqueued now; `timed` ones can be subtracted."""
+        ...
+
+    def make_stream(self) -> Stream:
+        """A stream beside the compute, first in, first out."""
+        ...
+
+    def finish_compute(self) -> None:
+        """Make the host wait for the compute that is enqueued, and not for copies beside it."""
+        ...
+
+    def finish(self) -> None:
+        """Make the host wait for all that is enqueued."""
+        ...
+
+    def now(self) -> float:
+        """Seconds of the host's clock."""
+        ...
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in host memory that the device copies from and to without making the host wait."""
+        ...
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host in such memory: itself, if it is."""
+        ...
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of the host to the device, for the compute that is enqueued next."""
+        ...
+
+    def register(self, pages: torch.Tensor, what: str) -> None:
+        """Make whole pages [n] of the host such memory, until the process ends. Raises HostMemoryError, which
+        names `what` they are for, if there may not be so much."""
+        ...
+
+    def memory(self) -> CardMemory | None:
+        """Of a card; None on a CPU, whose memory the system counts."""
+        ...
+
+    def largest_free_block(self) -> int:
+        """Bytes of the largest piece that the allocator has and no tensor holds; 0 on a CPU. Slow."""
+        ...
+
+    def reset_peak_memory(self) -> None:
+        """Start the peaks of `memory` anew."""
+        ...
+
+    def empty_cache(self) -> None:
+        """Return what the allocator has and no tensor holds."""
+        ...
+
+    def facts(self) -> CardFacts | None:
+        """Of a card; None on a CPU."""
+        ...
+
+
+class _CpuMark:
+    """All before it has happened."""
+
+    __slots__ = ("_seconds",)
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def finish(self) -> None:
+        return
+
+    def seconds_since(self, earlier: _CpuMark) -> float:
+        return self._seconds - earlier._seconds
+
+
+class _CpuStream:
+    """From memory to memory there is nothing to overlap with: work runs at once."""
+
+    def run(self, work: Callable[[], None]) -> Mark:
+        work()
+        return _CpuMark(0.0)
+
+
+class CpuDevice:
+    """The host itself; see `Device`."""
+
+    torch = torch.device("cpu")
+    is_card = False
+    library: Literal["gloo", "nccl"] = "gloo"
+
+    def use(self) -> None:
+        return
+
+    def mark(self, *, timed: bool = False) -> Mark:
+        return _CpuMark(time.perf_counter() if timed else 0.0)
+
+    def make_stream(self) -> Stream:
+        return _CpuStream()
+
+    def finish_compute(self) -> None:
+        return
+
+    def finish(self) -> None:
+        return
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def register(self, pages: torch.Tensor, what: str) -> None:
+        return
+
+    def memory(self) -> CardMemory | None:
+        return None
+
+    def largest_free_block(self) -> int:
+        return 0
+
+    def reset_peak_memory(self) -> None:
+        return
+
+    def empty_cache(self) -> None:
+        return
+
+    def facts(self) -> CardFacts | None:
+        return None
+
+
+CPU: Device = CpuDevice()
+
+
+class _CudaMark:
+    __slots__ = ("_event",)
+
+    def __init__(self, *, timed: bool = False) -> None:
+        """On the current stream of this thread."""
+        self._event = torch.cuda.Event(enable_timing=timed)
+        self._event.record()
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def finish(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: _CudaMark) -> float:
+        return earlier._event.elapsed_time(self._event) / 1e3
+
+
+class _CudaStream:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, work: Callable[[], None]) -> Mark:
+        # Taken here: inside the context below the current stream is the link's own.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+            return _CudaMark()
+
+
+class CudaDevice:
+    """A card of CUDA or ROCm, by the number that torch gives it; see `Device`."""
+
+    is_card = True
+    library: Literal["gloo", "nccl"] = "nccl"
+
+    def __init__(self, number: int) -> None:
+        self.torch = torch.device("cuda", number)
+
+    def use(self) -> None:
+        torch.cuda.set_device(self.torch)
+
+    def mark(self, *, timed: bool = False) -> Mark:
+        return _CudaMark(timed=timed)
+
+    def make_stream(self) -> Stream:
+        return _CudaStream(self.torch)
+
+    def finish_compute(self) -> None:
+        torch.cuda.current_stream(self.torch).synchronize()
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.torch)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory()
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.torch, non_blocking=True)
+
+    def register(self, pages: torch.Tensor, what: str) -> None:
+        runtime: Any = torch.cuda.cudart()
+        status = int(runtime.cudaHostRegister(pages.data_ptr(), pages.numel(), 0))
+        if status != 0:
+            raise HostMemoryError(
+                f"{what}: CUDA cannot pin {show_bytes(pages.numel())} of host memory (error {status}); raise "
+                "the limit of locked memory (`ulimit -l unlimited`; `yuan-train doctor` shows it)"
+            )
+
+    def memory(self) -> CardMemory | None:
+        free, total = torch.cuda.mem_get_info(self.torch)
+        return CardMemory(
+            total=total,
+            free=free,
+            allocated=torch.cuda.memory_allocated(self.torch),
+            reserved=torch.cuda.memory_reserved(self.torch),
+            most_allocated=torch.cuda.max_memory_allocated(self.torch),
+            most_reserved=torch.cuda.max_memory_reserved(self.torch),
+        )
+
+    def largest_free_block(self) -> int:
+        segments: Any = torch.cuda.memory_snapshot()
+        own = [segment for segment in segments if segment["device"] == self.torch.index]
+        blocks = [block for segment in own for block in segment["blocks"]]
+        return max((block["size"] for block in blocks if block["state"] == "inactive"), default=0)
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def facts(self) -> CardFacts | None:
+        return self._facts
+
+    @cached_property
+    def _facts(self) -> CardFacts:
+        card: Any = torch.cuda.get_device_properties(self.torch)
+        capability = (int(card.major), int(card.minor))
+        on_rocm = torch.version.hip is not None
+        address = None
+        if hasattr(card, "pci_domain_id"):
+            address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
+        return CardFacts(
+            name=card.name,
+            memory=card.total_memory,
+            capability=capability,
+            has_bf16=on_rocm or capability >= (8, 0),
+            architectures=tuple(torch.cuda.get_arch_list()),
+            cuda=torch.version.cuda,
+            driver=None if on_rocm else _driver(),
+            pci_address=address,
+        )
+
+
+def visible_cards() -> list[Device]:
+    """The cards that torch finds, by number; makes no context on them."""
+    return [CudaDevice(number) for number in range(torch.cuda.device_count())]
+
+
+def _driver() -> str | None:
+    """The newest CUDA that the driver knows: `12.4`."""
+    read = getattr(torch._C, "_cuda_getDriverVersion", None)  # pyright: ignore[reportPrivateUsage]
+    version = int(read()) if read is not None else 0
+    return f"{version // 1000}.{version % 1000 // 10}" if version else None
