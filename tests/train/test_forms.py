@@ -40,7 +40,7 @@ def fresh_choices():
 def varlen_on_a_cpu(monkeypatch):
     """Documents as on a card of compute capability 8.0, with the loop in place of the CUDA call."""
     monkeypatch.setattr(attention, "attend_in_one_call", attention.attend_in_turn)
-    tested = lambda *_: dispatch._fault(lambda: self_test.varlen_is_correct(CPU, torch.float32))  # noqa: E731
+    tested = lambda *_: dispatch._fault(lambda: self_test.varlen_is_correct(CPU.torch, torch.float32))  # noqa: E731
     monkeypatch.setattr(dispatch, "varlen_fault", tested)
 
 
@@ -52,7 +52,7 @@ def test_a_choice_in_a_recomputed_forward(recompute: str, varlen_on_a_cpu) -> No
     init_weights(model, seed=1)
     tokens = torch.randint(5, 100, (1, 64), generator=torch.Generator().manual_seed(0))
     tokens[0, 20] = 0
-    resets = find_resets(tokens, eod_id=0, reset_attention=True).on(CPU)
+    resets = find_resets(tokens, eod_id=0, reset_attention=True).arguments()
     gradients = []
     for _ in ("first forward of the process", "second"):
         model.zero_grad()
