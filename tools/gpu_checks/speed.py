@@ -43,7 +43,7 @@ def profile(bench: Bench) -> Verdict:
     """Measure a model for micro-batches of one and two and each recompute, and plan it for this card."""
     run_file, cluster = runs.large_project(bench), runs.cluster_of_one(bench)
     files = ("--config", run_file, "--cluster", cluster)
-    shape = ("search.micro_batch_size=[1,2]", "search.tensor=[1]")
+    shape = ("search.micro_batch_size=[1,2]", "search.tensor=[1]", "search.time_limit=20 s")
     seconds = bench.pick("0.7", "0.01")
     runs.yuan_train("profile", *files, "--seconds", seconds, "--out", bench.folder / "profile.json", *shape)
     found = json.loads((bench.folder / "profile.json").read_text())

@@ -18,6 +18,8 @@ def bound_words(bounds: Bounds, step_seconds: float) -> list[str]:
     """What no plan beats, of which plans, and what the bound does not know."""
     sizes = "/".join(map(str, bounds.scope.sizes))
     covered = f"{'/'.join(bounds.scope.schedules)}, micro-batches of {sizes}"
+    if not bounds.any_seconds:
+        return [f"no bound was found ({covered})"]
     gap = step_seconds / bounds.any_seconds - 1.0
     any_words = f"no plan takes less than {show_seconds(bounds.any_seconds)} (gap {gap:.1%})"
     if not bounds.knows_memory:
@@ -50,8 +52,8 @@ def bound_values(bounds: Bounds | None, step_seconds: float) -> dict[str, Any] |
     return {
         "any_seconds": bounds.any_seconds,
         "equal_seconds": bounds.equal_seconds,
-        "gap_any": step_seconds / bounds.any_seconds - 1.0,
-        "gap_equal": step_seconds / bounds.equal_seconds - 1.0,
+        "gap_any": _gap(bounds.any_seconds, step_seconds),
+        "gap_equal": _gap(bounds.equal_seconds, step_seconds),
         "schedules": list(bounds.scope.schedules),
         "by_schedule": [
             {
@@ -64,6 +66,11 @@ def bound_values(bounds: Bounds | None, step_seconds: float) -> dict[str, Any] |
         "micro_batch_sizes": list(bounds.scope.sizes),
         "knows_memory": bounds.knows_memory,
     }
+
+
+def _gap(bound_seconds: float, step_seconds: float) -> float | None:
+    """By how much a step is longer than a bound; None where the search ended before it had one."""
+    return step_seconds / bound_seconds - 1.0 if bound_seconds else None
 
 
 def rent_lines(rent: Rent) -> list[str]:
