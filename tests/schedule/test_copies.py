@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from yuan_train.schedule import copies
 from yuan_train.schedule.check import check_copies
-from yuan_train.schedule.copies import Offload, group_copies, in_parts, kept_bytes, with_copies
+from yuan_train.schedule.copies import (
+    Offload,
+    TooFewResident,
+    group_copies,
+    in_parts,
+    kept_bytes,
+    with_copies,
+)
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import COPIES, RankProgram, Step, Workers, one_worker_each
 
@@ -81,6 +89,35 @@ def test_too_few_resident_parts_are_refused_with_what_would_do() -> None:
     with pytest.raises(ValueError, match=r"stage 0: resident_parts: 1 is .* set resident_parts: 2 or more"):
         lane(resident=1)
     lane(resident=2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(PIPELINES), st.integers(1, 9), st.integers(1, 6), st.integers(1, 5))
+def test_what_would_do_is_the_least_that_does(
+    pipeline: tuple[str, Workers], micro_batches: int, leaving: int, ahead: int
+) -> None:
+    """As found by trying one number after another."""
+    schedule, workers = pipeline
+    program = make_schedule(schedule, num_micro_batches=micro_batches, workers=workers)[0]
+    stage = next(s for s in range(len(workers)) if 0 in workers[s])
+    texts: list[str] = []
+    for resident in range(1, micro_batches * leaving + 1):
+        offload = Offload(num_parts=leaving, num_leaving=leaving, resident=resident, ahead=ahead)
+        try:
+            with_copies(program, {stage: offload})
+            break
+        except TooFewResident as error:
+            texts.append(str(error))
+    assert all(text.endswith(f"set resident_parts: {len(texts) + 1} or more") for text in texts)
+
+
+def test_what_would_do_is_sought_when_the_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    sought: list[int] = []
+    monkeypatch.setattr(copies, "_least_resident", lambda *_: sought.append(1) or 7)
+    with pytest.raises(TooFewResident) as raised:
+        lane(resident=1)
+    assert not sought
+    assert "set resident_parts: 7" in str(raised.value) and sought
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ recorded at run time. In halves of layers, for whole micro-batches would stall w
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,25 +106,44 @@ def in_parts(program: RankProgram, offloads: Offloads) -> RankProgram:
 def with_copies(program: RankProgram, offloads: Offloads) -> RankProgram:
     """A worker's program in parts, with the copies that keep its activations within `resident` parts.
 
-    A part whose backward follows soon after its forward stays. Raises ValueError if `resident` is too small,
-    and says what would do.
+    A part whose backward follows soon after its forward stays. Raises TooFewResident if `resident` is too
+    small.
     """
     found = _Placement(program, offloads).run()
     if isinstance(found, tuple):
         return found
-    stage, offload = found, offloads[found]
-    raise ValueError(
-        f"stage {stage}: resident_parts: {offload.resident} is too small for this schedule, which holds more "
-        f"at once; set resident_parts: {_least_resident(program, stage, offload)} or more"
-    )
+    raise TooFewResident(program, found, offloads[found])
+
+
+class TooFewResident(ValueError):
+    """A schedule holds more parts of a stage on the card at once than may be; the text says what would do.
+
+    That takes many placements, so it is sought only when the text is read: a search meets thousands of these
+    and reads none.
+    """
+
+    def __init__(self, program: RankProgram, stage: int, offload: Offload) -> None:
+        super().__init__(program, stage, offload)
+        self._program, self._stage, self._offload = program, stage, offload
+
+    def __str__(self) -> str:
+        stage, offload = self._stage, self._offload
+        return (
+            f"stage {stage}: resident_parts: {offload.resident} is too small for this schedule, which holds "
+            f"more at once; set resident_parts: {_least_resident(self._program, stage, offload)} or more"
+        )
 
 
 def _least_resident(program: RankProgram, stage: int, offload: Offload) -> int:
-    """With how many resident parts a stage's copies can be placed. With all of them they can."""
-    resident = offload.resident + 1
-    while not isinstance(_Placement(program, {stage: replace(offload, resident=resident)}).run(), tuple):
-        resident += 1
-    return resident
+    """With how many resident parts a stage's copies can be placed, by bisection: with all of them they can,
+    and where they can with some they can with more."""
+    forwards = sum(step.kind == "forward" and step.stage == stage for step in program)
+    numbers = range(offload.resident + 1, forwards * offload.num_leaving)
+
+    def can_be_placed(resident: int) -> bool:
+        return isinstance(_Placement(program, {stage: replace(offload, resident=resident)}).run(), tuple)
+
+    return numbers.start + bisect.bisect_left(numbers, True, key=can_be_placed)
 
 
 @dataclass

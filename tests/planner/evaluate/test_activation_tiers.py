@@ -11,6 +11,7 @@ from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.copies import PartTimes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
+from yuan_train.schedule import copies
 from yuan_train.schedule.copies import Offload, group_copies, with_copies
 from yuan_train.schedule.schedules import make_schedule
 
@@ -93,6 +94,12 @@ def test_a_fast_link_hides_the_copies_and_a_slow_one_stalls():
     assert fast.stall_seconds < 1e-6 and fast.step_seconds == pytest.approx(cost(plan_of()).step_seconds)
     assert 0 < slow.stall_seconds < slower.stall_seconds
     assert slow.step_seconds < slower.step_seconds
+
+
+def test_a_search_that_reads_no_text_does_not_pay_for_it(monkeypatch):
+    monkeypatch.setattr(copies, "_least_resident", lambda *_: pytest.fail("the text was made"))
+    with pytest.raises(PlanError):
+        cost(plan_of(activation_offload=4, resident_parts=1, fetch_ahead=1))
 
 
 def test_too_few_resident_parts_are_an_error():

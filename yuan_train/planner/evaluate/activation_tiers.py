@@ -12,7 +12,14 @@ from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import UnitCost, share_of_layer
 from yuan_train.planner.evaluate.copies import Groups, PartTimes
-from yuan_train.schedule.copies import Offload, group_copies, kept_bytes, offloads_of, with_copies
+from yuan_train.schedule.copies import (
+    Offload,
+    TooFewResident,
+    group_copies,
+    kept_bytes,
+    offloads_of,
+    with_copies,
+)
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import RankProgram, Workers
 
@@ -100,8 +107,19 @@ def _programs(plan: Plan, pipeline: PipelinePlan, p: int) -> dict[int, RankProgr
             pipeline.depths(plan.schedule),
             tuple(offloads.items()),
         )
-    except ValueError as error:
-        raise PlanError(f"pipelines[{p}]: {error}") from error
+    except TooFewResident as error:
+        raise TooFewResidentInPlan(p, error) from error
+
+
+class TooFewResidentInPlan(PlanError):
+    """Of a pipeline; its text is made when it is read, as that of its cause."""
+
+    def __init__(self, pipeline: int, cause: TooFewResident) -> None:
+        super().__init__(pipeline, cause)
+        self._pipeline, self._cause = pipeline, cause
+
+    def __str__(self) -> str:
+        return f"pipelines[{self._pipeline}]: {self._cause}"
 
 
 @functools.lru_cache(maxsize=64)
