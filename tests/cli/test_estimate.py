@@ -66,6 +66,11 @@ def test_a_model_that_only_our_engine_trains(capsys: pytest.CaptureFixture[str],
     published.write_text(Path("tests/golden/yuan_hf_tiny_a/config.json").read_text())
     assert main(["estimate", "--model", str(published), "--engine", "yuan"]) == 0
     assert "yuan: group 4" in capsys.readouterr().out
+    mixture = {"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8}
+    published.write_text(json.dumps(mixture | {"intermediate_size": 96, "vocab_size": 512}))
+    assert main(["estimate", "--model", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "full, yuan: group 4" in printed.out and "a mixture of experts" in printed.err
 
 
 def test_a_critic_and_a_reward_model(estimate: Any) -> None:
@@ -128,7 +133,8 @@ def test_text_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model configs/model/yuan2-m32.yaml --method lora", "a model with experts has no adapters yet"),
         ("--model configs/model/yuan2-2b.yaml --engine trl-0.14", "a localized filter.*--engine yuan"),
         ("--model configs/model/yuan2-m32.yaml --engine trl-0.14", "a mixture of experts"),
-        ("--model configs/cluster/laptop.yaml", "no hidden_size"),
+        ("--model configs/cluster/laptop.yaml", "laptop.yaml: a cluster file; wanted a model file, a name"),
+        ("--model Qwen/Qwen9-1B", "no such file or model.* hf download Qwen/Qwen9-1B --local-dir Qwen9-1B"),
         ("--table oxen --model Qwen2.5-7B", "leave --model out"),
         ("--table oxen --engine yuan", "leave --engine out"),
         ("--table oxen --reward-model Qwen2.5-7B", "leave --reward-model out"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from tests.support.hf_decoders import write_llama
@@ -208,3 +209,26 @@ def test_folders_that_do_not_fit(
     printed = capsys.readouterr()
     assert message in printed.err and "Traceback" not in printed.err
     assert not list((tmp_path / "out").glob("*"))
+
+
+def test_an_import_is_trained_by_the_lines_that_it_prints(
+    folder: Path, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No word of the model in the run file: it is the checkpoint's."""
+    assert command("import-hf", folder, "--out", tmp_path / "again") == 0
+    lines = yaml.safe_load(capsys.readouterr().out.partition(":\n")[2])
+    (tmp_path / "text.jsonl").write_text('{"text": "one and two are three"}\n' * 40)
+    tokens = ["--input", tmp_path / "text.jsonl", "--tokenizer", lines["data"]["tokenizer"]]
+    assert command("preprocess", *tokens, "--out", tmp_path / "text") == 0
+    lines["data"] |= {"train": [{"prefix": str(tmp_path / "text")}], "sequence_length": 16}
+    run = {
+        **lines,
+        "train": {"steps": 1, "global_batch_size": 2, "precision": "fp32"},
+        "optimizer": {"learning_rate": 1e-3},
+        "checkpoint": {"directory": str(tmp_path / "trained")},
+        "log": {"directory": None},
+    }
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(run))
+    assert command("train", "--config", tmp_path / "sft.yaml") == 0
+    trained = find_checkpoint(tmp_path / "trained")
+    assert trained.step == 1 and trained.model == find_checkpoint(imported).model

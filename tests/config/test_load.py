@@ -139,8 +139,8 @@ def test_missing_file() -> None:
         load_model("/nowhere/model.yaml")
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: "):
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither a config.json \(Hugging Face\) nor a checkpoint"):
         load_model(tmp_path)
 
 

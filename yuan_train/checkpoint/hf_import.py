@@ -23,6 +23,7 @@ from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.config.model_files import hub_advice
 from yuan_train.models.published import EMBEDDING, HEAD, TensorMapping, format_for, format_of, rotary_buffer
 
 MAX_LISTED = 5
@@ -98,7 +99,8 @@ def weights_state(model: ModelConfig, data: Mapping[str, Any] | None = None) -> 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such directory; give a folder with config.json and the weights")
+        advice = hub_advice(folder) or "give a folder with config.json and the weights"
+        raise CheckpointError(f"{folder}: no such directory; {advice}")
     config = read_json_object(folder / "config.json")
     return config
 

@@ -27,7 +27,8 @@ _DESCRIPTION = """\
 Estimates the peak memory of GRPO or PPO on one card, by phase and category, from a model's sizes; says if it
 fits, and what would make it fit. Needs neither a card, nor weights, nor torch. No number is fitted.
 
---model is a name (Qwen2.5-7B), a config.json of Hugging Face's, its folder, or a model file of ours.
+--model is a name (Qwen2.5-7B), a config.json of Hugging Face's, its folder, a model file of ours, or a
+checkpoint.
 Without --method, all methods are shown.
 
   full              all parameters, torch's AdamW      adam8            8-bit Adam
@@ -43,7 +44,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", metavar="M", help="a name, a config.json, or a model file")
+    parser.add_argument(
+        "--model", metavar="M", help="a name, a config.json or its folder, a model file, or a checkpoint"
+    )
     parser.add_argument("--method", choices=METHODS, help="what is trained, and how; without it, all")
     parser.add_argument("--group", type=_count, metavar="N", help="answers to a prompt (4)")
     parser.add_argument("--prompt", type=_count, metavar="N", help="tokens of the prompt (256)")
@@ -245,35 +248,29 @@ def read_model(name: str) -> ModelShape | ModelConfig:
 
     Raises ConfigError if there is none, or if its layer is not known.
     """
-    from yuan_train.config.document import is_mapping, read_document
+    from yuan_train.config.document import read_document
     from yuan_train.config.errors import ConfigError
     from yuan_train.config.model import load_model
-    from yuan_train.config.shape import PUBLISHED_SHAPES, shape_from_config
+    from yuan_train.config.model_files import is_published, locate_model, published_name
+    from yuan_train.config.shape import PUBLISHED_SHAPES, has_shape, shape_from_config
 
-    path = Path(name)
-    if path.is_dir():
-        path /= "config.json"
-    if not path.exists():
+    if not Path(name).exists():
         by_name = {known.lower(): shape for known, shape in PUBLISHED_SHAPES.items()}
         # As on the Hub: Qwen/Qwen2.5-7B-Instruct has the sizes of Qwen2.5-7B.
         plain = name.lower().rpartition("/")[2].removesuffix("-instruct")
         if plain in by_name:
             return by_name[plain]
-        raise ConfigError(
-            f"--model {name}: {_unknown('file or model', name, PUBLISHED_SHAPES)}; or give a config.json"
-        )
-    document = read_document(path)
-    if not is_mapping(document.value):
-        raise ConfigError(f"{path}: wanted keys and values, got {type(document.value).__name__}")
-    if "num_layers" in document.value and "model_type" not in document.value:
-        return load_model(path)
-    title = path.resolve().parent.name if path.name == "config.json" else path.stem
-    if document.value.get("model_type") == "yuan":
-        from yuan_train.models.published import format_for
-
-        published = format_for(document.value, where=str(path))
-        return published.model_from_config(document.value, name=title, where=str(path))
-    return shape_from_config(document, name=title)
+    try:
+        path = locate_model(name)
+    except ConfigError as error:
+        known = _unknown("file or model", name, PUBLISHED_SHAPES)
+        raise ConfigError(f"--model {name}: {known}, and {error}") from None
+    config = path / "config.json" if path.is_dir() else path
+    document = read_document(config) if config.is_file() else None
+    # Of Llama's layer sizes are enough, so that more models are counted than the engine trains.
+    if document is not None and is_published(document) and has_shape(document):
+        return shape_from_config(document, name=published_name(config))
+    return load_model(path)
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
+from yuan_train.checkpoint.names import TOKENIZER
+from yuan_train.config.dump import dump_plain
 from yuan_train.config.errors import DataError
 from yuan_train.config.model import RotaryForm
 
@@ -53,7 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(asdict(done)))
     else:
         print(f"{done.path}: {done.parameters:,} parameters, {done.dtype}, from {done.tensors} tensors")
+        print("\n".join(_next_lines(arguments.out, Path(done.path))))
     return 0
+
+
+def _next_lines(out: str, step: Path) -> Iterator[str]:
+    """What a run file says to train the model."""
+    yield "to train it, in a run file (its model need not be said again):"
+    yield dump_plain({"start": {"checkpoint": out}}).rstrip()
+    if (step / TOKENIZER).is_dir():
+        yield dump_plain({"data": {"tokenizer": str(step / TOKENIZER)}}).rstrip()
 
 
 def _check_tokenizer(folder: Path) -> None:

@@ -43,7 +43,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--cluster", required=True, metavar="F", help="cluster file")
-    parser.add_argument("--model", metavar="F", help="model file; needed without --config")
+    parser.add_argument(
+        "--model",
+        metavar="F",
+        help="a model file, a name of configs/model, a config.json or its folder, or a "
+        "checkpoint; needed without --config",
+    )
     parser.add_argument("--config", metavar="F", help="run file: lengths, batch, precision, search keys")
     parser.add_argument(
         "--profile",
@@ -256,11 +261,12 @@ def read_run_config(config: str | None, model: str | None, overrides: tuple[str,
 
 
 def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
-    from yuan_train.config.document import Document, graft, override, read_document
+    from yuan_train.config.document import Document, graft, override
     from yuan_train.config.load import build
+    from yuan_train.config.model_files import locate_model, read_model_document
     from yuan_train.config.run import RunConfig, validate_run
 
-    model = read_document(model_path)
+    model = read_model_document(locate_model(model_path))
     document = graft(Document("defaults", _default_values(model), {}), ("model",), model)
     for assignment in overrides:
         document = override(document, assignment)

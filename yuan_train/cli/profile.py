@@ -56,7 +56,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "kind, by message size, and what all cards of a node get of its network at once. For a --cluster of "
         "simulated cards this command starts the processes itself.",
     )
-    parser.add_argument("--model", metavar="FILE", help="the model file; needed without --config")
+    parser.add_argument(
+        "--model",
+        metavar="FILE",
+        help="a model file, a name of configs/model, a config.json or its folder, or a "
+        "checkpoint; needed without --config",
+    )
     parser.add_argument("--out", required=True, metavar="FILE", help="file to write the profile to (JSON)")
     parser.add_argument(
         "--config", metavar="FILE", help="the run: sequence length, micro-batch size, precision"

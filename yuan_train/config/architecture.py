@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from yuan_train.config.errors import Violation
+from yuan_train.config.errors import CheckpointError, Violation
 
 if TYPE_CHECKING:
     from yuan_train.config.model import ModelConfig
@@ -175,6 +175,20 @@ def find_spec(architecture: str) -> ModelSpec:
 def find_module(architecture: str, part: Literal["block", "hf"]) -> ModuleType:
     """A module of an architecture's folder: `block` (needs torch) or `hf`."""
     return importlib.import_module(f"{FOLDER}.{architecture}.{part}")
+
+
+def find_format(config: Mapping[str, Any], *, where: str) -> ModuleType:
+    """The `hf` module that reads a `config.json`, by its `model_type`: see `models/published.py`.
+
+    Raises CheckpointError, naming `where`, for another one.
+    """
+    wanted = config.get("model_type", "yuan")
+    formats = [find_module(architecture, "hf") for architecture in architectures()]
+    for found in formats:
+        if wanted in found.MODEL_TYPES:
+            return found
+    known = ", ".join(name for found in formats for name in found.MODEL_TYPES)
+    raise CheckpointError(f"{where}: model_type {wanted!r}; wanted one of {known}")
 
 
 def ends(model: ModelConfig) -> tuple[ParameterSpec, ...]:

@@ -21,10 +21,11 @@ from yuan_train.config.architecture import (
     is_trained,
     layer_table,
 )
-from yuan_train.config.document import override, read_document
+from yuan_train.config.document import override
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import build
 from yuan_train.config.lora import LoraConfig, lora_violations
+from yuan_train.config.model_files import locate_model, read_model_document
 
 AttentionKind = Literal["localized_filter", "plain"]
 RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
@@ -391,8 +392,8 @@ def _foreign_fields(model: ModelConfig) -> Iterator[Violation]:
 
 
 def load_model(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:
-    """Read a model file. Raises ConfigError with every violation."""
-    document = read_document(path)
+    """Read a model, by whatever `locate_model` knows. Raises ConfigError with every violation."""
+    document = read_model_document(locate_model(path))
     for assignment in overrides:
         document = override(document, assignment)
     return build(document, ModelConfig, validate=validate_model)

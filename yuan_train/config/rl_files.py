@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from yuan_train.config.document import override, read_document
+from yuan_train.config.document import read_document
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_constraints import validate_rl
-from yuan_train.config.run_files import is_rl_document, with_model
+from yuan_train.config.run_files import is_rl_document, with_overrides
 
 
 def is_rl_run(path: str | Path) -> bool:
@@ -18,12 +18,10 @@ def is_rl_run(path: str | Path) -> bool:
 
 
 def load_rl(path: str | Path, overrides: tuple[str, ...] = ()) -> RLConfig:
-    """Read a run file and the model file that it names. Raises ConfigError with every violation."""
+    """Read a run file and the model that it names. Raises ConfigError with every violation."""
     document = read_document(path)
     if not is_rl_document(document):
         raise ConfigError(
             f"{path}: no run of reinforcement learning, which has the key `algorithm`: `yuan-train train`"
         )
-    for assignment in overrides:
-        document = override(with_model(document), assignment)
-    return build(with_model(document), RLConfig, validate=validate_rl)
+    return build(with_overrides(document, overrides), RLConfig, validate=validate_rl)

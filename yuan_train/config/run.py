@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from yuan_train.config.devices import GIB, Precision
-from yuan_train.config.document import override, read_document
+from yuan_train.config.document import read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
 from yuan_train.config.lora import LoraConfig, lora_run_violations
@@ -19,7 +19,7 @@ from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
 from yuan_train.config.renamed import Renamed
 from yuan_train.config.run_constraints import compile_constraints, tier_constraints, trace_constraints
-from yuan_train.config.run_files import is_rl_document, with_model
+from yuan_train.config.run_files import is_rl_document, with_overrides
 from yuan_train.config.search_objective import SearchObjective, deadline_constraints
 from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
@@ -417,10 +417,8 @@ def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:
 
 
 def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Read a run file and the model file that it names. Raises ConfigError with every violation."""
+    """Read a run file and the model that it names. Raises ConfigError with every violation."""
     document = read_document(path)
     if is_rl_document(document):
         raise ConfigError(f"{path}: a run of reinforcement learning (it has `algorithm`): `yuan-train rl`")
-    for assignment in overrides:
-        document = override(with_model(document), assignment)
-    return build(with_model(document), RunConfig, validate=validate_run)
+    return build(with_overrides(document, overrides), RunConfig, validate=validate_run)

@@ -1,11 +1,13 @@
-"""What run files of all kinds have in common: a model by path, and the key that tells their kind."""
+"""What run files of all kinds have in common: their model, and the key that tells their kind."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from yuan_train.config.document import Document, graft, is_mapping, read_document
+from yuan_train.config.document import Document, graft, is_mapping, override
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.model_files import locate_model, model_of_checkpoint, read_model_document
 
 
 def is_rl_document(document: Document) -> bool:
@@ -13,18 +15,42 @@ def is_rl_document(document: Document) -> bool:
     return is_mapping(document.value) and "algorithm" in document.value
 
 
-def with_model(document: Document) -> Document:
-    """Replace the path of the model by the model.
+def with_overrides(document: Document, overrides: Sequence[str]) -> Document:
+    """The document with its overrides and its model.
 
-    The path is relative to the run file, or on the command line to the working directory.
+    Overrides of the model's own keys come last, when it is known whose keys they are. Raises ConfigError.
     """
-    name = document.value.get("model") if is_mapping(document.value) else None
+    of_model = [assignment for assignment in overrides if assignment.startswith("model.")]
+    for assignment in overrides:
+        if assignment not in of_model:
+            document = override(document, assignment)
+    document = _with_model(document)
+    for assignment in of_model:
+        document = override(document, assignment)
+    return document
+
+
+def _with_model(document: Document) -> Document:
+    """Replace the name of the model by the model; without one, take that of the checkpoint to start from.
+
+    A path is relative to the run file, or else to the working directory, as data and checkpoints are; on the
+    command line to that alone.
+    """
+    if not is_mapping(document.value):
+        return document
+    name, start = document.value.get("model"), document.value.get("start")
+    keys: tuple[str, ...] = ("model",)
+    if name is None and is_mapping(start) and isinstance(start.get("checkpoint"), str):
+        keys, name = ("start", "checkpoint"), start["checkpoint"]
     if not isinstance(name, str):
         return document
-    where = document.source(("model",))
-    folder = Path() if where.startswith("command line") else Path(document.name).parent
+    where = document.source(keys)
+    folders = [Path()] if where.startswith("command line") else [Path(document.name).parent, Path()]
     try:
-        model = read_document(folder / name)
+        if keys == ("model",):
+            model = read_model_document(locate_model(name, folders))
+        else:
+            model = model_of_checkpoint(name)
     except ConfigError as error:
-        raise ConfigError(f"{where}: model: {error}") from None
+        raise ConfigError(f"{where}: {'.'.join(keys)}: {error}") from None
     return graft(document, ("model",), model)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from yuan_train.config.architecture import architectures, find_module
+from yuan_train.config.architecture import find_format, find_module
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
 
@@ -106,10 +106,4 @@ def format_of(architecture: str) -> PublishedFormat:
 
 def format_for(config: Mapping[str, Any], *, where: str) -> PublishedFormat:
     """The format that reads a `config.json`, by its `model_type`. Raises CheckpointError for another one."""
-    wanted = config.get("model_type", "yuan")
-    formats = [format_of(architecture) for architecture in architectures()]
-    for found in formats:
-        if wanted in found.MODEL_TYPES:
-            return found
-    known = ", ".join(name for found in formats for name in found.MODEL_TYPES)
-    raise CheckpointError(f"{where}: model_type {wanted!r}; wanted one of {known}")
+    return cast(PublishedFormat, find_format(config, where=where))
