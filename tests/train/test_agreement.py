@@ -70,9 +70,11 @@ def test_another_corpus_under_the_same_keys(project: Path, tmp_path: Path) -> No
 
 
 def test_a_file_that_one_rank_alone_misses(project: Path, tmp_path: Path) -> None:
-    for code, said in run_both(project, tmp_path, second=(f"data.tokenizer={tmp_path / 'nowhere'}",)):
+    found = run_both(project, tmp_path, second=(f"data.tokenizer={tmp_path / 'nowhere'}",))
+    for code, said in found:
         assert code == 2, said
-        assert "rank 1 (" in said and "nowhere" in said
+        assert "nowhere: no tokenizer" in said and "Traceback" not in said
+    assert "rank 1 (" in found[0][1] and found[1][1].count("no tokenizer") == 1
 
 
 def test_a_checkpoint_directory_that_is_not_shared(project: Path, tmp_path: Path) -> None:

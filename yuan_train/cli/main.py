@@ -14,12 +14,11 @@ import logging
 import os
 import select
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from yuan_train import __version__
-from yuan_train.config.errors import YuanError
+from yuan_train.config.errors import INTERRUPTED, YuanError, say
 
 COMMANDS = {
     "plan": "partition a model unevenly over the cards of a cluster; forecast time and memory",
@@ -45,7 +44,6 @@ NOT_IMPLEMENTED = frozenset[str]()
 """Commands that are planned but not implemented; a name leaves this list when its module is added."""
 
 USER_ERROR = 2
-INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except YuanError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        say(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -97,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 1
-        # A bug: its traceback is worth more than a one-line message.
-        traceback.print_exc()
+        say(error)
         return 1
 
 

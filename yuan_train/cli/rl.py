@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
+from functools import partial
 
 from yuan_train.config.environment import set_rank_defaults
-from yuan_train.config.errors import PlanError, TrainingError, YuanError
+from yuan_train.config.errors import PlanError, YuanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.rl import RLConfig
@@ -53,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.cli.train import set_log_levels
     from yuan_train.rl.job import prepare_rl
     from yuan_train.rl.loop import train_rl
+    from yuan_train.train.ending import fail_together
     from yuan_train.train.job import find_position
-    from yuan_train.train.run import fail_together
 
     position = find_position()
     set_log_levels(position.rank)
@@ -67,12 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             train_rl(job)
             return 0
     assert fault is not None
-    try:
-        fail_together(fault, position)
-    except YuanError as error:
-        if position.local_rank > 0:
-            return error.exit_code
-        raise
+    fail_together(fault, position)
 
 
 def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | None, RlForecast | None]:
@@ -93,12 +89,13 @@ def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | No
 
 
 def _run_role(config: RLConfig, roles: RlPlan) -> int:
-    """One rank of a job whose roles are apart; what is wrong ends this rank, and the launcher the others."""
+    """One rank of a job whose roles are apart."""
     from yuan_train.cli.train import set_log_levels
     from yuan_train.rl.apart import EngineJob, serve
     from yuan_train.rl.job import check_supported, prepare_rl
     from yuan_train.rl.loop import train_rl
     from yuan_train.rl.scoring import prepare_scoring, serve_scores
+    from yuan_train.train.ending import fail_together
     from yuan_train.train.job import choose_device, find_position
 
     position = find_position()
@@ -109,19 +106,18 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
         )
     role, ranks = next((name, own) for name, own in roles.role_ranks.items() if position.rank in own)
     set_log_levels(position.rank)
+    own = replace(position, rank=position.rank - ranks.start, world_size=len(ranks))
     try:
         if role == "generation":
             check_supported(config, None, roles)
-            serve(EngineJob(config, roles, choose_device(config.train.device, position)))
-            return 0
-        own = replace(position, rank=position.rank - ranks.start, world_size=len(ranks))
-        if role in ("reference", "reward"):
+            start = partial(serve, EngineJob(config, roles, choose_device(config.train.device, position)))
+        elif role in ("reference", "reward"):
             check_supported(config, None, roles)
-            serve_scores(prepare_scoring(config, roles, role, own))
-            return 0
-        policy = roles.roles.policy.plan
-        train_rl(prepare_rl(config, policy, own, roles=roles, forecast=roles.forecast))
-    except TrainingError as error:
-        # Inside, ranks are those of the role.
-        raise type(error)(f"{role} (its rank 0 is rank {ranks.start} of the job): {error}") from error
+            start = partial(serve_scores, prepare_scoring(config, roles, role, own))
+        else:
+            policy = roles.roles.policy.plan
+            start = partial(train_rl, prepare_rl(config, policy, own, roles=roles, forecast=roles.forecast))
+    except YuanError as error:
+        fail_together(error, position)
+    start()
     return 0

@@ -48,8 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
             # Said at once, without torch.
             raise
         config, fault = None, error
+    from yuan_train.train.ending import fail_together
     from yuan_train.train.job import find_position, prepare
-    from yuan_train.train.run import fail_together, train
+    from yuan_train.train.run import train
 
     position = find_position()
     set_log_levels(position.rank)
@@ -62,12 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             train(job, _engine(config.engine))
             return 0
     assert fault is not None
-    try:
-        fail_together(fault, position)
-    except YuanError as error:
-        if position.local_rank > 0:
-            return error.exit_code
-        raise
+    fail_together(fault, position)
 
 
 def _engine(name: Engine) -> BuildStepper:

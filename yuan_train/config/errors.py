@@ -3,7 +3,12 @@
 A message says where, what came, what was wanted and what to do. Programming errors are `assert`s.
 """
 
+import sys
+import traceback
 from dataclasses import dataclass
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -60,5 +65,27 @@ class TrainingError(YuanError):
     exit_code = 1
 
 
+class NotFinite(TrainingError):
+    """The loss or its gradient is not finite: all ranks find it out together, and all are there."""
+
+
 class LostRank(TrainingError):
     """A rank stopped responding to this one, which has no fault of its own."""
+
+
+def say(error: BaseException) -> None:
+    """Print an error to stderr, unless it was said before: the message of a YuanError, else the traceback."""
+    if not getattr(error, "is_said", False):
+        if isinstance(error, YuanError):
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+        else:
+            # A bug: its traceback is worth more than a one-line message.
+            traceback.print_exception(error)
+        sys.stderr.flush()
+    mark_as_said(error)
+
+
+def mark_as_said(error: BaseException) -> None:
+    """Have an error not printed by `say`, for what it says is printed."""
+    error.is_said = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.config.errors import LostRank, TrainingError
+from yuan_train.config.errors import LostRank, NotFinite
 from yuan_train.config.express import TESTED, Expression, express, renumber
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Samples
@@ -232,9 +232,7 @@ class MegatronStepper:
             if may_skip and math.isfinite(loss):
                 return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, skipped=True)
             found = f"loss {loss}, gradient norm {grad_norm}"
-            raise TrainingError(
-                f"{found}: {blame(self.world, self._pass.is_finite, self._finite_gradient())}"
-            )
+            raise NotFinite(f"{found}: {blame(self.world, self._pass.is_finite, self._finite_gradient())}")
         with self._named_faults("optimizer step"):
             self._update(lr, clip, grad_norm)
         return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)

@@ -19,7 +19,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from yuan_train.config.errors import LostRank, TrainingError
+from yuan_train.config.errors import LostRank
+from yuan_train.parallel.board import Board, Meeting
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 from yuan_train.parallel.transport import (
@@ -62,29 +63,38 @@ class Groups:
 
 
 def init_distributed(
-    *, device: Device, timeout_seconds: float, startup_timeout_seconds: float | None = None
-) -> None:
-    """Initialise torch.distributed with the ranks that the launcher started.
+    *,
+    device: Device,
+    timeout_seconds: float,
+    startup_timeout_seconds: float | None = None,
+    place: str = "",
+) -> Board:
+    """Initialise torch.distributed with the ranks that the launcher started; their board.
 
     After a restart the launcher's store still holds the addresses of the failed attempt, so each attempt uses
-    a prefix of its own. `timeout_seconds` is how long a rank waits in an operation of all ranks. Raises
-    TrainingError if the ranks do not connect within `startup_timeout_seconds` (None: `timeout_seconds`).
+    a prefix of its own. `timeout_seconds` is how long a rank waits in an operation of all ranks; `place` is
+    where it runs, for people. Raises TrainingError if the ranks do not connect within
+    `startup_timeout_seconds` (None: `timeout_seconds`), and what a rank has found wrong with its files.
     """
     startup_seconds = timeout_seconds if startup_timeout_seconds is None else startup_timeout_seconds
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if int(os.environ.get("WORLD_SIZE", "1")) >= LAZY_FROM:
+    meeting = Meeting.of_launcher()
+    if meeting.world_size >= LAZY_FROM:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    board = Board(meeting, place, seconds=startup_seconds)
+    board.wait_for_all(startup_seconds)
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=startup_seconds)))
         dist.init_process_group(
             world_backend(device),
-            store=dist.PrefixStore(f"attempt-{attempt}", store),
-            rank=rank,
-            world_size=world_size,
+            store=dist.PrefixStore(f"attempt-{meeting.attempt}", board.store),
+            rank=meeting.rank,
+            world_size=meeting.world_size,
             timeout=timedelta(seconds=timeout_seconds),
         )
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(f"the ranks could not connect within {startup_seconds:g} s: {error}") from error
+        if not is_lost_connection(error):
+            raise
+        raise LostRank(f"the ranks could not connect within {startup_seconds:g} s: {error}") from error
+    return board
 
 
 def world_backend(device: Device) -> str:

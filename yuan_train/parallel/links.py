@@ -8,7 +8,6 @@ rank is seen by whoever waits for it; the other roles' worlds go on.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from yuan_train.config.errors import TrainingError
+from yuan_train.config.errors import LostRank, TrainingError
+from yuan_train.parallel.board import Board, Meeting
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import world_backend
 from yuan_train.parallel.shard import Shard
@@ -41,6 +41,8 @@ class RolePosition:
     role_ranks: Mapping[str, range]
     """The ranks of the job of each role."""
     store: dist.Store
+    board: Board
+    """Of the ranks that end together."""
 
     def label(self, job_rank: int) -> str:
         """A rank of the job, for people: `generation rank 1 (rank 3 of the job)`."""
@@ -49,23 +51,41 @@ class RolePosition:
                 return f"{role} rank {job_rank - ranks.start} (rank {job_rank} of the job)"
         return f"rank {job_rank} of the job"
 
+    @contextmanager
+    def naming_role(self) -> Iterator[None]:
+        """Around what counts ranks as the role does: a TrainingError says whose ranks they are."""
+        try:
+            yield
+        except TrainingError as error:
+            first = self.role_ranks[self.role].start
+            raise type(error)(f"{self.role} (its rank 0 is rank {first} of the job): {error}") from error
+
 
 def join_role(
-    role_ranks: Mapping[str, range], *, device: Device, timeout_seconds: float, startup_seconds: float
+    role_ranks: Mapping[str, range],
+    *,
+    fates: Sequence[Sequence[int]] | None = None,
+    device: Device,
+    timeout_seconds: float,
+    startup_seconds: float,
 ) -> RolePosition:
-    """Join the world of this rank's role, with the variables that the launcher set; collective over the role.
+    """Join the world of this rank's role, with the variables that the launcher set; collective over the job.
 
-    A role of one rank is a single process, without process groups.
-    Raises TrainingError if its ranks do not connect within `startup_seconds`.
+    A role of one rank is a single process, without process groups. `fates` are the ranks of the job that end
+    together; None: all. Raises TrainingError if its ranks do not connect within `startup_seconds`, and what a
+    rank has found wrong with its files.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    meeting = Meeting.of_launcher()
+    job_rank, wanted = meeting.rank, sum(map(len, role_ranks.values()))
+    if meeting.world_size != wanted:
+        raise TrainingError(f"the plan has {wanted} ranks, but {meeting.world_size} were started")
+    role = next(name for name, ranks in role_ranks.items() if job_rank in ranks)
+    board = Board(meeting, f"{role} rank {job_rank - role_ranks[role].start}", seconds=startup_seconds)
+    board.wait_for_all(startup_seconds)
+    if fates is not None and len(fates) > 1:
+        board.narrow(next(ranks for ranks in fates if job_rank in ranks))
+    store = dist.PrefixStore(f"attempt-{meeting.attempt}", board.store)
     try:
-        found, job_rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=startup_seconds)))
-        wanted = sum(map(len, role_ranks.values()))
-        if size != wanted:
-            raise TrainingError(f"the plan has {wanted} ranks, but {size} were started")
-        store = dist.PrefixStore(f"attempt-{attempt}", found)
-        role = next(name for name, ranks in role_ranks.items() if job_rank in ranks)
         if len(role_ranks[role]) > 1:
             dist.init_process_group(
                 world_backend(device),
@@ -75,8 +95,10 @@ def join_role(
                 timeout=timedelta(seconds=timeout_seconds),
             )
     except RuntimeError as error:
-        raise TrainingError(f"the ranks of a role could not connect: {error}") from error
-    return RolePosition(role, job_rank - role_ranks[role].start, job_rank, dict(role_ranks), store)
+        if not is_lost_connection(error):
+            raise
+        raise LostRank(f"the ranks of a role could not connect: {error}") from error
+    return RolePosition(role, job_rank - role_ranks[role].start, job_rank, dict(role_ranks), store, board)
 
 
 class Link:

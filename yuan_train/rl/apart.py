@@ -26,7 +26,7 @@ from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.groups import as_training_error, guard_world_collective, make_tensor_groups, shutdown
+from yuan_train.parallel.groups import as_training_error, guard_world_collective, make_tensor_groups
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
 from yuan_train.parallel.transport import blame_peers
 from yuan_train.rl.channels import Channel
@@ -34,6 +34,7 @@ from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
     Engines,
     engine_ranks,
+    fates_of,
     job_ranks,
     message_link,
     shares_of,
@@ -49,6 +50,7 @@ from yuan_train.rl.rewards import Scorers
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.schedule.flow import newest_batch
 from yuan_train.train.build import DTYPES, build_part
+from yuan_train.train.ending import ending_together
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.step import Trainer
@@ -248,36 +250,34 @@ def serve(job: EngineJob) -> None:
     assert plan is not None, "roles are apart"
     position = join_role(
         job_ranks(roles),
+        fates=fates_of(roles, run.generation.on_lost_engine),
         device=job.device,
         timeout_seconds=run.train.timeout,
         startup_seconds=run.train.startup_timeout,
     )
     dtype = DTYPES[run.train.precision]
     # The policy ends the run, also on SIGTERM; engines then hear of it.
-    with stop_on_sigterm():
-        try:
-            settle_forms(Grid(plan), position.rank, device=job.device, dtype=dtype)
-            sharding, row_blocks = sharding_of(run.model)
-            parts = ModelParts(
-                build=partial(build_part, run.model, dtype),
-                initial=None,
-                sharding=sharding,
-                row_blocks=row_blocks,
-            )
-            runtime = parallelize(
-                plan,
-                position.rank,
-                parts,
-                device=job.device,
-                dtype=dtype,
-                timeout_seconds=run.train.timeout,
-                startup_timeout_seconds=run.train.startup_timeout,
-                trained=False,
-            )
-            with as_training_error(runtime.coord):
-                _Server(job, runtime, position, dtype).run()
-        finally:
-            shutdown()
+    with stop_on_sigterm(), ending_together(position.board, job.device), position.naming_role():
+        settle_forms(Grid(plan), position.rank, device=job.device, dtype=dtype)
+        sharding, row_blocks = sharding_of(run.model)
+        parts = ModelParts(
+            build=partial(build_part, run.model, dtype),
+            initial=None,
+            sharding=sharding,
+            row_blocks=row_blocks,
+        )
+        runtime = parallelize(
+            plan,
+            position.rank,
+            parts,
+            device=job.device,
+            dtype=dtype,
+            timeout_seconds=run.train.timeout,
+            startup_timeout_seconds=run.train.startup_timeout,
+            trained=False,
+        )
+        with as_training_error(runtime.coord):
+            _Server(job, runtime, position, dtype).run()
 
 
 class _Server:

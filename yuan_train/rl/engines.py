@@ -44,6 +44,16 @@ def engine_ranks(roles: RlPlan) -> list[tuple[int, ...]]:
     return found
 
 
+def fates_of(roles: RlPlan, on_lost: OnLostEngine) -> list[tuple[int, ...]]:
+    """The ranks of the job that end together: all, or, where the run goes on without a lost engine, those of
+    each engine, and all others."""
+    job = tuple(range(roles.world_size))
+    if on_lost != "go_on" or roles.roles.generation.is_shared:
+        return [job]
+    engines = [tuple(sorted(ranks)) for ranks in engine_ranks(roles)]
+    return [tuple(rank for rank in job if not any(rank in own for own in engines)), *engines]
+
+
 def role_buckets(
     roles: RlPlan, role: RoleName, itemsize: int, *, trained: bool = False
 ) -> tuple[Bucket, ...]:

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ import torch.distributed as dist
 
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
-from yuan_train.parallel.groups import init_distributed, make_tensor_groups, shutdown
+from yuan_train.parallel.board import Board
+from yuan_train.parallel.groups import init_distributed, make_tensor_groups
 from yuan_train.parallel.links import RolePosition, join_role
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told
 from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic
-from yuan_train.rl.engines import job_ranks
+from yuan_train.rl.engines import fates_of, job_ranks
 from yuan_train.rl.experience import RowFeed
 from yuan_train.rl.generator import Engine
 from yuan_train.rl.job import RLJob
@@ -45,6 +46,7 @@ from yuan_train.train.agreement import (
 )
 from yuan_train.train.build import DTYPES, build, restore
 from yuan_train.train.clock import StepClock, device_clock
+from yuan_train.train.ending import ending_together
 from yuan_train.train.footprint import keep_freed_memory
 from yuan_train.train.metrics import Log, peak_flops
 from yuan_train.train.optimizer import learning_rate
@@ -87,23 +89,25 @@ def train_rl(job: RLJob) -> None:
     """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError."""
     policy = job.policy
     apart: RolePosition | None = None
+    board: Board | None = None
     if job.roles is not None:
         apart = join_role(
             job_ranks(job.roles),
+            fates=fates_of(job.roles, job.run.generation.on_lost_engine),
             device=policy.device,
             timeout_seconds=policy.run.train.timeout,
             startup_seconds=policy.run.train.startup_timeout,
         )
+        board = apart.board
     elif policy.position.world_size > 1:
-        init_distributed(
+        board = init_distributed(
             device=policy.device,
             timeout_seconds=policy.run.train.timeout,
             startup_timeout_seconds=policy.run.train.startup_timeout,
+            place=policy.plan.ranks[policy.position.rank].device,
         )
     keep_freed_memory(policy.device)
-    try:
-        # Another rank may have found its own files wrong, and be in `fail_together`.
-        raise_together(None)
+    with ending_together(board, policy.device) as ending:
         check_same_job(policy)
         if policy.run.checkpoint.directory is not None:
             check_same_directory(policy.run.checkpoint.directory)
@@ -111,9 +115,8 @@ def train_rl(job: RLJob) -> None:
         with ExitStack() as stack:
             # Before anything is built: a function that cannot be loaded ends the run at once.
             scorers = stack.enter_context(_scorers(job))
-            _run(job, scorers, apart, stack)
-    finally:
-        shutdown()
+            with ending.telling(), apart.naming_role() if apart is not None else nullcontext():
+                _run(job, scorers, apart, stack)
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.parallel.boxes import global_boxes
-from yuan_train.parallel.groups import as_training_error, guard_world_collective, shutdown
+from yuan_train.parallel.groups import as_training_error, guard_world_collective
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.rl.channels import Channel
-from yuan_train.rl.engines import job_ranks, role_buckets
+from yuan_train.rl.engines import fates_of, job_ranks, role_buckets
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.rl.lanes import Lanes, Recorder
 from yuan_train.rl.losses import TokenScores
@@ -31,6 +31,7 @@ from yuan_train.rl.reference import own_weights
 from yuan_train.rl.remote import role_message_link, role_weight_link
 from yuan_train.rl.reward_model import LastValues, find_reward_model
 from yuan_train.train.build import DTYPES, build
+from yuan_train.train.ending import ending_together
 from yuan_train.train.job import Job, Position, check_position
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.step import Trainer
@@ -67,16 +68,14 @@ def serve_scores(job: ScoringJob) -> None:
     train = job.run.train
     position = join_role(
         job_ranks(job.roles),
+        fates=fates_of(job.roles, job.run.generation.on_lost_engine),
         device=job.own.device,
         timeout_seconds=train.timeout,
         startup_seconds=train.startup_timeout,
     )
     # The policy ends the run, also on SIGTERM; this role then hears of it.
-    with stop_on_sigterm():
-        try:
-            _serve(job, position)
-        finally:
-            shutdown()
+    with stop_on_sigterm(), ending_together(position.board, job.own.device), position.naming_role():
+        _serve(job, position)
 
 
 def _serve(job: ScoringJob, position: RolePosition) -> None:

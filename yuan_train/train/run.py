@@ -9,26 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
-from yuan_train.config.errors import TrainingError, YuanError
+from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan_files import save_plan
-from yuan_train.parallel.device import CPU, visible_cards
-from yuan_train.parallel.groups import as_training_error, init_distributed, shutdown
+from yuan_train.parallel.groups import as_training_error, init_distributed
 from yuan_train.parallel.world_sum import gather_on_first
 from yuan_train.train.agreement import (
     check_same_directory,
     check_same_job,
     find_resume_together,
-    raise_together,
 )
 from yuan_train.train.clock import StepClock, device_clock
+from yuan_train.train.ending import ending_together
 from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
-from yuan_train.train.job import Job, Position
+from yuan_train.train.job import Job
 from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.saver import Saver, make_saver, save_progress
@@ -39,25 +37,22 @@ from yuan_train.train.stepper import BuildStepper, Stepper, build_stepper
 from yuan_train.train.trace import Tracer
 from yuan_train.train.watch import watching
 
-FAILURE_TIMEOUT = 60.0
-"""Seconds in which a rank that cannot start reaches the others, to tell them why."""
-
 
 def train(job: Job, build: BuildStepper = build_stepper) -> None:
     """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError.
 
     `build` builds the engine.
     """
+    board = None
     if job.position.world_size > 1:
-        init_distributed(
+        board = init_distributed(
             device=job.device,
             timeout_seconds=job.run.train.timeout,
             startup_timeout_seconds=job.run.train.startup_timeout,
+            place=job.plan.ranks[job.position.rank].device,
         )
     keep_freed_memory(job.device)
-    try:
-        # Another rank may have found its own files wrong, and be in `fail_together`.
-        raise_together(None)
+    with ending_together(board, job.device) as ending:
         check_same_job(job)
         if job.run.checkpoint.directory is not None:
             check_same_directory(job.run.checkpoint.directory)
@@ -75,33 +70,12 @@ def train(job: Job, build: BuildStepper = build_stepper) -> None:
                 timeout_seconds=job.run.train.timeout,
                 last_good=lambda: last_good(saver.saved),
             ),
+            ending.telling(),
         ):
             note = stepper.prepare(job, progress)
             if log is not None and note is not None:
                 log.say(note)
             _run_steps(job, stepper, progress, log, saver, stop_requested)
-    finally:
-        shutdown()
-
-
-def fail_together(error: YuanError, position: Position) -> NoReturn:
-    """Raise, on all ranks, what this rank has found wrong with its files; the others are in `train`.
-
-    If the others cannot be reached within a while, this rank raises its own error alone.
-    """
-    if position.world_size > 1:
-        device = next(iter(visible_cards()), CPU)
-        try:
-            init_distributed(
-                device=device, timeout_seconds=FAILURE_TIMEOUT, startup_timeout_seconds=FAILURE_TIMEOUT
-            )
-        except TrainingError:
-            raise error from None
-        try:
-            raise_together(error)
-        finally:
-            shutdown()
-    raise error
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from yuan_train.config.errors import TrainingError
+from yuan_train.config.errors import NotFinite
 from yuan_train.data.loader import Samples
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
@@ -97,7 +97,7 @@ def train_step(
     loss. Gradients are clipped to the global norm `clip` (0: no clipping). `stop` requests a stop of all
     ranks after this step.
 
-    Raises TrainingError, with the weights of the step before still in place, if the loss or the gradient norm
+    Raises NotFinite, with the weights of the step before still in place, if the loss or the gradient norm
     is not finite; if only the norm is not and `may_skip`, the step is skipped instead.
     """
     runtime = trainer.runtime
@@ -140,7 +140,7 @@ def train_step(
         finite_gradient = all(bool(torch.isfinite(bucket.gradient).all()) for bucket in runtime.buckets)
         finite_output = all(bool(runner.finite) for runner in trainer.runners.values())
         found = f"loss {loss}, gradient norm {grad_norm}"
-        raise TrainingError(f"{found}: {blame(runtime, finite_output, finite_gradient)}")
+        raise NotFinite(f"{found}: {blame(runtime, finite_output, finite_gradient)}")
     factor = (clip / (grad_norm + 1e-6) if clip and grad_norm > clip else 1.0) / scale
     with as_training_error(runtime.coord):
         trainer.optimizer.step(lr, factor=factor)

@@ -1,0 +1,315 @@
+"""The board: what the ranks of a job tell each other beside their process groups: who has come, who failed.
+
+It lies in torch.distributed's store, at the address that the launcher gave. Every rank looks at it from time
+to time, from a thread of its own (`train/ending.py`): so that all ranks end within seconds and know why, also
+those that stand in an operation of NCCL or gloo that nothing will end. Keys, below the number of the attempt:
+
+- `came`, `came/R`: how many ranks are there, and where rank R runs;
+- `failed`: the fault that ends the run. The first writer wins;
+- `lost`, `here/R`: a rank has lost another one and calls the roll. Who does not answer is gone;
+- `heard`, `left`: how many know of the fault, or have ended well. The store's host leaves last.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from yuan_train.config.errors import LostRank, TrainingError, YuanError
+
+POLL_SECONDS = 0.2
+"""Between two looks at something that other ranks write."""
+ROLL_CALL_SECONDS = 2.0
+"""In which a rank that lives answers. A rank with a fault of its own tells it before that, and wins."""
+HEARD_SECONDS = 3.0
+"""How long a rank that ends waits until all others have heard why."""
+LEFT_SECONDS = 10.0
+"""How long rank 0, which holds the store, waits for the others to leave at the end of a run."""
+ANSWER_SECONDS = 5.0
+"""In which the store answers."""
+MAX_NAMED = 4
+"""Ranks that a message names."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ends a run, and the rank that found it."""
+
+    rank: int
+    where: str
+    """The rank, for people: `rank 5 (b/1 on host-b)`."""
+    text: str
+    exit_code: int = 1
+    silent: int = 0
+    """How many ranks are gone and hear of nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+    def as_error(self) -> YuanError:
+        """The error that a rank raises which ends because of it, with the same exit code."""
+        return YuanError(str(self)) if self.exit_code == YuanError.exit_code else TrainingError(str(self))
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks that a launcher started meet, and which of them this process is."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    attempt: str
+    """torchrun's number of the restart; its store still holds what failed attempts have written."""
+    is_agents: bool
+    """Whether torchrun's agent holds the store, and not rank 0."""
+
+    @classmethod
+    def of_launcher(cls) -> Meeting:
+        """As the launcher's environment variables say. Raises TrainingError if one is missing."""
+        names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+        missing = [name for name in names if not os.environ.get(name)]
+        if missing:
+            raise TrainingError(f"environment variable {missing[0]} is not set; the launcher sets it")
+        host, port, rank, world_size = (os.environ[name] for name in names)
+        return cls(
+            host,
+            int(port),
+            int(rank),
+            int(world_size),
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+    @property
+    def holds_store(self) -> bool:
+        """Whether this rank is the one that holds it."""
+        return self.rank == 0 and not self.is_agents
+
+    @property
+    def holder(self) -> str:
+        """Who holds the store, for people."""
+        return f"torchrun's agent on {self.host}" if self.is_agents else "rank 0"
+
+    def open_store(self, seconds: float) -> dist.TCPStore:
+        """The store, which rank 0 holds. Raises TrainingError if it is not there within `seconds`."""
+        if not self.holds_store:
+            self.connect(seconds).close()
+        try:
+            return dist.TCPStore(
+                self.host,
+                self.port,
+                self.world_size,
+                self.holds_store,
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+                multi_tenant=self.holds_store,
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise TrainingError(f"the ranks cannot meet at {self.host}:{self.port}: {reason}") from error
+
+    def connect(self, seconds: float) -> socket.socket:
+        """A connection to the store on which nothing is said: it ends when the store's holder does.
+
+        Torch's own client prints stack dumps while nobody is there. Raises TrainingError.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                line = socket.create_connection((self.host, self.port), timeout=ANSWER_SECONDS)
+                line.setblocking(False)
+                return line
+            except socket.gaierror as error:
+                raise TrainingError(unknown_host(self.host)) from error
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise LostRank(
+                        f"{self.holder} did not come to {self.host}:{self.port} within {seconds:g} s "
+                        f"({error}): is its node started, and no firewall between?"
+                    ) from error
+            time.sleep(POLL_SECONDS)
+
+
+def unknown_host(name: str) -> str:
+    """A message for a host name that does not resolve."""
+    return (
+        f"{name!r} is no host name here, so the ranks cannot meet there; give the address of the plan's "
+        "first node to every `yuan-train launch` with --rendezvous HOST (to torchrun: --master-addr)"
+    )
+
+
+class Board:
+    """The board of a rank; safe to be used by several threads. `members` are the ranks that end together."""
+
+    def __init__(self, meeting: Meeting, place: str | None, *, seconds: float) -> None:
+        """Join the others' board, or, as the holder of the store, open it.
+
+        `place` is where this rank runs, for people. Raises TrainingError if it is not there within `seconds`.
+        """
+        self.meeting = meeting
+        self.store = meeting.open_store(seconds)
+        """For the process groups; the board has a connection of its own, which none of theirs holds."""
+        self._line = meeting.connect(seconds)
+        client = dist.TCPStore(
+            meeting.host,
+            meeting.port,
+            meeting.world_size,
+            False,
+            timeout=timedelta(seconds=ANSWER_SECONDS),
+            wait_for_workers=False,
+        )
+        self._all = self._own = dist.PrefixStore(f"board-{meeting.attempt}", client)
+        self.members: Sequence[int] = range(meeting.world_size)
+        self._place = f"{place} on {socket.gethostname()}" if place else socket.gethostname()
+        self._lock, self._has_heard = threading.Lock(), False
+        self._all.set(f"came/{meeting.rank}", self._place)
+
+    def narrow(self, members: Sequence[int]) -> None:
+        """Once all have come: end with these ranks alone, this one among them."""
+        self._own, self.members = dist.PrefixStore(f"fate-{members[0]}", self._all), members
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all ranks have come. Raises LostRank if some do not, or what a rank has found wrong."""
+        end, world_size = time.monotonic() + seconds, self.meeting.world_size
+        self._all.add("came", 1)
+        while self._all.add("came", 0) < world_size:
+            self._raise_fault()
+            if time.monotonic() > end:
+                missing = [r for r in range(world_size) if not self._all.check([f"came/{r}"])]
+                who = _joined([f"rank {rank}" for rank in missing])
+                raise LostRank(
+                    f"{self.name(self.meeting.rank)}: {who} did not come to {self.meeting.host}:"
+                    f"{self.meeting.port} within {seconds:g} s (train.startup_timeout); are they started?"
+                )
+            time.sleep(POLL_SECONDS)
+        self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        fault = self.look()
+        if fault is not None:
+            self.wait_until_heard(fault)
+            raise fault.as_error()
+
+    def look(self) -> Fault | None:
+        """What ends the run, if anything does. Answers a roll call on the way."""
+        if self._is_gone():
+            return self._without_store()
+        # A store that does not answer, but is there, may do so again.
+        with suppress(RuntimeError):
+            if self._own.check(["failed"]):
+                return self._hear()
+            if self._own.check(["lost"]):
+                self._own.set(f"here/{self.meeting.rank}", "")
+        return None
+
+    def report(self, text: str, exit_code: int) -> Fault | None:
+        """Tell all ranks a fault of this one. Returns the fault that ends the run: another rank's, if it was
+        told first; None if the store does not answer."""
+        mine = self.name(self.meeting.rank)
+        return self._write(Fault(self.meeting.rank, mine, text, exit_code))
+
+    def accuse(self, text: str) -> Fault | None:
+        """Tell that this rank has lost another one, wait for the roll call, and return what ends the run.
+
+        The ranks that do not answer are the culprits, whatever rank this one waited for: that one may have
+        waited for another. A rank that tells a fault of its own meanwhile wins.
+        """
+        mine, is_first = self.name(self.meeting.rank), True
+        if not self._is_gone():
+            with suppress(RuntimeError):
+                is_first = self._own.compare_set("lost", "", mine) == mine.encode()
+        # If the first one is ended meanwhile, another one counts.
+        end = time.monotonic() + ROLL_CALL_SECONDS * (1 if is_first else 1.5)
+        while time.monotonic() < end:
+            fault = self.look()
+            if fault is not None:
+                return fault
+            time.sleep(POLL_SECONDS)
+        silent = []
+        with suppress(RuntimeError):
+            silent = [rank for rank in self.members if not self._own.check([f"here/{rank}"])]
+        if not silent:
+            return self._write(Fault(self.meeting.rank, mine, text))
+        who = _joined([self.name(rank) for rank in silent])
+        lost = f"{'does' if len(silent) == 1 else 'do'} not answer: killed, crashed, stopped or cut off"
+        return self._write(Fault(silent[0], who, f"{lost} ({mine}: {text})", silent=len(silent)))
+
+    def wait_until_heard(self, fault: Fault, seconds: float = HEARD_SECONDS) -> None:
+        """Wait until all ranks know of a fault, but not for long: the store may end with this rank."""
+        self._wait_for("heard", len(self.members) - fault.silent, seconds)
+
+    def leave(self) -> None:
+        """At the end of a run that went well. The first rank leaves last, for the store may end with it."""
+        if not self._is_gone():
+            with suppress(RuntimeError):
+                self._own.add("left", 1)
+        if self.meeting.rank == 0:
+            self._wait_for("left", len(self.members), LEFT_SECONDS)
+
+    def name(self, rank: int) -> str:
+        """A rank, for people, with where it runs if it has come."""
+        place = self._place if rank == self.meeting.rank else ""
+        if not place and not self._is_gone():
+            with suppress(RuntimeError):
+                if self._all.check([f"came/{rank}"]):
+                    place = self._all.get(f"came/{rank}").decode()
+        return f"rank {rank} ({place})" if place else f"rank {rank}"
+
+    def _write(self, fault: Fault) -> Fault | None:
+        """Write a fault, unless one is written; the one that is."""
+        if self._is_gone():
+            return self._without_store()
+        with suppress(RuntimeError):
+            self._own.compare_set("failed", "", json.dumps(asdict(fault)))
+            return self._hear()
+        return None
+
+    def _hear(self) -> Fault:
+        """The fault that is written; tell that this rank knows of it."""
+        fault = Fault(**json.loads(self._own.get("failed")))
+        with self._lock:
+            has_heard, self._has_heard = self._has_heard, True
+        if not has_heard:
+            self._own.add("heard", 1)
+        return fault
+
+    def _wait_for(self, key: str, count: int, seconds: float) -> None:
+        """Wait until a counter has come so far, as long as there is a store."""
+        end = time.monotonic() + seconds
+        with suppress(RuntimeError):
+            while time.monotonic() < end and not self._is_gone() and self._own.add(key, 0) < count:
+                time.sleep(POLL_SECONDS)
+
+    def _is_gone(self) -> bool:
+        """Whether the store's holder has ended. Asked first: torch prints a stack dump for what is gone."""
+        try:
+            return self._line.recv(1) == b""
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            # Else the network has failed, which may pass: training goes on as long as its own links do.
+            return error.errno in (errno.ECONNRESET, errno.EPIPE)
+
+    def _without_store(self) -> Fault:
+        meeting = self.meeting
+        text = (
+            f"is gone, and with it the ranks' meeting point {meeting.host}:{meeting.port}: killed or crashed"
+        )
+        return Fault(0, meeting.holder, text)
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Some names for people; not all of very many."""
+    more = [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
+    return ", ".join([*names[:MAX_NAMED], *more])

@@ -1,0 +1,221 @@
+"""How a rank ends when something fails: it says why at once, tells the others, and ends whatever hangs.
+
+A rank that raises prints its error before anything is torn down, which NCCL may never finish, and writes it
+to the board (`parallel/board.py`). A thread of every rank looks at the board: it ends the process if its main
+thread stands in an operation that waits for a rank that has failed, and no library ends that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from yuan_train.config.errors import (
+    INTERRUPTED,
+    LostRank,
+    NotFinite,
+    TrainingError,
+    YuanError,
+    mark_as_said,
+    say,
+)
+from yuan_train.parallel.board import POLL_SECONDS, Board, Fault, Meeting
+from yuan_train.parallel.device import Device
+from yuan_train.parallel.groups import shutdown
+from yuan_train.parallel.transport import is_lost_connection
+from yuan_train.train.job import Position
+
+GRACE_SECONDS = 1.5
+"""How long the main thread may take to fail by itself once the run has a fault; then its process is ended."""
+TEARDOWN_SECONDS = 6.0
+"""How long a rank that fails may take to tell the others and to tear down; then its process is ended."""
+MEET_SECONDS = 5.0
+"""In which a rank that cannot start meets the others, to tell them why."""
+RANKS_A_LOOK = 4096
+"""Ranks that look at the board more rarely the more they are: it is one process that answers."""
+
+
+class Ending:
+    """Watches over the end of a rank; alone, without a board, it only says what has failed."""
+
+    def __init__(
+        self, board: Board | None, *, is_card: bool, leave: Callable[[int], NoReturn] = os._exit
+    ) -> None:
+        """`is_card`: process groups are NCCL's, so that nothing is torn down after a failure. `leave` ends
+        the process without more ado."""
+        self._board = board
+        self._is_card = is_card
+        self._leave = leave
+        self._stop = threading.Event()
+        self._failed: BaseException | None = None
+        """The error of the main thread, once it says it."""
+        self._exit_code = 1
+        self._thread = threading.Thread(target=self._watch, name="ending", daemon=True)
+        if board is not None:
+            self._thread.start()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around what may fail: says an error, and tells the others, before anything is torn down.
+
+        What ends the run may be another rank's fault: then that is raised.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._failed is not None or self._board is None:
+                raise
+            found = self._fail(error, self._board)
+            if found is None:
+                raise
+            raise found from error
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank ends before the others do."""
+        return self._failed is not None
+
+    def finish(self) -> None:
+        """Watch no more; at the end of a run that all ranks end together, see them leave."""
+        self._stop.set()
+        if self._board is not None and self._failed is None:
+            self._thread.join()
+            self._board.leave()
+
+    def _fail(self, error: BaseException, board: Board) -> YuanError | None:
+        """Say an error of the main thread, tell the others, and return what to raise instead, if anything.
+
+        On a card, ends the process.
+        """
+        if not isinstance(error, KeyboardInterrupt | SystemExit):
+            say(error)
+        if isinstance(error, NotFinite) and len(board.members) == dist.get_world_size():
+            # All ranks are here and say the same: a save that is under way may end.
+            return None
+        self._failed, self._exit_code = error, _code_of(error)
+        self._end_after(TEARDOWN_SECONDS)
+        if isinstance(error, LostRank) or is_lost_connection(error):
+            cause = board.look() or board.accuse(_text(error))
+        else:
+            cause = board.report(_text(error), self._exit_code)
+        found = None
+        if cause is not None and cause.text != _text(error):
+            found = _say_cause(cause)
+            self._exit_code = cause.exit_code
+        if cause is not None:
+            board.wait_until_heard(cause)
+        if self._is_card:
+            self._end()
+        return found
+
+    def _watch(self) -> None:
+        """Look at the board until the run ends; end the process if the main thread does not."""
+        board = self._board
+        assert board is not None
+        seconds = POLL_SECONDS * max(1.0, len(board.members) / RANKS_A_LOOK)
+        fault = None
+        while fault is None:
+            if self._stop.wait(seconds):
+                return
+            fault = board.look()
+        if self._failed is None and not self._stop.wait(GRACE_SECONDS) and self._failed is None:
+            _say_cause(fault)
+            self._exit_code = fault.exit_code
+            self._end_after(TEARDOWN_SECONDS)
+            board.wait_until_heard(fault)
+            self._end()
+
+    def _end_after(self, seconds: float) -> None:
+        """End the process unless it has come to its end by then; from a thread that waits for nothing else.
+
+        A store on the other side of a dead link never answers, and has no time limit.
+        """
+
+        def end() -> None:
+            if not self._stop.wait(seconds):
+                self._end()
+
+        threading.Thread(target=end, name="last resort", daemon=True).start()
+
+    def _end(self) -> NoReturn:
+        """End the process as it is: what it waits for may never come."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._leave(self._exit_code)
+
+
+@contextmanager
+def ending_together(board: Board | None, device: Device) -> Iterator[Ending]:
+    """Around all that a rank does once it is connected, with the end of its process groups.
+
+    An error inside ends all ranks of the board. None: a process alone.
+    """
+    ending = Ending(board, is_card=device.library == "nccl")
+    try:
+        with ending.telling():
+            yield ending
+    finally:
+        if ending.has_failed:
+            shutdown()
+            ending.finish()
+        else:
+            ending.finish()
+            shutdown()
+
+
+def fail_together(error: YuanError, position: Position) -> NoReturn:
+    """Say what this rank has found wrong with its files, tell the others, who are on their way, and raise it.
+
+    It is said before the others are met, which may never come, once on each machine: another rank of it says
+    nothing if it has found the same. Whoever comes within a few seconds hears of it.
+    """
+    if position.world_size > 1:
+        speaks = position.local_rank == 0
+        if speaks:
+            say(error)
+        # The first of a machine has told the others by then.
+        told = _tell(error, MEET_SECONDS if speaks else MEET_SECONDS + POLL_SECONDS)
+        if told is not None and told.text == str(error):
+            mark_as_said(error)
+    raise error
+
+
+def _tell(error: YuanError, seconds: float) -> Fault | None:
+    """Write an error to the board, if it is there within some seconds. Returns the first that was written."""
+    end = time.monotonic() + seconds
+    try:
+        board = Board(Meeting.of_launcher(), "", seconds=seconds)
+    except TrainingError:
+        return None
+    told = board.report(str(error), error.exit_code)
+    if told is not None:
+        board.wait_until_heard(told, max(end - time.monotonic(), POLL_SECONDS))
+    return told
+
+
+def _say_cause(fault: Fault) -> YuanError:
+    """Print what ends the run, and return it as an error that is said."""
+    for line in str(fault).splitlines():
+        print(f"error: the run ends: {line}", file=sys.stderr)
+    error = fault.as_error()
+    mark_as_said(error)
+    return error
+
+
+def _code_of(error: BaseException) -> int:
+    if isinstance(error, YuanError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, YuanError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
