@@ -135,7 +135,7 @@ def test_a_lost_rank_ends_all_roles_and_resumed_it_is_the_same_run(
             time.sleep(random.random() * read_lines(killed)[-1]["step_seconds"])
             ranks[victim].kill()
             told = {n: rank.wait(within_seconds=10) for n, rank in enumerate(ranks) if n != victim}
-        check_messages({n: (code, errors.splitlines()[-1]) for n, (code, errors) in told.items()}, victim)
+        check_messages(told, victim)
     cases = [(path, changes(folder), roles, free_port()) for folder in (killed, whole)]
     spawn(run_cases, 5, cases)
     assert_same_run(killed, whole, f"c/step-{last:08}")
@@ -148,14 +148,18 @@ def num_steps(folder: Path) -> int:
 
 
 def check_messages(told: dict[int, tuple[int, str]], victim: int) -> None:
-    """Exit codes and last lines of those that are left, of 2 ranks of the policy and 3 of engines."""
-    for number, (code, last) in told.items():
+    """Exit codes and stderr of those that are left, of 2 ranks of the policy and 3 of engines: whoever missed
+    a rank says so under the name of its role, and all say who is the culprit."""
+    for number, (code, said) in told.items():
         role = "policy (its rank 0 is rank 0" if number < 2 else "generation (its rank 0 is rank 2"
-        assert code == 1 and last.startswith(f"error: {role} of the job): "), last
-        assert re.search(r"ranks? \d.* (is|are) gone or stuck", last), last
-    own, label = (victim, "policy rank") if victim < 2 else (victim - 2, "generation rank")
-    seen = "\n".join(last for _, last in told.values())
-    assert f"{label} {own} (rank {victim} of the job) is gone" in seen or f"; rank {own} is gone" in seen
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert code == 1 and errors and "Traceback" not in said, said
+        assert re.match(
+            rf"error: the run ends: rank {victim}( \(.*\))?: (does not answer|is gone)", errors[-1]
+        )
+        for line in errors[:-1]:
+            assert line.startswith(f"error: {role} of the job): "), line
+            assert re.search(r"ranks? \d.* (is|are) gone or stuck", line), line
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -195,7 +199,8 @@ def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path, staleness:
 
 
 def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
-    """An engine draws with weights that are not finite: the policy says so, with ticket and checkpoint."""
+    """An engine draws with weights that are not finite: the policy says so, with ticket and checkpoint, and
+    the engine repeats it."""
     path = write_rl(tmp_path)
     save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0"))
     words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={tmp_path / 'log'}"]
@@ -210,7 +215,7 @@ def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
     policy, engine = (errors.splitlines()[-1] for _, errors in told)
     wanted = "step 2: engine 0: ticket 2, answer 0: the log-probability of token 0 is nan"
     assert wanted in policy and "last good checkpoint is that of step 1" in policy
-    assert "policy rank 0 (rank 0 of the job) is gone" in engine
+    assert "the run ends: rank 0 (policy rank 0" in engine and wanted in engine
     assert {line["step"] for line in read_lines(tmp_path / "log", "samples.jsonl")} == {1}
 
 

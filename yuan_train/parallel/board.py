@@ -172,7 +172,9 @@ class Board:
         self._all = self._own = dist.PrefixStore(f"board-{meeting.attempt}", client)
         self.members: Sequence[int] = range(meeting.world_size)
         self._place = f"{place} on {socket.gethostname()}" if place else socket.gethostname()
-        self._lock, self._has_heard = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._heard: Fault | None = None
+        """What ends the run, once this rank knows of it; the store may be gone by the next look."""
         self._all.set(f"came/{meeting.rank}", self._place)
 
     def narrow(self, members: Sequence[int]) -> None:
@@ -203,6 +205,8 @@ class Board:
 
     def look(self) -> Fault | None:
         """What ends the run, if anything does. Answers a roll call on the way."""
+        if self._heard is not None:
+            return self._heard
         if self._is_gone():
             return self._without_store()
         # A store that does not answer, but is there, may do so again.
@@ -268,6 +272,8 @@ class Board:
 
     def _write(self, fault: Fault) -> Fault | None:
         """Write a fault, unless one is written; the one that is."""
+        if self._heard is not None:
+            return self._heard
         if self._is_gone():
             return self._without_store()
         with suppress(RuntimeError):
@@ -279,8 +285,8 @@ class Board:
         """The fault that is written; tell that this rank knows of it."""
         fault = Fault(**json.loads(self._own.get("failed")))
         with self._lock:
-            has_heard, self._has_heard = self._has_heard, True
-        if not has_heard:
+            is_news, self._heard = self._heard is None, fault
+        if is_news:
             self._own.add("heard", 1)
         return fault
 
