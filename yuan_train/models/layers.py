@@ -59,17 +59,19 @@ class Score(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding: the rows of weight [V, H]."""
+    """Token embedding: the rows of weight [V, H]. `lookup` is the op, which training replaces to add the
+    gradient's rows to its own buffer."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
+        self.lookup = F.embedding
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return [B, S, H] of int64 tokens [B, S]."""
-        return F.embedding(tokens_BS, self.weight)
+        return self.lookup(tokens_BS, self.weight)
 
 
 class RMSNorm(nn.Module):

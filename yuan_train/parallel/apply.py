@@ -14,7 +14,7 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import divides_experts, expert_ranges
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
-from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.experts import apply_expert_parallel
 from yuan_train.parallel.gradients import FlatBucket, FlatParameter
@@ -376,10 +376,11 @@ def init_shard(name: str, parameter: torch.Tensor, shard: Shard, initial: Initia
 def _take_over_weight_grads(
     module: torch.nn.Module, deferred: DeferredWeightGrads, parts: ModelParts
 ) -> set[str]:
-    """The parameters whose ops add the gradients to the buckets themselves; torch does it for the others.
+    """The parameters whose ops add the gradients to the buckets themselves, and later if a backward is split.
 
-    In a compiled part that is all of them: a compiled graph has no side effects.
+    In a compiled part there are none: a compiled graph has no side effects.
     """
+    add_embedding_rows(module)
     if parts.compile is None:
         return add_weight_grads(module, deferred, parts.sharding)
     parts.compile(module)

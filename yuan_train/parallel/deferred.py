@@ -3,7 +3,8 @@
 A product of 16-bit matrices is added to the bucket in fp32, without a rounded gradient in between. Split in
 two (zero bubble, Qi et al. 2023), a backward computes the gradients of inputs and defers those of these
 weights until `flush`. All other weight gradients (norms, embedding, head) are small, or were computed in the
-forward, and belong to the first part.
+forward, and belong to the first part. Of the embedding's only the rows of a micro-batch's tokens are added:
+torch would write and add a whole matrix [V, H].
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from yuan_kernels import ops
 
@@ -78,6 +80,18 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
     }
 
 
+def add_embedding_rows(model: Any) -> None:
+    """Make the lookup of tokens add the rows of its gradient to the bucket itself, never later."""
+    if model.has_embedding:
+        model.embedding.lookup = _lookup
+
+
+def _lookup(tokens_BS: Tensor, weight: Tensor) -> Tensor:
+    if not weight.requires_grad:
+        return F.embedding(tokens_BS, weight)
+    return _Lookup.apply(tokens_BS, weight)  # pyright: ignore[reportReturnType]
+
+
 def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Tensor]:
     def product(x: Tensor) -> Any:
         if module.weight.requires_grad:
@@ -125,6 +139,25 @@ def _add_or_defer(deferred: DeferredWeightGrads, weights: Sequence[Any], add: We
 
     if not deferred.defer(add_later):
         add()
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_BS: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_BS)
+        ctx.weight = weight
+        return F.embedding(tokens_BS, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        (tokens_BS,), total_VH = ctx.saved_tensors, ctx.weight.main_gradient
+        tokens_T, rows_TH = tokens_BS.flatten(), gradients[0].flatten(0, -2).to(total_VH.dtype)
+        # Each has one order of additions on its device: the other adds by atomics on a card, or in threads.
+        if total_VH.is_cuda:
+            total_VH.index_put_((tokens_T,), rows_TH, accumulate=True)
+        else:
+            total_VH.index_add_(0, tokens_T, rows_TH)
+        return None, None
 
 
 class _Linear(torch.autograd.Function):

@@ -214,9 +214,9 @@ def _all_gather(group: dist.ProcessGroup, count: int) -> Callable[[Tensor], Tens
 def _parallel_lookup(module: Any, spec: ShardSpec, group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def forward(tokens_BS: Tensor) -> Tensor:
         rows = module.weight.shape[0]
-        local_BS = tokens_BS - spec.index * rows
-        is_local_BS = (local_BS >= 0) & (local_BS < rows)
-        embedded_BSH = torch.nn.functional.embedding(local_BS.where(is_local_BS, 0), module.weight)
+        is_local_BS = tokens_BS // rows == spec.index
+        # The rows of others' tokens are spread too: in the backward zeros are added to them.
+        embedded_BSH = module.lookup(tokens_BS % rows, module.weight)
         return reduce_from_tp(embedded_BSH * is_local_BS.unsqueeze(-1), group)
 
     return forward

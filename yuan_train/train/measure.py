@@ -29,7 +29,7 @@ from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.apply import init_shard
-from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.experts import remove_experts
@@ -244,6 +244,7 @@ class _Unit:
         if bare:
             remove_experts(self.part)
         deferred = DeferredWeightGrads()
+        add_embedding_rows(self.part)
         if case.compile:
             # Another case's graphs count towards the compiler's limit of graphs for one function.
             torch.compiler.reset()

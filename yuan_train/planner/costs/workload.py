@@ -157,9 +157,11 @@ def model_work(
             halves=(layer(alone), _with_experts(model, experts, layer)),
             head=head,
         )
+    lookup = _embedding_work(model, tokens, precision)
     return ModelWork(
         num_layers=model.num_layers,
-        embedding=_share_of(_embedding_work(model, tokens, precision), tensor_parallel),
+        # Every card adds as many rows, zeros for the tokens of others.
+        embedding=replace(_share_of(lookup, tensor_parallel), transient_bytes=lookup.transient_bytes),
         layer=layer(attention, feed_forward),
         halves=(layer(attention), layer(feed_forward)),
         head=_share_of(_head_work(model, tokens, precision, min(logit_rows, tokens)), tensor_parallel),
@@ -310,11 +312,12 @@ def _with_adapters(
 
 
 def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> UnitWork:
-    """Forward, a gather of rows; backward, a dense gradient of V * H, added to the main gradient, unless the
-    matrix is frozen."""
+    """Forward, a gather of rows; backward, the rows of the tokens' gradients, made wide and added to the main
+    gradient, unless the matrix is frozen."""
     e, matrix = ELEMENT_BYTES[precision], model.embedding_parameters
     rows = e * model.hidden_size * tokens
     trained = matrix if model.lora is None else 0
+    wide = STATE_BYTES[precision].gradients * model.hidden_size * tokens * (trained > 0)
     return UnitWork(
         parameters=matrix,
         trained=trained,
@@ -323,12 +326,12 @@ def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> Un
         forward_flops=0.0,
         backward_flops=0.0,
         forward_traffic_bytes=2.0 * rows,
-        backward_traffic_bytes=2.0 * rows * (trained > 0)
-        + (2 * e + 2 * STATE_BYTES[precision].gradients) * trained,
+        # Read, written wide, read again, and added to what is read and written.
+        backward_traffic_bytes=rows * (trained > 0) + 4.0 * wide,
         activation_bytes=8 * tokens,
         input_bytes=8 * tokens,
         selective_bytes=8 * tokens,
-        transient_bytes=e * trained,
+        transient_bytes=wide,
         output_bytes=rows,
     )
 
