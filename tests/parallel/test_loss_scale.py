@@ -28,7 +28,7 @@ PLANS: dict[str, dict] = {
 }
 STEPS = 6
 # The first steps overflow and halve the scale, then it stays, then it grows.
-HIGH = "train.loss_scale={initial: 2097152, growth_interval: 2}"
+HIGH = "train.loss_scale={initial: 4194304, growth_interval: 2}"
 
 
 def overrides(precision: str, *more: str, folder: Path | None = None) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def test_fp16_under_several_plans(untied: Path, tmp_path: Path) -> None:
     scales, skipped = column(curve, "loss_scale"), column(curve, "skipped_steps")
     changes = {after / before for before, after in zip(scales, scales[1:], strict=False)}
     assert changes == {0.5, 1, 2} and skipped[-1] >= 1
-    assert column(curve, "grad_norm")[0] is None and column(curve, "grad_norm")[-1] > 0
+    assert column(curve, "grad_norm")[0] is None and column(curve, "grad_norm")[2] > 0
     run_cases(list(cases.values()))
     for name, case in cases.items():
         ours = read_metrics(case.folder)
@@ -202,7 +202,7 @@ def test_without_the_norm_all_reduce_ranks_diverge(run_file: Path, tmp_path: Pat
 
 def test_a_resumed_run_has_the_scale_it_was_saved_with(run_file: Path, tmp_path: Path) -> None:
     """Bit for bit; without the scaler's state in the checkpoint, the scales differ."""
-    falling = "train.loss_scale={initial: 2097152, growth_interval: 5}"
+    falling = "train.loss_scale={initial: 4194304, growth_interval: 5}"
     plan = parse_plan(run_config(run_file, *overrides("fp16", falling)), **PLANS["mixed pipelines"])
 
     def case(name: str, steps: int, *more: str) -> Case:
@@ -219,7 +219,7 @@ def test_a_resumed_run_has_the_scale_it_was_saved_with(run_file: Path, tmp_path:
 
     checkpoint = tmp_path / "resumed ck" / step_name(4)
     state = json.loads((checkpoint / STATE).read_text())
-    assert state["scaler"]["scale"] < 2097152
+    assert state["scaler"]["scale"] < 4194304
     state["scaler"] = None
     (checkpoint / STATE).write_text(json.dumps(state))
     manifest = json.loads((checkpoint / MANIFEST).read_text())
