@@ -70,6 +70,13 @@ def test_all_checks_run_on_a_cpu(tmp_path: Path) -> None:
     assert all(f"| {name}: " in table for name in found) and "torch " in table.splitlines()[0]
 
 
+def test_a_check_fails_where_what_it_rests_on_is_disabled(tmp_path: Path) -> None:
+    words = ["streams", "--device", "cpu", "--out", str(tmp_path), "--only", "tiers"]
+    assert gpu_day.main([*words, "--without", "activation_fetch"]) == 1
+    line = lines(tmp_path)["tiers"]
+    assert line["ok"] is False and "activations on the host" in line["figure"], line
+
+
 def test_what_fails_hangs_or_crashes_is_told_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

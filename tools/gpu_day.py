@@ -79,6 +79,8 @@ CHECKS = (
     Check("compiled", "fast", "speed", 150, "compiled layers and fp16 beside bf16; a narrow model"),
     Check("generation", "fast", "speed", 80, "tokens a second; a step of reinforcement learning"),
     Check("saves", "fast", "speed", 80, "what a save holds up; a run that changes its device"),
+    Check("tiers", "streams", "tiers", 150, "optimizer, activations, parameters elsewhere: no bit changes"),
+    Check("late_copies", "streams", "tiers", 60, "the same with copies that begin late"),
     Check("several_ranks", "streams", "ranks", 170, "plans of several ranks, all on one card", IN_SUITE),
     Check("nccl", "streams", "ranks", 40, "a group of one rank; bytes of a communicator"),
     Check("lost_rank", "streams", "ranks", 60, "one of four ranks is killed: all end and name it"),

@@ -6,9 +6,9 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.models import compiled
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import apply, collectives, experts, transport
+from yuan_train.parallel.device import CudaDevice, Device
 from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostChunk
@@ -71,11 +72,11 @@ def fork_cases(cases: list[Case]) -> None:
     torch.multiprocessing.start_processes(_run_cases, (cases,), num_ranks, start_method="fork")
 
 
-def run_alone(case: Case) -> list[dict]:
-    """Run a case in this process, and return its metrics."""
+def run_alone(case: Case, device: Device | None = None) -> list[dict]:
+    """Run a case in this process, and return its metrics; on `device`, if the run's own is not meant."""
     torch.set_num_threads(1)
     with decisions(record=case.record, replay=case.replay):
-        _train(prepare(_config(case), case.plan, Position()))
+        _train(prepare(_config(case), case.plan, Position()), device)
     return read_metrics(case.folder)
 
 
@@ -93,8 +94,20 @@ def _run_case(rank: int, case: Case) -> None:
         _train(prepare(_config(case), case.plan, position))
 
 
-def _train(job: Job) -> None:
-    """Train with the engine that the run names, which is imported only then."""
+class SharedCard(CudaDevice):
+    """A card of several ranks, which NCCL refuses: they meet over gloo, by way of pinned memory."""
+
+    library: Literal["gloo", "nccl"] = "gloo"
+
+
+def _train(job: Job, device: Device | None = None) -> None:
+    """Train with the engine that the run names, which is imported only then. With YUAN_TEST_DEVICE=cuda all
+    ranks of all runs are on the first card."""
+    if device is None and os.environ.get("YUAN_TEST_DEVICE") == "cuda":
+        device = SharedCard(0)
+    if device is not None:
+        device.use()
+        job = replace(job, device=device)
     if job.run.engine == "megatron":
         from yuan_train.megatron.engine import build
 

@@ -53,7 +53,7 @@ def several_ranks(bench: Bench) -> Verdict:
 def nccl(bench: Bench) -> Verdict:
     """The operations of a group of one rank, and the bytes of a communicator; on a CPU over gloo."""
     as_rank(0, 1, free_port())
-    device = runs.device(bench)
+    device = runs.device_of(bench)
     init_distributed(device=device, timeout_seconds=60)
     try:
         before = _free_bytes(bench)
@@ -200,7 +200,7 @@ def large_layers(bench: Bench) -> Verdict:
             micro_batch_size=1,
             recompute="none",
             dtype=bench.pick(torch.bfloat16, torch.float32),
-            device=runs.device(bench),
+            device=runs.device_of(bench),
             seconds_per_unit=bench.pick(1.0, 0.01),
         )
         (layer,) = measure_case(case, device_type="here").entry.layers

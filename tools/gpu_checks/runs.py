@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 
 from tests.support.project import make_plan, make_project, run_config
@@ -20,7 +19,7 @@ from tools.gpu_checks.bench import ROOT, Bench
 from yuan_train.cli.main import main
 from yuan_train.config.plan import Plan
 from yuan_train.data.indexed import IndexedWriter
-from yuan_train.parallel.device import CudaDevice
+from yuan_train.parallel.device import CPU, CudaDevice, Device
 from yuan_train.train.measure import name_of
 
 LENGTH = 4096
@@ -53,12 +52,18 @@ def new_folder(bench: Bench) -> Path:
 
 
 def curve(
-    bench: Bench, run_file: Path, device: str, *words: str, plan: Plan | None = None, **case: Any
+    bench: Bench,
+    run_file: Path,
+    kind: str,
+    *words: str,
+    plan: Plan | None = None,
+    device: Device | None = None,
+    **case: Any,
 ) -> Curve:
-    """Train in this process, and return what each step had."""
-    overrides = (f"train.device={device}", "validation.every=0", *words)
+    """Train in this process on a `kind` of device, or on this `device`, and return what each step had."""
+    overrides = (f"train.device={kind}", "validation.every=0", *words)
     with disabled(bench.without):
-        lines = run_alone(Case(run_file, new_folder(bench), plan, overrides, **case))
+        lines = run_alone(Case(run_file, new_folder(bench), plan, overrides, **case), device)
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
@@ -119,7 +124,7 @@ def large_project(bench: Bench, **changes: Any) -> Path:
 
 def card_type(bench: Bench) -> str:
     """The catalogue's name of this card; of a CPU one that no card has."""
-    return name_of(CudaDevice(0)) if bench.on_card else "this CPU"
+    return name_of(device_of(bench)) if bench.on_card else "this CPU"
 
 
 def cluster_of_one(bench: Bench) -> Path:
@@ -144,6 +149,6 @@ def yuan_train(*words: str | Path) -> None:
         raise RuntimeError(f"yuan-train {words[0]}: exit code {code}")
 
 
-def device(bench: Bench) -> torch.device:
+def device_of(bench: Bench) -> Device:
     """Where a rank of this process computes."""
-    return bench.device
+    return CudaDevice(0) if bench.on_card else CPU

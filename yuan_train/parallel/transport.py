@@ -448,9 +448,10 @@ def library_of(device: Device, *, via_host: bool) -> str:
 
 
 def _kind_of(device: Device, *, via_host: bool) -> type[GroupTransport]:
-    if via_host:
-        return HostStagedTransport
-    return NcclTransport if device.library == "nccl" else GlooTransport
+    if device.library == "nccl" and not via_host:
+        return NcclTransport
+    # gloo sends nothing from a card.
+    return HostStagedTransport if via_host or device.is_card else GlooTransport
 
 
 def _host_copy(tensor: torch.Tensor, device: Device) -> torch.Tensor:
