@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_cuda_defaults_leave_what_the_user_has_set() -> None:
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     for names, _ in CUDA_DEFAULTS:
         for name in names:
@@ -80,6 +82,27 @@ def test_launch_gives_them_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     given = launch._environment(node, 1, 1, 2, "127.0.0.1", 1)  # pyright: ignore[reportPrivateUsage]
     assert given["OMP_NUM_THREADS"] == "4" and given["CUDA_MODULE_LOADING"] == "LAZY"
     assert given["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" and given["RANK"] == "1"
+
+
+def test_a_meeting_point_that_is_no_host_name_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make_plan(run_config(RUN), [[2, 4]])
+    ranks = tuple(replace(rank, device=f"nowhere{rank.rank}.invalid/0") for rank in made.ranks)
+    save_plan(tmp_path / "plan.yaml", replace(made, ranks=ranks))
+    words = ["launch", "--config", str(RUN), "--plan", str(tmp_path / "plan.yaml"), "train.device=cpu"]
+    for more in (
+        ["--this-node", "nowhere1.invalid"],
+        ["--this-node", "all", "--rendezvous", "nowhere0.invalid"],
+    ):
+        assert main([*words, *more]) == 2
+        errors = capsys.readouterr().err
+        assert "'nowhere0.invalid' is no host name here" in errors and "--rendezvous HOST" in errors
+    assert main([*words, "--print"]) == 0
+    assert "note: 'nowhere0.invalid' is no host name on this machine" in caplog.text
+    caplog.clear()
+    assert main([*words, "--print", "--rendezvous", "127.0.0.1"]) == 0
+    assert not caplog.text and len(capsys.readouterr().out.splitlines()) == 4
 
 
 @pytest.mark.parametrize("option", ["--rendezvous", "--meet-at"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +151,31 @@ def test_a_rank_that_fails_over_ssh_is_reported(plan: Path, stubs: Path, tmp_pat
     (stubs / "yuan-train").write_text("#!/usr/bin/env bash\nexit 1\n")
     result = call("pretrain_yuan2_2b", "--plan", plan, "--hostfile", tmp_path / "hosts", stubs=stubs)
     assert result.returncode == 2 and "the ranks on alpha failed" in result.stderr
+
+
+def test_the_other_nodes_end_over_ssh_when_one_has_failed(plan: Path, stubs: Path, tmp_path: Path) -> None:
+    """The last node fails at once, the first ends by itself, and the second, which hangs, is killed with its
+    ranks, as sshd does it: by a hang-up of their terminal."""
+    (tmp_path / "hosts").write_text("alpha\nbeta\ngamma\n")
+    bodies = {
+        "ssh": 'while [ "${1:0:1}" = - ]; do [ "$1" = -o ] && shift; shift; done\n'
+        'setsid bash -c "$2" & ranks=$!\ntrap "kill -HUP -- -$ranks" TERM\nwait $ranks',
+        "yuan-train": 'case "$*" in *"--this-node small"*) exit 1 ;; '
+        '*"--this-node big-0"*) sleep 1; exit 1 ;; esac\n'
+        f"echo $$ >{tmp_path / 'hung'}\nsleep 300",
+    }
+    for name, body in bodies.items():
+        (stubs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+    began = time.monotonic()
+    words = ("--plan", plan, "--hostfile", tmp_path / "hosts")
+    result = call("pretrain_yuan2_2b", *words, stubs=stubs, YUAN_GRACE_SECONDS="3")
+    assert result.returncode == 2 and "the ranks on gamma failed" in result.stderr
+    assert 3 <= time.monotonic() - began < 20
+    hung = int((tmp_path / "hung").read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{hung}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_heterogeneous_job(plan: Path, stubs: Path, tmp_path: Path) -> None:

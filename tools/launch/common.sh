@@ -14,6 +14,9 @@
 # --tokenizer DIR name the corpus; --epochs N computes train.steps from its size. --dry-run prints the commands
 # and runs none. Needs yuan-train on the path of every node, at the same path as here.
 
+# How long the ranks of other nodes may take to end by themselves once those of one have failed.
+grace_seconds=${YUAN_GRACE_SECONDS:-10}
+
 usage() {
     sed -n '3,/^$/s/^# \{0,1\}//p' "$(dirname "${BASH_SOURCE[0]}")/common.sh" | sed '/^[^ ]* *()/d'
 }
@@ -101,9 +104,9 @@ make_plan() {
     step yuan-train plan --cluster "$cluster" --config "$config" --out "$plan" "${all_keys[@]}"
 }
 
-# One ssh per node; if one fails, the others are killed.
+# One ssh per node. If the ranks of a node fail, the others notice, say so, and end; who does not is killed.
 launch_over_ssh() {
-    local node_hosts host node first="" index=0 remote pids=() hosts=()
+    local node_hosts host node first="" index=0 remote pids=() hosts=() failed="" deadline
     [ -r "$hostfile" ] || die "$hostfile: cannot be read; wanted one line per node: HOST, or HOST NODE"
     node_hosts=$(python tools/launch/nodes.py hosts "$plan" "$hostfile") || exit 2
     while read -r host node; do
@@ -122,9 +125,18 @@ launch_over_ssh() {
     done <<<"$node_hosts"
     if [ "$dry_run" = yes ]; then return 0; fi
     trap 'kill "${pids[@]}" 2>/dev/null || true' INT TERM EXIT
-    for index in "${!pids[@]}"; do
-        wait "${pids[index]}" || die "the ranks on ${hosts[index]} failed; see above"
+    while [ "${#pids[@]}" -gt 0 ]; do
+        for index in "${!pids[@]}"; do
+            if kill -0 "${pids[index]}" 2>/dev/null; then continue; fi
+            if ! wait "${pids[index]}" && [ -z "$failed" ]; then
+                failed=${hosts[index]} deadline=$((SECONDS + grace_seconds))
+            fi
+            unset "pids[index]"
+        done
+        if [ -n "$failed" ] && [ "$SECONDS" -ge "$deadline" ]; then break; fi
+        sleep 0.2
     done
+    if [ -n "$failed" ]; then die "the ranks on $failed failed; see above"; fi
     trap - EXIT
 }
 

@@ -125,7 +125,8 @@ def slurm_job(plan: Plan, command: list[str], name: str, options: str, port: int
         lines.append(
             f'srun {group}--kill-on-bad-exit=1 bash -c "${{body//\\$rendezvous/$rendezvous}}" & pids+=($!)'
         )
-    lines.append('for pid in "${pids[@]}"; do wait "$pid"; done')
+    # The other components notice a failure, say so, and end; who does not in time is killed by the trap.
+    lines.append('for _ in "${pids[@]}"; do wait -n || { code=$?; sleep 10; exit "$code"; }; done')
     lines.append("trap - EXIT")
     return "\n".join(lines) + "\n"
 

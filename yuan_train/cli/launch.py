@@ -18,8 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from yuan_train.config.environment import LINKED, count_cores, has_told, rank_defaults
-from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.environment import (
+    LINKED,
+    count_cores,
+    has_told,
+    is_host_name,
+    rank_defaults,
+    unknown_host,
+)
+from yuan_train.config.errors import CAUSE, ConfigError, PlanError
 from yuan_train.config.express import check_engine, express
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run
@@ -32,8 +39,8 @@ from yuan_train.config.run import load_run
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 10.0
-"""How long the other ranks may take to notice that one has failed, before they are killed."""
+GRACE_SECONDS = 8.0
+"""How long the other ranks may take to notice that one has failed, and to say so, before they are killed."""
 
 DEFAULT_PORT = 29500
 _SIGNALS = tuple(-number for number in signal.valid_signals())
@@ -92,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = nodes_of(plan)
     command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
     if arguments.print:
+        _note_unknown_hosts(nodes, arguments.rendezvous)
         for line in torchrun_lines(nodes, command, rendezvous=arguments.rendezvous):
             print(line)
         return 0
@@ -99,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     if device != "cpu":
         check_driver(plan, node)
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
+    if not is_host_name(host):
+        raise ConfigError(unknown_host(host))
     spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
     size = plan.world_size
     return start_ranks(node, command, world_size=size, host=host, port=port, speaker=speaker, spare=spare)
@@ -234,6 +244,18 @@ def _rendezvous_address(nodes: list[Node], node: Node, rendezvous: str | None) -
     return nodes[0].name, DEFAULT_PORT
 
 
+def _note_unknown_hosts(nodes: Sequence[Node], rendezvous: str | None) -> None:
+    """Say whether the lines that are printed name a meeting point that this machine does not know."""
+    host, _ = _parse_address(rendezvous or nodes[0].name)
+    if (rendezvous or len(nodes) > 1) and not is_host_name(host):
+        logger.warning(
+            "note: %r is no host name on this machine; it must be one on every node of the plan, or give the "
+            "address of %s with --rendezvous HOST[:PORT]",
+            host,
+            nodes[0].name,
+        )
+
+
 def _parse_address(address: str) -> tuple[str, int | None]:
     """Host and, if it is given, port of HOST[:PORT]. Raises ConfigError."""
     host, colon, port = address.partition(":")
@@ -366,10 +388,12 @@ def _wait(children: list[_Child], is_spared: Callable[[_Child], bool]) -> int:
     return culprit.process.returncode if culprit.process.returncode > 0 else 1
 
 
-def _blame_order(child: _Child) -> tuple[int, int]:
-    """Sort key: ranks with bad input first, then ranks that were killed; the others fail because of these."""
+def _blame_order(child: _Child) -> tuple[int, bool, int]:
+    """Sort key: ranks with bad input first, then ranks that were killed; the others fail because of these,
+    those last that say so."""
     code = child.process.returncode
-    return (0 if code in (2, 3) else 1 if code < 0 else 2), child.rank
+    follows = any(line.startswith(f"error: {CAUSE}") for line in _captured(child))
+    return (0 if code in (2, 3) else 1 if code < 0 else 2), follows, child.rank
 
 
 def _report(child: _Child) -> None:
@@ -377,10 +401,16 @@ def _report(child: _Child) -> None:
     code = child.process.returncode
     if code < 0:
         print(f"error: rank {child.rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
-    if child.output is not None:
-        child.output.seek(0)
-        for line in child.output.read().decode(errors="replace").splitlines()[-30:]:
-            print(f"rank {child.rank}: {line}", file=sys.stderr)
+    for line in _captured(child)[-30:]:
+        print(f"rank {child.rank}: {line}", file=sys.stderr)
+
+
+def _captured(child: _Child) -> list[str]:
+    """The lines of a rank's output, if it is captured."""
+    if child.output is None:
+        return []
+    child.output.seek(0)
+    return child.output.read().decode(errors="replace").splitlines()
 
 
 def _kill(children: list[_Child]) -> None:

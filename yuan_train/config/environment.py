@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +24,8 @@ CUDA_DEFAULTS: tuple[tuple[tuple[str, ...], str], ...] = (
     # torch's flight recorder: the last collectives of every rank, written when one of them times out.
     (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
     (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+    # Torch prints the C++ frames of every connection that fails, above the line that says which rank is gone.
+    (("TORCH_CPP_LOG_LEVEL",), "ERROR"),
 )
 """Variables, each with other names that the user may have set instead, and values; without effect on CPUs."""
 
@@ -55,6 +58,22 @@ def set_rank_defaults() -> None:
 def count_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_host_name(name: str) -> bool:
+    """Whether this machine knows an address for a name."""
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return False
+
+
+def unknown_host(name: str) -> str:
+    """A message for the name of a meeting point that has no address here."""
+    return (
+        f"{name!r} is no host name here, so the ranks cannot meet there; give the address of the plan's "
+        "first node on every node: --rendezvous HOST[:PORT] (of torchrun: --master-addr)"
+    )
 
 
 def tell_launcher(rank: int) -> None:

@@ -7,6 +7,8 @@ import sys
 import traceback
 from dataclasses import dataclass
 
+CAUSE = "the run ends: "
+"""What a rank prints before another rank's error that ends it."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 

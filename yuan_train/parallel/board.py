@@ -25,7 +25,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from yuan_train.config.errors import LostRank, TrainingError, YuanError
+from yuan_train.config.environment import unknown_host
+from yuan_train.config.errors import ConfigError, LostRank, TrainingError, YuanError
 
 POLL_SECONDS = 0.2
 """Between two looks at something that other ranks write."""
@@ -122,7 +123,8 @@ class Meeting:
     def connect(self, seconds: float) -> socket.socket:
         """A connection to the store on which nothing is said: it ends when the store's holder does.
 
-        Torch's own client prints stack dumps while nobody is there. Raises TrainingError.
+        Torch's own client prints stack dumps while nobody is there. Raises ConfigError if there is no such
+        host, LostRank if nobody comes.
         """
         end = time.monotonic() + seconds
         while True:
@@ -131,7 +133,7 @@ class Meeting:
                 line.setblocking(False)
                 return line
             except socket.gaierror as error:
-                raise TrainingError(unknown_host(self.host)) from error
+                raise ConfigError(unknown_host(self.host)) from error
             except OSError as error:
                 if time.monotonic() > end:
                     raise LostRank(
@@ -139,14 +141,6 @@ class Meeting:
                         f"({error}): is its node started, and no firewall between?"
                     ) from error
             time.sleep(POLL_SECONDS)
-
-
-def unknown_host(name: str) -> str:
-    """A message for a host name that does not resolve."""
-    return (
-        f"{name!r} is no host name here, so the ranks cannot meet there; give the address of the plan's "
-        "first node to every `yuan-train launch` with --rendezvous HOST (to torchrun: --master-addr)"
-    )
 
 
 class Board:

@@ -18,10 +18,10 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from yuan_train.config.errors import (
+    CAUSE,
     INTERRUPTED,
     LostRank,
     NotFinite,
-    TrainingError,
     YuanError,
     mark_as_said,
     say,
@@ -192,7 +192,7 @@ def _tell(error: YuanError, seconds: float) -> Fault | None:
     end = time.monotonic() + seconds
     try:
         board = Board(Meeting.of_launcher(), "", seconds=seconds)
-    except TrainingError:
+    except YuanError:
         return None
     told = board.report(str(error), error.exit_code)
     if told is not None:
@@ -203,7 +203,7 @@ def _tell(error: YuanError, seconds: float) -> Fault | None:
 def _say_cause(fault: Fault) -> YuanError:
     """Print what ends the run, and return it as an error that is said."""
     for line in str(fault).splitlines():
-        print(f"error: the run ends: {line}", file=sys.stderr)
+        print(f"error: {CAUSE}{line}", file=sys.stderr)
     error = fault.as_error()
     mark_as_said(error)
     return error
