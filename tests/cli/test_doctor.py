@@ -29,6 +29,12 @@ def examined(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     facts = examined(capsys)
     assert set(facts) == {
+        "summary",
+        "findings",
+        "driver",
+        "nccl",
+        "no_card",
+        "surroundings",
         "versions",
         "packages",
         "communication",
@@ -82,12 +88,12 @@ def test_what_the_second_engine_would_run(
         monkeypatch.setitem(sys.modules, f"{name}.{inner}", module)
         assert found()["optimizer_step"] == expected
     monkeypatch.setattr(doctor, "_version", lambda name: "0.16.1")
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--verbose"]) == 0
     text = capsys.readouterr().out.partition("engine: megatron\n")[2]
     assert "megatron-core 0.16.1; tested with 0.16.1" in text
     assert "optimizer step: TransformerEngine's FusedAdam" in text
     monkeypatch.setattr(doctor, "_version", lambda name: None)
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--verbose"]) == 0
     assert (
         "pip install -e '.[megatron]' in the checkout"
         in capsys.readouterr().out.partition("engine: megatron\n")[2]
@@ -103,7 +109,7 @@ def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run["checkpoint"]["directory"] = str(tmp_path / "new" / "ck")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     files = ["--config", str(tmp_path / "run.yaml"), "--plan", str(tmp_path / "plan.yaml")]
-    assert main(["doctor", *files]) == 0
+    assert main(["doctor", "--verbose", *files]) == 0
     printed = capsys.readouterr().out
     for word in ("versions", "optional packages", "devices", "ops", "localized_filter", "communication"):
         assert word in printed

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,14 @@ import torch
 
 from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, run_config
+from yuan_train.cli import profile as profile_command
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
+from yuan_train.config.errors import ConfigError
 from yuan_train.config.profile import ProfileEntry, StageStart, UnitProfile, load_profile
-from yuan_train.parallel.device import CPU
+from yuan_train.parallel.device import CPU, Device
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.train import measure, measure_passes
+from yuan_train.train import job, measure, measure_passes
 from yuan_train.train.footprint import can_track_memory
 
 CLUSTER = """
@@ -193,6 +197,45 @@ def test_state_bytes_under_bf16(tmp_path: Path) -> None:
     case = short_case(tmp_path, torch.bfloat16, seconds_per_unit=0.01)
     entry = measure.measure_case(case, device_type="here").entry
     assert entry.layers[0].state_bytes == 18 * case.model.layer_parameters
+
+
+def test_what_is_reserved_on_a_card(tmp_path: Path) -> None:
+    """All that is not free once the model has gone: here what others than torch hold."""
+    case = short_case(tmp_path, torch.float32, seconds_per_unit=0.01)
+    for outside in (0, 700 << 20):
+        found = measure.measure_reserved(replace(case, device=FakeCard(outside=outside)))
+        assert found == outside
+
+
+def test_the_type_under_which_a_card_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        """
+name: box
+nodes:
+  - {name: box, devices: [{type: RTX-4090, count: 1}, {type: Mine, count: 1}], link: {bandwidth: 1 GB/s}}
+device_types: {Mine: {memory: 24 GiB, fp32: 80 TFLOP/s, memory_bandwidth: 1000 GB/s}}
+"""
+    )
+    cluster = load_cluster(tmp_path / "cluster.yaml")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 4090")
+    box = [FakeCard(name=name, memory=int(23.6 * 2**30), capability=(8, 6)) for name in names]
+    monkeypatch.setattr(job, "choose_device", partial(job.choose_device, cards=lambda: box))
+    asked = Namespace(device_type=None)
+    for rank, (number, name) in enumerate([(1, "RTX-4090"), (0, "Mine")]):
+        position = job.Position(rank, 2, rank, 2)
+        device = profile_command._choose_device("auto", position, cluster)
+        assert device is box[number]
+        # Of a cluster whose cards all have a process, the file's name, which the driver need not know.
+        assert profile_command._name_type(cluster, position, device, asked) == name
+    # Of a card alone its own, unless another is given.
+    assert profile_command._name_type(cluster, job.Position(), box[0], asked) == "RTX-3090"
+    assert profile_command._name_type(None, job.Position(), box[0], Namespace(device_type="A")) == "A"
+    # The processor of a machine without cards is no card.
+    monkeypatch.setattr(job, "choose_device", partial(job.choose_device, cards=list[Device]))
+    with pytest.raises(ConfigError, match=r"rank 0 \(box/0\): .* RTX-4090 there, but torch finds none"):
+        profile_command._choose_device("auto", job.Position(0, 2, 0, 2), cluster)
+    assert not profile_command._choose_device("cpu", job.Position(0, 2, 0, 2), cluster).is_card
 
 
 def test_profiles_of_two_machines_are_merged(tmp_path: Path) -> None:

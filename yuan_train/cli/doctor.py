@@ -10,13 +10,15 @@ import json
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yuan_train import __version__
 from yuan_train.cli.doctor_host import disk_facts, disk_line, host_facts, host_line
+from yuan_train.cli.doctor_nodes import ask_nodes, node_lines, obstacles
 from yuan_train.cli.launch import nodes_of
+from yuan_train.cli.preflight import check, see_host, summary, words
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import INSTALL, TESTED
 from yuan_train.config.plan_files import load_plan
@@ -106,8 +108,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="show what is installed, what is missing, and what does not work without it",
-        description="Shows what is installed, what is missing and what does not work without it, the "
-        "cards of this machine, which implementation each op uses on them, and why not a faster one.",
+        description="Says in a line what this machine is ready for, what it is not, and why. With --verbose "
+        "also what may go wrong, what is installed, what is missing and what does not work without it, the "
+        "cards, which implementation each op uses on them, and why not a faster one.",
     )
     parser.add_argument("--hidden-size", type=int, default=2048, metavar="H", help="of the model (2048)")
     parser.add_argument(
@@ -118,7 +121,14 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--plan", metavar="FILE", help="its plan, with --config: the nodes that must share it"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--nodes", metavar="A,B,C", help="ask these machines over ssh, and say where they differ"
+    )
+    parser.add_argument(
+        "--ssh", default="ssh", metavar="CMD", help="with --nodes: called as CMD HOST COMMAND... (ssh)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print everything that was found")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with everything")
     parser.set_defaults(run=run)
 
 
@@ -126,13 +136,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what was found. A missing package is no error."""
     if arguments.plan and not arguments.config:
         raise ConfigError("--plan: needs --config F too, the run whose checkpoint directory is checked")
+    if arguments.nodes:
+        return _run_nodes(arguments)
     of_run: Facts = {}
     if arguments.config:
         of_run["checkpoints"] = _checkpoint_facts(arguments.config, arguments.plan)
         of_run["disk"] = disk_facts(load_run(arguments.config).memory.disk_directory)
     facts = examine(hidden=arguments.hidden_size) | of_run
-    print(json.dumps(facts, ensure_ascii=False) if arguments.json else "\n".join(_lines(facts)))
+    if arguments.json:
+        print(json.dumps(facts, ensure_ascii=False))
+        return 0
+    print(facts["summary"])
+    if arguments.verbose:
+        print("\n".join([*(f"  {finding['words']}" for finding in facts["findings"]), "", *_lines(facts)]))
+    elif arguments.config:
+        print("\n".join(_run_lines(facts)))
     return 0
+
+
+def _run_nodes(arguments: argparse.Namespace) -> int:
+    """Ask other machines. Exit code 2 unless all of them answer, and can run one job."""
+    nodes = list(dict.fromkeys(name.strip() for name in arguments.nodes.split(",") if name.strip()))
+    if not nodes:
+        raise ConfigError("--nodes: wanted names of machines, such as a,b,c")
+    found = ask_nodes(nodes, arguments.ssh, hidden=arguments.hidden_size)
+    if arguments.json:
+        print(json.dumps({"nodes": found, "obstacles": obstacles(found)}, ensure_ascii=False))
+    else:
+        print("\n".join(node_lines(found)))
+    return 2 if obstacles(found) else 0
 
 
 def examine(*, hidden: int) -> Facts:
@@ -140,8 +172,10 @@ def examine(*, hidden: int) -> Facts:
     import torch
     import torch.distributed as dist
 
+    from yuan_train.train.cards import driver_version, nccl_version, why_no_card
+
     devices = _devices()
-    return {
+    found: Facts = {
         "versions": {
             "yuan-train": __version__,
             "python": platform.python_version(),
@@ -153,13 +187,23 @@ def examine(*, hidden: int) -> Facts:
             "nccl": dist.is_available() and dist.is_nccl_available(),
         },
         "cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "nccl": nccl_version(),
         "devices": devices,
+        "no_card": None if len(devices) > 1 else why_no_card(),
         "host": host_facts(),
+        "surroundings": see_host([card["pci_address"] for card in devices[1:] if card["pci_address"]]),
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
         "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
         **_cpu_products(),
         "compile": [_compile_fact(device["device"]) for device in devices],
         "megatron": _megatron_facts(),
+    }
+    findings = check(found)
+    return {
+        "summary": summary(found, findings),
+        "findings": [asdict(finding) | {"words": words(finding)} for finding in findings],
+        **found,
     }
 
 
@@ -241,6 +285,7 @@ def _devices() -> list[Facts]:
 
 
 def _card(card: Device) -> Facts:
+    from yuan_train.train.cards import architecture_fault, driver_fault, type_of
     from yuan_train.train.placement import numa_node
 
     facts = card.facts()
@@ -248,10 +293,13 @@ def _card(card: Device) -> Facts:
     return {
         "device": str(card.torch),
         "name": facts.name,
+        "type": type_of(facts),
         "memory_bytes": facts.memory,
+        "pci_address": facts.pci_address,
         "numa_node": numa_node(facts.pci_address),
         "capability": f"{facts.capability[0]}.{facts.capability[1]}",
         "bf16": facts.has_bf16,
+        "fault": driver_fault(facts.cuda, facts.driver) or architecture_fault(facts),
         "note": "" if facts.has_bf16 else "no bf16: train with precision fp16",
     }
 
@@ -261,6 +309,9 @@ def _op_facts(device: Facts, hidden: int) -> Iterator[Facts]:
     import torch
     from yuan_kernels import ops
 
+    if device.get("fault") is not None:
+        # No test of an op would run.
+        return
     for choice in ops.choices(torch.device(device["device"]), _precision(device), hidden=hidden):
         yield {
             "op": choice.op,
@@ -336,15 +387,22 @@ def _lines(facts: Facts) -> Iterator[str]:
         [[d["device"], d["name"], d["note"] or "bf16", _node_words(d)] for d in facts["devices"]]
     )
     yield f"  {host_line(facts['host'])}"
-    if "disk" in facts:
-        yield f"  {disk_line(facts['disk'])}"
-    if len(facts["devices"]) == 1:
-        built = f"torch is built for CUDA {facts['cuda']}" if facts["cuda"] else "torch is built without CUDA"
-        yield f"  no CUDA card was found; {built}"
+    if facts["no_card"] is not None:
+        yield f"  no card was found: {facts['no_card']}"
+    elif facts["cuda"] is not None:
+        yield f"  driver {facts['driver']}, CUDA {facts['cuda']}, NCCL {facts['nccl']}"
+    for link in facts["surroundings"]["card_links"]:
+        lanes, speed = (f"{link[f'current_link_{x}']} of {link[f'max_link_{x}']}" for x in ("width", "speed"))
+        yield f"  link of the card at {link['address']}: lanes {lanes}, {speed} (an idle card slows it down)"
     backends = [name for name, available in facts["communication"].items() if available]
     yield f"  communication backends: {' and '.join(backends) or 'none'}"
     yield "\nseveral nodes"
-    yield from _shared_lines(facts.get("checkpoints"))
+    here = facts["surroundings"]
+    yield f"  {here['name']} is {', '.join(here['addresses'] or ('not known to any resolver',))}"
+    yield f"  interfaces that are up: {', '.join(here['interfaces']) or 'none'}"
+    ports = [f"{port['device']} ({port['link']}, {port['rate']})" for port in here["infiniband"]]
+    yield f"  active ports of RDMA: {', '.join(ports) or 'none'}"
+    yield from _run_lines(facts)
     yield "\nops"
     yield from _columns(
         [[o["op"], o["device"], o["dtype"], o["implementation"], o["reason"]] for o in facts["ops"]]
@@ -358,6 +416,13 @@ def _lines(facts: Facts) -> Iterator[str]:
         yield f"  train.compile on {fact['device']} {state}"
     yield "\nengine: megatron"
     yield from _megatron_lines(facts["megatron"])
+
+
+def _run_lines(facts: Facts) -> Iterator[str]:
+    """What a run needs of this machine's file systems."""
+    yield from _shared_lines(facts.get("checkpoints"))
+    if "disk" in facts:
+        yield f"  {disk_line(facts['disk'])}"
 
 
 def _megatron_lines(found: Facts) -> Iterator[str]:

@@ -21,6 +21,7 @@ from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError, HostMemoryError
 from yuan_train.config.merge_profiles import merge_profiles
 from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.plan import RankPlan
 from yuan_train.config.profile import (
     BatchProfile,
     GenerationProfile,
@@ -188,6 +189,8 @@ class Bench:
     position: Position
     device: Device
     device_type: str
+    backend: Backend
+    """Of its messages to other cards."""
     slowdown: float
     host_link: float | None
     """Bytes a second of a simulated card's link to its host; None for a real one."""
@@ -214,17 +217,17 @@ def _measure_here(
     they run in training, then the links between them."""
     from yuan_train.parallel.groups import init_distributed, shutdown
     from yuan_train.train.compiler import check_compiler
-    from yuan_train.train.job import choose_device, find_position
+    from yuan_train.train.job import find_position
 
     position = find_position()
-    device = choose_device(config.train.device if config else "auto", position)
-    if config is not None and config.train.compile:
-        check_compiler(device.torch)
     if cluster is not None and position.world_size not in (1, len(cluster.cards)):
         raise ConfigError(
             f"--cluster has {len(cluster.cards)} cards, but {position.world_size} processes were started; "
             "start one per card"
         )
+    device = _choose_device(config.train.device if config else "auto", position, cluster)
+    if config is not None and config.train.compile:
+        check_compiler(device.torch)
     if position.world_size > 1:
         init_distributed(device=device, timeout_seconds=config.train.timeout if config else 600.0)
     try:
@@ -232,6 +235,43 @@ def _measure_here(
         return _gather_profile(replace(bench, rl=rl), cluster)
     finally:
         shutdown()
+
+
+def _choose_device(wanted: str, position: Position, cluster: Cluster | None) -> Device:
+    """The device of this process: where each card of the cluster has one, by the type that the file gives it.
+
+    Raises ConfigError if it is another, or a processor where the file has a card and `wanted` is not cpu.
+    """
+    from yuan_train.train.cards import check_processor
+    from yuan_train.train.job import choose_device, types_here
+
+    if cluster is None or position.world_size != len(cluster.cards):
+        return choose_device(wanted, position)
+    ranks = [RankPlan(rank=i, device=card.name, type=card.type) for i, card in enumerate(cluster.cards)]
+    position = replace(position, types=types_here(ranks, position))
+    entry = ranks[position.rank]
+    device = choose_device(wanted, position, entry)
+    if not device.is_card and wanted != "cpu":
+        check_processor(entry, cluster.device_type(entry.type))
+    return device
+
+
+def _name_type(
+    cluster: Cluster | None, position: Position, device: Device, arguments: argparse.Namespace
+) -> str:
+    """The type under which this process's card stands in the profile.
+
+    The cluster file's for a simulated card, and where each of its cards has a process; then --device-type;
+    then the catalogue's name of the card.
+    """
+    from yuan_train.train.measure import name_of
+
+    if cluster is not None:
+        planned = cluster.cards[position.rank].type
+        is_simulated = cluster.device_type(planned).slowdown is not None
+        if is_simulated or (position.world_size == len(cluster.cards) and arguments.device_type is None):
+            return planned
+    return arguments.device_type or name_of(device)
 
 
 def _make_bench(
@@ -242,11 +282,9 @@ def _make_bench(
     position: Position,
     device: Device,
 ) -> Bench:
-    from yuan_train.train.measure import name_of
-
     card = cluster.cards[position.rank] if cluster else None
     slowdown = cluster.device_type(card.type).slowdown if cluster and card else None
-    device_type = card.type if card and slowdown is not None else arguments.device_type or name_of(device)
+    device_type = _name_type(cluster, position, device, arguments)
     node = card.node if card and position.world_size > 1 else platform.node()
     nodes_and_types = _all_gather((node, device_type), position)
     widths = (config.feasible_search.tensor if config else None) or WIDTHS
@@ -258,6 +296,7 @@ def _make_bench(
         position=position,
         device=device,
         device_type=device_type,
+        backend=_backend_of(device_type, cluster),
         slowdown=slowdown or 1.0,
         host_link=cluster.device_type(card.type).host_link if cluster and card and slowdown else None,
         seconds_per_unit=arguments.seconds,
@@ -291,8 +330,7 @@ def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int
     names = _all_gather(f"{platform.node()}/{position.local_rank}", position)
     if cluster is not None:
         names = [card.name for card in cluster.cards]
-    own: tuple[str, Backend] = bench.device_type, _backend_of(bench.device_type, cluster)
-    types, backends = zip(*_all_gather(own, position), strict=True)
+    types, backends = zip(*_all_gather((bench.device_type, bench.backend), position), strict=True)
     ends = link_ends(names, types, backends, cluster)
     how = {"device": bench.device, "timeout_seconds": bench.timeout_seconds, "all_pairs": bench.all_links}
     links = measure_links(ends, slowdown=bench.slowdown, **how)
@@ -339,7 +377,8 @@ def _measure_card(bench: Bench) -> Profile:
         data=config.data if config and (bench.rl is None or bench.rl.shares_rows) else None,
         compile=config is not None and config.train.compile,
     )
-    reserved = measure_reserved(base)
+    kind = bench.backend if bench.device.library == "nccl" and bench.backend != "gloo" else ""
+    reserved = measure_reserved(base, _all_gather(kind, bench.position))
     with long_lived_objects():
         measured = list(_measure_cases(bench, base))
     return Profile(

@@ -96,7 +96,7 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
     from yuan_train.rl.loop import train_rl
     from yuan_train.rl.scoring import prepare_scoring, serve_scores
     from yuan_train.train.ending import fail_together
-    from yuan_train.train.job import choose_device, find_position
+    from yuan_train.train.job import choose_planned, find_position, types_here
 
     position = find_position()
     if position.world_size != roles.world_size:
@@ -104,13 +104,15 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
             f"the plan has {roles.world_size} ranks, but {position.world_size} were started; start one per "
             "rank (yuan-train launch)"
         )
+    position = replace(position, types=types_here(roles.ranks, position))
     role, ranks = next((name, own) for name, own in roles.role_ranks.items() if position.rank in own)
-    set_log_levels(position.rank)
     own = replace(position, rank=position.rank - ranks.start, world_size=len(ranks))
+    set_log_levels(position.rank)
     try:
         if role == "generation":
             check_supported(config, None, roles)
-            start = partial(serve, EngineJob(config, roles, choose_device(config.train.device, position)))
+            device = choose_planned(config.train.device, roles.plans[role], own)
+            start = partial(serve, EngineJob(config, roles, device))
         elif role in ("reference", "reward"):
             check_supported(config, None, roles)
             start = partial(serve_scores, prepare_scoring(config, roles, role, own))

@@ -279,9 +279,7 @@ class Plan:
     def needs_card(self, entry: RankPlan) -> bool:
         """Whether one of the plan's ranks is meant to compute on a real card: it is neither simulated nor a
         processor."""
-        planned = self.find_type(entry.type)
-        is_simulated = planned is not None and planned.slowdown is not None
-        return not is_simulated and entry.type not in (ANY_CARD, PROCESSOR)
+        return is_real_card(entry.type, self.find_type(entry.type))
 
     def has_rank(self, rank: int) -> bool:
         """Whether the plan lists a rank."""
@@ -303,6 +301,12 @@ class Plan:
         """
         cards = [self.device_type(rank) for rank in ranks]
         return share_only_gloo(card.backend if card is not None else "nccl" for card in cards)
+
+
+def is_real_card(name: str, described: DeviceType | None) -> bool:
+    """Whether a type, `described` if anything describes it, is neither a simulated card nor a processor."""
+    is_simulated = described is not None and described.slowdown is not None
+    return not is_simulated and name not in (ANY_CARD, PROCESSOR)
 
 
 def share_only_gloo(backends: Iterable[Backend]) -> bool:

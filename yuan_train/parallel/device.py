@@ -360,17 +360,20 @@ class CudaDevice:
             has_bf16=on_rocm or capability >= (8, 0),
             architectures=tuple(torch.cuda.get_arch_list()),
             cuda=torch.version.cuda,
-            driver=None if on_rocm else _driver(),
+            driver=None if on_rocm else cuda_of_driver(),
             pci_address=address,
         )
 
 
 def visible_cards() -> list[Device]:
     """The cards that torch finds, by number; makes no context on them."""
+    if not torch.cuda.is_available():
+        # A driver that is too old for torch still counts its cards.
+        return []
     return [CudaDevice(number) for number in range(torch.cuda.device_count())]
 
 
-def _driver() -> str | None:
+def cuda_of_driver() -> str | None:
     """The newest CUDA that the driver knows: `12.4`."""
     read = getattr(torch._C, "_cuda_getDriverVersion", None)  # pyright: ignore[reportPrivateUsage]
     version = int(read()) if read is not None else 0

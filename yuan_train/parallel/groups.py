@@ -39,6 +39,9 @@ TREE_WIDTH = 8
 RING_UP_TO = 32
 """Ranks up to which a ring is as fast as a tree."""
 
+COMMUNICATOR_SECONDS = 600.0
+"""Within which the ranks of a communicator meet that is made to measure what it takes."""
+
 LAZY_FROM = 64
 """Ranks from which on those of the world connect when they first exchange a message, not all with all."""
 
@@ -123,6 +126,34 @@ def shutdown() -> None:
     """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def one_communicator(device: Device, kinds: Sequence[str]) -> Iterator[None]:
+    """Inside, a card has the buffers of one communicator: with all ranks of its kind, or alone.
+
+    `kinds` are the backends of the ranks' cards, by rank, and "" where messages go over gloo, which has no
+    buffers on cards. Collective over all ranks.
+    """
+    alone = not dist.is_initialized()
+    if alone and kinds[0]:
+        dist.init_process_group(world_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    own, group = 0 if alone else dist.get_rank(), None
+    for kind in dict.fromkeys(filter(None, kinds)):
+        ranks = tuple(rank for rank, other in enumerate(kinds) if other == kind)
+        made = _new_group(ranks, timeout=timedelta(seconds=COMMUNICATOR_SECONDS), backend=device.library)
+        group = made if own in ranks else group
+    try:
+        if group is not None:
+            # NCCL makes it at its first use.
+            dist.all_reduce(torch.zeros(1, device=device.torch), group=group)
+            device.finish()
+        yield
+    finally:
+        if alone and dist.is_initialized():
+            dist.destroy_process_group()
+        elif group is not None:
+            dist.destroy_process_group(group)
 
 
 def enter_world_as(rank: int, *, device: Device, timeout_seconds: float) -> None:

@@ -39,6 +39,7 @@ from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers
 from yuan_train.rl.updates import Updater, UpdateResult
 from yuan_train.train.agreement import (
+    check_cards,
     check_same_directory,
     check_same_job,
     find_resume_together,
@@ -109,6 +110,7 @@ def train_rl(job: RLJob) -> None:
     keep_freed_memory(policy.device)
     with ending_together(board, policy.device) as ending:
         check_same_job(policy)
+        check_cards(policy)
         if policy.run.checkpoint.directory is not None:
             check_same_directory(policy.run.checkpoint.directory)
         job = replace(job, policy=find_resume_together(policy))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import socket
 import time
@@ -27,7 +28,20 @@ import torch.distributed as dist
 import yuan_train
 from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
+from yuan_train.parallel.tiers.slab import available_bytes
+from yuan_train.train.cards import (
+    RankCard,
+    check_card_memory,
+    driver_version,
+    find_fault,
+    host_note,
+    nccl_version,
+    needs_of,
+    node_lines,
+)
 from yuan_train.train.job import Job, find_checkpoints
+
+logger = logging.getLogger(__name__)
 
 NODE_LOCAL = (
     "data.train",
@@ -95,6 +109,70 @@ def check_same_job(job: Job) -> None:
     ]
     advice = "give every node the same run file, overrides, plan, corpora, tokenizer and release"
     raise ConfigError("\n".join([*lines, *_more(len(odd)), advice]))
+
+
+def check_cards(job: Job) -> None:
+    """Raise ConfigError, on all ranks, where the ranks' cards do not go together; collective over all ranks.
+
+    Rank 0 logs the cards of each node, and all logs what the forecast asks of memory that is not free.
+    """
+    fault, notes = None, list[str]()
+    try:
+        notes = list(_memory_notes(job))
+    except YuanError as error:
+        fault = error
+    raise_together(fault)
+    own = _tell_card(job)
+    told: list[Any] = [(own, notes)]
+    if dist.is_initialized():
+        if not _any_rank(own is not None or bool(notes)):
+            return
+        is_first = dist.get_rank() == 0
+        told = [None] * dist.get_world_size() if is_first else []
+        dist.gather_object((own, notes), told if is_first else None)
+    fault = None
+    if told:
+        cards = [card for card, _ in told if card is not None]
+        found = find_fault(cards)
+        fault = None if found is None else ConfigError(found)
+        for line in node_lines(cards):
+            logger.info("%s", line)
+        for note in (note for _, notes in told for note in notes):
+            logger.warning("%s", note)
+    raise_together(fault)
+
+
+def _tell_card(job: Job) -> RankCard | None:
+    """What this rank tells of its card; None if it has none."""
+    facts, entry = job.device.facts(), job.plan.ranks[job.position.rank]
+    if facts is None:
+        return None
+    uses_nccl = job.device.library == "nccl" and not job.plan.via_host((entry.rank,))
+    return RankCard(
+        rank=entry.rank,
+        host=socket.gethostname(),
+        device=entry.device,
+        facts=facts,
+        uses_nccl=uses_nccl,
+        driver=driver_version(),
+        nccl=nccl_version(),
+    )
+
+
+def _memory_notes(job: Job) -> Iterator[str]:
+    """What is short for the plan's forecast on this rank's card and host. Raises PlanError if a card is."""
+    entry, memory, facts = job.plan.ranks[job.position.rank], job.device.memory(), job.device.facts()
+    needs = needs_of(job.plan, entry.rank)
+    if needs is None:
+        return
+    if memory is not None and facts is not None:
+        note = check_card_memory(entry, needs, memory, facts)
+        if note is not None:
+            yield note
+    if needs.host:
+        note = host_note(job.plan, entry, available_bytes())
+        if note is not None:
+            yield note
 
 
 def check_same_directory(directory: str | Path) -> None:

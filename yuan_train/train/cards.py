@@ -1,34 +1,355 @@
-"""Which card a rank has, and whether it is the card that its plan means."""
+"""Which card a rank has, and whether it is the card that its plan means.
+
+Rules about values: what torch and the driver tell of the cards that a process sees (`CardFacts`), and what
+the plan says. A rank takes its card by type (`choose_card`) and refuses one that the plan does not mean
+(`check_card`, `check_processor`); what all ranks' cards must have in common is `find_fault`'s.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.cuda import nccl
 
-from yuan_train.config.errors import ConfigError
-from yuan_train.config.plan import Plan, RankPlan
+from yuan_train.config.devices import CATALOGUE, DeviceType, find_card
+from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.plan import Plan, RankPlan, is_real_card
+from yuan_train.config.units import show_bytes
+from yuan_train.parallel.device import CardFacts, CardMemory, cuda_of_driver
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that choose among a machine's cards, and number those anew."""
 
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+WHEELS = "https://download.pytorch.org/whl"
 
-def check_processor(plan: Plan, entry: RankPlan) -> None:
-    """Raise ConfigError if a rank is meant to have a card, where this process has only a processor."""
-    if not plan.needs_card(entry):
+MAX_LISTED = 4
+"""Ranks that a message lists."""
+
+
+def type_of(card: CardFacts) -> str | None:
+    """The catalogue's name of a card; None if the catalogue does not have it."""
+    return find_card(card.name, card.memory)
+
+
+def choose_card(
+    wanted: Sequence[str], local_rank: int, num_processes: int, cards: Sequence[CardFacts]
+) -> int:
+    """The number of a process's card among those that it sees.
+
+    `wanted` are the types that the plan gives to the processes of this machine, by local rank; empty: no plan
+    says. Each takes the first card of its type that none before it takes, and then those of types that the
+    catalogue does not have take what is left. Where a launcher shows each process a single card (srun
+    --gpus-per-task=1), that is it. Raises ConfigError if there are fewer cards than processes.
+    """
+    hidden = hidden_by()
+    if len(cards) == 1 and (num_processes == 1 or hidden is not None):
+        return 0
+    if num_processes > len(cards):
+        words = f" that {hidden} shows" if hidden else ""
+        raise ConfigError(
+            f"this machine has {len(cards)} cards{words}, but {num_processes} processes; start one per card"
+        )
+    if not wanted:
+        return local_rank
+    left = list(range(len(cards)))
+    chosen: dict[int, int] = {}
+    for rank, name in enumerate(wanted):
+        number = next((n for n in left if type_of(cards[n]) == name), None)
+        if number is not None:
+            chosen[rank] = number
+            left.remove(number)
+    for rank in range(len(wanted)):
+        if rank not in chosen:
+            chosen[rank] = left.pop(0)
+    return chosen[local_rank]
+
+
+def check_card(entry: RankPlan, number: int, cards: Sequence[CardFacts]) -> None:
+    """Raise ConfigError unless card `number` is of the type that the plan gives to a rank, and torch has code
+    for it.
+
+    A type that only the cluster file describes cannot be compared with a name, nor can a card that the
+    catalogue does not have.
+    """
+    card = cards[number]
+    fault = architecture_fault(card)
+    if fault is not None:
+        raise ConfigError(f"{_name(entry)}: {fault}")
+    found = type_of(card)
+    if entry.type not in CATALOGUE or found in (None, entry.type):
+        return
+    seen = ", ".join(type_of(other) or other.name for other in cards)
+    hidden = hidden_by()
+    raise ConfigError(
+        f"{_name(entry)}: the plan has a card of type {entry.type} there, but cuda:{number} is {found} "
+        f"({card.name}, {show_bytes(card.memory)}; this process sees {seen}"
+        f"{f' with {hidden}' if hidden else ''}). Let CUDA_VISIBLE_DEVICES show it the right card "
+        "(CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them as nvidia-smi does), start the rank on the node that the "
+        "plan means, or plan for the cards that are here"
+    )
+
+
+def check_processor(entry: RankPlan, described: DeviceType | None) -> None:
+    """Raise ConfigError if a rank is meant to have a card, where this process has only a processor.
+
+    `described` is the type of the rank's card, if anything describes it.
+    """
+    if not is_real_card(entry.type, described):
         return
     raise ConfigError(
-        f"rank {entry.rank} ({entry.device}): the plan has a card of type {entry.type} there, but torch "
-        f"finds none on this machine: {why_no_card()}. Start the rank where its card is, or set "
-        "train.device=cpu, and it computes on the CPU"
+        f"{_name(entry)}: the plan has a card of type {entry.type} there, but torch finds none on this "
+        f"machine: {why_no_card()}. Start the rank where its card is, or set train.device=cpu, and it "
+        "computes on the CPU"
     )
+
+
+def _name(entry: RankPlan) -> str:
+    return f"rank {entry.rank} ({entry.device})"
+
+
+def hidden_by() -> str | None:
+    """The variable that chooses among the machine's cards, with its value; None: all are visible."""
+    return next((f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ), None)
 
 
 def why_no_card() -> str:
     """Why torch finds no card here, as far as can be told."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is built without CUDA"
-    hiding = next((name for name in VISIBLE if os.environ.get(name, "all").strip() in ("", "-1")), None)
-    if hiding is not None:
-        return f"{hiding}={os.environ[hiding]} hides all cards"
-    return "torch.cuda finds no driver, or one that is too old for its CUDA (`yuan-train doctor` tells)"
+    hidden = hidden_by()
+    if hidden is not None and hidden.partition("=")[2].strip() in ("", "-1"):
+        return f"{hidden} hides all cards"
+    known = cuda_of_driver()
+    if known is None:
+        return "no driver is loaded"
+    return driver_fault(torch.version.cuda, known) or f"the driver (for CUDA {known}) shows none"
+
+
+def driver_fault(cuda: str | None, known: str | None) -> str | None:
+    """What is wrong with a driver that knows CUDA up to `known` for a torch that is built for `cuda`.
+
+    None: nothing, or it cannot be told. Any minor version runs on the driver of its major version (NVIDIA,
+    CUDA compatibility).
+    """
+    if cuda is None or known is None or int(known.partition(".")[0]) >= int(cuda.partition(".")[0]):
+        return None
+    return (
+        f"the driver knows CUDA up to {known}, and torch {torch.__version__} is built for CUDA {cuda}; "
+        f"update the driver, or on every node (driver 525 is enough for it) pip install torch --index-url "
+        f"{WHEELS}/cu126"
+    )
+
+
+def has_code_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether a torch of these architectures runs on a card.
+
+    Code for a card (`sm_86`) runs on those of the same major version and at least its minor one, and with a
+    letter on that very card alone (`f`: its family). PTX (`compute_90`) is translated for all later cards.
+    True where torch tells nothing, and for cards of other makers (`gfx942`).
+    """
+    known = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name) for name in architectures]
+    if not known or None in known:
+        return True
+    for kind, major, minor, letter in (found.groups() for found in known if found is not None):
+        own = int(major), int(minor)
+        if letter == "a":
+            fits = own == capability
+        elif kind == "compute" and not letter:
+            fits = own <= capability
+        else:
+            fits = own[0] == capability[0] and own[1] <= capability[1]
+        if fits:
+            return True
+    return False
+
+
+def architecture_fault(card: CardFacts) -> str | None:
+    """What to install where torch has no code for a card; None if it has."""
+    if has_code_for(card.capability, card.architectures):
+        return None
+    major, minor = card.capability
+    # Since torch 2.11 the wheels of later CUDA versions begin with sm_75.
+    wheel = "cu126" if card.capability < (7, 5) else "cu130"
+    return (
+        f"torch {torch.__version__} has no code for {card.name} (sm_{major}{minor}), only for "
+        f"{', '.join(card.architectures)}. On every node of the job: pip install torch --index-url "
+        f"{WHEELS}/{wheel}"
+    )
+
+
+def driver_version(path: Path = DRIVER_VERSION) -> str | None:
+    """The version of NVIDIA's driver that the kernel has loaded; None without one."""
+    if not path.exists():
+        return None
+    found = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(encoding="utf-8"))
+    return found[1] if found else None
+
+
+def nccl_version() -> str | None:
+    """The version of NCCL that torch uses; None if it is built without."""
+    if not dist.is_nccl_available():
+        return None
+    return ".".join(map(str, nccl.version()))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a plan's forecast says that a rank takes: bytes."""
+
+    card: float
+    """At the peak, with what is reserved."""
+    reserved: float
+    """Of these, for the context, communicators and fragmentation."""
+    host: float
+
+
+def needs_of(plan: Plan, rank: int) -> Needs | None:
+    """What a rank takes with all its stages; None without a forecast of them."""
+    if plan.forecast is None:
+        return None
+    own = {
+        (p, s)
+        for p, pipeline in enumerate(plan.pipelines)
+        for s, stage in enumerate(pipeline.stages)
+        if rank in stage.ranks
+    }
+    stages = [stage for stage in plan.forecast.stages if (stage.pipeline, stage.stage) in own]
+    if not stages:
+        return None
+    reserved = max(stage.memory.reserved for stage in stages)
+    return Needs(
+        card=reserved + sum(stage.peak_memory_bytes - stage.memory.reserved for stage in stages),
+        reserved=reserved,
+        host=sum(stage.host_memory_bytes for stage in stages),
+    )
+
+
+def check_card_memory(entry: RankPlan, needs: Needs, memory: CardMemory, card: CardFacts) -> str | None:
+    """A note where what is free of a card is less than the forecast; None where it is enough.
+
+    Raises PlanError if the whole card is.
+    """
+    if needs.card > memory.total:
+        raise PlanError(
+            f"{_name(entry)}: the plan's forecast is {show_bytes(needs.card)} at its peak, and {card.name} "
+            f"has {show_bytes(memory.total)} in all; plan again for what the card has (`memory` of its type, "
+            "under device_types in the cluster file)"
+        )
+    wanted = needs.card - needs.reserved
+    # What is reserved is taken already, at least in part.
+    free = memory.free + memory.reserved - memory.allocated
+    if wanted <= free:
+        return None
+    users = ", ".join(card_users(card.pci_address)) or "the driver does not tell whose"
+    return (
+        f"{_name(entry)}: the plan's forecast takes {show_bytes(wanted)} of {card.name} beside what is "
+        f"reserved, but {show_bytes(free)} of {show_bytes(memory.total)} are free; others are on it: {users}"
+    )
+
+
+def host_note(plan: Plan, entry: RankPlan, available: float) -> str | None:
+    """A note of the first rank of a node whose ranks put more on the host than is available there."""
+    node = entry.device.rpartition("/")[0]
+    own = [other for other in plan.ranks if other.device.rpartition("/")[0] == node]
+    if own[0] != entry:
+        return None
+    wanted = sum(needs.host for other in own if (needs := needs_of(plan, other.rank)) is not None)
+    if wanted <= available:
+        return None
+    return (
+        f"node {node}: by the plan's forecast its {len(own)} ranks put {show_bytes(wanted)} on the host, of "
+        f"which {show_bytes(available)} are available now"
+    )
+
+
+def card_users(address: str | None) -> list[str]:
+    """The processes on a card, as nvidia-smi tells; empty where it does not."""
+    query = ["nvidia-smi", "--query-compute-apps=gpu_bus_id,pid,process_name,used_memory"]
+    try:
+        ran = subprocess.run(
+            [*query, "--format=csv,noheader"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found: list[str] = []
+    for line in ran.stdout.splitlines():
+        bus, *words = (word.strip() for word in line.split(","))
+        # nvidia-smi writes eight digits of the domain, sysfs four.
+        own = address is None or bus.lower().endswith(address.lower())
+        if own and len(words) == 3 and words[0] != str(os.getpid()):
+            found.append(f"process {words[0]} ({words[1]}, {words[2]})")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCard:
+    """What a rank tells all others of its card."""
+
+    rank: int
+    host: str
+    device: str
+    """Its name in the plan."""
+    facts: CardFacts
+    uses_nccl: bool
+    """Whether its messages go over NCCL, which refuses two ranks on a card."""
+    driver: str | None
+    nccl: str | None
+
+
+def find_fault(cards: Sequence[RankCard]) -> str | None:
+    """What is wrong with the cards of all ranks together; None: nothing."""
+    taken: dict[tuple[str, str], RankCard] = {}
+    for card in cards:
+        address = card.facts.pci_address
+        if not card.uses_nccl or address is None:
+            continue
+        other = taken.setdefault((card.host, address), card)
+        if other is not card:
+            return (
+                f"ranks {other.rank} ({other.device}) and {card.rank} ({card.device}) of {card.host} have "
+                f"the same card, {card.facts.name} at {address}; start one rank per card, and let "
+                "CUDA_VISIBLE_DEVICES show all of a node's cards to all its ranks, or to each its own"
+            )
+    return _versions_fault([card for card in cards if card.uses_nccl])
+
+
+def _versions_fault(cards: Sequence[RankCard]) -> str | None:
+    """The ranks with another NCCL than rank 0's, between which no message would arrive."""
+    odd = [card for card in cards if card.nccl != cards[0].nccl]
+    if not odd:
+        return None
+    listed = ", ".join(f"rank {c.rank} ({c.host}) {c.nccl}" for c in odd[:MAX_LISTED])
+    first = cards[0]
+    return (
+        f"NCCL is {first.nccl} on rank {first.rank} ({first.host}), but {listed}"
+        f"{', ...' if len(odd) > MAX_LISTED else ''}; install the same torch, which brings its NCCL, on "
+        "every node, and unset LD_PRELOAD and LD_LIBRARY_PATH where they bring another"
+    )
+
+
+def node_lines(cards: Sequence[RankCard]) -> Iterator[str]:
+    """A line for each machine: its ranks' cards, driver, CUDA and NCCL."""
+    machines: dict[str, list[RankCard]] = {}
+    for card in cards:
+        machines.setdefault(card.host, []).append(card)
+    for host, own in machines.items():
+        names: dict[str, int] = {}
+        for card in own:
+            major, minor = card.facts.capability
+            name = type_of(card.facts) or card.facts.name
+            words = f"{name} ({show_bytes(card.facts.memory)}, sm_{major}{minor})"
+            names[words] = names.get(words, 0) + 1
+        held = " and ".join(f"{count} x {words}" for words, count in names.items())
+        first = own[0]
+        yield (
+            f"{host}: ranks {', '.join(str(card.rank) for card in own)}: {held}; driver {first.driver}, "
+            f"CUDA {first.facts.cuda}, NCCL {first.nccl}"
+        )

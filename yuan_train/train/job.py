@@ -14,7 +14,7 @@ from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
 from yuan_train.config.express import check_engine
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
-from yuan_train.config.plan import Plan, single_card_plan
+from yuan_train.config.plan import Plan, RankPlan, single_card_plan
 from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision
 from yuan_train.config.run import RunConfig
 from yuan_train.config.tier_constraints import check_tiers
@@ -23,7 +23,7 @@ from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.device import CPU, CardFacts, Device, visible_cards
-from yuan_train.train.cards import check_processor
+from yuan_train.train.cards import check_card, check_processor, choose_card, why_no_card
 from yuan_train.train.compiler import check_compiler
 from yuan_train.train.placement import run_beside
 
@@ -36,6 +36,9 @@ class Position:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    types: tuple[str, ...] = ()
+    """Of this machine's processes, the types of cards that the plan gives them, by local rank; empty: it is
+    not known which are here."""
 
 
 def find_position() -> Position:
@@ -99,9 +102,7 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[Devi
             f"{'process was' if position.world_size == 1 else 'processes were'} started; start one per rank "
             "(yuan-train launch), or make a plan for the available cards"
         )
-    device = choose_device(run.train.device, position)
-    if not device.is_card and run.train.device != "cpu":
-        check_processor(plan, plan.ranks[position.rank])
+    device = choose_planned(run.train.device, plan, position)
     run_beside(device)
     card = device.facts()
     if card is not None and run.train.precision == "bf16":
@@ -122,26 +123,61 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[Devi
     return device, tokenizer
 
 
+def choose_planned(wanted: str, plan: Plan, position: Position) -> Device:
+    """The device of a rank of a plan, as `choose_device` finds it.
+
+    Raises ConfigError unless it is what the plan means: a card of that type, which torch has code for, or a
+    processor where the plan simulates a card, or `wanted` is cpu.
+    """
+    entry = plan.ranks[position.rank]
+    if not position.types:
+        position = replace(position, types=types_here(plan.ranks, position))
+    device = choose_device(wanted, position, entry)
+    if not device.is_card and wanted != "cpu":
+        check_processor(entry, plan.find_type(entry.type))
+    return device
+
+
+def types_here(ranks: Sequence[RankPlan], position: Position) -> tuple[str, ...]:
+    """`Position.types`, if `ranks` are those of all processes of the job.
+
+    The ranks of a node by the plan, if as many run here; or else those beside this one, as torchrun numbers
+    them.
+    """
+    rank, local, number = position.rank, position.local_rank, position.local_world_size
+    node = ranks[rank].device.rpartition("/")[0]
+    named = [entry for entry in ranks if entry.device.rpartition("/")[0] == node]
+    beside = ranks[rank - local : rank - local + number] if rank >= local else ()
+    for own in (named, beside):
+        if len(own) == number and own[local].rank == rank:
+            return tuple(entry.type for entry in own)
+    return ()
+
+
 def choose_device(
-    wanted: str, position: Position, cards: Callable[[], Sequence[Device]] = visible_cards
+    wanted: str,
+    position: Position,
+    entry: RankPlan | None = None,
+    *,
+    cards: Callable[[], Sequence[Device]] = visible_cards,
 ) -> Device:
-    """The device of this process: its own one of the `cards` of this machine, by local rank, or the CPU.
+    """The device of this process: one of the `cards` that it sees, by type or by local rank, or the CPU.
 
     `wanted` is cuda, cpu or auto (a card if there is one). Raises ConfigError if `cuda` is wanted and torch
-    finds no card, or if more processes than cards run on this machine.
+    finds no card, if more processes than cards run on this machine, or if the card is not what the plan has
+    for its rank (`entry`).
     """
     found = () if wanted == "cpu" else cards()
     if wanted == "cuda" and not found:
-        raise ConfigError("train.device: cuda, but torch finds no card; use cpu or auto")
+        raise ConfigError(f"train.device: cuda, but torch finds no card: {why_no_card()}; use cpu or auto")
     if not found:
         return CPU
-    if position.local_world_size > len(found):
-        raise ConfigError(
-            f"this machine has {len(found)} cards, but {position.local_world_size} processes; "
-            "start one per card"
-        )
-    found[position.local_rank].use()
-    return found[position.local_rank]
+    facts = [card for one in found if (card := one.facts()) is not None]
+    number = choose_card(position.types, position.local_rank, position.local_world_size, facts)
+    if entry is not None:
+        check_card(entry, number, facts)
+    found[number].use()
+    return found[number]
 
 
 def _check_bf16(card: CardFacts) -> None:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.architecture import sharding_of
-from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PROCESSOR
 from yuan_train.config.profile import ProfileEntry, UnitProfile
 from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
 from yuan_train.models.compiled import compile_blocks
@@ -35,9 +35,10 @@ from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.experts import remove_experts
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
-from yuan_train.parallel.groups import Groups
+from yuan_train.parallel.groups import Groups, one_communicator
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.parallel.zero import OwnedState
+from yuan_train.train.cards import type_of
 from yuan_train.train.feed import MicroBatch, make_micro_batch
 from yuan_train.train.footprint import (
     can_track_memory,
@@ -128,18 +129,23 @@ def measure_case(case: ProfileCase, *, device_type: str) -> MeasuredCase:
     return MeasuredCase(entry, single)
 
 
-def measure_reserved(case: ProfileCase) -> float | None:
-    """Bytes that a process holds besides the model: Python, libraries and their buffers.
+def measure_reserved(case: ProfileCase, kinds: Sequence[str] = ("",)) -> float | None:
+    """Bytes that a process holds besides the model; None where they cannot be told.
 
-    None on CUDA, where the catalogue's figure for the driver is used. To be called before any other
-    measurement, with everything imported that training imports; a small step uses all of it once.
+    On a CPU Python, libraries and their buffers; on a card all that is not free, after a small step and with
+    one communicator, once torch has given back what it can: the context, kernels, the communicator's buffers
+    and workspaces. The driver does not say whose that is, so other processes on the card count too. To be
+    called before any other measurement, with everything imported that training imports. Collective over all
+    ranks, of whose cards `kinds` are as `one_communicator` has them.
     """
     keep_freed_memory(case.device)
-    if case.device.is_card or not can_track_memory(case.device):
+    if not can_track_memory(case.device):
         return None
-    _warm_up(case)
-    release_free_memory(case.device)
-    return float(held_bytes(case.device))
+    with one_communicator(case.device, kinds):
+        _warm_up(case)
+        release_free_memory(case.device)
+        card = case.device.memory()
+    return float(held_bytes(case.device) if card is None else card.total - card.free)
 
 
 def _warm_up(case: ProfileCase) -> None:
@@ -160,17 +166,7 @@ def num_layers_in_a_row(case: ProfileCase) -> int:
 def name_of(device: Device) -> str:
     """The catalogue's name of a card, or the driver's if the catalogue does not have it; `CPU` on a CPU."""
     card = device.facts()
-    if card is None:
-        return "CPU"
-    name, memory_gb = card.name, card.memory / 1e9
-    words = name.replace("NVIDIA ", "").replace("Tesla ", "").replace("GeForce ", "")
-    candidates = [
-        known
-        for known, card in CATALOGUE.items()
-        if words.replace(" ", "-").startswith(known.split("-")[0])
-        and abs(card.memory / 1e9 - memory_gb) < 0.15 * memory_gb
-    ]
-    return candidates[0] if len(candidates) == 1 else name
+    return PROCESSOR if card is None else type_of(card) or card.name
 
 
 def machine_name() -> str:

@@ -19,6 +19,7 @@ from yuan_train.config.plan_files import save_plan
 from yuan_train.parallel.groups import as_training_error, init_distributed
 from yuan_train.parallel.world_sum import gather_on_first
 from yuan_train.train.agreement import (
+    check_cards,
     check_same_directory,
     check_same_job,
     find_resume_together,
@@ -54,6 +55,7 @@ def train(job: Job, build: BuildStepper = build_stepper) -> None:
     keep_freed_memory(job.device)
     with ending_together(board, job.device) as ending:
         check_same_job(job)
+        check_cards(job)
         if job.run.checkpoint.directory is not None:
             check_same_directory(job.run.checkpoint.directory)
         job = find_resume_together(job)

@@ -1,0 +1,115 @@
+"""`yuan-train doctor --nodes a,b,c`: the doctor of every machine, over ssh, and where the machines differ."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+Facts = dict[str, Any]
+
+TIMEOUT_SECONDS = 120.0
+"""In which a machine answers; its ops are tested meanwhile."""
+RDMA = "RDMA"
+MUST_AGREE = {
+    "yuan-train": "install the same release everywhere",
+    "torch": "install the same wheel everywhere",
+    "CUDA of torch": "install the same wheel everywhere",
+    "NCCL": "install the same torch, which brings its NCCL",
+    RDMA: "all pairs of cards must use one kind: NCCL_IB_DISABLE=1 everywhere, or choose with NCCL_IB_HCA",
+}
+"""What the machines of a job must have in common, and what to do where they have not."""
+
+
+def ask_nodes(nodes: Sequence[str], ssh: str, *, hidden: int) -> dict[str, Facts | str]:
+    """What the doctor of each machine finds, or why it was not asked.
+
+    `ssh` is a command, called as `SSH HOST COMMAND...`; the command is this interpreter's, at the same path.
+    """
+    words = [sys.executable, "-m", "yuan_train", "doctor", "--json", "--hidden-size", str(hidden)]
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        found = pool.map(lambda node: _ask([*shlex.split(ssh), node, *map(shlex.quote, words)]), nodes)
+        return dict(zip(nodes, found, strict=True))
+
+
+def _ask(command: Sequence[str]) -> Facts | str:
+    try:
+        ran = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except OSError as error:
+        return str(error)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {TIMEOUT_SECONDS:g} s"
+    # A login may print its greeting before.
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    if ran.returncode == 0 and lines:
+        try:
+            return json.loads(lines[-1])
+        except ValueError:
+            return f"its answer is not JSON: {lines[-1][:200]}"
+    said = [line.strip() for line in (ran.stderr or ran.stdout).splitlines() if line.strip()]
+    return f"{said[-1] if said else 'it said nothing'} (exit code {ran.returncode})"
+
+
+def differences(found: Mapping[str, Facts]) -> dict[str, dict[str, list[str]]]:
+    """By what differs, the machines of each value."""
+    values: dict[str, dict[str, list[str]]] = {}
+    for node, facts in found.items():
+        for name, value in _compared(facts):
+            values.setdefault(name, {}).setdefault(value, []).append(node)
+    return {name: by_value for name, by_value in values.items() if len(by_value) > 1}
+
+
+def _compared(facts: Facts) -> Iterator[tuple[str, str]]:
+    for name, version in facts["versions"].items():
+        yield name, str(version)
+    yield "CUDA of torch", str(facts["cuda"])
+    yield "NCCL", str(facts["nccl"])
+    yield "NVIDIA driver", str(facts["driver"])
+    kinds = {port["link"] for port in facts["surroundings"]["infiniband"]}
+    yield RDMA, " and ".join(sorted(map(str, kinds))) or "none"
+
+
+def obstacles(found: Mapping[str, Facts | str]) -> list[str]:
+    """Why the machines cannot run one job together; empty if they can."""
+    reached = {node: facts for node, facts in found.items() if not isinstance(facts, str)}
+    told = [f"{node} is not reached: {why}" for node, why in found.items() if isinstance(why, str)]
+    unlike = differences(reached)
+    told += [f"{name} differs" for name in MUST_AGREE if name in unlike]
+    if len(found) > 1:
+        told += [
+            f"{node}: {finding['words']}"
+            for node, facts in reached.items()
+            for finding in facts["findings"]
+            if "several nodes" in finding["hinders"]
+        ]
+    return told
+
+
+def node_lines(found: Mapping[str, Facts | str]) -> Iterator[str]:
+    """First what the machines are ready for together, then each by itself, then where they differ."""
+    names, why = ", ".join(found), obstacles(found)
+    yield (
+        f"not for: a job over {names}, because {'; '.join(why)}" if why else f"ready for: a job over {names}"
+    )
+    for node, facts in found.items():
+        yield f"{node}: {f'not reached: {facts}' if isinstance(facts, str) else facts['summary']}"
+    reached = {node: facts for node, facts in found.items() if not isinstance(facts, str)}
+    for name, by_value in differences(reached).items():
+        advice = f" ({MUST_AGREE[name]})" if name in MUST_AGREE else ""
+        yield f"{name} differs: {_show(by_value)}{advice}"
+
+
+def _show(by_value: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{value} on {', '.join(nodes)}" for value, nodes in by_value.items())
