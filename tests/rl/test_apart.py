@@ -31,8 +31,9 @@ from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlan
 from yuan_train.parallel.links import Link
 from yuan_train.rl.apart import _Server  # pyright: ignore[reportPrivateUsage]
 from yuan_train.rl.channels import Channel
-from yuan_train.rl.generator import EngineClock, NotFinite
+from yuan_train.rl.generator import Engine, EngineClock, NotFinite
 from yuan_train.rl.job import check_supported
+from yuan_train.rl.tickets import Sample
 
 POLICY, ENGINES = "2x4: 1@0 | 3@1", "4x1: 1@0 | 3@1 / 4x1: 4@2"
 
@@ -105,6 +106,36 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     assert [line["staleness_max"] for line in curve] == [0, 1, 2, 2]
     assert all(line["sync_bytes"] > 0 for line in curve)
     assert curve[-1]["next_ticket"] == 4 * 2 + sum(line["groups_filtered"] for line in curve)
+
+
+def run_slowly(rank: int, path: Path, overrides: tuple[str, ...], roles: RlPlan, port: int) -> None:
+    """An engine whose first batch takes longer than train.timeout."""
+    generate, waits = Engine.generate, [8.0, 0.0]
+
+    def slowly(self: Engine, *arguments: Any) -> list[Sample]:
+        time.sleep(waits.pop(0))
+        return generate(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "generate", slowly)
+        run_cases(rank, [(path, overrides, roles, port)])
+
+
+def test_work_that_takes_longer_than_the_timeout_of_a_rank_is_no_fault(tmp_path: Path) -> None:
+    """Two ranks of the policy wait for two of an engine, which draw for 8 s, and these for the scores, for as
+    long; no rank waits longer than 5 s for one that is not at work."""
+    path = write_rl(tmp_path)
+    (tmp_path / "judge.py").write_text(
+        "import time\n\n\ndef judge(ticket, sample):\n"
+        "    time.sleep(8 * (ticket == sample == 0))\n    return float(sample % 2)\n"
+    )
+    reward = f"reward={{functions: [{{python: '{tmp_path / 'judge.py'}:judge'}}], timeout: 60 s}}"
+    limits = ("train.timeout=5 s", "train.startup_timeout=60 s", f"log.directory={tmp_path}")
+    roles = roles_of(path, staleness=0, engines="8x1: 1@0 | 3@1")
+    spawn(run_slowly, 4, path, (reward, *limits), roles, free_port())
+    first, second = read_lines(tmp_path)
+    assert first["scoring_seconds"] > 8 and first["generation_seconds"] > 8
+    assert second["step_seconds"] < first["step_seconds"] and second["groups_failed"] == 0
 
 
 @pytest.mark.parametrize("victims", [(3,), pytest.param((0, 1, 2, 3, 4), marks=pytest.mark.slow)])

@@ -76,6 +76,16 @@ def test_the_host_of_a_cpu_says_whom_it_waits_for_ever_less_often(grid: Grid) ->
     assert rank.said == [f"step 12: {WAITS} {seconds} s {what}" for seconds in (60, 120, 240, 480)]
 
 
+def test_who_waits_for_the_work_of_others_has_no_timeout(grid: Grid) -> None:
+    """So that nothing is about to end it, which is what the last notice says of a collective."""
+    for kind, is_ended in (("idle", False), ("collective", True)):
+        rank = Watched(grid, card=Card(), timeout=100)
+        with observed_by(rank.watch), during(Activity(kind, what="rank 1's scores", ranks=(0, 1))):  # type: ignore[arg-type]
+            rank.pass_seconds(500)
+        assert f"{WAITS} 25 s in rank 1's scores for rank 1" in rank.said[0]
+        assert rank.said[-1].endswith("the advice") == is_ended
+
+
 def test_short_waits_are_not_worth_a_word_however_many(grid: Grid) -> None:
     rank = Watched(grid)
     with observed_by(rank.watch):

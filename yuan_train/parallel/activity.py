@@ -28,6 +28,7 @@ ActivityKind = Literal[
     "optimizer",
     "weight_sync",
     "collective",
+    "idle",
 ]
 
 
@@ -40,7 +41,7 @@ class Activity(NamedTuple):
     number: int = 0
     """Of the training step, or of the bucket whose gradient is reduced."""
     what: str = ""
-    """The operation, of a collective."""
+    """The operation, of a collective; or for what it waits that others work on."""
     ranks: tuple[int, ...] = ()
     """Who takes part in a collective."""
 

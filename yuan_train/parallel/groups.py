@@ -31,6 +31,7 @@ from yuan_train.parallel.transport import (
     is_lost_connection,
     library_of,
     transport_of,
+    wait_for_all,
 )
 
 TREE_WIDTH = 8
@@ -120,6 +121,16 @@ def guard_world_collective(coord: RankCoord, what: str) -> Iterator[None]:
     ranks = range(dist.get_world_size()) if dist.is_initialized() else ()
     with as_training_error(coord), blame_peers(what, ranks):
         yield
+
+
+def wait_for_world(coord: RankCoord, what: str) -> None:
+    """Wait until all ranks have come here, however long their work on `what` takes; collective over them.
+
+    Raises LostRank.
+    """
+    if dist.is_initialized():
+        with as_training_error(coord):
+            wait_for_all(range(dist.get_world_size()), what)
 
 
 def shutdown() -> None:

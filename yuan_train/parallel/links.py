@@ -24,7 +24,7 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import world_backend
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Bucket, pack, unpack
-from yuan_train.parallel.transport import LostPeer, is_lost_connection
+from yuan_train.parallel.transport import PATIENCE, LostPeer, is_lost_connection
 
 BUCKETS_AHEAD = 2
 """Messages of a pair of ranks that are under way at once: one is packed while another is sent."""
@@ -104,12 +104,14 @@ def join_role(
 class Link:
     """A gloo group over some ranks of the job, whatever their roles; tensors are in host memory.
 
-    Messages from one rank to another arrive in the order in which they were sent.
+    Messages from one rank to another arrive in the order in which they were sent. Whoever waits for one does
+    so with PATIENCE: the other end may be at work of its own.
     """
 
     def __init__(
         self, name: str, ranks: Sequence[int], position: RolePosition, *, timeout_seconds: float
     ) -> None:
+        """`timeout_seconds`: in which all its ranks come to make it. Raises LostPeer."""
         self._name = name
         self._position = position
         self._index = {rank: index for index, rank in enumerate(ranks)}
@@ -141,7 +143,7 @@ class Link:
     def _wait(self, work: dist.Work, tensor: torch.Tensor, peer: int) -> Callable[[], None]:
         def wait(held: torch.Tensor = tensor) -> None:
             with self._naming(peer, "a message"):
-                work.wait()
+                work.wait(PATIENCE)
 
         return wait
 

@@ -19,6 +19,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
@@ -32,6 +33,9 @@ from yuan_train.parallel.ranges import Ranges
 
 POLL_SECONDS = 1e-3
 """Between two looks at an operation for which the host waits."""
+PATIENCE = timedelta(days=30)
+"""How long a rank waits for one that may be at work of its own: it draws answers, scores them, or trains.
+That a rank is lost is told at once, by its connection."""
 
 
 # Torch 2.13 renames both methods.
@@ -105,6 +109,24 @@ class blame_peers:  # noqa: N801 (reads as the context manager that it is)
             _raise_lost_peer(self._what, self._ranks, error)
         if self._during is not None:
             self._during.__exit__(kind, error, trace)
+
+
+def wait_for_all(ranks: Sequence[int], what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Wait until all ranks of a group (None: the world) have come here, with PATIENCE; collective over them.
+
+    Goes before a collective to which some come late because they alone have worked on `what`: it would fail
+    after its group's timeout. Raises LostPeer.
+    """
+    options = dist.AllreduceOptions()
+    options.timeout = PATIENCE
+    group = group or dist.group.WORLD
+    assert group is not None
+    with during(Activity("idle", what=what, ranks=tuple(ranks))):
+        try:
+            group.allreduce([torch.zeros(1)], options).wait()
+        except RuntimeError as error:
+            _raise_lost_peer(f"the wait for {what}", ranks, error)
+            raise
 
 
 class Pending(Protocol):

@@ -26,13 +26,19 @@ from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.groups import as_training_error, guard_world_collective, make_tensor_groups
+from yuan_train.parallel.groups import (
+    as_training_error,
+    guard_world_collective,
+    make_tensor_groups,
+    wait_for_world,
+)
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
-from yuan_train.parallel.transport import blame_peers
+from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.rl.channels import Channel
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
     Engines,
+    connect_seconds,
     engine_ranks,
     fates_of,
     job_ranks,
@@ -103,7 +109,7 @@ class RemoteCollector(Collector):
             roles,
             position,
             dtype=DTYPES[run.train.precision],
-            timeout_seconds=run.train.timeout,
+            timeout_seconds=connect_seconds(run.train),
             on_lost=run.generation.on_lost_engine,
         )
         self._published = -1
@@ -200,6 +206,7 @@ class RemoteCollector(Collector):
                 while len(self._found.get(ticket.number, ())) < ticket.count:
                     self._take(self._owner[ticket.number])
                     self._ask_again()
+        wait_for_world(self._trainer.runtime.coord, "the engines' answers")
         told: list[Any] = [None]
         for ticket in tickets:
             del self._owner[ticket.number]
@@ -298,9 +305,9 @@ class _Server:
         self._channel: Channel | None = None
         controller = ranks["policy"].start
         if position.job_rank == leader:
-            talk = message_link(roles, coord.pipeline, position, run.train.timeout)
+            talk = message_link(roles, coord.pipeline, position, connect_seconds(run.train))
             self._channel = Channel(talk, controller)
-        self._link = weight_link(roles, coord.pipeline, position, run.train.timeout)
+        self._link = weight_link(roles, coord.pipeline, position, connect_seconds(run.train))
         self._first = weight_buckets(roles, dtype.itemsize, trained=False)[coord.pipeline]
         self._buckets = weight_buckets(roles, dtype.itemsize, trained=True)[coord.pipeline]
         tell_launcher(position.job_rank)
@@ -363,6 +370,8 @@ class _Server:
         told: list[Any] = [self._channel.receive() if self._channel is not None else None]
         if self._group is not None:
             what, ranks = "the controller's message", dist.get_process_group_ranks(self._group)
-            with as_training_error(self._runtime.coord), blame_peers(what, ranks):
-                dist.broadcast_object_list(told, src=self._leader, group=self._group)
+            with as_training_error(self._runtime.coord):
+                wait_for_all(ranks, what, self._group)
+                with blame_peers(what, ranks):
+                    dist.broadcast_object_list(told, src=self._leader, group=self._group)
         return told[0]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.data.prompts import Prompt, text_of
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.parallel.groups import guard_world_collective
+from yuan_train.parallel.groups import guard_world_collective, wait_for_world
 from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import Drawing, Engine
 from yuan_train.rl.job import RLJob
@@ -187,6 +187,7 @@ class Collector:
         mine = self._engine.generate(share_out(tickets, shares)[coord.pipeline], drawing)
         rounds = self._engine.clock.rounds
         if len(shares) > 1:
+            wait_for_world(coord, "the other pipelines' answers")
             grid = self._trainer.runtime.grid
             is_first = coord.rank == min(r for replica in grid.replicas(coord.pipeline) for r in replica)
             gathered: list[Any] = [None] * dist.get_world_size()
@@ -210,6 +211,7 @@ class Collector:
                 told[0] = self._scorers.score([answer_fields(*group, tokenizer) for group in groups])
             except OSError as error:
                 fault = TrainingError(f"the reward functions' processes cannot be used: {error}")
+        wait_for_world(self._trainer.runtime.coord, "rank 0's scores")
         with guard_world_collective(self._trainer.runtime.coord, "the agreement on scores"):
             raise_together(fault)
         if dist.is_initialized():

@@ -17,6 +17,7 @@ import torch
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.rl import OnLostEngine
 from yuan_train.config.rl_plan import RlPlan, RoleName
+from yuan_train.config.run import TrainConfig
 from yuan_train.parallel.links import Link, RolePosition, post_weights
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
@@ -77,6 +78,11 @@ def weight_buckets(roles: RlPlan, itemsize: int, *, trained: bool) -> list[tuple
     """
     buckets = role_buckets(roles, "generation", itemsize, trained=trained)
     return [tuple(b for b in buckets if b.target in ranks) for ranks in engine_ranks(roles)]
+
+
+def connect_seconds(train: TrainConfig) -> float:
+    """How long a rank waits for a link to be made: others may load their weights before they come to it."""
+    return max(train.startup_timeout, train.timeout)
 
 
 def message_link(roles: RlPlan, engine: int, position: RolePosition, timeout_seconds: float) -> Link:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
-from yuan_train.parallel.groups import as_training_error, guard_world_collective
+from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
 from yuan_train.parallel.links import Link, RolePosition, post_weights
 from yuan_train.rl.channels import Channel
-from yuan_train.rl.engines import role_buckets
+from yuan_train.rl.engines import connect_seconds, role_buckets
 from yuan_train.rl.experience import Rows, make_score_rows
 from yuan_train.rl.reference import own_weights
 from yuan_train.train.build import DTYPES
@@ -77,6 +77,7 @@ class RemoteScores:
         if self._channel is not None:
             with as_training_error(coord):
                 scores = torch.cat([self._channel.receive() for _ in self._counts])
+        wait_for_world(coord, "the scores of another role")
         if dist.is_initialized():
             with guard_world_collective(coord, self._what):
                 dist.broadcast(scores, 0)
@@ -95,7 +96,7 @@ class RemoteReference(RemoteScores):
 
     def __init__(self, roles: RlPlan, trainer: Trainer, position: RolePosition, run: RLConfig) -> None:
         """Send the weights. Raises TrainingError."""
-        runtime, dtype, timeout = trainer.runtime, DTYPES[run.train.precision], run.train.timeout
+        runtime, dtype, timeout = trainer.runtime, DTYPES[run.train.precision], connect_seconds(run.train)
         with as_training_error(runtime.coord):
             link = role_weight_link(roles, "reference", position, timeout)
             _, sends = post_weights(
@@ -116,7 +117,7 @@ class RemoteRewardModel(RemoteScores):
 
     def __init__(self, roles: RlPlan, trainer: Trainer, position: RolePosition, run: RLConfig) -> None:
         """Make the link. Raises TrainingError."""
-        super().__init__(roles, "reward", trainer, position, timeout_seconds=run.train.timeout)
+        super().__init__(roles, "reward", trainer, position, timeout_seconds=connect_seconds(run.train))
         self._length = roles.plans["reward"].sequence_length
         self._packed = run.train.pack
 

@@ -19,11 +19,11 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.parallel.boxes import global_boxes
-from yuan_train.parallel.groups import as_training_error, guard_world_collective
+from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.rl.channels import Channel
-from yuan_train.rl.engines import fates_of, job_ranks, role_buckets
+from yuan_train.rl.engines import connect_seconds, fates_of, job_ranks, role_buckets
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.rl.lanes import Lanes, Recorder
 from yuan_train.rl.losses import TokenScores
@@ -88,13 +88,14 @@ def _serve(job: ScoringJob, position: RolePosition) -> None:
     channel: Channel | None = None
     if position.rank == 0:
         with as_training_error(coord):
-            link = role_message_link(job.roles, job.role, position, job.run.train.timeout)
+            link = role_message_link(job.roles, job.role, position, connect_seconds(job.run.train))
         channel = Channel(link, job.roles.role_ranks["policy"].start)
     while True:
         told: list[Any] = [None]
         if channel is not None:
             with as_training_error(coord):
                 told[0] = channel.receive()
+        wait_for_world(coord, "the controller's message")
         if dist.is_initialized():
             with guard_world_collective(coord, "the controller's message"):
                 dist.broadcast_object_list(told, src=0)
@@ -128,7 +129,7 @@ def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> None:
                 role_buckets(job.roles, job.role, dtype.itemsize),
                 weights,
                 runtime.shards,
-                link=role_weight_link(job.roles, job.role, position, job.run.train.timeout),
+                link=role_weight_link(job.roles, job.role, position, connect_seconds(job.run.train)),
                 job_rank=position.job_rank,
                 dtype=dtype,
             )

@@ -168,6 +168,7 @@ _THREADS = {
     "finish_grad_reduce": "reductions",
     "weight_sync": "reductions",
     "collective": "reductions",
+    "idle": "reductions",
 }
 
 
@@ -248,6 +249,7 @@ def _name(activity: Activity) -> str:
         "optimizer": "optimizer",
         "weight_sync": "weight sync",
         "collective": activity.what,
+        "idle": f"wait for {activity.what}",
     }[activity.kind]
 
 

@@ -88,7 +88,7 @@ class Watch:
         self._open.pop()
         # The group's broadcast after a message stands behind the message itself, which the wait names.
         in_wait = any(outer.kind == "wait" for outer, _ in self._open)
-        if self._mark is not None and activity.kind != "training_step" and not in_wait:
+        if self._mark is not None and activity.kind not in ("training_step", "idle") and not in_wait:
             self._enqueued.append((activity, self._mark()))
 
     def stop_marking(self) -> None:
@@ -106,7 +106,8 @@ class Watch:
             self._current, self._since, self._said = key, since, 0
         waited = self._now() - self._since
         due = sum(waited >= notice for notice in self._notices)
-        is_last = self._mark is not None and waited >= self._last_notice
+        # Who waits for the work of others has no timeout.
+        is_last = self._mark is not None and activity.kind != "idle" and waited >= self._last_notice
         if is_last and self._said <= len(self._notices):
             self._said = len(self._notices) + 1
             self._say(f"{self._text(activity, waited)}; {self._advice()}")
@@ -137,7 +138,7 @@ class Watch:
             what = "forward" if step.kind == "receive_activation" else "backward"
             where = f"the {what} of micro-batch {step.micro_batch}{self._on_stage(step)}"
             return f"waited {seconds} in {where} for {self._message(step)}"
-        if activity.kind == "collective":
+        if activity.kind in ("collective", "idle"):
             return f"waited {seconds} in {activity.what} for {self._others(ranks)}"
         if activity.kind == "drain":
             return f"waited {seconds} until its last messages are received"
