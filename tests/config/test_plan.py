@@ -1,5 +1,6 @@
 """Every constraint on a plan, with its message."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.plan_files import load_plan, save_plan
+from yuan_train.config.plan_files import keep_plan, load_plan, plans_in, save_plan
 
 # The documented form; stage 0 is at line 28, stage 1 at line 29.
 PLAN = """\
@@ -79,6 +80,24 @@ def test_the_example(tmp_path: Path) -> None:
     assert plan.forecast and plan.forecast.stages[0].memory.total == 7
     card = plan.device_type(2)
     assert card and card.bf16 is None
+
+
+def test_a_log_directory_keeps_every_plan(tmp_path: Path) -> None:
+    """The user's own, though written by hand or torn, and one for each plan that steps ran with."""
+    plan = load(tmp_path)
+    torn = tmp_path / "torn" / "plan.yaml"
+    torn.parent.mkdir()
+    torn.write_text("version: 1\n")
+    assert keep_plan(torn.parent, plan, step=0).name == "plan.step-0.yaml"
+    others = [replace(plan, cluster=f"other {i}") for i in range(3)]
+    assert keep_plan(tmp_path, plan, step=3).read_text() == PLAN
+    names = [keep_plan(tmp_path, other, step=10).name for other in others[:2]]
+    assert names == ["plan.step-10.yaml", "plan.step-10.2.yaml"]
+    assert [keep_plan(tmp_path, other, step=20).name for other in others] == [*names, "plan.step-20.yaml"]
+    assert [path.name for path in plans_in(tmp_path)] == ["plan.yaml", *names, "plan.step-20.yaml"]
+    assert [load_plan(path) for path in plans_in(tmp_path)] == [plan, *others]
+    new = keep_plan(tmp_path / "new", plan, step=5)
+    assert new.name == "plan.yaml" and load_plan(new) == plan
 
 
 def test_written_and_read_again(tmp_path: Path) -> None:

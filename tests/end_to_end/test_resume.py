@@ -13,6 +13,7 @@ from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.checkpoint.names import step_name
 from yuan_train.config.plan import Plan
+from yuan_train.config.plan_files import load_plan, plans_in, save_plan
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Pa
             "validation.every=0",
         ),
     )
+    save_plan(two_pipelines.folder / "plan.yaml", plan)
     run_cases([full, first, rest])
     run_cases([two_pipelines])
     expected = read_metrics(full.folder)
@@ -68,6 +70,13 @@ def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Pa
     assert [line["loss"] for line in resumed] == [line["loss"] for line in expected]
     found, wanted = tensors_of(tmp_path / "halves-ck", 8), tensors_of(tmp_path / "full-ck", 8)
     assert found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in found)
+
+    # Of each plan that a run has had there is one file; another one that was there stays.
+    assert [path.name for path in plans_in(rest.folder)] == ["plan.yaml"]
+    assert {path.name: load_plan(path) for path in plans_in(two_pipelines.folder)} == {
+        "plan.yaml": plan,
+        "plan.step-4.yaml": two_pipelines.plan,
+    }
 
     two = read_metrics(two_pipelines.folder)
     assert [line["step"] for line in two] == list(range(5, 9))

@@ -18,8 +18,10 @@ from tests.support.project import make_project, parse_plan, run_config
 from tests.support.ranks import Case, run_cases
 from tools.draw_trace import draw
 from yuan_train.cli.main import main
+from yuan_train.cli.trace import read_traces
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
+from yuan_train.config.plan_files import keep_plan, load_plan, save_plan
 from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.apply import pipeline_schedule
 from yuan_train.parallel.grid import Grid
@@ -117,8 +119,6 @@ def test_spans_have_times_and_nest(merged: list[dict[str, Any]]) -> None:
 def test_the_measured_steps_are_those_of_the_schedule_and_of_the_forecast(
     traced: Path, merged: list[dict[str, Any]]
 ) -> None:
-    from yuan_train.config.plan_files import load_plan
-
     plan = load_plan(traced / "plan.yaml")
     for coord in Grid(plan).coords:
         program = pipeline_schedule(plan, coord.pipeline)[coord.worker]
@@ -205,8 +205,25 @@ def edit(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Pat
     return apply
 
 
+def test_the_forecast_is_that_of_the_plan_that_ran(traced: Path, tmp_path: Path) -> None:
+    """Also where plan.yaml is another one, which the run has left alone."""
+    log = copied(traced, tmp_path)
+    plan = load_plan(log / "plan.yaml")
+    assert read_traces(log)[0] == plan
+    assert plan.forecast is not None
+    other = replace(plan, forecast=replace(plan.forecast, step_seconds=7.0))
+    save_plan(log / "plan.yaml", other)
+    assert keep_plan(log, plan, step=2).name == "plan.step-2.yaml"
+    assert read_traces(log)[0] == plan
+    assert load_plan(log / "plan.yaml") == other
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another directory": (lambda log: (log / "plan.yaml").unlink(), "wanted the log directory of a run"),
+    "another plan": (
+        lambda log: save_plan(log / "plan.yaml", replace(load_plan(log / "plan.yaml"), forecast=None)),
+        r"rank-0.json: written under a plan that is not here \(here: plan.yaml\); copy the plan of that run",
+    ),
     "no traces": (lambda log: [p.unlink() for p in (log / "trace").iterdir()], "has written no trace files"),
     "a rank is missing": (
         lambda log: (log / "trace" / "rank-1.json").unlink(),

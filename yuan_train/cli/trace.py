@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Merges the trace files that the ranks of a run have written into one for ui.perfetto.dev: what each rank
-measured, and the forecast of plan.yaml for the same training steps, on one time axis. Have a run write them
+measured, and the forecast of their plan for the same training steps, on one time axis. Have a run write them
 with train.trace='{first_step: 10, steps: 2}'; docs/tracing.md says how to read the result.
 """
 
@@ -69,6 +70,8 @@ class RankTrace:
     """The same in all files of one run."""
     world_size: int
     clock_error_seconds: float
+    plan: str | None
+    """Digest of the plan that ran; None in files of earlier releases."""
 
     @property
     def steps(self) -> dict[int, tuple[float, float]]:
@@ -88,15 +91,9 @@ class RankTrace:
 def read_traces(directory: Path) -> tuple[Plan, list[RankTrace]]:
     """The plan of a run, and the trace of each of its ranks. Raises ConfigError or PlanError."""
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.plan_files import load_plan
     from yuan_train.schedule.trace import trace_path
 
-    if not (directory / "plan.yaml").is_file():
-        raise ConfigError(
-            f"{directory}: wanted the log directory of a run (log.directory), which holds plan.yaml; "
-            f"{'it has none' if directory.is_dir() else 'there is no such directory'}"
-        )
-    plan = load_plan(directory / "plan.yaml")
+    plan, plan_file = _plan_of(directory)
     paths = [trace_path(directory, rank) for rank in range(plan.world_size)]
     missing = [rank for rank, path in enumerate(paths) if not path.is_file()]
     if len(missing) == len(paths):
@@ -113,8 +110,8 @@ def read_traces(directory: Path) -> tuple[Plan, list[RankTrace]]:
     for path, trace in zip(paths, traces, strict=True):
         if trace.world_size != plan.world_size:
             raise ConfigError(
-                f"{path}: of a run of {trace.world_size} ranks, but plan.yaml has {plan.world_size}; the "
-                "files belong to different runs: delete them, and trace again"
+                f"{path}: of a run of {trace.world_size} ranks, but {plan_file.name} has {plan.world_size}; "
+                "the files belong to different runs: delete them, and trace again"
             )
         if trace.token != traces[0].token or trace.steps.keys() != traces[0].steps.keys():
             raise ConfigError(
@@ -124,6 +121,35 @@ def read_traces(directory: Path) -> tuple[Plan, list[RankTrace]]:
     return plan, traces
 
 
+def _plan_of(directory: Path) -> tuple[Plan, Path]:
+    """The plan that was traced, of those that a run has had, and its file. Raises ConfigError, PlanError."""
+    from yuan_train.config.errors import ConfigError, PlanError
+    from yuan_train.config.plan_files import load_plan, plan_digest, plans_in
+    from yuan_train.schedule.trace import trace_path
+
+    files = plans_in(directory)
+    if not files:
+        raise ConfigError(
+            f"{directory}: wanted the log directory of a run (log.directory), which holds plan.yaml; "
+            f"{'it has none' if directory.is_dir() else 'there is no such directory'}"
+        )
+    # Rank 0 is of every run; others may have been left by a run of more ranks.
+    first = trace_path(directory, 0)
+    traced = _read_trace(first).plan if first.is_file() else None
+    if traced is None:
+        return load_plan(files[0]), files[0]
+    for file in files:
+        with contextlib.suppress(PlanError):
+            plan = load_plan(file)
+            if plan_digest(plan) == traced:
+                return plan, file
+    names = ", ".join(file.name for file in files)
+    raise ConfigError(
+        f"{first}: written under a plan that is not here (here: {names}); copy the plan of that run's log "
+        "directory, or trace again"
+    )
+
+
 def _read_trace(path: Path) -> RankTrace:
     from yuan_train.config.errors import ConfigError
 
@@ -131,7 +157,11 @@ def _read_trace(path: Path) -> RankTrace:
         document = json.loads(path.read_text(encoding="utf-8"))
         about = document["otherData"]
         trace = RankTrace(
-            document["traceEvents"], about["token"], about["world_size"], about["clock_error_seconds"]
+            document["traceEvents"],
+            about["token"],
+            about["world_size"],
+            about["clock_error_seconds"],
+            about.get("plan"),
         )
         if not trace.steps:
             raise ValueError("it has no training step")

@@ -218,7 +218,8 @@ class LogConfig:
     """Metrics and progress of the run."""
 
     directory: str | None = None
-    """For metrics.jsonl, config.yaml (resolved), plan.yaml and TensorBoard events; None: no files."""
+    """For metrics.jsonl, config.yaml (resolved), plan.yaml (another plan that is there stays, and this one is
+    plan.step-N.yaml) and TensorBoard events; None: no files."""
     every: Count = 1
     """Steps between two progress lines on stderr, and between two lines of metrics.jsonl that have
     measurements of every rank (peak_memory_bytes, stage_seconds)."""

@@ -15,7 +15,7 @@ import torch
 from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_files import keep_plan
 from yuan_train.parallel.groups import as_training_error, init_distributed
 from yuan_train.parallel.world_sum import gather_on_first
 from yuan_train.train.agreement import (
@@ -119,7 +119,9 @@ def _log_start(job: Job, progress: Progress, log: Log) -> None:
     )
     if run.log.directory is not None:
         write_text(Path(run.log.directory) / "config.yaml", dump(run))
-        save_plan(Path(run.log.directory) / "plan.yaml", plan)
+        kept = keep_plan(run.log.directory, plan, step=progress.step)
+        if kept.name != "plan.yaml":
+            log.say(f"note: {kept.parent / 'plan.yaml'} is another plan, and stays; this one is in {kept}")
 
 
 def _blend_differs(job: Job) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from yuan_train.config.plan_files import plan_digest
 from yuan_train.config.run import TraceConfig
 from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.device import Device, Mark
@@ -139,6 +140,7 @@ class Tracer:
         about = {
             "rank": self._coord.rank,
             "world_size": self._grid.plan.world_size,
+            "plan": plan_digest(self._grid.plan),
             "token": self._clock.token,
             "clock_error_seconds": self._clock.error_seconds,
         }
