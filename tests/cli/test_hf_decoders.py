@@ -232,3 +232,7 @@ def test_an_import_is_trained_by_the_lines_that_it_prints(
     assert command("train", "--config", tmp_path / "sft.yaml") == 0
     trained = find_checkpoint(tmp_path / "trained")
     assert trained.step == 1 and trained.model == find_checkpoint(imported).model
+    changes = ["model.num_layers=3", f"checkpoint.directory={tmp_path / 'new'}"]
+    assert command("train", "--config", tmp_path / "sft.yaml", *changes) == 2
+    advice = "Leave model: out, and it is that of start.checkpoint; or start from another checkpoint"
+    assert f"holds another model: num_layers 2 there, 3 here. {advice}" in capsys.readouterr().err

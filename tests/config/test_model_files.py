@@ -136,3 +136,11 @@ def test_a_start_that_is_not_there(tmp_path: Path) -> None:
         run_of(tmp_path, start={"checkpoint": str(tmp_path)})
     with pytest.raises(ConfigError, match="model: missing"):
         run_of(tmp_path)
+
+
+def test_a_run_that_goes_on_needs_its_start_no_more(tmp_path: Path) -> None:
+    start, own = {"checkpoint": "nowhere"}, {"directory": str(tmp_path / "own")}
+    with pytest.raises(ConfigError, match="start.checkpoint: nowhere: no such directory"):
+        run_of(tmp_path, start=start, checkpoint=own)
+    write_checkpoint(tmp_path / "own", QWEN, 5)
+    assert run_of(tmp_path, start=start, checkpoint=own).model == QWEN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,7 +51,21 @@ def _with_model(document: Document) -> Document:
         if keys == ("model",):
             model = read_model_document(locate_model(name, folders))
         else:
-            model = model_of_checkpoint(name)
+            model = _model_to_start_from(document, name)
     except ConfigError as error:
         raise ConfigError(f"{where}: {'.'.join(keys)}: {error}") from None
     return graft(document, ("model",), model)
+
+
+def _model_to_start_from(document: Document, checkpoint: str) -> Document:
+    """The model of a checkpoint; if that is gone, of the run's own checkpoints, with which it goes on."""
+    try:
+        return model_of_checkpoint(checkpoint)
+    except ConfigError:
+        own = document.value.get("checkpoint")
+        directory = own.get("directory") if is_mapping(own) else None
+        if not isinstance(directory, str):
+            raise
+        with contextlib.suppress(ConfigError):
+            return model_of_checkpoint(directory)
+        raise

@@ -286,8 +286,12 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, as_start: bo
         and getattr(saved, key) != getattr(model, key)
     ]
     if differences:
+        advice = (
+            "Leave model: out, and it is that of start.checkpoint; or start from another checkpoint"
+            if as_start
+            else "Use the model it was trained with, or another checkpoint.directory"
+        )
         raise CheckpointError(
-            f"{checkpoint.path} holds another model: {'; '.join(differences)}. "
-            "Use the model it was trained with, or another checkpoint.directory"
+            f"{checkpoint.path} holds another model: {'; '.join(differences)}. {advice}"
             + ("; export-hf and import-hf merge adapters (lora)" if saved.lora != model.lora else "")
         )
