@@ -1,8 +1,9 @@
 """python tools/bench_compile.py: a forward and backward with compiled layers against one with plain layers.
 
-Both run as the engine runs them, weight gradients and buckets included, in one process, in turns; seconds are
-the CPU time of one thread, which other processes hardly affect, the median of the turns. The vocabulary is
-small: layers are nearly all of the work. Bytes are what autograd saves, in hidden states per layer.
+Both run as the engine runs them, weight gradients and buckets included, in one process, in turns. Seconds are
+the median of the turns: the CPU time of one thread, which other processes hardly affect, or with `--device
+cuda` those of the card. The vocabulary is small: layers are nearly all of the work. Bytes are what autograd
+saves, in hidden states per layer.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, parallelize
-from yuan_train.parallel.device import CPU
 from yuan_train.train.build import DTYPES
+from yuan_train.train.job import Position, choose_device
 from yuan_train.train.measure import machine_name
 
 
@@ -59,9 +60,12 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"Machine: {machine_name()}, one thread; torch {torch.__version__}")
+    card = choose_device(options.device, Position()).facts()
+    machine = f"{machine_name()}, one thread" if card is None else card.name
+    print(f"Machine: {machine}; torch {torch.__version__}")
     print(
         f"{options.layers} layers of hidden {options.hidden_size}, one sequence of {options.sequence_length}"
     )
@@ -106,9 +110,13 @@ class Stage:
             row_blocks=row_blocks,
             compile=(lambda part: compile_blocks(cast(Transformer, part))) if compile else None,
         )
-        self.runtime = parallelize(single_card_plan(run), 0, parts, device=CPU, dtype=DTYPES[case.precision])
+        self.device = choose_device(options.device, Position())
+        self.runtime = parallelize(
+            single_card_plan(run), 0, parts, device=self.device, dtype=DTYPES[case.precision]
+        )
         self.model = cast(Transformer, self.runtime.parts[0])
-        self.tokens_BS = torch.randint(run.model.vocab_size, (1, options.sequence_length))
+        shape = (1, options.sequence_length)
+        self.tokens_BS = torch.randint(run.model.vocab_size, shape, device=self.device.torch)
 
     def forward(self) -> torch.Tensor:
         """The loss."""
@@ -116,10 +124,13 @@ class Stage:
         return self.model.loss(hidden_BSH, self.tokens_BS, gradient_scale=1.0)
 
     def step(self) -> float:
-        """CPU seconds of a forward and its backward."""
-        start = time.process_time()
+        """Seconds of a forward and its backward: of a card, or of this process."""
+        clock = time.perf_counter if self.device.is_card else time.process_time
+        self.device.finish()
+        start = clock()
         self.forward().backward()
-        return time.process_time() - start
+        self.device.finish()
+        return clock() - start
 
     def saved_hidden_states(self) -> float:
         """Bytes that autograd saves besides weights, each storage once, over those of a hidden state."""

@@ -71,11 +71,14 @@ def main() -> int:
         default=4 / 3,
         help="factor by which simulated cards are slowed down (4/3: the quick start's to 1/2, 1/4 and 1/8)",
     )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: of the cluster's cards"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds: profile, then the three cuts")
     options = parser.parse_args()
     if options.steps <= WARM_UP_STEPS or options.rounds < 1 or not 0 < options.slower < math.inf:
         parser.error(f"wanted more than {WARM_UP_STEPS} steps, at least one round, --slower above 0")
-    changes = [*(f"model.{word}" for word in MODEL), "train.device=cpu"]
+    changes = [*(f"model.{word}" for word in MODEL), f"train.device={options.device}"]
     rounds: dict[tuple[int, ...], list[Round]] = {layers: [] for layers in CUTS}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(options.rounds):

@@ -1,7 +1,8 @@
 """python tools/bench_memory.py: peak memory of each rank with 8 and with 64 micro-batches.
 
 Under 1F1B a stage keeps as many micro-batches in flight as there are stages from it to the end, so its memory
-must not grow with the number of micro-batches. One pipeline of three ranks over gloo.
+must not grow with the number of micro-batches. One pipeline of three ranks over gloo, or with `--device cuda`
+on three cards.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from yuan_train.config.run import RunConfig
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, parallelize
-from yuan_train.parallel.device import CPU
+from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import init_distributed, shutdown
+from yuan_train.train.job import Position, choose_device
 from yuan_train.train.measure import machine_name
 
 NUM_STAGES = 3
@@ -42,8 +44,9 @@ def main() -> int:
     )
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--sequence-length", type=int, default=1024)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    growth = {n: measure(options.hidden_size, options.sequence_length, n) for n in (8, 64)}
+    growth = {n: measure(options.hidden_size, options.sequence_length, n, options.device) for n in (8, 64)}
     print(f"Machine: {machine_name()}")
     boundary = options.hidden_size * options.sequence_length * 4 / 2**20
     print(
@@ -57,7 +60,7 @@ def main() -> int:
     return 0
 
 
-def measure(hidden_size: int, sequence_length: int, num_micro_batches: int) -> list[float]:
+def measure(hidden_size: int, sequence_length: int, num_micro_batches: int, kind: str) -> list[float]:
     """The growth of each rank's peak memory in one step, in MiB."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -66,7 +69,8 @@ def measure(hidden_size: int, sequence_length: int, num_micro_batches: int) -> l
     results = context.Queue()
     shape = (hidden_size, sequence_length, num_micro_batches)
     ranks = [
-        context.Process(target=run_rank, args=(rank, port, shape, results)) for rank in range(NUM_STAGES)
+        context.Process(target=run_rank, args=(rank, port, shape, kind, results))
+        for rank in range(NUM_STAGES)
     ]
     for process in ranks:
         process.start()
@@ -76,7 +80,7 @@ def measure(hidden_size: int, sequence_length: int, num_micro_batches: int) -> l
     return [found[rank] for rank in range(NUM_STAGES)]
 
 
-def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None:  # pyright: ignore
+def run_rank(rank: int, port: int, shape: tuple[int, int, int], kind: str, results) -> None:  # pyright: ignore
     """Run one step of one stage, and put (rank, growth of peak memory in MiB) into `results`."""
     torch.set_num_threads(1)
     os.environ |= {
@@ -85,7 +89,8 @@ def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    init_distributed(device=CPU, timeout_seconds=300)
+    device = choose_device(kind, Position(rank, NUM_STAGES, rank, NUM_STAGES))
+    init_distributed(device=device, timeout_seconds=300)
     plan = make_plan(*shape)
     sharding, row_blocks = sharding_of(plan.model)
     parts = ModelParts(
@@ -96,21 +101,30 @@ def run_rank(rank: int, port: int, shape: tuple[int, int, int], results) -> None
         sharding=sharding,
         row_blocks=row_blocks,
     )
-    runtime = parallelize(plan, rank, parts, device=CPU, dtype=torch.float32)
-    works = {s: Stage(cast(Transformer, part), shape[1]) for s, part in runtime.parts.items()}
-    executor = Executor(works, runtime.bridge, Stopwatch(CPU))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    runtime = parallelize(plan, rank, parts, device=device, dtype=torch.float32)
+    works = {s: Stage(cast(Transformer, part), shape[1], device) for s, part in runtime.parts.items()}
+    executor = Executor(works, runtime.bridge, Stopwatch(device))
+    before = peak_mib(device)
     executor.run(runtime.program)
-    results.put((rank, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+    device.finish()
+    results.put((rank, peak_mib(device) - before))
     shutdown()
+
+
+def peak_mib(device: Device) -> float:
+    """The most memory that tensors have taken of a card, or this process of its host."""
+    card = device.memory()
+    if card is not None:
+        return card.most_allocated / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class Stage:
     """Runs one stage's part of the model on random tokens."""
 
-    def __init__(self, model: Transformer, sequence_length: int) -> None:
+    def __init__(self, model: Transformer, sequence_length: int, device: Device) -> None:
         self.model = model
-        self.tokens_BS = torch.randint(model.config.vocab_size, (1, sequence_length))
+        self.tokens_BS = torch.randint(model.config.vocab_size, (1, sequence_length), device=device.torch)
 
     def load(self, micro_batch: int) -> None:
         """The tokens are always the same."""

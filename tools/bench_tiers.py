@@ -4,8 +4,9 @@
 
 Each line is one optimizer step of one worker. The copies are real, between anonymous memory (the "card") and
 the host's slab, over links that take as long as their rate says; the compute of a part is a sleep, so that a
-machine with other work on it measures the same. `yuan_train/planner/evaluate/copies.py` forecasts the step;
-with `--pages`, of parameters in pages instead of activations, `yuan_train/planner/evaluate/page_clock.py`.
+machine with other work on it measures the same. On a card it would not: its copies keep its compute waiting,
+and not the host, which sleeps here. `yuan_train/planner/evaluate/copies.py` forecasts the step; with
+`--pages`, of parameters in pages instead of activations, `yuan_train/planner/evaluate/page_clock.py`.
 """
 
 from __future__ import annotations
