@@ -16,6 +16,7 @@ import yaml
 
 from tests.support.project import make_plan, make_project, run_config
 from yuan_train.checkpoint.names import step_name
+from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.config.dump import as_plain
 from yuan_train.config.plan_files import save_plan
@@ -123,15 +124,21 @@ def test_world_size(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) 
     assert "2 ranks, but 1 process was started" in refuse("train", "--config", run_file, "--plan", plan)
 
 
-def test_a_real_card_where_there_is_none(run_file: Path, tmp_path: Path, refuse: Callable[..., str]) -> None:
+def test_a_real_card_where_there_is_none(
+    run_file: Path, tmp_path: Path, refuse: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank without its card would train on its processor, without a word; its peers would wait for it."""
     one = make_plan(run_config(run_file), [[6]])
     ranks = (replace(one.ranks[0], device="gpu-box/0", type="RTX-4090"),)
     save_plan(tmp_path / "plan.yaml", replace(one, ranks=ranks))
     files = ("--config", run_file, "--plan", tmp_path / "plan.yaml", f"log.directory={tmp_path / 'log'}")
-    for word in ("train.device=auto", "train.device=cuda"):
-        message = refuse("launch", *files, word)
+    monkeypatch.setattr(launch, "has_driver", lambda: False)
+    for command in ("launch", "train"):
+        message = refuse(command, *files, "train.device=auto")
         assert "rank 0 (gpu-box/0: RTX-4090)" in message and "no driver" in message
+        assert "train.device=cpu" in message
+    # A driver that is too old, or a torch without CUDA, is found by torch.
+    monkeypatch.setattr(launch, "has_driver", lambda: True)
     message = refuse("train", *files, "train.device=auto")
     assert "rank 0 (gpu-box/0)" in message and "a card of type RTX-4090" in message
     assert "built without CUDA" in message and "train.device=cpu" in message

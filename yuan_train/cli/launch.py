@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     node = _this_node(nodes, arguments.this_node)
     if device != "cpu":
-        check_driver(plan, node)
+        check_driver(plan, node.ranks)
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
     if not is_host_name(host):
         raise ConfigError(unknown_host(host))
@@ -164,14 +164,14 @@ def nodes_of(plan: Plan | RlPlan) -> list[Node]:
     return [Node(name, tuple(ranks)) for name, ranks in nodes.items()]
 
 
-def check_driver(plan: Plan | RlPlan, node: Node) -> None:
-    """Raise ConfigError where no rank of a node could find its card: the machine has no driver of any.
+def check_driver(plan: Plan | RlPlan, ranks: Sequence[int]) -> None:
+    """Raise ConfigError where none of these ranks could find its card here: the machine has no driver of any.
 
     Said at once; each rank would find it after it has imported torch, as it finds all else about its card.
     """
     roles = plan.plans.values() if isinstance(plan, RlPlan) else (plan,)
     needs = [role.needs_card(entry) for role in roles for entry in role.ranks]
-    real = [entry for entry in plan.ranks if entry.rank in node.ranks and needs[entry.rank]]
+    real = [entry for entry in plan.ranks if entry.rank in ranks and needs[entry.rank]]
     if not real or has_driver():
         return
     listed = ", ".join(f"rank {entry.rank} ({entry.device}: {entry.type})" for entry in real[:4])

@@ -8,6 +8,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from yuan_train.cli.launch import check_driver
 from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.express import INSTALL
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         plan = load_plan(arguments.plan) if arguments.plan else None
         if config.engine == "megatron":
             _check_installed()
+        if plan is not None and plan.world_size == 1 and config.train.device != "cpu":
+            check_driver(plan, (0,))
     except YuanError as error:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             # Said at once, without torch.
