@@ -40,6 +40,7 @@ def machine(**around: Any) -> dict[str, Any]:
         "devices": [{"device": "cpu", "name": "EPYC"}, *cards],
         "communication": {"gloo": True, "nccl": True},
         "packages": [{"name": "triton", "installed": True}],
+        "compile": [{"device": "cpu", "fault": None}],
         "surroundings": here | around,
     }
 
@@ -105,6 +106,11 @@ def test_cards_that_torch_cannot_use() -> None:
     assert (
         "not for: training on a card and several cards of this machine, because cuda:0: torch has no" in line
     )
+    facts["compile"][0]["fault"] = "there is no C++ compiler"
+    line, findings = judged(facts)
+    assert line.endswith(". 1 note: --verbose")
+    assert "train.compile is not possible on cpu: there is no C++ compiler" in [f.what for f in findings]
+    facts["compile"][0]["fault"] = None
     facts["devices"][1:] = []
     line, _ = judged(facts | {"no_card": "no driver is loaded"})
     assert line.endswith("not for: training on a card, because no driver is loaded")

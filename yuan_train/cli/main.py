@@ -38,7 +38,7 @@ COMMANDS = {
     "import-megatron": "turn a checkpoint of the original Yuan 2.0 code into one of ours",
     "export-megatron": "turn a checkpoint into one of the original Yuan 2.0 code, for any partition",
     "inspect": "show what a file or checkpoint holds, and check that it is complete",
-    "doctor": "show what is installed, what is missing, and what does not work without it",
+    "doctor": "say what this machine, or several, are ready for, and what is missing",
 }
 NOT_IMPLEMENTED = frozenset[str]()
 """Commands that are planned but not implemented; a name leaves this list when its module is added."""

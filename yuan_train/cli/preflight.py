@@ -99,7 +99,8 @@ def _read(path: Path) -> str | None:
 
 def check(facts: Facts) -> list[Finding]:
     """All findings about what `doctor` has examined."""
-    return [*_check_cards(facts), *_check_card_links(facts), *_check_machine(facts), *_check_network(facts)]
+    parts = (_check_cards, _check_card_links, _check_compilers, _check_machine, _check_network)
+    return [finding for part in parts for finding in part(facts)]
 
 
 def _check_cards(facts: Facts) -> Iterator[Finding]:
@@ -134,6 +135,12 @@ def _check_card_links(facts: Facts) -> Iterator[Finding]:
                 what=f"the card at {link['address']} has {now} of {most} PCIe lanes",
                 advice="another slot or riser may give it all",
             )
+
+
+def _check_compilers(facts: Facts) -> Iterator[Finding]:
+    for fact in facts["compile"]:
+        if fact["fault"] is not None:
+            yield Finding(what=f"train.compile is not possible on {fact['device']}: {fact['fault']}")
 
 
 def _check_machine(facts: Facts) -> Iterator[Finding]:

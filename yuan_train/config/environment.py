@@ -17,7 +17,9 @@ LINKED = "YUAN_LINKED_DIRECTORY"
 """Where a rank of generation tells the launcher that its links stand: from then on others notice its loss."""
 
 CUDA_DEFAULTS: tuple[tuple[tuple[str, ...], str], ...] = (
-    # Loading a kernel at its first use may wait for the card, which may wait for a message of another rank.
+    # Loading a kernel at its first use waits for all that the card does, reductions of gradients among it.
+    # Those are not part of the check that a schedule runs even if every step blocks: unlike pipelines, whose
+    # ranks reduce with several others, could wait in a circle. It takes memory, which `profile` measures.
     (("CUDA_MODULE_LOADING",), "EAGER"),
     # Stages hold tensors of many sizes and lifetimes, which leave holes between fixed segments.
     (("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"), "expandable_segments:True"),

@@ -139,7 +139,8 @@ class TrainConfig:
     loss_scale: LossScaleConfig | None = None
     """None: fp16 uses the defaults of `LossScaleConfig`; other precisions do not scale the loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: cuda if there is a card, else cpu."""
+    """`auto`: cuda if there is a card, else cpu; but a rank must find the card that the plan gives it, unless
+    that is a simulated one, or this is `cpu`."""
     startup_timeout: Annotated[float, Gt(0), Unit("seconds")] = 300.0
     """How long a rank waits at the start for all others to connect."""
     timeout: Annotated[float, Gt(0), Unit("seconds")] = 600.0
