@@ -81,6 +81,12 @@ def test_counts_of_a_config(changes: dict[str, Any], parameters: int) -> None:
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "config.json:2: model_type 'gpt2'; wanted one with Llama's layer: llama"),
+        ({"model_type": "gpt2"}, "If its layer is Llama's, write model_type: llama in a copy"),
+        (
+            {"model_type": "olmoe", "num_experts": 64},
+            "model_type 'olmoe'; .* qwen3. a mixture of experts is not counted; wanted a dense model$",
+        ),
+        ({"model_type": "phi3"}, "model_type 'phi3'; .* qwen3. Its rotary embedding, window and .* its own$"),
         ({"hidden_size": "absent"}, "config.json: no hidden_size; wanted the sizes"),
         ({"vocab_size": "64"}, "config.json:9: vocab_size '64'; wanted a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers True; wanted a whole"),

@@ -75,6 +75,33 @@ def written(config: dict[str, Any]) -> dict[str, Any]:
     return format_of(model.architecture).published_config(model, dtype="bfloat16", original=config)
 
 
+MISTRAL = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "head_dim")} | {
+    "model_type": "mistral"
+}
+
+
+@pytest.mark.parametrize("window", [None, 131072, 200000])
+def test_a_mistral_whose_window_holds_the_longest_sequence_is_a_llama(window: int | None) -> None:
+    model = read(MISTRAL | {"sliding_window": window})
+    assert model == read({**MISTRAL, "model_type": "llama"})
+    exported = written(MISTRAL | {"sliding_window": window})
+    assert (exported["model_type"], exported["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    # What is absent is what it is in transformers.
+    bare = {k: v for k, v in MISTRAL.items() if k not in ("num_key_value_heads", "max_position_embeddings")}
+    assert read(bare | {"sliding_window": None}).num_key_value_heads == 8
+    assert read(bare | {"sliding_window": 131072}).max_sequence_length == 131072
+
+
+@pytest.mark.parametrize("window", [{"sliding_window": 4096}, {}, {"sliding_window": "4096"}])
+def test_a_mistral_with_a_window_in_use_is_refused(window: dict[str, Any]) -> None:
+    message = r"c.json: sliding_window '?4096'?: a token sees the last 4096 alone, of up to 131072"
+    with pytest.raises(CheckpointError, match=message):
+        read(MISTRAL | window)
+    if window.get("sliding_window", 4096) == 4096:
+        # As the message advises.
+        assert read(MISTRAL | window | {"max_position_embeddings": 4096}).max_sequence_length == 4096
+
+
 MIXTRAL = LLAMA | {"model_type": "mixtral", "rope_scaling": None, "num_local_experts": 8}
 QWEN3_MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 128, "norm_topk_prob": True}
 

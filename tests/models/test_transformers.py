@@ -67,6 +67,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
     "qwen3-untied": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 4}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    # 40 tokens of at most 64: the window holds them.
+    "mistral-window": ("Mistral", {"sliding_window": 64}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 12}),
     "qwen3-moe": ("Qwen3Moe", MOE | {"norm_topk_prob": True, "tie_word_embeddings": True}),
     "qwen3-moe-shares": ("Qwen3Moe", MOE | {"norm_topk_prob": False}),

@@ -31,7 +31,7 @@ from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlan
 from yuan_train.parallel.links import Link
 from yuan_train.rl.apart import _Server  # pyright: ignore[reportPrivateUsage]
 from yuan_train.rl.channels import Channel
-from yuan_train.rl.generator import Engine, EngineClock, NotFinite
+from yuan_train.rl.generator import Engine, EngineClock, NotFiniteDraw
 from yuan_train.rl.job import check_supported
 from yuan_train.rl.tickets import Sample
 
@@ -309,7 +309,7 @@ def test_an_engine_tells_the_policy_of_weights_at_fault_alone() -> None:
         server.run()
         return told
 
-    (answer,) = served(NotFinite("ticket 2"))
+    (answer,) = served(NotFiniteDraw("ticket 2"))
     assert answer["error"] == "ticket 2" and answer["samples"] == []
     with pytest.raises(TrainingError, match="the log-probability did not come"):
         served(TrainingError("rank 1 is gone: the log-probability did not come"))

@@ -142,6 +142,10 @@ _REFUSED = {
 """Keys of a `config.json` with what the formulas do not count."""
 
 
+_OTHERS = {"phi3": "Its rotary embedding, window and projections are its own"}
+"""Of dense models that look like Llama's: why they are not."""
+
+
 def has_shape(document: Document) -> bool:
     """Whether `shape_from_config` is to read a `config.json`: all but those of the engine's other models."""
     kind = document.value.get("model_type", "llama")
@@ -157,9 +161,11 @@ def shape_from_config(document: Document, *, name: str) -> ModelShape:
     config = document.value
     kind = config.get("model_type", "llama")
     if kind not in _ABSENT:
+        refused = [why for key, why in _REFUSED.items() if config.get(key)]
+        advice = "If its layer is Llama's, write model_type: llama in a copy"
         raise ConfigError(
             f"{document.source(('model_type',))}: model_type {kind!r}; wanted one with Llama's layer: "
-            f"{', '.join(_ABSENT)}. If its layer is Llama's, write model_type: llama in a copy"
+            f"{', '.join(_ABSENT)}. {refused[0] if refused else _OTHERS.get(kind, advice)}"
         )
     for key, why in _REFUSED.items():
         if config.get(key):

@@ -47,7 +47,7 @@ from yuan_train.rl.engines import (
     weight_buckets,
     weight_link,
 )
-from yuan_train.rl.generator import Drawing, Engine, NotFinite
+from yuan_train.rl.generator import Drawing, Engine, NotFiniteDraw
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.reference import own_weights
 from yuan_train.rl.remote import RemoteRewardModel
@@ -352,7 +352,7 @@ class _Server:
             start, samples, error = time.perf_counter(), list[Sample](), None
             try:
                 samples = self._engine.generate(tickets, drawing)
-            except NotFinite as failure:
+            except NotFiniteDraw as failure:
                 error = str(failure)
             if self._channel is not None:
                 self._channel.send(

@@ -39,8 +39,8 @@ GROUPS_PER_STAGE = 4
 """Groups of slots in flight for each stage: the pipeline then stands idle a fifth of a round, or less."""
 
 
-class NotFinite(TrainingError):
-    """A log-probability of a draw is not finite: the weights are at fault, and every rank of it knows."""
+class NotFiniteDraw(TrainingError):
+    """A log-probability of a draw is not finite: the weights are at fault. Every rank of the engine knows."""
 
 
 def num_groups(num_stages: int, *, slots: int, group: int) -> int:
@@ -238,8 +238,8 @@ class Engine:
     def generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[Sample]:
         """Answer every ticket `count` times; collective over the pipeline's ranks, which all get the answers.
 
-        They come in the order of tickets and numbers. Raises TrainingError if a peer is lost, and NotFinite,
-        naming the ticket, if a log-probability is not finite.
+        They come in the order of tickets and numbers. Raises TrainingError if a peer is lost, and
+        NotFiniteDraw, naming the ticket, if a log-probability is not finite.
         """
         self.drawing = drawing
         queue = deque(ticket for ticket in tickets if ticket.count)
@@ -391,7 +391,7 @@ class Engine:
     def _append(self, answer: _Answer, drawn: tuple[float, float], found: list[Sample]) -> bool:
         """Add a token to an answer; whether that ended it."""
         if not all(map(math.isfinite, drawn)):
-            raise NotFinite(
+            raise NotFiniteDraw(
                 f"ticket {answer.ticket.number}, answer {answer.number}: the log-probability of token "
                 f"{len(answer.ids)} is {drawn[1]}"
             )

@@ -1,5 +1,5 @@
-"""The published Hugging Face formats of Llama (model_type `llama`) and Mixtral, and the layout that Qwen's
-share."""
+"""The published Hugging Face formats of Llama (model_type `llama`), Mistral, whose layer is Llama's, and
+Mixtral, and the layout that Qwen's share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from yuan_train.models.published_config import (
     refuse,
 )
 
-MODEL_TYPES = ("llama", "mixtral")
+MODEL_TYPES = ("llama", "mistral", "mixtral")
 MODEL_CODE: tuple[str, ...] = ()
 STORES_TIED_HEAD = False
 
@@ -89,7 +89,28 @@ def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> Mo
             "experts_per_token": config.get("num_experts_per_tok", 2),
             "router": "softmax",
         }
-    return decoder_from_config(config, name=name, where=where, absent=absent, fields=fields)
+    elif config["model_type"] == "mistral":
+        absent |= _MISTRAL
+    model = decoder_from_config(config, name=name, where=where, absent=absent, fields=fields)
+    if config["model_type"] == "mistral":
+        _refuse_window(config.get("sliding_window", _MISTRAL["sliding_window"]), model, where)
+    return model
+
+
+def _refuse_window(window: Any, model: ModelConfig, where: str) -> None:
+    """Raise CheckpointError if a token of the longest sequence does not see all before it."""
+    if window is None or isinstance(window, int) and window >= model.max_sequence_length:
+        return
+    raise CheckpointError(
+        f"{where}: sliding_window {window!r}: a token sees the last {window} alone, of up to "
+        f"{model.max_sequence_length} (max_position_embeddings), and attention here is full; take a model "
+        f'with "sliding_window": null, or, for sequences that the window holds, write '
+        f'"max_position_embeddings": {window} in a copy'
+    )
+
+
+_MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+"""What an absent key of a Mistral means in transformers."""
 
 
 _MIXTRAL = {
