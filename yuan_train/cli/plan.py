@@ -95,7 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile)
 
-    from yuan_train.planner.costs.plan_problem import PlanProblem
     from yuan_train.planner.report.notations import to_blocks
     from yuan_train.planner.report.page import plan_html
     from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
@@ -104,19 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.search.late import with_late_updates
     from yuan_train.planner.search.search import search_plan
 
-    problem = PlanProblem(
-        cluster=cluster,
-        model=run_config.model,
-        sequence_length=run_config.data.sequence_length,
-        global_batch_size=run_config.train.global_batch_size,
-        precision=run_config.train.precision,
-        profile=profile,
-        sends=run_config.search.send_mode,
-        reduce_dtype=run_config.optimizer.reduce_dtype,
-        bucket_size=run_config.optimizer.bucket_size,
-        host_reserved=run_config.memory.host_reserved,
-        compile=run_config.train.compile,
-    )
+    problem = _problem_of(run_config, cluster, profile)
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
     problem, result, rent = _find_plan(problem, arguments, run_config)
     if run_config.optimizer.update == "delayed":
@@ -183,9 +170,28 @@ def _find_plan(
     return problem, search_plan(problem, search, micro_batch_size=size), None
 
 
+def _problem_of(run_config: RunConfig, cluster: Cluster, profile: Profile | None) -> PlanProblem:
+    from yuan_train.planner.costs.plan_problem import PlanProblem
+
+    return PlanProblem(
+        cluster=cluster,
+        model=run_config.model,
+        sequence_length=run_config.data.sequence_length,
+        global_batch_size=run_config.train.global_batch_size,
+        precision=run_config.train.precision,
+        profile=profile,
+        sends=run_config.search.send_mode,
+        reduce_dtype=run_config.optimizer.reduce_dtype,
+        bucket_size=run_config.optimizer.bucket_size,
+        memory_fraction=run_config.search.memory_fraction,
+        host_reserved=run_config.memory.host_reserved,
+        compile=run_config.train.compile,
+    )
+
+
 def _has_prices(cluster: Cluster) -> bool:
     """Whether every card has a price."""
-    return all(cluster.price(group, name) is not None for group in cluster.nodes for name in set(group.types))
+    return all(cluster.node_price(group) is not None for group in cluster.nodes)
 
 
 @dataclass(frozen=True)

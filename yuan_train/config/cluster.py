@@ -87,7 +87,8 @@ class NodeGroup:
     network: Link | None = None
     """The node's NIC, per direction, shared by its cards; required if the cluster has several nodes."""
     host: Host | None = None
-    """None: how much the host holds is not checked, and it has the rates of the card's type for each card."""
+    """None: taken to have as much memory as the node's cards have together, and the rates of the card's type
+    for each card."""
     disk: Disk | None = None
     """For plans that put optimizer state there; None: its rates are taken to be those of `ASSUMED_DISK`."""
     price: Annotated[float, Gt(0)] | None = None
@@ -173,6 +174,15 @@ class Cluster:
     def price(self, group: NodeGroup, type_name: str) -> float | None:
         """Rent of a card of a node for an hour; None if neither the node nor the card's type has one."""
         return self.device_type(type_name).price if group.price is None else group.price
+
+    def node_price(self, group: NodeGroup) -> float | None:
+        """Rent of a whole node for an hour; None if a card of it has no price."""
+        prices = [self.price(group, name) for name in group.types]
+        return None if None in prices else sum(price or 0.0 for price in prices)
+
+    def host_key(self, node: str) -> str:
+        """Where the cluster file states a node's host memory: `nodes[0].host.memory`."""
+        return f"nodes[{self.nodes.index(self.groups[node])}].host.memory"
 
     @cached_property
     def cards(self) -> tuple[Card, ...]:

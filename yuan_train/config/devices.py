@@ -64,6 +64,19 @@ class DeviceType:
         return rate / (self.slowdown or 1.0) if rate else None
 
 
+MEMORY_FRACTION = 0.95
+"""Of a card's memory, what is filled unless a run file says otherwise (`search.memory_fraction`)."""
+
+
+def usable_bytes(device: DeviceType, fraction: float) -> float:
+    """What a plan may fill of a card, its `reserved` bytes included: a fraction of what torch reports.
+
+    The rest is for what no forecast counts, first of all the allocator's fragments: measured peaks are 1 to
+    4 % over the forecast.
+    """
+    return device.memory * fraction
+
+
 def _card(
     memory_mib: float,
     bandwidth_gbs: float,

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from yuan_train.config.devices import GIB, Precision
+from yuan_train.config.devices import GIB, MEMORY_FRACTION, Precision
 from yuan_train.config.document import read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
@@ -253,6 +253,8 @@ class SearchConfig:
     `activations` are tried instead of recompute, on the fastest plans that recompute, once these are cut;
     `parameters` in pages, in single pipelines of single cards; `disk`: optimizer state that its host has no
     room for, where the cluster file gives the node a `disk` (and the run a `memory.disk_directory`)."""
+    memory_fraction: Annotated[float, Gt(0), Le(1)] = MEMORY_FRACTION
+    """Plans fill at most so much of a card's memory as torch reports it, the card's `reserved` included."""
     half_layers: bool = False
     """Stages may also end in the middle of a layer, between attention and feed-forward."""
     divide_experts: bool = True
@@ -288,8 +290,7 @@ class MemoryConfig:
     """What training may take of the memory beside the cards."""
 
     host_reserved: Annotated[int, Ge(0), Unit("bytes")] = 8 * GIB
-    """Host memory of each node that is left to other programs; it counts where the cluster file says how much
-    a host has."""
+    """Host memory of each node that is left to other programs."""
     disk_directory: str | None = None
     """On a local disk of each machine, for plans that keep optimizer state there (`optimizer_disk`)."""
 

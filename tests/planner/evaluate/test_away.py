@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.evaluate.test_any_plan import EIGHT, PAIR, plan_of
 from tests.planner.search.test_offload import BIG, memory_of
-from tests.planner.search.test_search import MODEL, card, cluster, find, problem
+from tests.planner.search.test_search import MODEL, card, cluster, find, problem, with_hosts
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import Cluster, Disk, Host
 from yuan_train.config.disk import DISK_CHUNK, written_words
@@ -87,7 +87,9 @@ def test_late_updates_cost_what_outlasts_the_step_and_another_gradient():
 
 def test_a_found_plan_is_priced_with_late_updates_but_not_searched_so():
     whole = memory_of(BIG)
-    tight = problem(cluster(Card=(1, card((whole.total - 0.9 * whole.optimizer) / GIB))), model=BIG)
+    tight = problem(
+        with_hosts(cluster(Card=(1, card((whole.total - 0.9 * whole.optimizer) / GIB)))), model=BIG
+    )
     exact = find(tight, recompute=("none",), offload=("optimizer",))
     late = with_late_updates(tight, exact)
     assert late.best.plan.pipelines == exact.best.plan.pipelines

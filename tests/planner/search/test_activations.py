@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.planner.search.test_search import MODEL, card, cluster, find, problem
+from tests.planner.search.test_search import MODEL, card, cluster, find, problem, with_hosts
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import make_costs
@@ -17,7 +17,8 @@ SHORT = {"recompute": ("none", "full"), "pipelines": (1,), "tensor": (1,), "repl
 def of_short_cards(host_link, **search):
     """Four cards in one pipeline, of which the first has no room for what it has in flight."""
     types = {"Card": replace(card(0.19), host_link=host_link)}
-    given = problem(replace(cluster(Card=(4, card())), device_types=types), model=DEEP, global_batch_size=32)
+    cards = with_hosts(replace(cluster(Card=(4, card())), device_types=types))
+    given = problem(cards, model=DEEP, global_batch_size=32)
     return given, find(given, 4, **SHORT, **search)
 
 

@@ -14,6 +14,7 @@ from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.profile import HostProfile, Profile
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.report.terminal import plan_table
 from yuan_train.planner.search.offload import STEPS
 
 BIG = replace(MODEL, num_layers=8, hidden_size=512, ffn_hidden_size=2048)
@@ -167,3 +168,22 @@ def in_eighths(costs, plan):
         for stage, more, own in zip(pipeline.stages, over, state, strict=True)
     )
     return cost_plan(costs, replace(plan, pipelines=(replace(pipeline, stages=stages),)))
+
+
+def test_a_host_that_is_not_stated_is_as_large_as_the_cards() -> None:
+    """Not larger, and the report says so and names the key; of what the file states it says no such word."""
+    whole = memory_of(BIG)
+    given = problem(cluster(Card=(1, card((whole.total - 0.5 * whole.optimizer) / GIB))), model=BIG)
+    (group,), memory = given.cluster.nodes, given.cluster.device_type("Card").memory
+    host = Host(memory=memory)
+    stated = replace(given, cluster=replace(given.cluster, nodes=(replace(group, host=host),)))
+    keys = {"offload": ("optimizer",), "recompute": ("none",)}
+    assumed, same = find(given, **keys), find(stated, **keys)
+    assert assumed.best.step_seconds == same.best.step_seconds
+    (stage,) = assumed.best.cost.stages
+    assert 0 < stage.host_bytes <= stage.host_capacity_bytes == memory
+    words = "assumed: as much as the cards have together; state nodes[0].host.memory)"
+    assert words in plan_table(assumed, given) and "assumed" not in plan_table(same, stated)
+    # Other programs have their part of it.
+    with pytest.raises(NoPlanFits, match=r"assumed: as much as the cards have together; state nodes\[0\]"):
+        find(replace(given, host_reserved=memory - int(0.9 * stage.host_bytes)), **keys)

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yuan_train.config.cluster import CardCount, Cluster, DedicatedLink, Link, NodeGroup, load_cluster
+from yuan_train.config.cluster import (
+    CardCount,
+    Cluster,
+    DedicatedLink,
+    Host,
+    Link,
+    NodeGroup,
+    load_cluster,
+)
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError, NoPlanFits
@@ -59,6 +67,12 @@ def cluster(**types: tuple[int, DeviceType]) -> Cluster:
         ),
         device_types={name: device for name, (_, device) in types.items()},
     )
+
+
+def with_hosts(cards: Cluster, memory_gib: float = 1000.0) -> Cluster:
+    """The cluster with hosts of so much memory; without, each has as much as its cards."""
+    host = Host(memory=int(memory_gib * GIB))
+    return replace(cards, nodes=tuple(replace(group, host=host) for group in cards.nodes))
 
 
 def problem(cards: Cluster, **changes: object) -> PlanProblem:
@@ -184,6 +198,25 @@ def test_a_slow_network_forbids_data_parallelism():
     assert len(find(untied, use_all_devices=True, pipelines=(1, 2)).best.plan.pipelines) == 1
     # With a tied embedding a pipeline reduces the embedding's gradient; data parallelism, every gradient.
     assert result.best.cost.tied_embedding_seconds > 0
+
+
+def test_a_fraction_of_the_memory_is_filled():
+    roomy = find(problem(cluster(Card=(1, card())))).best.cost.stages[0].memory.total
+    cards = cluster(Card=(1, card(roomy / 0.97 / GIB)))
+    given = problem(cards, memory_fraction=0.95)
+    found, filled = find(given), find(problem(cards))
+    memory = cards.device_type("Card").memory
+    share, whole = (result.best.cost.stages[0].memory.total / memory for result in (found, filled))
+    assert share <= 0.95 < whole == pytest.approx(0.97, rel=1e-6)
+    assert filled.best.step_seconds < found.best.step_seconds
+    assert found.lower_bound_seconds <= found.best.step_seconds
+    assert "memory: at most 95% of what torch reports of a card (search.memory_fraction: 0.95)" in plan_table(
+        found, given
+    )
+    # What is said where nothing fits.
+    tight = problem(cluster(Card=(1, card(0.13))), memory_fraction=0.9)
+    with pytest.raises(NoPlanFits, match=r"of 119.8 MiB \(90% of 133.1 MiB, search.memory_fraction\)"):
+        find(tight)
 
 
 def test_cards_of_several_types_in_a_node(tmp_path: Path) -> None:
@@ -419,7 +452,7 @@ def test_unlike_pipelines_are_printed_apart():
     stages = [stage for stage in result.best.cost.stages if stage.pipeline < 2]
     layers = ("0-7 +emb +head", "0-2 +emb", "3 ", "4-7 +head")
     for row, stage, words in zip(rows, stages, layers, strict=True):
-        capacity = stage.capacity_bytes / GIB
+        capacity = stage.card_bytes / GIB
         assert row.startswith(f" {stage.stage} ") and f"{stage.card.type} {stage.card.name} " in row
         assert f" {words}" in row and f"{stage.memory.total / GIB:.1f} / {capacity:.1f}" in row
     assert "x2" in rows[0] and "x2" not in "".join(rows[1:])

@@ -22,32 +22,38 @@ class HostShare:
     """A card's share of its node's host."""
 
     memory_bytes: float
-    """Inf if the cluster file does not say."""
     link_bytes_per_second: float
     memory_bytes_per_second: float
 
 
 def host_share(
-    device: DeviceType, group: NodeGroup, *, reserved_bytes: float, measured: HostProfile | None = None
+    device: DeviceType,
+    group: NodeGroup,
+    *,
+    assumed_bytes: float,
+    reserved_bytes: float,
+    measured: HostProfile | None = None,
 ) -> HostShare:
-    """The share in its host of a card of such a node; `reserved_bytes` are left to other programs. Rates that
-    were `measured`, with all cards of a node at once, are its own already."""
+    """The share in its host of a card of such a node, which has `assumed_bytes` if the cluster file does not
+    say; `reserved_bytes` are left to other programs. Rates that were `measured`, with all cards of a node at
+    once, are its own already."""
     host, count = group.host, group.num_cards
+    memory_bytes = max(0.0, (assumed_bytes if host is None else host.memory) - reserved_bytes) / count
     if measured is not None:
         return HostShare(
-            memory_bytes=math.inf if host is None else max(0.0, host.memory - reserved_bytes) / count,
+            memory_bytes=memory_bytes,
             link_bytes_per_second=min(measured.host_link_down, measured.host_link_up),
             memory_bytes_per_second=measured.host_step_bytes_per_second,
         )
     if host is None:
         return HostShare(
-            memory_bytes=math.inf,
+            memory_bytes=memory_bytes,
             link_bytes_per_second=device.host_link,
             memory_bytes_per_second=device.host_memory_bandwidth,
         )
     link, bandwidth = host.link_bandwidth, host.bandwidth
     return HostShare(
-        memory_bytes=max(0.0, host.memory - reserved_bytes) / count,
+        memory_bytes=memory_bytes,
         link_bytes_per_second=min(device.host_link, link / count if link else math.inf),
         memory_bytes_per_second=bandwidth / count if bandwidth else device.host_memory_bandwidth,
     )

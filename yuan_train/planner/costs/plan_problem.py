@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from yuan_train.config.cluster import Card, Cluster
-from yuan_train.config.devices import Precision
+from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_units import divides_experts, layer_units, stage_unit_range
@@ -52,6 +52,8 @@ class PlanProblem:
     """Of gradients on their way between owners; see `OptimizerConfig`."""
     bucket_size: int = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation."""
+    memory_fraction: float = 1.0
+    """Of a card's memory, what a plan may fill; see `SearchConfig`."""
     host_reserved: int = 0
     """Bytes of each host's memory that are left to other programs; see `MemoryConfig`."""
     late_updates: bool = False
@@ -61,6 +63,14 @@ class PlanProblem:
     critic: bool = False
     """Whether the critic of PPO is trained on the same cards in turn, under the same plan (see `critic_of`):
     its states are counted in the memory of each unit, its time in none."""
+
+    def usable_bytes(self, type_name: str) -> float:
+        """What a plan may fill of a card of a type."""
+        return usable_bytes(self.cluster.device_type(type_name), self.memory_fraction)
+
+    def room_bytes(self, type_name: str) -> float:
+        """The same, without the bytes that are not available to training."""
+        return self.usable_bytes(type_name) - self.cluster.device_type(type_name).reserved
 
     @property
     def send_mode(self) -> Sends:
@@ -105,6 +115,8 @@ class Costs:
     """What `fastest_of` found, by the costs that it is the least of."""
     rings: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float])
     """Seconds of the collectives of owners' rings, by what they depend on."""
+    hosts: dict[tuple[str, str], HostShare] = field(default_factory=dict[tuple[str, str], HostShare])
+    """What `host_of` found, by node and type of card."""
     body: Costs | None = None
     """Of a critic: the policy's costs, whose embedding and layers it has."""
 
@@ -249,13 +261,17 @@ class Costs:
 
     def host_of(self, card: Card) -> HostShare:
         """A card's share of its node's host."""
-        problem, group = self.problem, self.topology.groups[card.node]
-        return host_share(
-            problem.cluster.device_type(card.type),
-            group,
-            reserved_bytes=problem.host_reserved,
-            measured=problem.profile.host(card.type) if problem.profile else None,
-        )
+        key = (card.node, card.type)
+        if key not in self.hosts:
+            problem, group = self.problem, self.topology.groups[card.node]
+            self.hosts[key] = host_share(
+                problem.cluster.device_type(card.type),
+                group,
+                assumed_bytes=float(sum(problem.cluster.device_type(name).memory for name in group.types)),
+                reserved_bytes=problem.host_reserved,
+                measured=problem.profile.host(card.type) if problem.profile else None,
+            )
+        return self.hosts[key]
 
     def disk_of(self, card: Card) -> DiskShare:
         """A card's share of its node's disk."""

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from yuan_train.config.architecture import is_trained, is_whole_adapter, layer_table
 from yuan_train.config.cluster import Card
-from yuan_train.config.devices import Precision
+from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import GenerationProfile
 from yuan_train.planner.costs.decode import (
@@ -90,6 +90,8 @@ class EngineRates:
     topology: Topology
     load: Workload
     measured: Measured = field(default_factory=dict[tuple[str, int], GenerationProfile])
+    memory_fraction: float = 1.0
+    """Of a card's memory, what an engine may fill."""
 
     def are_measured(self, engine: Engine) -> bool:
         """Whether a profile has the generation of all its cards."""
@@ -276,7 +278,8 @@ def with_slots(
 
 def _free_bytes(rates: EngineRates, stage: DecodeStage, held_bytes: Sequence[float]) -> float:
     """What weights and reserve, or `held_bytes` if it is given, leave of the smallest card."""
-    capacity = min(rates.topology.types[card.type].memory for card in stage.cards)
+    types = [rates.topology.types[card.type] for card in stage.cards]
+    capacity = min(usable_bytes(device, rates.memory_fraction) for device in types)
     fixed = fixed_bytes(rates.topology, rates.load.model, stage, precision=rates.load.precision)
     return capacity - (held_bytes[0] if held_bytes else math.fsum(fixed.values()))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from yuan_train.config.architecture import adaptable
-from yuan_train.config.devices import CATALOGUE, DeviceType
+from yuan_train.config.devices import CATALOGUE, MEMORY_FRACTION, DeviceType, usable_bytes
 from yuan_train.config.lora import LoraConfig
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute
@@ -51,9 +51,14 @@ class MemoryCase:
         return CATALOGUE[self.card]
 
     @property
+    def usable_bytes(self) -> float:
+        """What may be filled of the card."""
+        return usable_bytes(self.device, MEMORY_FRACTION)
+
+    @property
     def fits(self) -> bool:
-        """Whether the peak is at most the card's memory."""
-        return memory_of(self).peak <= self.device.memory
+        """Whether the peak is at most that."""
+        return memory_of(self).peak <= self.usable_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

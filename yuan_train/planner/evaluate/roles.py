@@ -13,11 +13,14 @@ from yuan_train.config.profile import BatchProfile
 from yuan_train.config.run import Counts, SearchConfig
 from yuan_train.planner.costs.decode import DecodeStage
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, critic_of
+from yuan_train.planner.costs.rounds import measured_rounds
 from yuan_train.planner.costs.scoring import scoring_bytes
+from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import Source, card_costs
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.evaluate.engines import (
     Engine,
+    EngineRates,
     Generation,
     Holder,
     Workload,
@@ -103,6 +106,13 @@ def part_of_cluster(cluster: Cluster, cards: Sequence[Card]) -> Cluster:
     nodes = {group.name for group in groups}
     links = tuple(link for link in cluster.links if {link.from_, link.to} <= nodes)
     return replace(cluster, nodes=tuple(groups), links=links)
+
+
+def engine_rates(problem: RolesProblem, topology: Topology) -> EngineRates:
+    """What engines of a problem take, with what its profile has measured."""
+    policy = problem.policy
+    measured = measured_rounds(policy.profile)
+    return EngineRates(topology, problem.load, measured, memory_fraction=policy.memory_fraction)
 
 
 # --- the policy ------------------------------------------------------------------------------------------
@@ -254,7 +264,7 @@ def reward_work(
         )
         forward = max(forward, math.fsum(unit.forward_seconds for unit in own.units))
         found = scoring_bytes(model, own, load.precision, width=width) | {"reserved": float(device.reserved)}
-        if math.fsum(found.values()) > device.memory:
+        if math.fsum(found.values()) > problem.policy.usable_bytes(cards[0].type):
             return None
     seconds = forward * math.ceil(load.samples / len(groups))
     return RewardWork(groups=tuple(groups), scoring_seconds=seconds, memory=found)

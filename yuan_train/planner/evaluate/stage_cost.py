@@ -59,14 +59,16 @@ class StageCost:
     """Of each card, or of the tightest one where they share experts; with several stages on a card, all of
     them together."""
     capacity_bytes: float
-    """Memory of its tightest card."""
+    """What a plan may fill of its tightest card."""
+    card_bytes: float
+    """The memory of that card."""
     positions: tuple[tuple[MemoryForecast, float], ...]
     """Where cards share experts: memory and capacity of each card of a replica, the tightest one of the
     replicas'. Else those above."""
     host_bytes: float
     """What each card holds on its host."""
     host_capacity_bytes: float
-    """The smallest share of a host's memory that one of its cards has; inf if not known, or not needed."""
+    """The smallest share of a host's memory that one of its cards has; inf if not needed."""
     late_seconds: float
     """Of the host's update that is made while the next step computes; 0 where no update comes late."""
     disk_bytes: float
@@ -165,8 +167,7 @@ def stage_cost(
 ) -> StageCost:
     """The cost of stage s of pipeline p on `replicas`, by its slowest replica (or card, where cards share
     experts) and its tightest card."""
-    pipeline = plan.pipelines[p]
-    stage = pipeline.stages[s]
+    pipeline, stage = plan.pipelines[p], plan.pipelines[p].stages[s]
     parts = _parts(costs, plan, replicas, pipeline.micro_batch_size, stage)
     slowest = max(parts, key=lambda part: part.units.seconds)
     units = slowest.units.units
@@ -219,6 +220,7 @@ def stage_cost(
         late_seconds=max(away.late_seconds for away in aways),
         memory=tightest[0],
         capacity_bytes=tightest[1],
+        card_bytes=tightest[1] / costs.problem.memory_fraction,
         positions=tuple(by_position.values()),
         host_bytes=max(away.host_bytes for away in aways)
         + sum(tier.host_bytes for tier in (leaving, pages) if tier is not None),
@@ -256,9 +258,11 @@ def _parts(
 def _memory(
     costs: Costs, part: _Part, stage: StagePlan, shares: StateShares, *, twice: bool, in_flight: int
 ) -> tuple[MemoryForecast, float]:
-    """(bytes on the tightest card of a part, its memory)."""
-    types = [costs.problem.cluster.device_type(card.type) for card in part.cards]
-    tightest = min(types, key=lambda device: device.memory - device.reserved)
+    """(bytes on the tightest card of a part, what a plan may fill of it)."""
+    problem = costs.problem
+    types = {card.type: problem.cluster.device_type(card.type) for card in part.cards}
+    name = min(types, key=lambda name: problem.usable_bytes(name) - types[name].reserved)
+    tightest = types[name]
     parameters = sum(unit.parameters for unit in part.units.units[twice:])
     experts = part.expert_parameters / parameters if parameters else 0.0
     forecast = stage_memory(
@@ -274,7 +278,7 @@ def _memory(
         packed_share=shares.packed + experts * (shares.expert_packed - shares.packed),
         critic_packed_share=shares.critic_packed,
     )
-    return forecast, float(tightest.memory)
+    return forecast, problem.usable_bytes(name)
 
 
 def _slack(memory: tuple[MemoryForecast, float]) -> float:
@@ -388,6 +392,7 @@ def sum_over_cards(
             stage,
             memory=memory[workers[stage.stage][0]][0],
             capacity_bytes=memory[workers[stage.stage][0]][1],
+            card_bytes=stage.card_bytes * memory[workers[stage.stage][0]][1] / stage.capacity_bytes,
             **{name: max(sums[name][worker] for worker in workers[stage.stage]) for name in OF_A_CARD},
         )
         for stage in stages

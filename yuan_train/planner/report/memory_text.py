@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from yuan_train.config.devices import MEMORY_FRACTION
 from yuan_train.planner.evaluate.memory_fit import (
     Length,
     MemoryCase,
@@ -51,9 +52,10 @@ def heading(case: MemoryCase) -> str:
 
 
 def verdict(case: MemoryCase) -> str:
-    """`98.4 GB of 85.9 GB (H100-80G): does not fit`."""
+    """`98.4 GB of 80.7 GB (95% of an H100-80G): does not fit`."""
     words = "fits" if case.fits else "does not fit"
-    return f"{_gb(memory_of(case).peak)} GB of {_gb(case.device.memory)} GB ({case.card}): {words}"
+    usable = f"{_gb(case.usable_bytes)} GB ({MEMORY_FRACTION:.0%} of an {case.card})"
+    return f"{_gb(memory_of(case).peak)} GB of {usable}: {words}"
 
 
 def methods_text(cases: Sequence[MemoryCase]) -> str:
@@ -157,6 +159,7 @@ def _lengths_json(case: MemoryCase) -> dict[str, Any]:
         "new": samples.new,
         "card": case.card,
         "capacity_bytes": case.device.memory,
+        "usable_bytes": case.usable_bytes,
     }
 
 

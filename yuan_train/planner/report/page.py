@@ -26,11 +26,11 @@ from yuan_train.planner.report.terminal import (
     even_words,
     expert_words,
     group_types,
-    host_lines,
     layer_list,
     layer_words,
     left_out_lines,
     limited_by,
+    memory_lines,
     runner_lines,
     step_words,
 )
@@ -69,7 +69,7 @@ def plan_html(
 
 def _summary_html(result: SearchResult, problem: PlanProblem) -> str:
     lines = [describe_shape(result.best) + even_words(result).replace("     ", "; ")]
-    lines += [step_words(result, problem), *best_reasons(result), *host_lines(result.best.cost)]
+    lines += [step_words(result, problem), *best_reasons(result), *memory_lines(result.best.cost, problem)]
     lines.append(cut_words(result.best))
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
@@ -122,7 +122,7 @@ def _stages_html(best: Candidate) -> str:
         "forward",
         "backward",
         "peak",
-        "capacity",
+        "of the card's",
         "limited by",
         "source",
     )
@@ -135,7 +135,7 @@ def _stages_html(best: Candidate) -> str:
             show_seconds(stage.forward_seconds),
             show_seconds(stage.backward_seconds),
             show_bytes(stage.memory.total),
-            show_bytes(stage.capacity_bytes),
+            show_bytes(stage.card_bytes),
             limited_by([stage], best.cost),
             stage.source,
         )
@@ -172,7 +172,7 @@ def _memory_svg(cost: PlanCost) -> str:
         shapes.append(f'<line class="limit" x1="{limit:.2f}" x2="{limit:.2f}" y1="{y - 1}" y2="{y + 17}"/>')
         shapes.append(
             f'<text x="{max(x, limit) + 6:.2f}" y="{y + 13}">{stage.memory.total / GIB:.1f} / '
-            f"{stage.capacity_bytes / GIB:.1f} GiB"
+            f"{stage.card_bytes / GIB:.1f} GiB"
             + (f", {stage.host_bytes / GIB:.1f} GiB on the host" if stage.host_bytes else "")
             + "</text>"
         )

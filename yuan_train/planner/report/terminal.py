@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ def plan_table(result: SearchResult, problem: PlanProblem) -> str:
     lines += _stage_rows(best)
     lines.append(" " + step_words(result, problem))
     lines.append(f" {cut_words(best)}")
-    lines += [f" {line}" for line in [*best_reasons(result), *host_lines(cost)]]
+    lines += [f" {line}" for line in [*best_reasons(result), *memory_lines(cost, problem)]]
     lines += [f" runner-up: {line}" for line in runner_lines(result)]
     lines += [f" left out: {line}" for line in left_out_lines(result.left_out)]
     lines.append(f" {cost.source}: " + "; ".join(result.notes))
@@ -230,7 +229,7 @@ def even_words(result: SearchResult) -> str:
 def _stage_rows(best: Candidate) -> list[str]:
     """A row for each stage of each kind of pipeline; several kinds have a heading each."""
     kinds = _kinds(best)
-    rows = [("stage", "cards", "layers", "fwd+bwd", "busy", "memory of capacity, GiB", "limited by")]
+    rows = [("stage", "cards", "layers", "fwd+bwd", "busy", "memory of card, GiB", "limited by")]
     headings: dict[int, str] = {}
     for numbers in kinds[:MAX_KINDS]:
         if len(kinds) > 1:
@@ -294,7 +293,8 @@ def _stage_row(cost: PlanCost, numbers: Sequence[int], s: int) -> tuple[str, ...
         layer_words(worst),
         show_seconds(max(stage.forward_seconds + stage.backward_seconds for stage in same)),
         "#" * round(10 * busy) + "." * (10 - round(10 * busy)) + f" {busy:.0%}",
-        f"{worst.memory.total / GIB:.1f} / {worst.capacity_bytes / GIB:.1f}",
+        f"{worst.memory.total / GIB:.1f} / {worst.card_bytes / GIB:.1f} "
+        f"({worst.memory.total / worst.card_bytes:.0%})",
         limited_by(same, cost),
     )
 
@@ -354,17 +354,22 @@ def _parts(cost: PlanCost) -> dict[str, float]:
     }
 
 
-def host_lines(cost: PlanCost) -> list[str]:
-    """What the hosts hold, by type of card; none if they hold nothing."""
+def memory_lines(cost: PlanCost, problem: PlanProblem) -> list[str]:
+    """How far cards may be filled; and what the hosts hold, by type of card, if they hold something."""
+    lines = [
+        f"memory: at most {problem.memory_fraction:.0%} of what torch reports of a card "
+        f"(search.memory_fraction: {problem.memory_fraction:g})"
+    ]
     most: dict[str, StageCost] = {}
     for stage in cost.stages:
         if stage.host_bytes > most.get(stage.card.type, stage).host_bytes or stage.card.type not in most:
             most[stage.card.type] = stage
-    lines: list[str] = []
     for name, stage in most.items():
         if stage.host_bytes:
-            limit = stage.host_capacity_bytes
-            of = "host memory not checked" if math.isinf(limit) else f"of {show_bytes(limit)}"
+            of = f"of {show_bytes(stage.host_capacity_bytes)}"
+            if problem.cluster.groups[stage.card.node].host is None:
+                key = problem.cluster.host_key(stage.card.node)
+                of += f", assumed: as much as the cards have together; state {key}"
             what = "optimizer state" if stage.leaving is None else "optimizer state and activations"
             what = what if stage.pages is None else f"parameters in pages, {what}"
             lines.append(f"{what} on the host: at most {show_bytes(stage.host_bytes)} per {name} ({of})")
@@ -386,7 +391,8 @@ def _stage_json(stage: StageCost) -> dict[str, Any]:
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
         "peak_memory_bytes": stage.memory.total,
-        "capacity_bytes": stage.capacity_bytes,
+        "capacity_bytes": stage.card_bytes,
+        "usable_bytes": stage.capacity_bytes,
         "host_bytes": stage.host_bytes,
         "source": stage.source,
     }

@@ -366,7 +366,7 @@ class _Search:
             optimizer_share=((total - away) / others + away / owners) / total if total else 1.0,
             packed_share=copied,
         )
-        return memory.total <= device.memory
+        return memory.total <= self.costs.problem.usable_bytes(card.type)
 
 
 def _seconds(card: CardCosts) -> float:

@@ -57,7 +57,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     owners = np.array([shape.peers * shape.num_pipelines * len(slot[0]) for slot in slots], dtype=float)
     held = _held(costs, shape, numbers, owners)
     starts = np.array([(c.start.forward_seconds, c.start.backward_seconds) for c in distinct.values()])[which]
-    devices = [[problem.cluster.device_type(c.type) for c in _cards(slot)] for slot in slots]
+    types = [{card.type for card in _cards(slot)} for slot in slots]
     seconds, message_of = _message_table(costs, shape)
     forward, backward = numbers("forward_seconds"), numbers("backward_seconds")
     (grad_reduce, start), (weight_sync, sync_start) = _bucket_seconds(costs, shape)
@@ -82,7 +82,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         resident_bytes=held.resident,
         activation_bytes=numbers("activation_bytes"),
         transient_bytes=held.transient,
-        capacity_bytes=np.array([float(min(d.memory - d.reserved for d in row)) for row in devices]),
+        capacity_bytes=np.array([min(map(problem.room_bytes, row)) for row in types]),
         whole_model_saving_bytes=held.saving,
         boundary_bytes=np.array([card.boundary_bytes for card in table[0]]),
         message_seconds=seconds,

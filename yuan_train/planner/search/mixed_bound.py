@@ -77,7 +77,7 @@ def _most_pipelines(setting: Setting) -> int:
     num_bytes = sum(layers) * state.parameters + sum(trained) * state.gradients
     if problem.profile is not None:
         return min(len(setting.cards), problem.global_batch_size)
-    memory = sum(problem.cluster.device_type(card.type).memory for card in setting.cards)
+    memory = sum(problem.usable_bytes(card.type) for card in setting.cards)
     return max(1, min(len(setting.cards), problem.global_batch_size, int(memory / num_bytes)))
 
 

@@ -106,7 +106,7 @@ def pages_fit(costs: Costs, cards: Sequence[Card], options: Options) -> bool:
     refused = any(is_one for _, is_one in _faults(costs.problem, asked))
     if refused or rest or len(order) > min(MOST_CARDS, num_layers):
         return False
-    memory = [float(costs.problem.cluster.device_type(card.type).memory) for card in order]
+    memory = [costs.problem.usable_bytes(card.type) for card in order]
     speeds = [1.0 / _layer_seconds(costs, card, size) for card in order]
     dealt = (_dealt(num_layers, weights) for weights in (memory, speeds, [1.0] * len(order)))
     plans = (_plan(costs, order, layers, size, count) for layers in dealt)

@@ -24,10 +24,8 @@ from yuan_train.config.rl_plan import (
 )
 from yuan_train.planner.costs.decode import DecodeStage
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
-from yuan_train.planner.costs.rounds import measured_rounds
 from yuan_train.planner.evaluate.engines import (
     Engine,
-    EngineRates,
     Generation,
     Workload,
     engine_memory,
@@ -39,6 +37,7 @@ from yuan_train.planner.evaluate.roles import (
     PolicyWork,
     RewardWork,
     RolesProblem,
+    engine_rates,
     engines_plan,
     part_of_cluster,
     place,
@@ -68,12 +67,11 @@ def roles_problem(
     modes = run.search.modes
     if run.schedule.mode != "auto":
         modes = tuple(mode for mode in modes if mode == run.schedule.mode)
-    placements = run.search.placement
     if not modes:
         raise ConfigError(
             f"search.modes: {list(run.search.modes)}, but schedule.mode is {run.schedule.mode}; change one"
         )
-    if modes == ("async",) and "apart" not in placements:
+    if modes == ("async",) and "apart" not in run.search.placement:
         raise ConfigError("search.placement: shared cards cannot be async; add apart, or allow mode sync")
     expected = run.expected_new_tokens
     if expected > run.generation.max_new_tokens:
@@ -90,6 +88,7 @@ def roles_problem(
             sends=run.search.policy.send_mode,
             reduce_dtype=run.optimizer.reduce_dtype,
             bucket_size=run.optimizer.bucket_size,
+            memory_fraction=run.search.policy.memory_fraction,
             host_reserved=run.memory.host_reserved,
             critic=run.critic is not None,
         ),
@@ -112,7 +111,7 @@ def roles_problem(
         slots=run.search.generation.slots,
         most_slots=run.generation.slots,
         modes=modes,
-        placements=placements,
+        placements=run.search.placement,
         staleness=run.schedule.staleness or 0,
         time_limit=run.search.time_limit,
     )
@@ -192,7 +191,7 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
     own, load = plan.roles.policy.plan, problem.load
     cost = cost_plan(costs, own)
     work = policy_work(problem, costs, own, cost)
-    rates = EngineRates(costs.topology, load, measured_rounds(problem.policy.profile))
+    rates = engine_rates(problem, costs.topology)
     generation = plan.roles.generation
     source = own if generation.plan is None else generation.plan
     engines: list[Engine] = []
@@ -248,9 +247,8 @@ def _reward_on_policy(
     work = reward_work(problem, model, [(card,) for card, _ in cards.values()])
     copies = 0.0
     for card, stage in cards.values():
-        device = problem.policy.cluster.device_type(card.type)
         beside = 0.0 if work is None else work.memory["weights"] + work.memory["activations"]
-        if work is None or stage.memory.lasting + beside > device.memory:
+        if work is None or stage.memory.lasting + beside > problem.policy.usable_bytes(card.type):
             raise PlanError(
                 f"the reward model does not fit card {card.name!r} beside the policy, where it scores; give "
                 "it cards of its own (roles.reward)"

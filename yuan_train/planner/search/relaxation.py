@@ -108,7 +108,7 @@ def _blocks(costs: Costs, shape: Shape, options: Options) -> _Blocks:
         kind_of.append(kinds.setdefault((id(plain), slot[0][0][0].type, len(slot[0])), len(kinds)))
     first = [kind_of.index(kind) for kind in range(len(kinds))]
     replicas = np.array([len(shape.slots[i][0]) for i in first])
-    devices = [costs.problem.cluster.device_type(shape.slots[i][0][0][0].type) for i in first]
+    names = [shape.slots[i][0][0][0].type for i in first]
     cards = [
         [costs.of_replica(shape.slots[i][0][0], shape.micro_batch_size, r) for i in first]
         for r in options.recompute
@@ -147,7 +147,7 @@ def _blocks(costs: Costs, shape: Shape, options: Options) -> _Blocks:
         head_seconds=_numbers(heads, _seconds) / replicas,
         head_bytes=resident(heads) - on_host(heads) + _numbers(heads, lambda u: u.transient_bytes),
         embedding_bytes=resident(embeddings) - on_host(embeddings),
-        capacity_bytes=np.array([float(d.memory - d.reserved) for d in devices]),
+        capacity_bytes=np.array([costs.problem.room_bytes(name) for name in names]),
         layer_offloadable_bytes=_numbers(layers[0], lambda u: u.optimizer_bytes) * share,
         offload_bytes=room,
     )

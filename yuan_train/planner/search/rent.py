@@ -86,12 +86,7 @@ def rent_plan(
             return None
         # A node is rented whole; one without any card in the plan need not be rented.
         used = {stage_card.node for stage_card in result.best.cards}
-        price = sum(
-            cluster.price(group, name) or 0.0
-            for node, group in nodes.items()
-            if node in used
-            for name in group.types
-        )
+        price = sum(cluster.node_price(group) or 0.0 for node, group in nodes.items() if node in used)
         seconds = result.best.step_seconds
         return Rented(
             left_out=tuple(node for node in nodes if node not in used),

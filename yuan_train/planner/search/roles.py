@@ -22,14 +22,14 @@ from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.critic import value_model
 from yuan_train.planner.costs.decode import card_rates
 from yuan_train.planner.costs.plan_problem import Costs, critic_of, make_costs
-from yuan_train.planner.costs.rounds import measured_rounds
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
-from yuan_train.planner.evaluate.engines import EngineRates, Generation
+from yuan_train.planner.evaluate.engines import Generation
 from yuan_train.planner.evaluate.roles import (
     Placement,
     PolicyWork,
     RewardWork,
     RolesProblem,
+    engine_rates,
     part_of_cluster,
     place,
     policy_work,
@@ -76,8 +76,7 @@ class RolesSearch:
 
     def __post_init__(self) -> None:
         self.costs = make_costs(self.problem.policy)
-        measured = measured_rounds(self.problem.policy.profile)
-        rates = EngineRates(self.costs.topology, self.problem.load, measured)
+        rates = engine_rates(self.problem, self.costs.topology)
         self.ways = EngineWays(self.problem, rates)
         self._started = self.clock()
         self._policies: dict[tuple[tuple[int, ...], bool], list[PolicyWork]] = {}
@@ -187,7 +186,8 @@ class RolesSearch:
             own.parameters * state.parameters + sum(own.trained_unit_parameters) * state.gradients
             for own in models
         )
-        if needed > sum(device.memory - device.reserved for device in types):
+        room = [problem.policy.usable_bytes(card.type) for card in cards]
+        if needed > sum(own - device.reserved for own, device in zip(room, types, strict=True)):
             return math.inf
         own = replace(
             problem.policy, cluster=self._policy_cluster(split), global_batch_size=problem.packed_rows

@@ -36,7 +36,7 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], cards: Sequence[Ca
     text = (
         f"no plan fits. Nearest: {len(miss.order)} stage{'s' * (len(miss.order) > 1)}; stage {miss.stage} "
         f"({name}, {card.type}, {_unit_words(costs, first, end)}) needs "
-        f"{show_bytes(miss.needed_bytes + device.reserved)} of {show_bytes(device.memory)}"
+        f"{show_bytes(miss.needed_bytes + device.reserved)} of {_memory_words(costs, card)}"
     )
     if options.offload:
         text += " with its optimizer state on the host"
@@ -76,11 +76,23 @@ def _nearest(costs: Costs, shapes: Sequence[Shape], options: Options) -> tuple[S
 
 
 def _host_words(costs: Costs, replica: Replica) -> str:
-    """Whether it is the host's memory that ends there, as text; nothing if the cluster file does not say."""
+    """Whether it is the host's memory that ends there, as text."""
     share = min(costs.host_of(card).memory_bytes for card in replica)
-    if share == math.inf:
-        return ""
-    return f", of whose memory a card has {show_bytes(share)}"
+    text = f", of whose memory a card has {show_bytes(share)}"
+    node, cluster = replica[0].node, costs.problem.cluster
+    if cluster.groups[node].host is None:
+        text += f" (assumed: as much as the cards have together; state {cluster.host_key(node)})"
+    return text
+
+
+def _memory_words(costs: Costs, card: Card) -> str:
+    """A card's memory, and what of it a plan may fill, as text."""
+    problem = costs.problem
+    whole = show_bytes(problem.cluster.device_type(card.type).memory)
+    if problem.memory_fraction == 1.0:
+        return whole
+    usable = show_bytes(problem.usable_bytes(card.type))
+    return f"{usable} ({problem.memory_fraction:.0%} of {whole}, search.memory_fraction)"
 
 
 def _page_words(costs: Costs, cards: Sequence[Card], options: Options) -> str:
@@ -94,8 +106,8 @@ def _roomiest(costs: Costs, shapes: Sequence[Shape]) -> list[Shape]:
     """The MAX_MISSES shapes with the most memory per pipeline, which should come closest to fitting."""
 
     def memory(shape: Shape) -> float:
-        types = [costs.problem.cluster.device_type(slot[0][0][0].type) for slot in shape.slots]
-        return sum(d.memory * len(slot[0][0]) for d, slot in zip(types, shape.slots, strict=True))
+        rooms = [costs.problem.usable_bytes(slot[0][0][0].type) for slot in shape.slots]
+        return sum(room * len(slot[0][0]) for room, slot in zip(rooms, shape.slots, strict=True))
 
     ranked = sorted(range(len(shapes)), key=lambda i: (-memory(shapes[i]), i))
     return [shapes[i] for i in ranked[:MAX_MISSES]]

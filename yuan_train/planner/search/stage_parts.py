@@ -316,7 +316,6 @@ class _Parts:
 
     def _free(self, part: CardCosts, replica: Replica) -> Floats:
         """[4, X]: bytes for micro-batches in flight and the optimizer's state."""
-        device = self.costs.problem.cluster.device_type(replica[0].type)
         ends = self._stored(part, replica, lambda unit: unit.parameter_bytes + unit.gradient_bytes)
         static = self.of(part, "static") + ends[:, None]
         has_layers = np.array([p.layers > 0 for p in self.pieces])
@@ -327,7 +326,8 @@ class _Parts:
         buffers = np.maximum(own, first * part.units[0].transient_bytes)
         logits = last * part.units[-1].transient_bytes
         edges = (2 - first - last) * MESSAGES_PER_EDGE * part.boundary_bytes
-        return float(device.memory - device.reserved) - static - buffers - logits - edges
+        room = self.costs.problem.room_bytes(replica[0].type)
+        return room - static - buffers - logits - edges
 
     def _saved(self, plain: CardCosts, part: CardCosts) -> float:
         """Most bytes that recomputing a layer saves of a micro-batch."""
