@@ -19,6 +19,7 @@ from tests.support.ranks import Case, _run_cases, run_alone  # pyright: ignore[r
 from tests.support.spawn import as_rank, free_port, spawn, start_server
 from yuan_train.checkpoint import save as save_module
 from yuan_train.checkpoint.load import find_checkpoint, find_latest, load_tensors
+from yuan_train.checkpoint.local_shards import Snapshots
 from yuan_train.checkpoint.names import LATEST, step_name
 from yuan_train.cli.main import main
 from yuan_train.config.plan_files import save_plan
@@ -122,7 +123,7 @@ def test_a_background_save_writes_a_snapshot(
     sync, background = tmp_path / "sync", tmp_path / "background"
     run_alone(Case(run_file, sync, None, overrides(sync)))
     if not copied:
-        monkeypatch.setattr(saver_module, "snapshot", lambda tensors: tensors)
+        monkeypatch.setattr(Snapshots, "take", lambda self, tensors: tensors)
     write_late(background, monkeypatch)
     run_alone(Case(run_file, background, None, overrides(background, "checkpoint.asynchronous=true")))
     assert same(tensors_of(background, FIRST_SAVE), tensors_of(sync, FIRST_SAVE)) == copied

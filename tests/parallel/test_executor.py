@@ -7,8 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from tests.support.fake_card import FakeCard
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.tiers.link import begin_copy, make_link
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import Step
@@ -215,3 +217,22 @@ def test_reading_data_is_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     (program,) = forward_only(num_stages=1, num_micro_batches=3)
     Executor({0: Timed(1.0, first=True, last=True)}, None, watch).run(program)
     assert watch.read() == 3.0
+
+
+def test_on_a_card_the_waits_inside_a_piece_of_work_are_not_counted() -> None:
+    card = FakeCard(bytes_per_second=1e3)
+    watch, link = Stopwatch(card), make_link(card)
+    target = torch.zeros(2000, dtype=torch.uint8)
+    with watch.running():
+        card.compute(1.0)
+        coming = begin_copy(link, card.host_empty((2000,), torch.uint8), target)
+        card.compute(0.5)
+        with watch.paused():
+            coming.wait()
+        card.compute(0.25)
+    # The copy takes two seconds, a half of one of which is hidden; the host has waited for nothing.
+    assert card.compute_seconds == 3.25 and card.host_seconds == 0.0
+    assert watch.read() == 1.75
+    with watch.running():
+        card.compute(0.125)
+    assert watch.read() == 0.125

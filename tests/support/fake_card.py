@@ -33,6 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.parallel.device import CardFacts, CardMemory, Mark, Stream
+from yuan_train.parallel.ranges import Ranges
+from yuan_train.parallel.transport import GroupTransport
 
 POISON = 255
 SEGMENT = 2 << 20
@@ -87,6 +89,8 @@ class _Copy:
     taken: torch.Tensor | None = None
     """What the source was when it was read."""
     has_run: bool = False
+    is_checked: bool = False
+    """Whether the host has left the source alone as long as it must."""
 
     def take(self) -> None:
         """Read the source."""
@@ -129,9 +133,12 @@ class _FakeStream:
             card.faults.append("a copy of a stream that is not between the card and pinned memory")
         self.seconds += target.numel() * target.itemsize / card.bytes_per_second
         copy = _Copy(_Range(target, holds=to_host), _Range(source, holds=from_host), self.seconds)
-        for other in card.pending():
+        for other in self.copies[self.num_run :]:
             if other.source.overlaps(copy.target):
                 other.take()
+        for other in card.pending(unseen=True):
+            if other.has_run and other.source.overlaps(copy.target):
+                card.check_source(other)
         self.copies.append(copy)
         poison(target)
 
@@ -152,15 +159,8 @@ class _FakeStream:
             if copy.target.holds:
                 copy.land()
             else:
-                source = copy.source.bytes()
-                assert source is not None and copy.taken is not None
-                if not torch.equal(source, copy.taken) and not self._is_written(copy.source):
-                    self.card.faults.append("the host wrote what the card was copying")
+                self.card.check_source(copy)
         self.num_seen = max(self.num_seen, count)
-
-    def _is_written(self, memory: _Range) -> bool:
-        """Whether another copy writes there."""
-        return any(copy.target.overlaps(memory) for copy in self.card.pending(unseen=True))
 
 
 class _StreamMark:
@@ -218,9 +218,9 @@ class _ComputeMark:
             self.card.num_finished = max(self.card.num_finished, self.number)
             for stream, count in self.awaited.items():
                 stream.see_until(count)
-            for host, value in self.card.downloads[: self.downloads]:
+            for host, value in self.card.downloads[self.card.num_downloaded : self.downloads]:
                 host.copy_(value)
-            self.card.downloads[: self.downloads] = [(h, h) for h, _ in self.card.downloads[: self.downloads]]
+            self.card.num_downloaded = max(self.card.num_downloaded, self.downloads)
 
     def seconds_since(self, earlier: _ComputeMark) -> float:
         assert self.timed and earlier.timed, "the marks are not timed"
@@ -296,6 +296,8 @@ class FakeCard:
         self.awaited: dict[_FakeStream, int] = {}
         """By stream, the copies that the compute has waited for."""
         self.downloads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Copies of the compute to the host, of which the host has waited for `num_downloaded`."""
+        self.num_downloaded = 0
         self._streams: list[_FakeStream] = []
         self._pages: list[tuple[int, int]] = []
         self._pinned: dict[int, StorageWeakRef] = {}
@@ -352,6 +354,15 @@ class FakeCard:
             if copy.has_run and copy.target.holds and copy.target.overlaps(memory):
                 copy.land()
 
+    def check_source(self, copy: _Copy) -> None:
+        """The host may write from now on where a copy read, or another copy does."""
+        if copy.source.holds and not copy.is_checked:
+            source = copy.source.bytes()
+            assert source is not None and copy.taken is not None
+            if not torch.equal(source, copy.taken):
+                self.faults.append("the host wrote what the card was copying")
+        copy.is_checked = True
+
     # --- the host's memory --------------------------------------------------------------------------------
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -376,6 +387,17 @@ class FakeCard:
         self.check_thread("a copy")
         self._count_pageable(tensor)
         return tensor.clone()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.finish_compute()
+        return tensor.clone()
+
+    def start_to_host(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        self._count_pageable(host)
+        self.num_computed += 1
+        with self.lock:
+            poison(host)
+            self.downloads.append((host, tensor.clone()))
 
     def register(self, pages: torch.Tensor, what: str) -> None:
         taken = sum(end - start for start, end in self._pages)
@@ -460,3 +482,72 @@ class _Count(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
                 self._card.hold(leaf)
         return found
+
+
+# --- messages and sums ------------------------------------------------------------------------------------
+
+
+class FakeNcclTransport(GroupTransport):
+    """nccl's waits over gloo: what arrives is poison until `wait`. With `waits` False, after it too."""
+
+    library = "gloo"
+    open_receives_hold_up_nothing = False
+    _polls = False
+    _coalesces = True
+    waits = True
+
+    def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> Any:
+        buffer = torch.empty(shape, dtype=dtype)
+        poison(buffer)
+        arriving = torch.empty_like(buffer)
+        return _LateReceive(self._receive(arriving, sender), [(buffer, arriving)], waits=self.waits)
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Any:
+        return self._late(tensor, lambda own: super(FakeNcclTransport, self).all_reduce(own, what))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Any:
+        return self._late(tensor, lambda own: super(FakeNcclTransport, self).broadcast(own, root, what))
+
+    def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Any:
+        return self._late(tensor, lambda own: super(FakeNcclTransport, self).reduce_ranges(own, ranges, what))
+
+    def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Any:
+        return self._late(tensor, lambda own: super(FakeNcclTransport, self).gather_ranges(own, ranges, what))
+
+    def _late(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> Any:
+        own = tensor.clone()
+        pending = start(own)
+        poison(tensor)
+        return _LatePending(pending, [(tensor, own)], waits=self.waits)
+
+
+class _LatePending:
+    def __init__(self, pending: Any, moved: list[tuple[torch.Tensor, torch.Tensor]], *, waits: bool) -> None:
+        self.pending, self.moved, self.waits = pending, moved, waits
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self._land()
+
+    def is_done(self) -> bool:
+        done = self.pending.is_done()
+        if done:
+            self._land()
+        return done
+
+    def finish(self, seconds: float) -> None:
+        self.pending.finish(seconds)
+        self._land()
+
+    def _land(self) -> None:
+        for target, source in self.moved:
+            if self.waits:
+                target.data.copy_(source)
+        self.moved = []
+
+
+class _LateReceive(_LatePending):
+    def take(self) -> torch.Tensor:
+        ((buffer, _),) = self.moved
+        self.wait()
+        return buffer

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, run_config
 from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.grid import Grid
 from yuan_train.schedule.step import Step
-from yuan_train.train.watch import Watch
+from yuan_train.train.watch import Watch, watching
 
 BACKWARD = Step("backward", 0, 4)
 GRADIENT = Activity("wait", Step("receive_gradient", 0, 4))
@@ -198,3 +201,21 @@ def test_an_activity_that_fails_does_not_end(grid: Grid) -> None:
     with observed_by(rank.watch), pytest.raises(RuntimeError), during(GRADIENT):
         raise RuntimeError("the link is down")
     assert card.enqueued == 0
+
+
+def test_the_watch_asks_the_card_of_its_rank(grid: Grid) -> None:
+    """A thread that has not chosen its card makes a context on the first one, whichever the rank uses."""
+    asked = threading.Event()
+
+    class Asked(FakeCard):
+        def check_thread(self, what: str) -> None:
+            super().check_thread(what)
+            if what == "a query":
+                asked.set()
+
+    card = Asked()
+    with watching(grid, grid.coords[0], card, timeout_seconds=0.5, last_good=lambda: ""):
+        with during(Activity("optimizer")):
+            pass
+        assert asked.wait(60)
+    assert card.faults == []

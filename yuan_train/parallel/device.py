@@ -130,6 +130,15 @@ class Device(Protocol):
         """Copy a tensor of the host to the device, for the compute that is enqueued next."""
         ...
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the device in host memory; the host waits for all compute that is enqueued."""
+        ...
+
+    def start_to_host(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Start to copy a tensor of the device to the host, after the compute that is enqueued; the host may
+        read the copy after `finish_compute`."""
+        ...
+
     def register(self, pages: torch.Tensor, what: str) -> None:
         """Make whole pages [n] of the host such memory, until the process ends. Raises HostMemoryError, which
         names `what` they are for, if there may not be so much."""
@@ -218,6 +227,12 @@ class CpuDevice:
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def start_to_host(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        host.copy_(tensor)
 
     def register(self, pages: torch.Tensor, what: str) -> None:
         return
@@ -309,6 +324,12 @@ class CudaDevice:
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.torch, non_blocking=True)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def start_to_host(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        host.copy_(tensor, non_blocking=True)
 
     def register(self, pages: torch.Tensor, what: str) -> None:
         runtime: Any = torch.cuda.cudart()

@@ -73,7 +73,7 @@ class Stopwatch:
         """Wall and processor seconds at the start of the piece of work that is running, or resumed."""
         self._pieces: list[tuple[Mark, Mark]] = []
         self._begun: Mark | None = None
-        """Where a piece of work that is running on a card began."""
+        """Where a piece of work that is running on a card began, or was resumed."""
         self._running = _Running(self)
 
     def running(self) -> AbstractContextManager[None]:
@@ -90,7 +90,7 @@ class Stopwatch:
     def stop(self) -> None:
         """The piece of work has ended."""
         if self._begun is not None:
-            self._pieces.append((self._begun, self._device.mark(timed=True)))
+            self._cut(self._begun)
             self._begun = None
         else:
             self._count()
@@ -98,13 +98,21 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around a wait inside a piece of work: on a CPU its seconds are not counted."""
-        if self._since is None:
+        """Around a wait inside a piece of work: its seconds are not counted."""
+        if self._begun is not None:
+            # The stream stands between the two marks, whatever the host does.
+            self._cut(self._begun)
             yield
-            return
-        self._count()
-        yield
-        self._since = self._now()
+            self._begun = self._device.mark(timed=True)
+        elif self._since is not None:
+            self._count()
+            yield
+            self._since = self._now()
+        else:
+            yield
+
+    def _cut(self, begun: Mark) -> None:
+        self._pieces.append((begun, self._device.mark(timed=True)))
 
     def catch_up(self) -> None:
         """Inside a piece of work of a simulated card: wait until a card of its speed would have come so far.

@@ -216,10 +216,11 @@ class OwnedState:
 
     def finish_weight_sync(self) -> None:
         """Wait until the model's weights are those of the last step; nothing to do if they are."""
-        for chunk in self.host_chunks:
-            chunk.finish_weights()
-        if self._syncing:
+        going = [chunk for chunk in self.host_chunks if chunk.is_going]
+        if going or self._syncing:
             with self.pause():
+                for chunk in going:
+                    chunk.finish_weights()
                 for pending in self._syncing:
                     pending.wait()
         for part, buffer in zip(self._bucket.slices, self._synced, strict=False):

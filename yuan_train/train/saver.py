@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from yuan_train.checkpoint.local_shards import LocalShard, snapshot
+from yuan_train.checkpoint.local_shards import LocalShard, Snapshots
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
@@ -56,12 +56,9 @@ class Saver:
         self._coord = coord
         self._say = say
         self._thread = None if device is None else ThreadPoolExecutor(1, "save", device.use)
+        self.snapshots = None if device is None else Snapshots(device)
+        """What saves in the background write; None if they run here."""
         self._pending: Future[Path] | None = None
-
-    @property
-    def in_background(self) -> bool:
-        """Whether saves run in a thread."""
-        return self._thread is not None
 
     def start(self, step: int, save: Callable[[], Path]) -> None:
         """Run `save`, which returns the checkpoint's path, here or in the thread.
@@ -161,7 +158,7 @@ def save_progress(
         save_checkpoint,
         job.run.checkpoint.directory,
         step=progress.step,
-        tensors=snapshot(tensors) if saver.in_background else tensors,
+        tensors=saver.snapshots.take(tensors) if saver.snapshots is not None else tensors,
         state={**to_state(progress, job.run), **(more or {})},
         tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
         keep=job.run.checkpoint.keep,

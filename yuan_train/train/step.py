@@ -117,9 +117,9 @@ def train_step(
         squares = _finish_reductions(runtime, trainer.device.torch)
     stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device.torch)
     # On the CPU: not all cards share a communication backend, but all ranks share gloo.
-    totals = torch.stack([squares, trainer.loss, stop_flag]).cpu()
+    totals = trainer.device.to_host(torch.stack([squares, trainer.loss, stop_flag]))
     if trainer.pair_loss is not None:
-        totals = torch.cat([totals, trainer.measures.cpu()])
+        totals = torch.cat([totals, trainer.device.to_host(trainer.measures)])
     if blend.masks:
         totals = torch.cat([totals, count_trained(trainer.feed, runtime, blend, next_sample)])
     sum_over_world(runtime.groups, runtime.coord, totals, "the all-reduce of loss and gradient norm")
@@ -176,7 +176,7 @@ def validation_loss(trainer: Trainer, blend: Samples, *, num_batches: int) -> fl
         with as_training_error(runtime.coord):
             trainer.executor.run(runtime.evaluation_program)
         total += trainer.loss
-    total = total.cpu()
+    total = trainer.device.to_host(total)
     sum_over_world(runtime.groups, runtime.coord, total, "the all-reduce of the validation loss")
     return total.item() / num_batches
 

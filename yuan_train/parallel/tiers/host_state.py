@@ -112,6 +112,11 @@ class HostChunk:
         self._finish_coming()
         self.gradient, self.spare = self.spare, self.gradient
 
+    @property
+    def is_going(self) -> bool:
+        """Whether weights are on their way up that nothing has waited for."""
+        return self._going is not None
+
     def finish_weights(self) -> None:
         """Make the compute wait until the weights are there."""
         if self._going is not None:
