@@ -19,12 +19,11 @@ from tests.support.ranks import Case, _run_cases, run_alone  # pyright: ignore[r
 from tests.support.spawn import as_rank, free_port, spawn, start_server
 from yuan_train.checkpoint import save as save_module
 from yuan_train.checkpoint.load import find_checkpoint, find_latest, load_tensors
-from yuan_train.checkpoint.local_shards import Snapshots
 from yuan_train.checkpoint.names import LATEST, step_name
 from yuan_train.cli.main import main
 from yuan_train.config.plan_files import save_plan
 from yuan_train.train import saver as saver_module
-from yuan_train.train.saver import Saver
+from yuan_train.train.saver import Saver, Snapshots
 
 FIRST_SAVE, LAST = 2, 4
 """Step of the first save; last step, which is saved too."""

@@ -6,9 +6,8 @@ and tensors can be loaded under another sharding than they were saved under.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
-from yuan_train.config.errors import HostMemoryError
-from yuan_train.parallel.device import Device
 from yuan_train.parallel.shard import TensorBox
-from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,60 +71,7 @@ class LocalShard:
         raise ValueError(f"{index.fqn}: no box begins at {index.offset}")
 
 
-logger = logging.getLogger(__name__)
-
 Tensors = Mapping[str, torch.Tensor | LocalShard]
-
-
-class Snapshots:
-    """Copies of a rank's local shards in host memory, which later steps do not change.
-
-    One is in use at a time. A card copies by itself into memory that is pinned for the first one and kept:
-    to other memory the driver copies piece by piece, while the host waits for each tensor. Where no more may
-    be pinned, it still does.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._room = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
-        """Copy; complete on return."""
-        device = self._device
-        away = [box.tensor for shard in shards.values() for box in shard.boxes if self._moves(box.tensor)]
-        sizes = [piece_bytes(tensor.numel(), tensor.dtype) for tensor in away]
-        pieces = iter(self._pieces(sizes))
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            if not self._moves(tensor):
-                return tensor.clone()
-            size = tensor.numel() * tensor.itemsize
-            host = next(pieces)[:size].view(tensor.dtype).view(tensor.shape)
-            device.start_to_host(tensor, host)
-            return host
-
-        found = {
-            name: replace(shard, boxes=tuple(replace(box, tensor=copy(box.tensor)) for box in shard.boxes))
-            for name, shard in shards.items()
-        }
-        device.finish_compute()
-        return found
-
-    def _moves(self, tensor: torch.Tensor) -> bool:
-        """What is on the host already, such as offloaded state, is copied there."""
-        return self._device.is_card and tensor.device == self._device.torch
-
-    def _pieces(self, sizes: list[int]) -> tuple[torch.Tensor, ...]:
-        total = sum(sizes)
-        if total > self._room.numel():
-            self._room = self._room[:0]
-            try:
-                slab = HostSlab(total, device=self._device, what="checkpoint.asynchronous")
-                self._room = slab.take(total, torch.uint8)
-            except HostMemoryError as error:
-                logger.warning("%s. Saves are copied to memory that is not pinned, which takes longer", error)
-                return torch.empty(total, dtype=torch.uint8).split(sizes)
-        return self._room[:total].split(sizes)
 
 
 class SavePlanner(DefaultSavePlanner):
