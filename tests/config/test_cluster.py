@@ -1,17 +1,30 @@
 """Constraints on clusters, and the names of their cards."""
 
-from dataclasses import FrozenInstanceError
+import re
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
 
-from yuan_train.config.cluster import Cluster, load_cluster, validate_cluster
-from yuan_train.config.devices import CATALOGUE
+from yuan_train.config.cluster import (
+    CardCount,
+    Cluster,
+    DedicatedLink,
+    Disk,
+    Host,
+    Library,
+    Link,
+    NodeGroup,
+    load_cluster,
+    validate_cluster,
+)
+from yuan_train.config.devices import CATALOGUE, DeviceType
 from yuan_train.config.document import parse_document
 from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import build
 
+PAGE = Path("docs/cluster.md").read_text()
 # The documented form.
 CLUSTER = """\
 name: mixed
@@ -223,3 +236,26 @@ def test_a_slow_card_peaks_lower(tmp_path: Path) -> None:
     card = load(tmp_path, text + "fp32: 1 TFLOP/s, memory_bandwidth: 1 GB/s}\n").device_type("Slow")
     assert card.peak("fp32") == 0.5e12
     assert card.peak("bf16") is None
+
+
+# --- the page that describes these files -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [Cluster, NodeGroup, CardCount, Link, Host, Disk, DedicatedLink, Library, DeviceType]
+)
+def test_the_page_names_every_key(kind: type) -> None:
+    text = "\n".join(re.findall(r"`[^`\n]+`", PAGE))
+    missing = [name for f in fields(kind) if not re.search(rf"\b{(name := f.name.rstrip('_'))}\b", text)]
+    assert not missing
+
+
+def test_the_page_names_every_card() -> None:
+    known = PAGE.partition("## Cards that are known")[2].partition("| | |")[2]
+    assert sorted(re.findall(r"`([^`]+)`", known)) == sorted(CATALOGUE)
+
+
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(PAGE.partition("```yaml\n")[2].partition("```")[0])
+    types = [card.type for card in load_cluster(tmp_path / "c.yaml").cards]
+    assert types == ["RTX-4090"] * 4 + ["RTX-3090"] * 2 + ["MyCard"]
