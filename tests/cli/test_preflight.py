@@ -17,6 +17,11 @@ ROOT = Path(__file__).parents[2]
 CARD = {"device": "cuda:0", "name": "NVIDIA A100-SXM4-80GB", "type": "A100-80G", "memory_bytes": 80 << 30}
 
 
+def card_link(**changes: str) -> dict[str, str]:
+    link = {"address": "0000:01:00.0", "current_link_width": "16", "max_link_width": "16"}
+    return link | {"current_link_speed": "16.0 GT/s PCIe", "max_link_speed": "16.0 GT/s PCIe"} | changes
+
+
 def machine(**around: Any) -> dict[str, Any]:
     """What the doctor finds of a good machine with two cards, with other surroundings."""
     cards = [{**CARD, "device": f"cuda:{i}", "fault": None} for i in range(2)]
@@ -28,7 +33,7 @@ def machine(**around: Any) -> dict[str, Any]:
         "interfaces": ["eth0"],
         "chosen_interfaces": {},
         "infiniband": [],
-        "card_links": [],
+        "card_links": [card_link()],
         "total_memory_bytes": 512 << 30,
     }
     return {
@@ -74,9 +79,14 @@ def test_a_good_machine_is_ready_for_all() -> None:
             "ports of InfiniBand and of Ethernet",
         ),
         (
-            {"card_links": [{"address": "0000:01:00.0", "current_link_width": "4", "max_link_width": "16"}]},
+            {"card_links": [card_link(current_link_width="4")]},
             None,
             "has 4 of 16 PCIe lanes",
+        ),
+        (
+            {"card_links": [card_link(current_link_speed="8.0 GT/s PCIe")]},
+            None,
+            "runs at 8 of 16 GT/s",
         ),
         ({"total_memory_bytes": 64 << 30}, None, "the host has less memory than its cards"),
     ],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.fake_card import FakeCard
-from tests.support.project import MODEL
+from tests.support.project import MODEL, make_plan, make_project, run_config
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.model import ModelConfig
@@ -24,6 +26,7 @@ from yuan_train.config.plan import (
 )
 from yuan_train.parallel.device import CardFacts, CardMemory
 from yuan_train.train import cards
+from yuan_train.train import job as job_module
 from yuan_train.train.cards import (
     Needs,
     RankCard,
@@ -36,7 +39,8 @@ from yuan_train.train.cards import (
     needs_of,
     node_lines,
 )
-from yuan_train.train.job import Position, choose_device, types_here
+from yuan_train.train.job import Position, choose_device, prepare, types_here
+from yuan_train.train.run import train
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -212,7 +216,9 @@ def test_what_the_cards_of_all_ranks_have_in_common() -> None:
     assert len(lines) == 2
     same = [told(0, "a", R4090), told(1, "a", R4090)]
     assert "ranks 0 (a/0) and 1 (a/1) of a have the same card" in str(find_fault(same))
-    # gloo allows it.
+    # gloo allows it; and slices of a card are cards of their own.
+    slice_name = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
+    assert find_fault([replace(one, facts=replace(one.facts, name=slice_name)) for one in same]) is None
     assert find_fault([replace(one, uses_nccl=False) for one in same]) is None
     unlike = [*alike, told(3, "c", R4090, nccl="2.27.3")]
     assert "NCCL is 2.28.9 on rank 0 (a), but rank 3 (c) 2.27.3" in str(find_fault(unlike))
@@ -256,8 +262,8 @@ def forecast_plan() -> Plan:
 
 def test_the_forecast_beside_the_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = forecast_plan()
-    needs = needs_of(plan, 0)
-    assert needs == Needs(card=21.0 * GIB, reserved=GIB, host=6.0 * GIB)
+    needs = Needs(card=21.0 * GIB, reserved=GIB, host=6.0 * GIB)
+    assert needs_of(plan, 0) == needs
     assert needs_of(replace(plan, forecast=None), 0) is None
     total = R4090.memory
     idle = CardMemory(total, total - GIB, 0, 0, 0, 0)
@@ -291,3 +297,33 @@ def test_who_else_is_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cards.card_users("0000:01:00.0") == ["process 12 (python, 8000 MiB)"]
     program.unlink()
     assert cards.card_users("0000:01:00.0") == []
+
+
+def test_a_run_on_a_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The whole of `train`, on a card that torch does not have: taken by type, compared with the forecast."""
+    run = run_config(make_project(tmp_path), "train.device=auto", "train.steps=1", "validation.every=0")
+    plan = make_plan(run, [[6]])
+    plan = replace(plan, ranks=(replace(plan.ranks[0], device="box/0", type="RTX-4090"),))
+    small = CATALOGUE["RTX-3090"].memory
+    box = [
+        FakeCard(name="NVIDIA GeForce RTX 3090", memory=small, capability=(8, 6)),
+        FakeCard(name="NVIDIA GeForce RTX 4090", memory=small, capability=(8, 9), outside=20 * GIB),
+    ]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(job_module, "choose_device", partial(choose_device, cards=lambda: box))
+    monkeypatch.setattr(cards, "card_users", lambda address: ["process 12 (python, 20480 MiB)"])
+    forecast = forecast_plan().forecast
+    assert forecast is not None
+    job = prepare(run, replace(plan, forecast=replace(forecast, stages=forecast.stages[:1])), Position())
+    assert job.device is box[1]
+    with caplog.at_level(logging.INFO, "yuan_train"):
+        train(job)
+    assert ": rank 0: 1 x RTX-4090 (23.5 GiB, sm_89); CUDA 12.8" in caplog.text
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "rank 0 (box/0): the plan's forecast takes 10.0 GiB" in warning and "process 12" in warning
+    too_much = replace(forecast.stages[0], peak_memory_bytes=25.0 * GIB)
+    job = prepare(run, replace(plan, forecast=replace(forecast, stages=(too_much,))), Position())
+    with pytest.raises(PlanError, match="25.0 GiB at its peak, and NVIDIA GeForce RTX 4090 has 23.5 GiB"):
+        train(job)

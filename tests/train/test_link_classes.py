@@ -99,7 +99,8 @@ def test_a_node_with_a_dedicated_link_is_like_no_other() -> None:
 
 def test_unlike_cards_in_a_node_are_not_alike() -> None:
     names = [f"box/{i}" for i in range(4)]
-    ends = link_ends(names, ["RTX-4090", "RTX-3090", "RTX-4090", "RTX-3090"], ["nccl"] * 4, None)
+    backends: list[Backend] = ["nccl"] * 4
+    ends = link_ends(names, ["RTX-4090", "RTX-3090", "RTX-4090", "RTX-3090"], backends, None)
     found, asked = measured(ends, lambda source, target: 1.0 + source % 2 + 2 * (target % 2))
     # One pair of each type, and two of the four between the types.
     assert len(asked) == 4

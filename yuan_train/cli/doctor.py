@@ -192,8 +192,9 @@ def examine(*, hidden: int) -> Facts:
         "devices": devices,
         "no_card": None if len(devices) > 1 else why_no_card(),
         "host": host_facts(),
-        "surroundings": see_host([card["pci_address"] for card in devices[1:] if card["pci_address"]]),
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
+        # After the ops, whose tests wake the cards' links up.
+        "surroundings": see_host([card["pci_address"] for card in devices[1:] if card["pci_address"]]),
         "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
         **_cpu_products(),
         "compile": [_compile_fact(device["device"]) for device in devices],

@@ -135,6 +135,18 @@ def _check_card_links(facts: Facts) -> Iterator[Finding]:
                 what=f"the card at {link['address']} has {now} of {most} PCIe lanes",
                 advice="another slot or riser may give it all",
             )
+        speed, fastest = (_number(link[f"{when}_link_speed"]) for when in ("current", "max"))
+        if 0 < speed < fastest:
+            yield Finding(
+                what=f"the link of the card at {link['address']} runs at {speed:g} of {fastest:g} GT/s",
+                advice="an idle card slows it down; if it stays so under load, look at slot, riser and BIOS",
+            )
+
+
+def _number(speed: str | None) -> float:
+    """Of `16.0 GT/s PCIe`; 0 where it is not known."""
+    first = (speed or "").partition(" ")[0]
+    return float(first) if first.replace(".", "", 1).isdigit() else 0.0
 
 
 def _check_compilers(facts: Facts) -> Iterator[Finding]:

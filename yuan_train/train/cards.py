@@ -309,7 +309,8 @@ def find_fault(cards: Sequence[RankCard]) -> str | None:
     taken: dict[tuple[str, str], RankCard] = {}
     for card in cards:
         address = card.facts.pci_address
-        if not card.uses_nccl or address is None:
+        # Slices of a card (MIG) have its address.
+        if not card.uses_nccl or address is None or " MIG " in card.facts.name:
             continue
         other = taken.setdefault((card.host, address), card)
         if other is not card:
@@ -343,13 +344,12 @@ def node_lines(cards: Sequence[RankCard]) -> Iterator[str]:
     for host, own in machines.items():
         names: dict[str, int] = {}
         for card in own:
-            major, minor = card.facts.capability
-            name = type_of(card.facts) or card.facts.name
-            words = f"{name} ({show_bytes(card.facts.memory)}, sm_{major}{minor})"
+            facts = card.facts
+            code = "" if facts.cuda is None else ", sm_{}{}".format(*facts.capability)
+            words = f"{type_of(facts) or facts.name} ({show_bytes(facts.memory)}{code})"
             names[words] = names.get(words, 0) + 1
         held = " and ".join(f"{count} x {words}" for words, count in names.items())
-        first = own[0]
-        yield (
-            f"{host}: ranks {', '.join(str(card.rank) for card in own)}: {held}; driver {first.driver}, "
-            f"CUDA {first.facts.cuda}, NCCL {first.nccl}"
-        )
+        first, ranks = own[0], ", ".join(str(card.rank) for card in own)
+        known = {"driver": first.driver, "CUDA": first.facts.cuda, "NCCL": first.nccl}
+        versions = ", ".join(f"{name} {version}" for name, version in known.items() if version is not None)
+        yield f"{host}: rank{'s' * (len(own) > 1)} {ranks}: {held}; {versions}"
