@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.cuda import nccl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tools.gpu_checks.bench import ROOT, Bench, Verdict, megabytes
@@ -58,7 +59,7 @@ def versions(bench: Bench) -> Verdict:
     bench.note(device=f"{platform.machine()} CPU, {os.cpu_count()} cores")
     if bench.on_card:
         properties = torch.cuda.get_device_properties(0)
-        bench.note(device=properties.name, CUDA=torch.version.cuda, NCCL=torch.cuda.nccl.version())
+        bench.note(device=properties.name, CUDA=torch.version.cuda, NCCL=nccl.version())
         bench.note(architectures=torch.cuda.get_arch_list(), capability=[properties.major, properties.minor])
         bench.note(
             driver=_nvidia_smi("driver_version"), clocks_and_power=_nvidia_smi("clocks.max.sm,power.limit")

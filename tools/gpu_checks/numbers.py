@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from yuan_kernels import dispatch
@@ -61,8 +62,8 @@ def curves(bench: Bench) -> Verdict:
         words = (f"train.precision={precision}", f"train.steps={steps}", "data.reset_attention=true")
         # Experts that are chosen by a hair would be others: all runs take those of the first.
         chosen = bench.scratch / f"experts of {name} in {precision}"
-        own = {"record": chosen} if "num_experts" in changes else {}
-        replayed = {"replay": chosen} if own else {}
+        own: dict[str, Any] = {"record": chosen} if "num_experts" in changes else {}
+        replayed: dict[str, Any] = {"replay": chosen} if own else {}
         with runs.environment(YUAN_KERNELS="reference"):
             wanted = runs.curve(bench, run_file, "cpu", *words, **own)
         # On a CPU each precision has a recompute of its own: it changes no bit there.
