@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -95,6 +95,10 @@ def _run_body(rank: int, environment: dict[str, str], body: Callable[..., None],
     body(rank, *arguments)
 
 
+Around = Callable[[], AbstractContextManager[object]]
+"""A function of a module, whose context is around a command; to break something in it."""
+
+
 @dataclass(frozen=True)
 class Command:
     """A running `yuan-train` command, whose stderr goes to a file."""
@@ -122,14 +126,16 @@ def start_command(
     environment: Mapping[str, str],
     cwd: Path | None = None,
     constants: Mapping[str, float] | None = None,
+    around: Around | None = None,
 ) -> Command:
     """Start `yuan-train WORDS` with these changes to the environment; `stderr` is the file it writes to.
 
     `constants` are other values of constants of the program, such as a shorter grace period, by dotted name.
     """
+    changes = dict(constants or {}), around or nullcontext
     process = start_server().Process(
         target=_run_command,
-        args=([*map(str, words)], stderr, {**os.environ, **environment}, cwd, dict(constants or {})),
+        args=([*map(str, words)], stderr, {**os.environ, **environment}, cwd, *changes),
     )
     process.start()
     return Command(process, stderr)
@@ -144,10 +150,12 @@ def start_ranks(
     more: Mapping[int, Sequence[str]] | None = None,
     cwds: Sequence[Path] | None = None,
     constants: Mapping[str, float] | None = None,
+    around: Mapping[int, Around] | None = None,
 ) -> Iterator[list[Command]]:
     """Every rank of `yuan-train WORDS`, without a launcher, as if on a node of its own; killed at the end.
 
     `folder` gets their stderr. `more`: further words of some ranks. `cwds`: the working directory of each.
+    `around`: what is around the command of some ranks.
     """
     port = str(free_port())
     ranks: list[Command] = []
@@ -165,6 +173,7 @@ def start_ranks(
                     environment=environment,
                     cwd=cwds[rank] if cwds else None,
                     constants=constants,
+                    around=(around or {}).get(rank),
                 )
             )
         yield ranks
@@ -179,6 +188,7 @@ def _run_command(
     environment: dict[str, str],
     cwd: Path | None,
     constants: dict[str, float],
+    around: Around,
 ) -> None:
     import torch
 
@@ -196,7 +206,9 @@ def _run_command(
     file = os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(file, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.exit(main(words))
+    with around():
+        code = main(words)
+    sys.exit(code)
 
 
 def as_rank(rank: int, num_ranks: int, port: int) -> None:

@@ -45,6 +45,19 @@ class Activity(NamedTuple):
     ranks: tuple[int, ...] = ()
     """Who takes part in a collective."""
 
+    def __str__(self) -> str:
+        """For people: `the backward of micro-batch 4 on stage 1`."""
+        if self.step is not None:
+            return f"{'reading data for ' if self.kind == 'load' else ''}the {self.step}"
+        return self.what or _NAMES.get(self.kind, f"the {self.kind.replace('_', ' ')}")
+
+
+_NAMES: dict[ActivityKind, str] = {
+    "start_grad_reduce": "the start of a gradient reduction",
+    "finish_grad_reduce": "the end of a gradient reduction",
+    "optimizer": "the optimizer step",
+}
+
 
 class Observer(Protocol):
     """Hears of activities as the host begins and ends them; one that raises an error does not end."""
@@ -88,6 +101,13 @@ class during:  # noqa: N801 (reads as the context manager that it is)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if error is None:
             for observer in self._observers:
                 observer.end(self._activity)
+        elif activity_of(error) is None:
+            error.activity = self._activity  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def activity_of(error: BaseException) -> Activity | None:
+    """The innermost activity that an error has ended, if it has ended any."""
+    return getattr(error, "activity", None)

@@ -58,6 +58,7 @@ from yuan_train.schedule.flow import newest_batch
 from yuan_train.train.build import DTYPES, build_part
 from yuan_train.train.ending import ending_together
 from yuan_train.train.forms import settle_forms
+from yuan_train.train.out_of_memory import explaining_memory
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.step import Trainer
 
@@ -264,7 +265,8 @@ def serve(job: EngineJob) -> None:
     )
     dtype = DTYPES[run.train.precision]
     # The policy ends the run, also on SIGTERM; engines then hear of it.
-    with stop_on_sigterm(), ending_together(position.board, job.device), position.naming_role():
+    explaining = explaining_memory(plan, position.rank, job.device)
+    with stop_on_sigterm(), ending_together(position.board, job.device), position.naming_role(), explaining:
         settle_forms(Grid(plan), position.rank, device=job.device, dtype=dtype)
         sharding, row_blocks = sharding_of(run.model)
         parts = ModelParts(

@@ -51,6 +51,7 @@ from yuan_train.train.ending import ending_together
 from yuan_train.train.footprint import keep_freed_memory
 from yuan_train.train.metrics import Log, peak_flops
 from yuan_train.train.optimizer import learning_rate
+from yuan_train.train.out_of_memory import explaining_memory
 from yuan_train.train.run import Measured, last_good, measure_step, open_log
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
@@ -117,7 +118,9 @@ def train_rl(job: RLJob) -> None:
         with ExitStack() as stack:
             # Before anything is built: a function that cannot be loaded ends the run at once.
             scorers = stack.enter_context(_scorers(job))
-            with ending.telling(), apart.naming_role() if apart is not None else nullcontext():
+            naming = apart.naming_role() if apart is not None else nullcontext()
+            explaining = explaining_memory(policy.plan, policy.position.rank, policy.device)
+            with ending.telling(), naming, explaining:
                 _run(job, scorers, apart, stack)
 
 

@@ -33,6 +33,7 @@ from yuan_train.rl.reward_model import LastValues, find_reward_model
 from yuan_train.train.build import DTYPES, build
 from yuan_train.train.ending import ending_together
 from yuan_train.train.job import Job, Position, check_position
+from yuan_train.train.out_of_memory import explaining_memory
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.step import Trainer
 
@@ -75,7 +76,8 @@ def serve_scores(job: ScoringJob) -> None:
     )
     # The policy ends the run, also on SIGTERM; this role then hears of it.
     with stop_on_sigterm(), ending_together(position.board, job.own.device), position.naming_role():
-        _serve(job, position)
+        with explaining_memory(job.own.plan, position.rank, job.own.device):
+            _serve(job, position)
 
 
 def _serve(job: ScoringJob, position: RolePosition) -> None:

@@ -72,8 +72,8 @@ class Ending:
         except BaseException as error:
             if self._failed is not None or self._board is None:
                 raise
-            found = self._fail(error, self._board)
-            if found is None:
+            found = self._fail(_named(error), self._board)
+            if found is error:
                 raise
             raise found from error
 
@@ -89,8 +89,8 @@ class Ending:
             self._thread.join()
             self._board.leave()
 
-    def _fail(self, error: BaseException, board: Board) -> YuanError | None:
-        """Say an error of the main thread, tell the others, and return what to raise instead, if anything.
+    def _fail(self, error: BaseException, board: Board) -> BaseException:
+        """Say an error of the main thread, tell the others, and return what to raise: what ends the run.
 
         On a card, ends the process.
         """
@@ -98,14 +98,14 @@ class Ending:
             say(error)
         if isinstance(error, NotFinite) and len(board.members) == dist.get_world_size():
             # All ranks are here and say the same: a save that is under way may end.
-            return None
+            return error
         self._failed, self._exit_code = error, _code_of(error)
         self._end_after(TEARDOWN_SECONDS)
-        if isinstance(error, LostRank) or is_lost_connection(error):
+        if isinstance(error, LostRank):
             cause = board.look() or board.accuse(_text(error))
         else:
             cause = board.report(_text(error), self._exit_code)
-        found = None
+        found = error
         if cause is not None and cause.text != _text(error):
             found = _say_cause(cause)
             self._exit_code = cause.exit_code
@@ -207,6 +207,15 @@ def _say_cause(fault: Fault) -> YuanError:
     error = fault.as_error()
     mark_as_said(error)
     return error
+
+
+def _named(error: BaseException) -> BaseException:
+    """An error; a lost connection, wherever torch found it, without the frames of C++."""
+    if isinstance(error, YuanError) or not is_lost_connection(error):
+        return error
+    lost = LostRank(f"another rank is gone or stuck ({str(error).partition(chr(10))[0]})")
+    lost.__cause__ = error
+    return lost
 
 
 def _code_of(error: BaseException) -> int:

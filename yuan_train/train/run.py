@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops
 from yuan_train.train.optimizer import learning_rate
+from yuan_train.train.out_of_memory import explaining_memory
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
@@ -53,7 +55,8 @@ def train(job: Job, build: BuildStepper = build_stepper) -> None:
             place=job.plan.ranks[job.position.rank].device,
         )
     keep_freed_memory(job.device)
-    with ending_together(board, job.device) as ending:
+    explaining = partial(explaining_memory, job.plan, job.position.rank, job.device)
+    with ending_together(board, job.device) as ending, explaining():
         check_same_job(job)
         check_cards(job)
         if job.run.checkpoint.directory is not None:
@@ -73,6 +76,7 @@ def train(job: Job, build: BuildStepper = build_stepper) -> None:
                 last_good=lambda: last_good(saver.saved),
             ),
             ending.telling(),
+            explaining(),
         ):
             note = stepper.prepare(job, progress)
             if log is not None and note is not None:
@@ -173,17 +177,19 @@ def _step(
     """One training step. Raises TrainingError that names the step and the last good checkpoint (`saved`)."""
     scaling, scaler = job.run.train.scaling, progress.scaler
     try:
-        return stepper.step(
-            job.train,
-            first_sample=progress.sequences,
-            lr=lr,
-            clip=job.run.optimizer.clip_grad_norm,
-            stop=stop,
-            scale=scaler.scale if scaler else 1.0,
-            may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
-        )
+        with explaining_memory(job.plan, job.position.rank, job.device):
+            return stepper.step(
+                job.train,
+                first_sample=progress.sequences,
+                lr=lr,
+                clip=job.run.optimizer.clip_grad_norm,
+                stop=stop,
+                scale=scaler.scale if scaler else 1.0,
+                may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
+            )
     except TrainingError as error:
-        raise type(error)(f"step {progress.step + 1}: {error}; {last_good(saved)}") from error
+        between = "\n" if "\n" in str(error) else "; "
+        raise type(error)(f"step {progress.step + 1}: {error}{between}{last_good(saved)}") from error
 
 
 def last_good(saved: int | None) -> str:

@@ -142,12 +142,9 @@ class Watch:
             return f"waited {seconds} in {activity.what} for {self._others(ranks)}"
         if activity.kind == "drain":
             return f"waited {seconds} until its last messages are received"
-        if step is not None:
-            group = self._grid.replica(self._coord)
-            shared = f", with {self._others(group)}" if activity.kind == "compute" and len(group) > 1 else ""
-            doing = "reading data for the " if activity.kind == "load" else "the "
-            return f"been {seconds} in {doing}{step}{shared}"
-        return f"been {seconds} in {_NAMES[activity.kind]}"
+        group = self._grid.replica(self._coord)
+        shared = f", with {self._others(group)}" if activity.kind == "compute" and len(group) > 1 else ""
+        return f"been {seconds} in {activity}{shared}"
 
     def _on_stage(self, step: Step) -> str:
         """Only a rank of several stages has to say which."""
@@ -170,14 +167,6 @@ class Watch:
         if len(others) > MANY_RANKS:
             return f"{len(others)} other ranks"
         return f"ranks {', '.join(map(str, others))}"
-
-
-_NAMES = {
-    "start_grad_reduce": "the start of a gradient reduction",
-    "finish_grad_reduce": "the end of a gradient reduction",
-    "optimizer": "the optimizer step",
-    "weight_sync": "the weight sync",
-}
 
 
 @contextmanager

@@ -1,0 +1,165 @@
+"""Whatever happens to one rank: all ranks end within seconds, and each one's log names the culprit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fake_card import FakeCard
+from tests.support.project import make_plan, make_project, run_config
+from tests.support.spawn import Around, start_ranks
+from yuan_train.config.plan_files import save_plan
+from yuan_train.train import job, run
+
+SECONDS = 10.0
+"""In which all ranks must have ended after the first one."""
+
+
+@contextmanager
+def breaking_step(break_it: Callable[[], None]) -> Iterator[None]:
+    """The third training step of this process begins with a fault."""
+    step, count = run._step, 0  # pyright: ignore[reportPrivateUsage]
+
+    def broken(*a: Any, **k: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            break_it()
+        return step(*a, **k)
+
+    run._step = broken  # pyright: ignore[reportPrivateUsage]
+    yield
+
+
+def with_a_bug() -> Any:
+    def fail() -> None:
+        raise KeyError("no such sample")
+
+    return breaking_step(fail)
+
+
+def stuck_for_ever() -> Any:
+    """As the main thread of a rank whose NCCL waits for what will not come: nothing is raised there."""
+    return breaking_step(lambda: time.sleep(1000))
+
+
+def killed() -> Any:
+    return breaking_step(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def interrupted() -> Any:
+    return breaking_step(lambda: signal.raise_signal(signal.SIGINT))
+
+
+@contextmanager
+def on_a_full_card() -> Iterator[None]:
+    """This process has a card that somebody else fills before the third step."""
+    card, held = FakeCard(), list[torch.Tensor]()
+
+    def fill() -> None:
+        held.append(torch.empty(card.reserved - card.allocated - 4096, dtype=torch.uint8))
+        card.outside = card.total - card.reserved
+
+    job.choose_device = lambda *_: card  # pyright: ignore[reportAttributeAccessIssue]
+    with card.counting(), breaking_step(fill):
+        yield
+
+
+@contextmanager
+def with_a_full_disk() -> Iterator[None]:
+    def save(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    from yuan_train.train import saver
+
+    saver.save_checkpoint = save  # pyright: ignore[reportAttributeAccessIssue]
+    yield
+
+
+@contextmanager
+def that_cannot_build() -> Iterator[None]:
+    def build(*_: object, **__: object) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    from yuan_train.cli import train
+
+    train._engine = lambda _: build  # pyright: ignore
+    yield
+
+
+@dataclass(frozen=True)
+class Ending:
+    culprit: int
+    said: str
+    """What every log says of it, as a pattern."""
+    around: dict[int, Around]
+    words: tuple[str, ...] = ()
+    codes: frozenset[int] = frozenset({1})
+
+
+GONE = "does not answer: killed, crashed, stopped or cut off"
+ENDINGS = {
+    "bug": Ending(1, "KeyError: 'no such sample'", {1: with_a_bug}),
+    "bug of the first": Ending(0, "KeyError: 'no such sample'", {0: with_a_bug}),
+    "bug, others hang": Ending(1, "KeyError", {0: stuck_for_ever, 1: with_a_bug, 2: stuck_for_ever}),
+    "killed": Ending(2, GONE, {2: killed}, codes=frozenset({1, -9})),
+    "killed, others hang": Ending(1, GONE, {0: stuck_for_ever, 1: killed}, codes=frozenset({1, -9})),
+    "first killed": Ending(
+        0, "is gone, and with it the ranks' meeting point", {0: killed}, codes=frozenset({1, -9})
+    ),
+    "memory": Ending(
+        1, r"out of memory in the [\w ]+ of micro-batch \d(.|\n)*largest free block", {1: on_a_full_card}
+    ),
+    "disk": Ending(2, "No space left on device", {2: with_a_full_disk}, ("checkpoint.every=3",)),
+    "build": Ending(1, "RuntimeError: mat1 and mat2", {1: that_cannot_build}),
+    "nan": Ending(
+        -1, "the first output that is not finite came from rank", {}, ("optimizer.learning_rate=1e30",)
+    ),
+    "interrupted": Ending(1, "KeyboardInterrupt|^interrupted", {1: interrupted}, codes=frozenset({1, 130})),
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    run_file = make_project(folder)
+    plan = make_plan(run_config(run_file), [[2, 2, 2]])
+    ranks = tuple(replace(rank, device=f"{'ab'[rank.rank > 1]}/{rank.rank % 2}") for rank in plan.ranks)
+    save_plan(folder / "plan.yaml", replace(plan, ranks=ranks))
+    return folder
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_all_ranks_end_in_time_and_name_the_culprit(project: Path, tmp_path: Path, name: str) -> None:
+    ending = ENDINGS[name]
+    words = ["train", "--config", project / "run.yaml", "--plan", project / "plan.yaml", "validation.every=0"]
+    words += ["train.steps=1000", f"checkpoint.directory={tmp_path / 'c'}", *ending.words]
+    with start_ranks(words, tmp_path, 3, around=ending.around) as ranks:
+        first = None
+        deadline = time.monotonic() + 120
+        while any(rank.process.is_alive() for rank in ranks):
+            if first is None and not all(rank.process.is_alive() for rank in ranks):
+                first = time.monotonic()
+            assert time.monotonic() < min(deadline, (first or deadline) + SECONDS), [
+                rank.stderr.read_text() for rank in ranks
+            ]
+            time.sleep(0.02)
+        told = [rank.wait(within_seconds=1) for rank in ranks]
+    for number, (code, said) in enumerate(told):
+        assert code in ending.codes, said
+        if code == -9:
+            continue
+        assert re.search(ending.said, said), said
+        own = number == ending.culprit or ending.culprit < 0
+        named = re.search(rf"error: the run ends: rank {ending.culprit}( \(\w/\d on .*\))?: ", said)
+        assert (named is None) == own, said

@@ -1,0 +1,120 @@
+"""Out of memory, as a person can act on it: where, what was forecast, what is taken, and what would help."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from yuan_train.config.errors import TrainingError
+from yuan_train.config.plan import MemoryForecast, Plan, StagePlan
+from yuan_train.config.units import show_bytes
+from yuan_train.parallel.activity import activity_of
+from yuan_train.parallel.device import CardMemory, Device
+from yuan_train.parallel.grid import Grid, RankCoord
+
+_WORDS = re.compile(r"out of memory|allocate memory", re.IGNORECASE)
+"""What says so in errors without a class of their own: of torch's allocator on the CPU, and of NCCL."""
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_IN_PIECES = "expandable_segments:True"
+MAX_FOREIGN = 256 << 20
+"""Bytes beyond a card's `reserved` that others than the allocator may hold without a word."""
+
+
+@contextmanager
+def explaining_memory(plan: Plan, rank: int, device: Device) -> Iterator[None]:
+    """Raise out of memory as a TrainingError that says what to do. A rank's plan is that of its role."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _WORDS.search(str(error)):
+            raise
+        raise TrainingError(_explain(error, plan, Grid(plan).coords[rank], device)) from error
+
+
+def _explain(error: BaseException, plan: Plan, coord: RankCoord, device: Device) -> str:
+    where = activity_of(error)
+    card = plan.ranks[coord.rank]
+    # What else the driver says is below, and its advice is for those who have no plan.
+    reason = str(error).partition("\n")[0].partition(" GPU ")[0].strip()[:300]
+    place = card.device if card.type == "unknown" else f"{card.type} {card.device}"
+    lines = [f"{coord}, {place}: out of memory in {where or 'a step'} ({reason or type(error).__name__})"]
+    forecast = _forecast_of(plan, coord)
+    lines.append("forecast: " + (_parts(forecast) if forecast is not None else "none in this plan"))
+    memory = device.memory()
+    block = device.largest_free_block()
+    if memory is not None:
+        lines.append(_taken(memory, block))
+    lines.append(f"what would help: {'; '.join(_remedies(plan, coord, forecast, memory, block))}")
+    return "\n".join(lines)
+
+
+def _forecast_of(plan: Plan, coord: RankCoord) -> MemoryForecast | None:
+    """What the plan has for the rank's card; of several virtual stages that with the most."""
+    stages = plan.forecast.stages if plan.forecast is not None else ()
+    own = [s.memory for s in stages if s.pipeline == coord.pipeline and s.stage in coord.stages]
+    return max(own, key=lambda memory: memory.total, default=None)
+
+
+def _parts(forecast: MemoryForecast) -> str:
+    """`21.3 GiB: parameters 3.1 GiB, ...`."""
+    parts = ", ".join(f"{name} {show_bytes(value)}" for name, value in forecast.categories.items() if value)
+    return f"{show_bytes(forecast.total)}: {parts}"
+
+
+def _taken(memory: CardMemory, block: int) -> str:
+    return (
+        f"taken: allocated {show_bytes(memory.allocated)} (most {show_bytes(memory.most_allocated)}), "
+        f"reserved {show_bytes(memory.reserved)}, {show_bytes(_foreign(memory))} outside of torch, free "
+        f"{show_bytes(memory.free)} of {show_bytes(memory.total)}; largest free block {show_bytes(block)}"
+    )
+
+
+def _foreign(memory: CardMemory) -> int:
+    """Bytes that others than the allocator hold: context, communicators, other processes."""
+    return max(0, memory.total - memory.free - memory.reserved)
+
+
+def _remedies(
+    plan: Plan, coord: RankCoord, forecast: MemoryForecast | None, memory: CardMemory | None, block: int
+) -> list[str]:
+    """What to change, the likeliest first; keys of the run file, with which to plan again."""
+    found: list[str] = []
+    expected = 0.0 if forecast is None else forecast.reserved
+    if memory is not None and _foreign(memory) > expected + MAX_FOREIGN:
+        found.append(
+            f"others hold {show_bytes(_foreign(memory))} of the card, {show_bytes(expected)} were expected: "
+            "end other processes there (nvidia-smi), or raise `reserved` of its type in the cluster file"
+        )
+    unused = 0 if memory is None else memory.reserved - memory.allocated
+    if (
+        unused > MAX_FOREIGN
+        and block < unused / 2
+        and not any(_IN_PIECES in os.environ.get(name, "") for name in _ALLOCATOR)
+    ):
+        found.append(f"{_ALLOCATOR[0]}={_IN_PIECES}, for what is free is in pieces")
+    pipeline = plan.pipelines[coord.pipeline]
+    stages = [pipeline.stages[stage] for stage in coord.stages]
+    if plan.forecast is not None:
+        found.append("plan again with a smaller search.memory_fraction")
+    if pipeline.micro_batch_size > 1:
+        key = "micro_batch_size" if plan.world_size > 1 else "train.micro_batch_size"
+        found.append(f"{key} below {pipeline.micro_batch_size}")
+    found += _of_stages(stages, is_card=memory is not None)
+    found.append("a shorter data.sequence_length")
+    return found
+
+
+def _of_stages(stages: list[StagePlan], *, is_card: bool) -> list[str]:
+    """What the stages do not use yet."""
+    found: list[str] = []
+    if any(stage.num_recomputed < stage.num_blocks for stage in stages):
+        found.append("recompute: full of more layers (search.recompute)")
+    if is_card and any(stage.optimizer_offload < 1 for stage in stages):
+        found.append("more optimizer_offload (search.offload: [optimizer])")
+    if is_card and not any(stage.activation_offload for stage in stages):
+        found.append("activation_offload (search.offload: [activations])")
+    return found
