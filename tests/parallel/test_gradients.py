@@ -8,12 +8,12 @@ import torch
 from tests.support.models import tiny_model
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.deferred import add_embedding_rows
-from yuan_train.parallel.gradients import CARD_NORM_BLOCK, NORM_BLOCK, FlatBucket, sum_of_squares
+from yuan_train.parallel.gradients import BLOCK, CARD_BLOCK, FlatBucket, sum_of_squares
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard
 
 
-@pytest.mark.parametrize(("device", "block"), [("cpu", NORM_BLOCK), ("meta", CARD_NORM_BLOCK)])
+@pytest.mark.parametrize(("device", "block"), [("cpu", BLOCK), ("meta", CARD_BLOCK)])
 def test_the_norm_takes_a_block_at_a_time(device: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch copies what it is given to fp64. `meta` stands for a card, and needs no memory."""
     given: list[int] = []
@@ -30,7 +30,7 @@ def test_the_norm_takes_a_block_at_a_time(device: str, block: int, monkeypatch: 
 
 
 def test_the_norm_is_that_of_fp64() -> None:
-    flat = torch.randn(5 * NORM_BLOCK + 3, generator=torch.Generator().manual_seed(0))
+    flat = torch.randn(5 * BLOCK + 3, generator=torch.Generator().manual_seed(0))
     exact = flat.double().square().sum()
     torch.testing.assert_close(sum_of_squares(flat), exact, rtol=1e-12, atol=0)
 

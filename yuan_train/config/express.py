@@ -235,6 +235,8 @@ def run_reasons(run: RunConfig) -> Iterator[str]:
         yield "train.precision: fp64; megatron-core has fp32, bf16 and fp16"
     if train.scaling is not None and train.precision != "fp16":
         yield f"train.loss_scale with {train.precision}; megatron-core scales under fp16 alone"
+    if train.check_every:
+        yield f"train.check_every: {train.check_every}; the weights that it compares are our engine's"
     if train.compile:
         yield "train.compile; the compiled layers are our engine's"
     if train.trace is not None:

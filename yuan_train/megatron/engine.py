@@ -274,6 +274,9 @@ class MegatronStepper:
     def finish(self) -> None:
         """Nothing: weights are gathered in the step."""
 
+    def check_weights(self) -> None:
+        raise AssertionError("runs with this engine have no train.check_every")
+
     def finalize(self, models: list[Any], num_tokens: Any = None, **options: Any) -> None:
         """The end of the last backward: reduce the gradients, which are of the batch's mean already."""
         core.finalize_model_grads(models, None, **options)

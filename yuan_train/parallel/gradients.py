@@ -83,6 +83,8 @@ class FlatBucket:
         slab: HostSlab | None = None,
     ) -> None:
         """`slab`: the bucket is a page of the host, whose buffers are pieces of it."""
+        self.bucket = bucket
+        """The units, and who holds them."""
         self.rank = rank
         self.is_paged = slab is not None
         self.num_slices = bucket.num_slices
@@ -144,7 +146,7 @@ class FlatBucket:
         packed = flat.new_empty(part.num_elements)
         for piece in part.pieces:
             target = packed[piece.start : piece.start + piece.length]
-            source = self._slice_view(flat, piece.name, part)
+            source = self.slice_view(flat, piece.name, part)
             target.view(source.shape).copy_(source)
         return packed
 
@@ -153,10 +155,11 @@ class FlatBucket:
         if packed.data_ptr() == flat.data_ptr():
             return
         for piece in part.pieces:
-            target = self._slice_view(flat, piece.name, part)
+            target = self.slice_view(flat, piece.name, part)
             target.copy_(packed[piece.start : piece.start + piece.length].view(target.shape))
 
-    def _slice_view(self, flat: torch.Tensor, name: str, part: Slice) -> torch.Tensor:
+    def slice_view(self, flat: torch.Tensor, name: str, part: Slice) -> torch.Tensor:
+        """The view of a flat buffer [n] that a slice has of a parameter; blocks in a dim apart."""
         return part_of(self.view(flat, name), self.shards[name], part.local_index, len(self.slices))
 
 
@@ -252,16 +255,18 @@ def squared_norm(buckets: list[FlatBucket], *, device: torch.device) -> torch.Te
     return total
 
 
-NORM_BLOCK = 1 << 16
-CARD_NORM_BLOCK = 1 << 22
-"""Elements whose squares are summed at a time, on a CPU and on a card: torch makes an fp64 copy of its input,
-which stays in a core's cache, or takes 32 MB of a card with few launches."""
+BLOCK = 1 << 16
+CARD_BLOCK = 1 << 22
+"""Elements that are summed at a time, on a CPU and on a card: torch makes a copy of its input in 8 bytes
+each, which stays in a core's cache, or takes 32 MB of a card with few launches."""
+
+
+def blocks_of(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A flat buffer [n] in blocks to be summed one after another; a single empty one if n is 0."""
+    return flat.split(BLOCK if flat.device.type == "cpu" else CARD_BLOCK)
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """The sum of squares of a flat buffer [n], in fp64, which copies a block of it at a time."""
-    size = NORM_BLOCK if flat.device.type == "cpu" else CARD_NORM_BLOCK
-    if flat.numel() <= size:
-        return torch.linalg.vector_norm(flat, dtype=torch.float64) ** 2
-    blocks = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in flat.split(size)]
-    return torch.linalg.vector_norm(torch.stack(blocks)) ** 2
+    norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks_of(flat)]
+    return (norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))) ** 2

@@ -52,7 +52,7 @@ from yuan_train.train.footprint import keep_freed_memory
 from yuan_train.train.metrics import Log, peak_flops
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.out_of_memory import explaining_memory
-from yuan_train.train.run import Measured, last_good, measure_step, open_log
+from yuan_train.train.run import Measured, check_weights, last_good, measure_step, open_log
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
@@ -272,6 +272,8 @@ def _run_steps(parts: _Parts, progress: Progress, state: RLProgress, stop_reques
     clock = device_clock(policy.device)
     while progress.step < run.train.steps:
         progress, state, stop = _step(parts, progress, state, clock, stop=stop_requested[0] or saver.failed())
+        with clock.paused():
+            check_weights(policy.run, YuanStepper(parts.trainer), progress.step, saved=saver.saved)
         if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
             with clock.paused():
                 _save(parts, progress, state)

@@ -17,6 +17,7 @@ from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan_files import keep_plan
+from yuan_train.config.run import RunConfig
 from yuan_train.parallel.groups import as_training_error, init_distributed
 from yuan_train.parallel.world_sum import gather_on_first
 from yuan_train.train.agreement import (
@@ -154,6 +155,8 @@ def _run_steps(
         progress = progress.advance(run, skipped=result.skipped)
         with clock.paused():
             validation = _validate(job, stepper, progress)
+        with clock.paused():
+            check_weights(run, stepper, progress.step, saved=saver.saved)
         if log is not None:
             log.write(_metrics(job, progress, result, measured, lr, validation, loss_scale=scale))
         if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
@@ -190,6 +193,22 @@ def _step(
     except TrainingError as error:
         between = "\n" if "\n" in str(error) else "; "
         raise type(error)(f"step {progress.step + 1}: {error}{between}{last_good(saved)}") from error
+
+
+def check_weights(run: RunConfig, stepper: Stepper, step: int, *, saved: int | None) -> None:
+    """Check the weights if it is due after a step; collective over all ranks.
+
+    Raises TrainingError that names the step, the ranks, and the last step after which all was well.
+    """
+    every = run.train.check_every
+    if not every or step % every:
+        return
+    try:
+        with as_training_error(stepper.world.coord):
+            stepper.check_weights()
+    except TrainingError as error:
+        before = f"step {step - every}" if step > every else "the start"
+        raise type(error)(f"after step {step}: {error} (last after {before}); {last_good(saved)}") from error
 
 
 def last_good(saved: int | None) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.data.loader import Samples
+from yuan_train.parallel.checksums import check_weights
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.build import build, checkpoint_tensors, late_weights
 from yuan_train.train.disk_note import disk_note
@@ -65,6 +66,11 @@ class Stepper(Protocol):
 
     def finish(self) -> None:
         """Wait for what the last step has left under way; collective over all ranks."""
+        ...
+
+    def check_weights(self) -> None:
+        """Raise TrainingError, on all ranks, unless ranks that hold the same weights have the same bits;
+        collective over all ranks."""
         ...
 
 
@@ -139,3 +145,9 @@ class YuanStepper:
     def finish(self) -> None:
         for state in self.trainer.runtime.states:
             state.finish_weight_sync()
+
+    def check_weights(self) -> None:
+        self.finish()
+        runtime = self.trainer.runtime
+        frozen = [state.bucket for state in runtime.frozen]
+        check_weights(runtime.grid, runtime.coord, runtime.buckets, frozen)
