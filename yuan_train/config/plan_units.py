@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from yuan_train.config.architecture import HALVES, half_of, is_trained, layer_table
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan import PROCESSOR, Plan, StagePlan
 
 
 def layer_units(plan: Plan) -> Iterator[tuple[str, float, float]]:
@@ -91,3 +92,41 @@ def stage_unit_range(plan: Plan, stage: StagePlan) -> range:
     borders = [0.0] + [first for _, first, _ in layer_units(plan)] + [float(plan.model.num_layers)]
     first, end = borders.index(stage.layers[0], 1), borders.index(stage.layers[1], 1)
     return range(0 if stage.embedding else first, len(borders) if stage.head else end)
+
+
+def unlike_owners(plan: Plan) -> tuple[int, int] | None:
+    """Two ranks that each step the same weights by unlike arithmetic, so that they drift apart; None if there
+    are none.
+
+    They have cards of different types, or not the same part of the state on their hosts; simulated cards are
+    all processors. With a sharded optimizer each element has one owner, but what is whole on the ranks of a
+    tensor-parallel group.
+    """
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    kinds = {name: _arithmetic(plan.find_type(name)) or name for name in {e.type for e in plan.ranks}}
+    types = {entry.rank: kinds[entry.type] for entry in plan.ranks}
+    for replica in (replica for stage in stages for replica in stage.replicas):
+        for rank in replica:
+            if types[rank] != types[replica[0]]:
+                return replica[0], rank
+    if plan.optimizer_sharding:
+        return None
+    holders: dict[int, tuple[int, object]] = {}
+    last = num_units(plan) - 1
+    for stage in stages:
+        units = set(stage_unit_range(plan, stage))
+        if plan.model.tie_embeddings and last in units:
+            units.add(0)
+        away = (stage.optimizer_offload, stage.optimizer_disk, len(stage.replicas[0]))
+        for replica in stage.replicas:
+            kind = types[replica[0]], away if stage.optimizer_offload else None
+            for unit in units:
+                rank, other = holders.setdefault(unit, (replica[0], kind))
+                if other != kind:
+                    return rank, replica[0]
+    return None
+
+
+def _arithmetic(card: DeviceType | None) -> str | None:
+    """What computes in place of a simulated card."""
+    return PROCESSOR if card is not None and card.slowdown is not None else None

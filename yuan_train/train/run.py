@@ -16,7 +16,9 @@ import torch
 from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError
+from yuan_train.config.plan import Plan
 from yuan_train.config.plan_files import keep_plan
+from yuan_train.config.plan_units import unlike_owners
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel.groups import as_training_error, init_distributed
 from yuan_train.parallel.world_sum import gather_on_first
@@ -122,11 +124,29 @@ def _log_start(job: Job, progress: Progress, log: Log) -> None:
         f"{run.model.name}: {run.model.parameters:,} parameters{trained}, {plan.world_size} ranks, "
         f"layers per stage {layers}, {run.train.precision} on {job.device.torch.type}"
     )
+    if (unlike := unlike_owners(plan)) is not None:
+        log.say(_drift_note(plan, *unlike))
     if run.log.directory is not None:
         write_text(Path(run.log.directory) / "config.yaml", dump(run))
         kept = keep_plan(run.log.directory, plan, step=progress.step)
         if kept.name != "plan.yaml":
             log.say(f"note: {kept.parent / 'plan.yaml'} is another plan, and stays; this one is in {kept}")
+
+
+def _drift_note(plan: Plan, rank: int, other: int) -> str:
+    """What to say of two ranks that step the same weights by unlike arithmetic."""
+    types = {entry.rank: entry.type for entry in plan.ranks}
+    ways = (
+        "give each tensor-parallel group cards of one type"
+        if plan.optimizer_sharding
+        else "set optimizer_sharding: true in the plan, with which each element has one owner"
+    )
+    both = f"{rank} ({types[rank]}) and {other} ({types[other]})"
+    return (
+        f"note: ranks {both} each step the same weights, on unlike cards or hosts, which "
+        f"round differently: the weights drift apart. To prevent it, {ways}; "
+        "train.check_every says when they do"
+    )
 
 
 def _blend_differs(job: Job) -> bool:

@@ -9,6 +9,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.express import is_expressible
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.plan_units import unlike_owners
 from yuan_train.planner.search.shapes import Options, Shape, list_shapes
 
 MOST_LEFT_OUT = 4
@@ -16,9 +17,18 @@ MOST_LEFT_OUT = 4
 
 
 def is_wanted(plan: Plan, options: Options) -> bool:
-    """Whether a plan violates no constraint, and the engine that the options name can run it."""
-    lawful = next(validate_plan(plan), None) is None
-    return lawful and (not options.expressible or is_expressible(plan))
+    """Whether a plan violates no constraint, no weights are stepped by unlike owners unless nothing else is
+    asked for, and the engine that the options name can run it."""
+    if next(validate_plan(plan), None) is not None:
+        return False
+    if True in options.sharded and not _has_pages(plan) and unlike_owners(plan) is not None:
+        return False
+    return not options.expressible or is_expressible(plan)
+
+
+def _has_pages(plan: Plan) -> bool:
+    """Whether layers are pages of a host, with which no state is sharded."""
+    return any(stage.parameter_offload for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 def wanted_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: int) -> Iterator[Shape]:
