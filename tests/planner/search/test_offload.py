@@ -15,6 +15,7 @@ from yuan_train.config.profile import HostProfile, Profile
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import plan_table
+from yuan_train.planner.search.finalists import beside_cards
 from yuan_train.planner.search.offload import STEPS
 
 BIG = replace(MODEL, num_layers=8, hidden_size=512, ffn_hidden_size=2048)
@@ -187,3 +188,25 @@ def test_a_host_that_is_not_stated_is_as_large_as_the_cards() -> None:
     # Other programs have their part of it.
     with pytest.raises(NoPlanFits, match=r"assumed: as much as the cards have together; state nodes\[0\]"):
         find(replace(given, host_reserved=memory - int(0.9 * stage.host_bytes)), **keys)
+
+
+def test_by_default_nothing_leaves_the_cards_for_a_small_gain() -> None:
+    """Where a tier gains 3 %, or nothing fits without, it is taken; for less only if it is asked for."""
+    whole = memory_of(BIG)
+
+    def found(short: float, **search: object):
+        one = replace(card((whole.total - short * whole.activations) / GIB), host_memory_bandwidth=2e9)
+        given = problem(cluster(Card=(1, one)), model=BIG, global_batch_size=64)
+        return find(given, **search)
+
+    both = ("optimizer", "activations")
+    little, much = found(0.03, offload=None), found(0.5, offload=None)
+    assert beside_cards(little.best.plan) == 0 == beside_cards(found(0.03).best.plan)
+    asked = found(0.03, offload=both)
+    assert 1 < little.best.step_seconds / asked.best.step_seconds < 1.03 and beside_cards(asked.best.plan)
+    assert "search.offload: [optimizer" in little.notes[-1] and "% faster" in little.notes[-1]
+    assert little.lower_bound_seconds <= asked.best.step_seconds and not little.exact
+    # Optimizer state on the host gains 22 %, and activations there another 0.2 %.
+    assert beside_cards(much.best.plan) == 1 < beside_cards(found(0.5, offload=both).best.plan)
+    assert found(0.5).best.step_seconds > 1.03 * much.best.step_seconds
+    assert beside_cards(found(0.5, offload=None, recompute=("none",)).best.plan) == 1

@@ -37,6 +37,9 @@ RESTRUCTURE_WORK = 12_000_000
 for each plan goes two ways there."""
 NUM_RESTRUCTURED, MOST_RESTRUCTURED = 3, 6
 """Polished plans whose structure is changed; the same on few cards, with the fastest of other kinds."""
+WORTH_LEAVING = 0.03
+"""What a plan must gain by default to use what has not run on CUDA yet (docs/ran_on.md): copies to hosts and
+disks, and steps there."""
 WORTH_RESTRUCTURING = 1.2
 """These others take at most this multiple of the best step."""
 
@@ -179,13 +182,44 @@ def _with_half_layers(
     return result
 
 
+def beside_cards(plan: Plan) -> int:
+    """How much of the engine beside the cards a plan uses: 0 nothing, 1 optimizer state on hosts, 2
+    activations too, 3 pages of parameters or disks."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    if any(stage.parameter_offload or stage.optimizer_disk for stage in stages):
+        return 3
+    if any(stage.activation_offload for stage in stages):
+        return 2
+    return int(any(stage.optimizer_offload for stage in stages))
+
+
+def keep_to_cards(costs: Costs, ranked: Sequence[Candidate]) -> tuple[list[Candidate], Candidate | None]:
+    """The plans without those that gain less than WORTH_LEAVING by what they use beside the cards, so that
+    the fastest of the rest comes first; and the fastest plan, if it is not that one."""
+    firsts: dict[int, Candidate] = {}
+    for candidate in ranked:
+        firsts.setdefault(beside_cards(candidate.plan), candidate)
+    most = 0
+    for level in sorted(firsts):
+        seconds = choice_seconds(costs, firsts[level].cost)
+        if most not in firsts or seconds * (1 + WORTH_LEAVING) <= choice_seconds(costs, firsts[most].cost):
+            most = level
+    kept = [candidate for candidate in ranked if beside_cards(candidate.plan) <= most]
+    return kept, None if not ranked or kept[0] is ranked[0] else ranked[0]
+
+
 def rank(costs: Costs, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by `_text`."""
+    """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by `_text`. The
+    fastest that uses no more beside the cards than some number (`beside_cards`) stays, however slow."""
 
     def seconds(candidate: Candidate) -> float:
         return choice_seconds(costs, candidate.cost)
 
-    finalists = sorted(candidates, key=seconds)[:MAX_FINALISTS]
+    ordered = sorted(candidates, key=seconds)
+    finalists = ordered[:MAX_FINALISTS]
+    for candidate in ordered[MAX_FINALISTS:]:
+        if beside_cards(candidate.plan) < min(beside_cards(one.plan) for one in finalists):
+            finalists.append(candidate)
     return sorted(
         finalists,
         key=lambda c: (float(f"{seconds(c):.8e}"), len(c.plan.ranks), _text(c.plan)),

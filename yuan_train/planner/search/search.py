@@ -25,7 +25,7 @@ from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, Found, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
-from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, rank
+from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, keep_to_cards, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.lower_bounds import Bounds
 from yuan_train.planner.search.mixed_pipelines import (
@@ -41,6 +41,7 @@ from yuan_train.planner.search.search_result import (
     SearchResult,
     idle_cards,
     notes_of,
+    passed_over,
     runners_up,
     with_forecast,
 )
@@ -98,6 +99,8 @@ class _Plans:
 
     ranked: Sequence[Candidate]
     """The plans that fit, fastest first."""
+    faster: Candidate | None
+    """A plan that is a little faster, but uses more beside the cards than it gains (`keep_to_cards`)."""
     solved: Found
     """Of the shapes alone."""
     any_fits: bool
@@ -132,7 +135,7 @@ def search_plan(
     if not plans.ranked:
         raise _nothing_found(space, plans, search.time_limit)
     exact, lowest, bounds = _bounded(space, plans, thorough=thorough)
-    bound = min(lowest, plans.ranked[0].step_seconds)
+    bound = min(lowest, (plans.faster or plans.ranked[0]).step_seconds)
     best = with_forecast(space.costs, plans.ranked[0], bound)
     violations = list(validate_plan(best.plan))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
@@ -149,7 +152,7 @@ def search_plan(
         stopped=limit.is_over(),
         num_shapes=len(space.shapes),
         num_simulated=plans.solved.num_simulated,
-        notes=notes_of(best.cost),
+        notes=(*notes_of(best.cost), *passed_over(best, plans.faster)),
     )
 
 
@@ -216,8 +219,16 @@ def _find_plans(space: _Space) -> _Plans:
     if tries_activations:
         ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
     paged = paged_plans(costs, cards, options, limit_seconds=_least_seconds(ranked), stopped=stopped)
-    ranked = rank(costs, [*ranked, *paged])
-    return _Plans(ranked=ranked, solved=found, any_fits=any_fits, tries_activations=tries_activations)
+    ranked, faster = rank(costs, [*ranked, *paged]), None
+    if options.keeps_to_cards:
+        ranked, faster = keep_to_cards(costs, ranked)
+    return _Plans(
+        ranked=ranked,
+        faster=faster,
+        solved=found,
+        any_fits=any_fits,
+        tries_activations=tries_activations,
+    )
 
 
 def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchStopped | NoPlanFits:
@@ -235,9 +246,11 @@ def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchSto
 
 def _bounded(space: _Space, plans: _Plans, *, thorough: bool) -> tuple[bool, float, Bounds | None]:
     """(whether the first plan is proven to be the fastest, seconds that no plan beats, how that is known)."""
-    costs, cards, best = space.costs, space.cards, plans.ranked[0].step_seconds
+    costs, cards, best = space.costs, space.cards, (plans.faster or plans.ranked[0]).step_seconds
     lowest = plans.solved.lower_bound_seconds
-    has_unproven = plans.tries_activations or _has_unproven(costs, cards, space.options)
+    has_unproven = (
+        plans.faster is not None or plans.tries_activations or _has_unproven(costs, cards, space.options)
+    )
     proven = plans.solved.exact and space.has_all_shapes and not has_unproven
     if proven and best >= lowest * (1 - 1e-9):
         return True, lowest, None

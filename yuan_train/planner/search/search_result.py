@@ -10,6 +10,7 @@ from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.finalists import WORTH_LEAVING, beside_cards
 from yuan_train.planner.search.lower_bounds import Bounds
 
 NUM_RUNNERS_UP = 4
@@ -116,6 +117,20 @@ def notes_of(cost: PlanCost) -> tuple[str, ...]:
         for name in dict.fromkeys(card.type for card in stage.cards)
     )
     return tuple(dict.fromkeys(notes))
+
+
+def passed_over(best: Candidate, faster: Candidate | None) -> tuple[str, ...]:
+    """What a plan gains that was not chosen for what it uses beside the cards, and the key that allows it."""
+    if faster is None:
+        return ()
+    level = beside_cards(faster.plan)
+    tiers = ("optimizer", "activations", "parameters", "disk")[: level if level < 3 else 4]
+    gain = best.step_seconds / faster.step_seconds - 1
+    return (
+        f"{gain:.1%} faster with more beside the cards, which has not run on CUDA (docs/ran_on.md) and is "
+        f"chosen only where it is needed or gains {WORTH_LEAVING:.0%}; search.offload: "
+        f"[{', '.join(tiers)}] takes it",
+    )
 
 
 def _width_note(stage: StageCost) -> str:

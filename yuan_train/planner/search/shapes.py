@@ -71,6 +71,9 @@ class Options:
     """Cards of a group that divides experts; empty: any number."""
     offload: bool
     """Whether a stage's optimizer state may lie on the host."""
+    keeps_to_cards: bool = False
+    """Whether what plans use beside the cards must gain `finalists.WORTH_LEAVING`: `search.offload` is not
+    given."""
     expressible: bool = False
     """Only plans that megatron-core has words for."""
     offload_activations: bool = False
@@ -165,6 +168,7 @@ def read_options(
         divide_experts=search.divide_experts,
         expert_widths=tuple(sorted(set(search.tensor or ()))),
         offload="optimizer" in search.tiers,
+        keeps_to_cards=search.offload is None,
         expressible=expressible,
         offload_activations="activations" in search.tiers,
         offload_parameters="parameters" in search.tiers,
