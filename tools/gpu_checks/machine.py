@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -100,7 +101,7 @@ def memory(bench: Bench) -> Verdict:
     if card is None:
         return None, f"context {words}; {name} is not in the catalogue"
     bench.note(name=name, catalogue_memory=card.memory, reserved=card.reserved)
-    fits = 0.97 * total <= card.memory <= total and max(taken.values()) <= card.reserved
+    fits = 0.98 * total < card.memory < 1.005 * total and max(taken.values()) <= card.reserved
     return fits, f"{name}: torch reports {total / card.memory:.2%} of the catalogue's; context {words}"
 
 
@@ -209,10 +210,10 @@ def _embedding(bench: Bench) -> bool:
 
 def gpu_tests(bench: Bench) -> Verdict:
     """The tests that need a card."""
-    return run_pytest(bench, ["-m", "gpu", "tests"], seconds=95)
+    return run_pytest(["-m", "gpu", "tests/kernels", "tests/parallel"], seconds=95)
 
 
-def run_pytest(bench: Bench, words: list[str], *, seconds: float, **environment: str) -> Verdict:
+def run_pytest(words: list[str], *, seconds: float, **environment: str) -> Verdict:
     """Whether tests pass; `filterwarnings = error` is for CPUs: a warning of CUDA's is no failure."""
     import pytest  # pyright: ignore[reportUnusedImport]  # noqa: F401 (its absence is told)
 
@@ -225,6 +226,11 @@ def run_pytest(bench: Bench, words: list[str], *, seconds: float, **environment:
         print((error.stdout or b"").decode()[-20_000:], flush=True)
         return False, f"not done within {seconds:.0f} s"
     print(done.stdout[-200_000:], done.stderr[-20_000:], flush=True)
+    missing = re.search(
+        r"No module named '(hypothesis|pydantic|annotated_types|yaml)", done.stdout + done.stderr
+    )
+    if missing is not None:
+        return None, f"{missing[1]} is not installed"
     last = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()[-1]
     return done.returncode == 0, last.strip("= ")
 
@@ -244,7 +250,7 @@ def doctor(bench: Bench) -> Verdict:
     found = json.loads(done.stdout)
     slow = [op["op"] for op in found["ops"] if op["device"] != "cpu" and "failed" in op["reason"]]
     bench.note(found=found)
-    return done.returncode == 0 and not slow, f"no kernel failed its test, of {len(found['ops'])}"
+    return done.returncode == 0 and not slow, str(found["summary"])
 
 
 def kernels(bench: Bench) -> Verdict:
@@ -277,7 +283,12 @@ def sanitizer(bench: Bench) -> Verdict:
         # Its errors have an exit code of their own.
         words = [tool, "--tool", kind, "--error-exitcode", "86", sys.executable, "-c", SELF_TESTS]
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        try:
+            done = subprocess.run(
+                words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=48
+            )
+        except subprocess.TimeoutExpired:
+            return None, f"{kind}: no answer within 48 s"
         print(done.stdout[-20_000:], done.stderr[-20_000:], flush=True)
         bench.note(**{kind: done.stdout.strip().splitlines()[-1:]})
         if done.returncode:

@@ -114,6 +114,7 @@ def large_project(bench: Bench, **changes: Any) -> Path:
     run = yaml.safe_load(run_file.read_text())
     run["data"] |= {"sequence_length": LENGTH, "train": [{"prefix": str(run_file.parent / "long")}]}
     run["train"] |= {"steps": 12, "precision": "bf16", "device": "cuda"}
+    run["optimizer"] |= {"learning_rate": 1e-4, "minimum_learning_rate": 1e-5}
     run_file.write_text(yaml.safe_dump(run, sort_keys=False))
     generator = np.random.default_rng(0)
     with IndexedWriter(run_file.parent / "long", dtype=np.dtype("<i4")) as writer:

@@ -105,7 +105,7 @@ def _step_seconds(lines: Sequence[dict[str, Any]]) -> float:
 
 def kernel_times(bench: Bench) -> Verdict:
     """One traced step: where its seconds go, by kind of kernel, and the 20 kernels that take most."""
-    run_file = runs.large_project(bench)
+    run_file = runs.large_project(bench, num_layers=8)
     words = ("train.steps=4", "train.trace={first_step: 4, steps: 1, kernels: true}")
     lines = _train(bench, run_file, "log", *words)
     events = json.loads(trace_path(bench.folder / "log", 0).read_text())["traceEvents"]
@@ -140,14 +140,16 @@ def _union(intervals: Iterable[tuple[float, float]]) -> float:
 
 def compiled(bench: Bench) -> Verdict:
     """A step with compiled layers and one in fp16 beside bf16; and of a narrow model, for the host's time."""
-    run_file = runs.large_project(bench)
+    run_file = runs.large_project(bench, num_layers=8)
     few = f"train.steps={bench.pick(9, 2)}"
     plain = _train(bench, run_file, "plain", few, "train.precision=bf16")
     half = _train(bench, run_file, "fp16", few, "train.precision=fp16")
     # A CPU's machine code takes minutes of a compiler; the graphs are the same without it.
     with disabled(bench.pick("", "inductor")):
         fused = _train(bench, run_file, "compiled", few, "train.precision=bf16", "train.compile=true")
-    narrow = runs.large_project(bench, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096)
+    narrow = runs.large_project(
+        bench, num_layers=8, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096
+    )
     thin = _train(bench, narrow, "narrow", few, "train.precision=bf16")
     seconds = {
         name: _step_seconds(lines)

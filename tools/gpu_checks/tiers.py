@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from tests.support.fake_card import FakeCard
 from tools.gpu_checks import runs
 from tools.gpu_checks.bench import Bench, Verdict
+from yuan_train.config.plan import Plan
 from yuan_train.parallel.device import CudaDevice, Device, Mark, Stream
 
 LATE_SECONDS = 0.02
@@ -44,8 +46,8 @@ def tiers(bench: Bench) -> Verdict:
     for precision in bench.pick(("fp32", "bf16"), ("fp32",)):
         differ += _differing(bench, small, 6, f"train.precision={precision}", *FEW)
     if bench.on_card:
-        large = runs.large_project(bench, num_layers=12)
-        differ += _differing(bench, large, 12, "train.steps=4", "train.global_batch_size=4")
+        large = runs.large_project(bench, num_layers=6)
+        differ += _differing(bench, large, 6, "train.steps=4", "train.global_batch_size=4")
     return not differ, f"differ: {', '.join(differ)}" if differ else "the losses and norms of the run without"
 
 
@@ -66,27 +68,37 @@ def late_copies(bench: Bench) -> Verdict:
     return not differ, f"differ: {'; '.join(differ)}" if differ else "the losses and norms of the run without"
 
 
+def late_uncached(bench: Bench) -> Verdict:
+    """As `late_copies`, with memory that goes back to the driver at once: what is freed too early is gone."""
+    # Read when the allocator is first used, which it has not been in this process.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    return late_copies(bench)
+
+
 def _differing(
     bench: Bench, run_file: Path, num_layers: int, *words: str, device: Callable[[], Device] | None = None
 ) -> list[str]:
     """The tiers whose run differs from the one without."""
     words = (*words, *OVERRIDES, f"memory.disk_directory={runs.new_folder(bench)}")
-    plain: dict[str, runs.Curve] = {}
+    plain: dict[str, tuple[runs.Curve, float]] = {}
+    """By recompute, the curve without a tier, and how far it is from itself: a card may add in any order."""
     differ: list[str] = []
+
+    def curve(plan: Plan, device: Device | None = None) -> runs.Curve:
+        return runs.curve(bench, run_file, bench.device.type, *words, plan=plan, device=device)
+
     for name, keys in tiers_of(num_layers).items():
         recompute = keys.get("recompute", "none")
         plan = runs.one_stage(run_file, *words, recompute=recompute)
         if recompute not in plain:
-            plain[recompute] = runs.curve(bench, run_file, bench.device.type, *words, plan=plan)
+            first = curve(plan)
+            plain[recompute] = first, max(runs.apart(curve(plan), first)) if bench.on_card else 0.0
+        wanted, noise = plain[recompute]
         start = time.monotonic()
-        own = runs.on_tiers(plan, **keys)
-        found = runs.curve(
-            bench, run_file, bench.device.type, *words, plan=own, device=device() if device else None
-        )
-        off = runs.apart(found, plain[recompute])
-        bench.note(**{f"{name}, {' '.join(words[:2])}": [*off, round(time.monotonic() - start, 2)]})
+        off = runs.apart(curve(runs.on_tiers(plan, **keys), device() if device else None), wanted)
+        bench.note(**{f"{name}, {' '.join(words[:2])}": [*off, noise, round(time.monotonic() - start, 2)]})
         rounds_alike = not bench.on_card or "optimizer" not in name
-        if max(off) > (0.0 if rounds_alike else EVERYWHERE):
+        if max(off) > max(4 * noise, 0.0 if rounds_alike else EVERYWHERE):
             differ.append(f"{name}, {words[0]}: losses {off[0]:.1e}, norms {off[1]:.1e}")
     return differ
 
