@@ -39,7 +39,7 @@ from yuan_train.train.cards import (
     needs_of,
     node_lines,
 )
-from yuan_train.train.job import Position, choose_device, prepare, types_here
+from yuan_train.train.job import Position, choose_device, choose_planned, prepare, types_here
 from yuan_train.train.run import train
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -128,6 +128,15 @@ def test_a_process_takes_its_card_of_several(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="rank 0.* type RTX-3090 there, but cuda:0 is RTX-4090"):
         choose_device("auto", Position(0, 2, 0, 1), ranks[0], cards=lambda: box[:1])
     assert choose_device("cpu", Position(), ranks[0], cards=lambda: box).is_card is False
+
+
+def test_a_simulated_card_is_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with cards too, where the quick start runs."""
+    monkeypatch.setattr(job_module, "choose_device", partial(choose_device, cards=lambda: [FakeCard()]))
+    ranks = [RankPlan(rank=0, device="box/0", type="Slow")]
+    slow = replace(CATALOGUE["A100-80G"], slowdown=2.0)
+    assert not choose_planned("auto", ranks, Position(), lambda name: slow).is_card
+    assert choose_planned("auto", ranks, Position(), lambda name: replace(slow, slowdown=None)).is_card
 
 
 def test_the_types_of_a_machines_processes() -> None:

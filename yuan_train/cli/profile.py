@@ -242,18 +242,12 @@ def _choose_device(wanted: str, position: Position, cluster: Cluster | None) -> 
 
     Raises ConfigError if it is another, or a processor where the file has a card and `wanted` is not cpu.
     """
-    from yuan_train.train.cards import check_processor
-    from yuan_train.train.job import choose_device, types_here
+    from yuan_train.train.job import choose_device, choose_planned
 
     if cluster is None or position.world_size != len(cluster.cards):
         return choose_device(wanted, position)
     ranks = [RankPlan(rank=i, device=card.name, type=card.type) for i, card in enumerate(cluster.cards)]
-    position = replace(position, types=types_here(ranks, position))
-    entry = ranks[position.rank]
-    device = choose_device(wanted, position, entry)
-    if not device.is_card and wanted != "cpu":
-        check_processor(entry, cluster.device_type(entry.type))
-    return device
+    return choose_planned(wanted, ranks, position, cluster.device_type)
 
 
 def _name_type(

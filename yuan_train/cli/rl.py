@@ -111,7 +111,8 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
     try:
         if role == "generation":
             check_supported(config, None, roles)
-            device = choose_planned(config.train.device, roles.plans[role], own)
+            plan = roles.plans[role]
+            device = choose_planned(config.train.device, plan.ranks, own, plan.find_type)
             start = partial(serve, EngineJob(config, roles, device))
         elif role in ("reference", "reward"):
             check_supported(config, None, roles)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
 from yuan_train.config.express import check_engine
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
@@ -102,7 +103,7 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[Devi
             f"{'process was' if position.world_size == 1 else 'processes were'} started; start one per rank "
             "(yuan-train launch), or make a plan for the available cards"
         )
-    device = choose_planned(run.train.device, plan, position)
+    device = choose_planned(run.train.device, plan.ranks, position, plan.find_type)
     run_beside(device)
     card = device.facts()
     if card is not None and run.train.precision == "bf16":
@@ -123,18 +124,23 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[Devi
     return device, tokenizer
 
 
-def choose_planned(wanted: str, plan: Plan, position: Position) -> Device:
-    """The device of a rank of a plan, as `choose_device` finds it.
+def choose_planned(
+    wanted: str, ranks: Sequence[RankPlan], position: Position, find_type: Callable[[str], DeviceType | None]
+) -> Device:
+    """The device of a rank of a plan, as `choose_device` finds it; `find_type` describes types of cards.
 
-    Raises ConfigError unless it is what the plan means: a card of that type, which torch has code for, or a
-    processor where the plan simulates a card, or `wanted` is cpu.
+    A simulated card is a processor, unless `wanted` is cuda. Raises ConfigError unless the device is what the
+    plan means: a card of that type, which torch has code for, or a processor where `wanted` is cpu.
     """
-    entry = plan.ranks[position.rank]
+    entry = ranks[position.rank]
+    described = find_type(entry.type)
+    if wanted == "auto" and described is not None and described.slowdown is not None:
+        return CPU
     if not position.types:
-        position = replace(position, types=types_here(plan.ranks, position))
+        position = replace(position, types=types_here(ranks, position))
     device = choose_device(wanted, position, entry)
     if not device.is_card and wanted != "cpu":
-        check_processor(entry, plan.find_type(entry.type))
+        check_processor(entry, described)
     return device
 
 
