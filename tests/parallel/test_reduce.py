@@ -24,6 +24,10 @@ def test_reductions_in_bf16_and_in_one_operation(tmp_path: Path) -> None:
     cases[True, "coalesced"] = Case(
         run_file, tmp_path / "coalesced", plans[True], common, without="operation_per_owner"
     )
+    # Three owners, by which not every bucket divides: the last one's rest is an operation of its own.
+    three = parse_plan(run, "1x3: 6@0 / 1x3: 6@1 / 1x2: 6@2", optimizer_sharding=True)
+    for name, without in (("three", "operation_per_owner"), ("three, each", "")):
+        cases[True, name] = Case(run_file, tmp_path / name, three, common, without=without)
     run_cases(list(cases.values()))
     curves = {key: read_metrics(case.folder) for key, case in cases.items()}
     for sharded in (False, True):
@@ -35,3 +39,6 @@ def test_reductions_in_bf16_and_in_one_operation(tmp_path: Path) -> None:
     for key in ("loss", "grad_norm"):
         one, each = ([line[key] for line in curves[key_]] for key_ in ((True, "coalesced"), (True, "fp32")))
         assert one == each
+    for a, b in zip(curves[True, "three"], curves[True, "three, each"], strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-5 * b["loss"]
+        assert abs(a["grad_norm"] - b["grad_norm"]) < 1e-5 * b["grad_norm"]

@@ -136,3 +136,15 @@ def _settle(rank: int, port: int, folder: Path) -> None:
     if rank == 0:
         (folder / "reason").write_text(found.reason)
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("dtype", "narrow"), [(torch.float16, False), (torch.bfloat16, True)])
+def test_sums_of_fp16_products_are_wide(
+    dtype: torch.dtype, narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matmul = torch.backends.cuda.matmul
+    monkeypatch.setattr(matmul, "allow_fp16_reduced_precision_reduction", True)
+    monkeypatch.setattr(matmul, "allow_bf16_reduced_precision_reduction", True)
+    settle_forms(Grid(parse_plan(run_of(6, 8), "1x8: 6@0")), 0, device=CPU, dtype=dtype)
+    assert matmul.allow_fp16_reduced_precision_reduction is narrow
+    assert matmul.allow_bf16_reduced_precision_reduction

@@ -13,9 +13,13 @@ class Ranges:
     sizes: tuple[int, ...]
 
     @cached_property
-    def are_equal(self) -> bool:
-        """Whether all ranks have as many elements."""
-        return len(set(self.sizes)) == 1
+    def each(self) -> int:
+        """Elements that every rank has, if all have as many but the last one, which may have more; else 0.
+
+        An operation for all ranks then does for the leading ones, and another for the last one's rest.
+        """
+        first = self.sizes[0]
+        return first if set(self.sizes[:-1]) <= {first} and self.sizes[-1] >= first else 0
 
     def of(self, index: int) -> tuple[int, int]:
         """The range [start, end) of the rank at a position of the group."""

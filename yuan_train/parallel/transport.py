@@ -322,24 +322,32 @@ class GroupTransport:
         return self._pending(work, (tensor,), what)
 
     def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
-        if not (ranges.are_equal and self._coalesces):
+        if not (ranges.each and self._coalesces):
             return self._each(tensor, ranges, self._reduce_options, self._group.reduce, what)
-        part = self._own_part(tensor, ranges)
+        part, equal, rest = self._equal_parts(tensor, ranges)
         with blame_peers(what, self._ranks):
-            work = getattr(self._group, _REDUCE_SCATTER)(part, tensor)
-        return self._pending(work, (part, tensor), what)
+            works = [getattr(self._group, _REDUCE_SCATTER)(part, equal)]
+            if rest.numel():
+                works.append(self._group.reduce([rest], self._reduce_options[-1]))
+        return self._pending(works, (part, tensor), what)
 
     def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
-        if not (ranges.are_equal and self._coalesces):
+        if not (ranges.each and self._coalesces):
             return self._each(tensor, ranges, self._broadcast_options, self._group.broadcast, what)
-        part = self._own_part(tensor, ranges)
+        part, equal, rest = self._equal_parts(tensor, ranges)
         with blame_peers(what, self._ranks):
-            work = getattr(self._group, _ALL_GATHER)(tensor, part)
-        return self._pending(work, (tensor, part), what)
+            works = [getattr(self._group, _ALL_GATHER)(equal, part)]
+            if rest.numel():
+                works.append(self._group.broadcast([rest], self._broadcast_options[-1]))
+        return self._pending(works, (tensor, part), what)
 
-    def _own_part(self, tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-        start, end = ranges.of(self._index[dist.get_rank()])
-        return tensor[start:end]
+    def _equal_parts(
+        self, tensor: torch.Tensor, ranges: Ranges
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a tensor [n]: this rank's part of what all have equally, all of that, and the rest."""
+        each, index = ranges.each, self._index[dist.get_rank()]
+        equal, rest = tensor.tensor_split([each * len(self._ranks)])
+        return equal[each * index : each * (index + 1)], equal, rest
 
     def _each(
         self,

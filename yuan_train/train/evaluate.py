@@ -17,6 +17,7 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.documents import find_resets
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.objectives.preference import reward_loss
+from yuan_train.train.forms import keep_wide_sums
 from yuan_train.train.objective import row_scores
 
 BATCH_SIZE = 8
@@ -61,6 +62,8 @@ def load_trained(
 ) -> TrainedModel:
     """The model of a checkpoint, and its tokenizer unless another is given. Raises YuanError."""
     tokenizer_path = tokenizer or checkpoint.tokenizer
+    if dtype == torch.float16:
+        keep_wide_sums()
     choose_ops(checkpoint.model, device, dtype)
     model = Transformer(checkpoint.model, device=device, dtype=dtype)
     load_weights(checkpoint, model)

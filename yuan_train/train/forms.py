@@ -52,6 +52,8 @@ def settle_forms(grid: Grid, rank: int, *, device: Device, dtype: torch.dtype) -
     Raises ConfigError, on all ranks, if some of a group compute with the definitions and others do not.
     """
     ops.forget_fallbacks()
+    if dtype == torch.float16:
+        keep_wide_sums()
     mine = RankForms(_card(device), tuple(choose_ops(grid.plan.model, device.torch, dtype)))
     if not dist.is_initialized():
         return
@@ -72,6 +74,15 @@ def settle_forms(grid: Grid, rank: int, *, device: Device, dtype: torch.dtype) -
                     fault.reason,
                     ", ".join(map(str, group)),
                 )
+
+
+def keep_wide_sums() -> None:
+    """Let CUDA add up the parts of a product of fp16 in fp32 alone: what is beyond 65504 overflows in fp16.
+
+    That is torch's setting of a process. In bf16, whose range is that of fp32, parts are rounded at most, and
+    torch's default stays.
+    """
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def alike_groups(grid: Grid, cards: Sequence[str]) -> list[tuple[int, ...]]:
