@@ -55,18 +55,10 @@ def build(
     run, plan, rank = job.run, job.plan, job.position.rank
     dtype = DTYPES[run.train.precision]
     settle_forms(Grid(plan), rank, device=job.device, dtype=dtype)
-    sharding, row_blocks = sharding_of(run.model)
-    parts = ModelParts(
-        build=partial(build_part, run.model, dtype),
-        initial=_initial(job) if trained else None,
-        sharding=sharding,
-        row_blocks=row_blocks,
-        compile=_compile if run.train.compile else None,
-    )
     runtime = parallelize(
         plan,
         rank,
-        parts,
+        _model_parts(job, dtype, trained=trained),
         device=job.device,
         dtype=dtype,
         timeout_seconds=run.train.timeout,
@@ -121,6 +113,19 @@ def build(
             _load_start(job.start, trainer)
         return trainer, Progress.initial(run)
     return trainer, restore(job.checkpoint, trainer, run)
+
+
+def _model_parts(job: Job, dtype: torch.dtype, *, trained: bool) -> ModelParts:
+    """How the job's model is built, sharded and initialised."""
+    run = job.run
+    sharding, row_blocks = sharding_of(run.model)
+    return ModelParts(
+        build=partial(build_part, run.model, dtype),
+        initial=_initial(job) if trained else None,
+        sharding=sharding,
+        row_blocks=row_blocks,
+        compile=_compile if run.train.compile else None,
+    )
 
 
 def _runner_of(
