@@ -45,7 +45,7 @@ _SAID_BELOW = (("global_batch_size",), ("compile",), ("trace",), ("output",))
 
 
 def _sizes(run: RLConfig) -> Iterator[Violation]:
-    model, train, generation = run.model, run.train, run.generation
+    model, train, generation, group = run.model, run.train, run.generation, run.algorithm.group
     if "{prompt}" not in run.data.template:
         yield Violation(("data", "template"), f"{run.data.template!r} has no {{prompt}}; say where it goes")
     if run.sequence_length > model.max_sequence_length:
@@ -75,7 +75,6 @@ def _sizes(run: RLConfig) -> Iterator[Violation]:
         yield Violation(
             ("optimizer", "update"), "delayed: answers would be drawn by weights that lag behind; set exact"
         )
-    group = run.algorithm.group
     if train.prompts_per_step % run.algorithm.updates:
         yield Violation(
             ("train", "prompts_per_step"),

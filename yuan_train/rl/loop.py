@@ -380,8 +380,7 @@ def _metrics(
     training_seconds: float,
     evaluation: dict[str, float] | None,
 ) -> RLMetrics:
-    run, plan = job.run, job.policy.plan
-    seconds, of_ranks = measured.step_seconds, measured.of_ranks
+    run, plan, seconds, of_ranks = job.run, job.policy.plan, measured.step_seconds, measured.of_ranks
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = [reward for group in batch.groups for reward in group.rewards]
     scores = [row for group in batch.groups for row in group.scores]

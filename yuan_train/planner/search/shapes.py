@@ -129,9 +129,7 @@ def read_options(
     list; raises ConfigError for a key that has no others.
     """
 
-    def joined(values: Sequence[str]) -> str:
-        return ", ".join(values)
-
+    joined = ", ".join
     expressible = search.engine is not None and "yuan" not in search.engine
     if expressible:
         search = narrowed(search)
