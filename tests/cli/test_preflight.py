@@ -183,6 +183,8 @@ def ssh(tmp_path: Path) -> str:
     for name, facts in (("a", machine()), ("b", machine()), ("c", unlike)):
         line, _ = judged(facts)
         (tmp_path / f"{name}.json").write_text(json.dumps(facts | {"summary": line, "findings": []}))
+    (tmp_path / "old.json").write_text('{"versions": {"yuan-train": "0.0.9"}}')
+    (tmp_path / "cut.json").write_text('{"versions": {"yuan')
     return str(program)
 
 
@@ -214,6 +216,13 @@ def test_the_command_that_a_machine_runs(
     assert answer["obstacles"] == []
     facts = answer["nodes"]["real"]
     assert facts["summary"].startswith("ready for: ") and facts["surroundings"]["open_files"] > 0
+
+
+def test_answers_that_cannot_be_compared(ssh: str) -> None:
+    found = doctor_nodes.ask_nodes(["old", "cut", "a"], ssh, hidden=64)
+    assert found["old"] == "its yuan-train is another release (0.0.9)"
+    assert str(found["cut"]).startswith("its answer is not JSON")
+    assert len(doctor_nodes.obstacles(found)) == 2
 
 
 def test_an_ssh_that_is_not_there() -> None:

@@ -54,12 +54,19 @@ def _ask(command: Sequence[str]) -> Facts | str:
     # A login may print its greeting before.
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     if ran.returncode == 0 and lines:
-        try:
-            return json.loads(lines[-1])
-        except ValueError:
-            return f"its answer is not JSON: {lines[-1][:200]}"
+        return _read(lines[-1])
     said = [line.strip() for line in (ran.stderr or ran.stdout).splitlines() if line.strip()]
     return f"{said[-1] if said else 'it said nothing'} (exit code {ran.returncode})"
+
+
+def _read(line: str) -> Facts | str:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return f"its answer is not JSON: {line[:200]}"
+    if "summary" not in found:
+        return f"its yuan-train is another release ({found.get('versions', {}).get('yuan-train')})"
+    return found
 
 
 def differences(found: Mapping[str, Facts]) -> dict[str, dict[str, list[str]]]:

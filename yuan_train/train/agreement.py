@@ -35,6 +35,7 @@ from yuan_train.train.cards import (
     driver_version,
     find_fault,
     host_note,
+    machine_id,
     nccl_version,
     needs_of,
     node_lines,
@@ -151,6 +152,7 @@ def _tell_card(job: Job) -> RankCard | None:
     return RankCard(
         rank=entry.rank,
         host=socket.gethostname(),
+        machine=machine_id(),
         device=entry.device,
         facts=facts,
         uses_nccl=uses_nccl,

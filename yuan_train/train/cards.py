@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from yuan_train.parallel.device import CardFacts, CardMemory, cuda_of_driver
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that choose among a machine's cards, and number those anew."""
 
-DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+DRIVER_VERSION, BOOT = Path("/proc/driver/nvidia/version"), Path("/proc/sys/kernel/random/boot_id")
 WHEELS = "https://download.pytorch.org/whl"
 
 MAX_LISTED = 4
@@ -193,6 +194,11 @@ def driver_version(path: Path = DRIVER_VERSION) -> str | None:
     return found[1] if found else None
 
 
+def machine_id(path: Path = BOOT) -> str:
+    """What no other machine has, whatever its name: Linux draws it at each start; elsewhere the name."""
+    return path.read_text(encoding="ascii").strip() if path.exists() else socket.gethostname()
+
+
 def nccl_version() -> str | None:
     """The version of NCCL that torch uses; None if it is built without."""
     if not dist.is_nccl_available():
@@ -295,6 +301,8 @@ class RankCard:
 
     rank: int
     host: str
+    machine: str
+    """What tells machines of one host name apart: each has it from its last start."""
     device: str
     """Its name in the plan."""
     facts: CardFacts
@@ -312,7 +320,7 @@ def find_fault(cards: Sequence[RankCard]) -> str | None:
         # Slices of a card (MIG) have its address.
         if not card.uses_nccl or address is None or " MIG " in card.facts.name:
             continue
-        other = taken.setdefault((card.host, address), card)
+        other = taken.setdefault((card.machine, address), card)
         if other is not card:
             return (
                 f"ranks {other.rank} ({other.device}) and {card.rank} ({card.device}) of {card.host} have "
@@ -340,8 +348,8 @@ def node_lines(cards: Sequence[RankCard]) -> Iterator[str]:
     """A line for each machine: its ranks' cards, driver, CUDA and NCCL."""
     machines: dict[str, list[RankCard]] = {}
     for card in cards:
-        machines.setdefault(card.host, []).append(card)
-    for host, own in machines.items():
+        machines.setdefault(card.machine, []).append(card)
+    for own in machines.values():
         names: dict[str, int] = {}
         for card in own:
             facts = card.facts
@@ -352,4 +360,4 @@ def node_lines(cards: Sequence[RankCard]) -> Iterator[str]:
         first, ranks = own[0], ", ".join(str(card.rank) for card in own)
         known = {"driver": first.driver, "CUDA": first.facts.cuda, "NCCL": first.nccl}
         versions = ", ".join(f"{name} {version}" for name, version in known.items() if version is not None)
-        yield f"{host}: rank{'s' * (len(own) > 1)} {ranks}: {held}; {versions}"
+        yield f"{first.host}: rank{'s' * (len(own) > 1)} {ranks}: {held}; {versions}"
