@@ -84,9 +84,11 @@ def varlen_attention() -> Callable[..., Any] | None:
 def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [documents + 1]: where each document begins, and the end of the last.
 
-    Cached, because a copy to a GPU waits for it, and all layers of a micro-batch have the same documents.
+    Cached, because all layers of a micro-batch have the same documents. A card copies them out of pinned
+    memory, which torch keeps until it has: else the host would wait there for all compute before.
     """
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return borders if device.type == "cpu" else borders.pin_memory().to(device, non_blocking=True)
 
 
 # --- whole sequences ---------------------------------------------------------------------------------------

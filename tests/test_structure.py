@@ -209,3 +209,25 @@ def test_files_that_the_docs_name_exist() -> None:
     }
     missing = [f"{doc}: {name}" for doc, name in sorted(names) if not any(ROOT.glob(name.rstrip("/")))]
     assert not missing, missing
+
+
+ASKS_CUDA = {
+    "yuan_train/parallel/device.py",
+    # Versions of what is installed, before there is a device.
+    "yuan_train/train/cards.py",
+    # megatron-core asks it in many places; without a card the shim answers.
+    "yuan_train/megatron/shim.py",
+    "yuan_train/megatron/spec.py",
+}
+
+
+def test_one_module_asks_cuda() -> None:
+    """What asks anywhere else runs on no fake card, so that no test sees it."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in sources("yuan_train")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda")
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"))
+    }
+    assert found == ASKS_CUDA

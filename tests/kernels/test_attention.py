@@ -194,3 +194,26 @@ def test_repeated_heads_reach_the_kernel(kind, calls, monkeypatch):
     assert calls and all(not call[3] and call[0] == call[1] == call[2] for call in calls)
     for a, b in zip(repeated, grouped, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_card_copies_the_borders_of_documents_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of pinned memory, without the host's waiting; a device without memory stands for the card."""
+    pinned: list[torch.Tensor] = []
+    copied: list[tuple[bool, dict[str, object]]] = []
+    to = torch.Tensor.to
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def copy(tensor: torch.Tensor, *where: object, **how: object) -> torch.Tensor:
+        copied.append((any(tensor is one for one in pinned), how))
+        return to(tensor, *where, **how)  # pyright: ignore
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    attention._borders.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    for _ in "two layers":
+        found = attention._borders((3, 2), torch.device("meta"))  # pyright: ignore[reportPrivateUsage]
+    assert found.shape == (3,) and copied == [(True, {"non_blocking": True})]
+    assert pinned[0].tolist() == [0, 3, 5]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import LostRank
+from yuan_train.parallel import groups
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.parallel.grid import Edge, Grid
-from yuan_train.parallel.groups import Groups, init_distributed, make_pair, shutdown
+from yuan_train.parallel.groups import Groups, init_distributed, make_groups, make_pair, shutdown
 from yuan_train.parallel.ranges import Ranges
 from yuan_train.parallel.transport import (
     HostStagedTransport,
@@ -157,3 +161,44 @@ GLOO = "[/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 )
 def test_only_a_lost_connection_blames_a_peer(error: Exception, is_lost: bool) -> None:
     assert is_lost_connection(error) == is_lost
+
+
+def test_messages_have_communicators_of_their_own_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few thread blocks, so that the compute keeps its own, on a stream that goes before it; not so sums."""
+    card = FakeCard()
+    card.library = "nccl"
+    made: dict[tuple[int, ...], set[object]] = {}
+
+    def new_group(ranks: list[int], *, timeout: object, backend: str, pg_options: object) -> None:
+        made.setdefault(tuple(ranks), set()).add((backend, pg_options))
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(groups, "_warm_up", lambda *_: None)
+    run = run_config(make_project(tmp_path))
+    make_groups(Grid(parse_plan(run, "1x4: 3@0 | 3@1 / 1x4: 3@2 | 3@3")), device=card, timeout_seconds=1)
+    messages = {("nccl", "for messages")}
+    assert {ranks for ranks, kinds in made.items() if kinds == messages} == {(0, 1), (1, 0), (2, 3), (3, 2)}
+    assert {(0, 2), (1, 3)} < {ranks for ranks, kinds in made.items() if kinds == {("nccl", None)}}
+    made.clear()
+    make_pair((0, 1), device=card, via_host=False, timeout_seconds=1)
+    make_pair((0, 2), device=card, via_host=True, timeout_seconds=1)
+    assert made == {(0, 1): messages, (0, 2): {("gloo", None)}}
+
+
+def test_what_nccl_is_told_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        def __init__(self, *, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = SimpleNamespace(max_ctas=32)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    options = CudaDevice(0).message_options(timedelta(seconds=7))
+    assert options.is_high_priority_stream and options.config.max_ctas == 4
+    # Torch warns of another timeout than the group's, and a warning is an error.
+    assert options._timeout == timedelta(seconds=7)
+    assert CPU.message_options(timedelta(seconds=7)) is None

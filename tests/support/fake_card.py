@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -306,6 +307,9 @@ class FakeCard:
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
 
     # --- streams and time ---------------------------------------------------------------------------------
+
+    def message_options(self, timeout: timedelta) -> Any:
+        return "for messages" if self.library == "nccl" else None
 
     def use(self) -> None:
         self._chosen.yes = True

@@ -10,13 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.config.units import show_bytes
+
+MESSAGE_CTAS = 4
+"""Thread blocks of an NCCL communicator of two ranks that carries messages.
+
+Each takes an SM from the compute, and has buffers on the card; by default there are up to 32, for the rate of
+NVLink. A message crosses a NIC or PCIe with fewer than four (an estimate: it was not measured on cards).
+"""
 
 
 class Mark(Protocol):
@@ -92,6 +101,11 @@ class Device(Protocol):
     """Whether it works behind the host's back, in memory of its own."""
     library: Literal["gloo", "nccl"]
     """What moves tensors between devices of this kind."""
+
+    def message_options(self, timeout: timedelta) -> Any:
+        """The `pg_options` of a process group of `library` that carries messages beside the compute; None:
+        its own."""
+        ...
 
     def use(self) -> None:
         """Let what this thread enqueues belong to this device. A thread that has not would make a context on
@@ -201,6 +215,9 @@ class CpuDevice:
     is_card = False
     library: Literal["gloo", "nccl"] = "gloo"
 
+    def message_options(self, timeout: timedelta) -> Any:
+        return None
+
     def use(self) -> None:
         return
 
@@ -297,6 +314,15 @@ class CudaDevice:
 
     def __init__(self, number: int) -> None:
         self.torch = torch.device("cuda", number)
+
+    def message_options(self, timeout: timedelta) -> Any:
+        nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue]
+        # A message that waits for free SMs behind the compute would hold up another card.
+        options = nccl.Options(is_high_priority_stream=True)
+        options.config.max_ctas = MESSAGE_CTAS
+        # Torch warns if it differs from that of the group.
+        options._timeout = timeout
+        return options
 
     def use(self) -> None:
         torch.cuda.set_device(self.torch)

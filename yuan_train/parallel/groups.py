@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -220,10 +220,11 @@ def make_groups(
 
     rank = dist.get_rank()
 
-    def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def new_group(ranks: tuple[int, ...], *, of_messages: bool = False) -> dist.ProcessGroup:
         via_host = rank in ranks and grid.plan.via_host(ranks)
-        library = library_of(device, via_host=via_host)
-        return _new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=library)
+        library, timeout = library_of(device, via_host=via_host), timedelta(seconds=timeout_seconds)
+        options = device.message_options(timeout) if of_messages and library == device.library else None
+        return _new_group(ranks, timeout=timeout, backend=library, options=options)
 
     def transport(ranks: tuple[int, ...], group: dist.ProcessGroup) -> GroupTransport:
         return transport_of(group, ranks, device=device, via_host=grid.plan.via_host(ranks))
@@ -232,7 +233,7 @@ def make_groups(
     edges: dict[Edge, GroupTransport] = {}
     for edge in grid.edges:
         ranks = (edge.sender, edge.receiver)
-        group = new_group(ranks)
+        group = new_group(ranks, of_messages=True)
         if own[0] in ranks:
             edges[edge] = transport(ranks, group)
     shared = dict.fromkeys(
@@ -292,7 +293,9 @@ def make_pair(
 ) -> GroupTransport:
     """A group of two ranks, to be freed by them; collective over all ranks."""
     library, timeout = library_of(device, via_host=via_host), timedelta(seconds=timeout_seconds)
-    group = _new_group(ranks, timeout=timeout, backend=library)
+    # As an edge of a plan, whose rate it measures.
+    options = device.message_options(timeout) if library == device.library else None
+    group = _new_group(ranks, timeout=timeout, backend=library, options=options)
     return transport_of(group, ranks, device=device, via_host=via_host)
 
 
@@ -308,11 +311,12 @@ def make_save_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
 
 
 def _new_group(
-    ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
+    ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None, options: Any = None
 ) -> dist.ProcessGroup:
     """A group, of which a rank outside gets a placeholder. All ranks go through it."""
     # A group does not inherit the timeout of the world.
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timeout, backend=backend))
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+    return cast(dist.ProcessGroup, group)
 
 
 def _warm_up(groups: Groups, device: Device, seconds: float) -> None:
