@@ -6,14 +6,17 @@ import argparse
 import importlib.util
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.launch import check_driver
 from yuan_train.config.environment import set_rank_defaults
-from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.errors import ConfigError, YuanError, say
 from yuan_train.config.express import INSTALL
 from yuan_train.config.plan_files import load_plan
-from yuan_train.config.run import Engine, load_run
+from yuan_train.config.run import DataConfig, Engine, load_run
+from yuan_train.data.indexed import IndexedDataset, idx_path, strip_suffix
+from yuan_train.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from yuan_train.train.stepper import BuildStepper
@@ -46,10 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
             _check_installed()
         if plan is not None and plan.world_size == 1 and config.train.device != "cpu":
             check_driver(plan, (0,))
+        _check_there(config.data)
     except YuanError as error:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             # Said at once, without torch.
             raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            say(error)
         config, fault = None, error
     from yuan_train.train.ending import fail_together
     from yuan_train.train.job import find_position, prepare
@@ -78,6 +84,15 @@ def _engine(name: Engine) -> BuildStepper:
     from yuan_train.train.stepper import build_stepper
 
     return build_stepper
+
+
+def _check_there(data: DataConfig) -> None:
+    """Raise DataError for a tokenizer or a corpus that is missing here: seconds before torch is there."""
+    if data.tokenizer is not None and not Path(data.tokenizer).exists():
+        Tokenizer.load(data.tokenizer)
+    for source in (*data.train, *data.validation):
+        if not idx_path(strip_suffix(source.prefix)).exists():
+            IndexedDataset(source.prefix)
 
 
 def _check_installed() -> None:

@@ -1,0 +1,149 @@
+"""Two agents with unlike numbers of ranks, as on two machines with unlike numbers of cards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_lost_ranks import Host, three_hosts, wait_for_steps
+from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone
+from tests.support.spawn import free_port, start_command
+from yuan_train.config.plan_files import save_plan
+
+STEPS = 3
+SECONDS = 10.0
+HERE = Host((), {"MASTER_ADDR": "127.0.0.1"})
+CUTS = {(2, 1): "1x8: 2@0 | 2@1 | 2@2", (1, 3): "1x4: 3@0 | 3@1 / 2x2: 4@2 | 2@3"}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, its losses in one process, and a plan for each pair of agents, whose nodes are a and b."""
+    folder = tmp_path_factory.mktemp("project")
+    run_file = make_project(folder)
+    for (first, second), text in CUTS.items():
+        plan = parse_plan(run_config(run_file), text)
+        devices = [f"a/{i}" for i in range(first)] + [f"b/{i}" for i in range(second)]
+        ranks = tuple(replace(r, device=d) for r, d in zip(plan.ranks, devices, strict=True))
+        save_plan(folder / f"plan-{first}-{second}.yaml", replace(plan, ranks=ranks))
+    run_alone(Case(run_file, folder / "alone", overrides=words(STEPS)))
+    return folder
+
+
+def words(steps: int) -> tuple[str, ...]:
+    return (f"train.steps={steps}", "optimizer.decay_steps=20", "validation.every=0")
+
+
+@contextmanager
+def started(
+    lines: Sequence[Sequence[str]], hosts: Sequence[Host], logs: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A process for each line on its host, whose output goes to `logs`; each is ended at the end."""
+    agents: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack:
+        for number, (line, host) in enumerate(zip(lines, hosts, strict=True)):
+            log = stack.enter_context((logs / f"agent-{number}").open("wb"))
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **host.environment}
+            command = [*host.prefix, sys.executable, "-m", *line]
+            agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        try:
+            yield agents
+        finally:
+            for agent in agents:
+                # An agent ends its ranks.
+                agent.terminate()
+            for agent in agents:
+                agent.wait(timeout=60)
+
+
+def check_losses(project: Path, log: Path) -> None:
+    alone, together = read_metrics(project / "alone"), read_metrics(log)
+    for found, wanted in zip(together[:STEPS], alone, strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
+@contextmanager
+def on_loopback() -> Iterator[list[Host]]:
+    yield [HERE, HERE]
+
+
+@pytest.mark.parametrize("network", [on_loopback, pytest.param(three_hosts, marks=pytest.mark.slow)])
+def test_launch_on_two_nodes_trains_as_one_process_and_ends_as_one(
+    project: Path, tmp_path: Path, network
+) -> None:
+    """Two ranks and one. Then the one is killed: both agents end in time, and both say whose end it was."""
+    with network() as hosts:
+        meeting = f"{hosts[0].environment['MASTER_ADDR']}:{free_port()}"
+        files = ("--config", str(project / "run.yaml"), "--plan", str(project / "plan-2-1.yaml"))
+        line = [
+            "yuan_train",
+            "launch",
+            *files,
+            "--rendezvous",
+            meeting,
+            f"log.directory={tmp_path}",
+            *words(100000),
+        ]
+        with started([[*line, "--this-node", node] for node in "ab"], hosts[:2], tmp_path) as agents:
+            wait_for_steps(tmp_path, lambda: all(agent.poll() is None for agent in agents))
+            while len(read_metrics(tmp_path)) < STEPS:
+                time.sleep(0.05)
+            check_losses(project, tmp_path)
+            (victim,) = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
+            os.kill(int(victim), signal.SIGKILL)
+            began = time.monotonic()
+            codes = [agent.wait(timeout=60) for agent in agents]
+            assert time.monotonic() - began < SECONDS
+    assert codes == [1, 1]
+    first, second = ((tmp_path / f"agent-{n}").read_text() for n in (0, 1))
+    assert "error: the run ends: rank 2 (b/0 on" in first and "does not answer: killed" in first
+    assert "error: rank 2 was killed by SIGKILL" in second
+    assert "c10::" not in first + second and "Traceback" not in first + second
+
+
+def test_torchrun_on_two_nodes_trains_as_one_process(project: Path, tmp_path: Path) -> None:
+    """One rank and three, in two unlike pipelines of which one lies on both nodes."""
+    files = ("--config", str(project / "run.yaml"), "--plan", str(project / "plan-1-3.yaml"))
+    train = ["-m", "yuan_train", "train", *files, f"log.directory={tmp_path}", *words(STEPS)]
+    port = free_port()
+    lines = [
+        ["torch.distributed.run", "--nnodes=2", f"--node-rank={n}", f"--nproc-per-node={ranks}"]
+        + ["--master-addr=127.0.0.1", f"--master-port={port}", *train]
+        for n, ranks in enumerate((1, 3))
+    ]
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        assert [agent.wait(timeout=120) for agent in agents] == [0, 0], (tmp_path / "agent-1").read_text()
+    check_losses(project, tmp_path)
+
+
+def test_a_missing_tokenizer_is_named_though_the_other_node_never_comes(
+    project: Path, tmp_path: Path
+) -> None:
+    """Rank 2, the only one of the second node, at a meeting point where nobody is."""
+    environment = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    files = ("--config", project / "run.yaml", "--plan", project / "plan-2-1.yaml")
+    log = tmp_path / "stderr"
+    # What the server of processes imports first is no part of it.
+    assert start_command(["--version"], log, environment={}).wait(within_seconds=60) == (0, "")
+    began = time.monotonic()
+    rank = start_command(["train", *files, "data.tokenizer=nowhere"], log, environment=environment)
+    try:
+        while "nowhere: no tokenizer" not in (log.read_text() if log.exists() else ""):
+            assert time.monotonic() - began < 5
+            time.sleep(0.02)
+        code, said = rank.wait(within_seconds=10)
+    finally:
+        rank.kill()
+    assert code == 2 and said.count("no tokenizer") == 1 and len(said.splitlines()) == 1, said
