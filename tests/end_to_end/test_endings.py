@@ -114,6 +114,9 @@ ENDINGS = {
     "bug, others hang": Ending(1, "KeyError", {0: stuck_for_ever, 1: with_a_bug, 2: stuck_for_ever}),
     "killed": Ending(2, GONE, {2: killed}, codes=frozenset({1, -9})),
     "killed, others hang": Ending(1, GONE, {0: stuck_for_ever, 1: killed}, codes=frozenset({1, -9})),
+    "killed, nobody notices": Ending(
+        1, GONE, {0: stuck_for_ever, 1: killed, 2: stuck_for_ever}, codes=frozenset({1, -9})
+    ),
     "first killed": Ending(
         0, "is gone, and with it the ranks' meeting point", {0: killed}, codes=frozenset({1, -9})
     ),

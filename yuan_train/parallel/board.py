@@ -6,8 +6,9 @@ those that stand in an operation of NCCL or gloo that nothing will end. Keys, be
 
 - `came`, `came/R`: how many ranks are there, and where rank R runs;
 - `failed`: the fault that ends the run. The first writer wins;
+- `line/R`: where rank R listens for the rank before it, whose connection ends when R does;
 - `lost`, `here/R`: a rank has lost another one and calls the roll. Who does not answer is gone;
-- `heard`, `left`: how many know of the fault, or have ended well. The store's host leaves last.
+- `heard`, `left`, `left/R`: how many know of the fault, or have ended well. The store's host leaves last.
 """
 
 from __future__ import annotations
@@ -170,6 +171,12 @@ class Board:
         self._heard: Fault | None = None
         """What ends the run, once this rank knows of it; the store may be gone by the next look."""
         self._all.set(f"came/{meeting.rank}", self._place)
+        # By the address that reaches the store, others on its network reach this rank.
+        self._listener = socket.create_server(("", 0))
+        self._all.set(
+            f"line/{meeting.rank}", f"{self._line.getsockname()[0]} {self._listener.getsockname()[1]}"
+        )
+        self._next: tuple[int, socket.socket] | None = None
 
     def narrow(self, members: Sequence[int]) -> None:
         """Once all have come: end with these ranks alone, this one among them."""
@@ -196,6 +203,30 @@ class Board:
         if fault is not None:
             self.wait_until_heard(fault)
             raise fault.as_error()
+
+    def join_ring(self) -> None:
+        """Hold a connection to the next rank, to notice its end where no library does; none if it cannot be
+        reached. Once all ranks have come."""
+        following = self.members[(list(self.members).index(self.meeting.rank) + 1) % len(self.members)]
+        if following == self.meeting.rank:
+            return
+        with suppress(OSError, RuntimeError):
+            host, port = self._all.get(f"line/{following}").decode().split()
+            line = socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS)
+            line.setblocking(False)
+            self._next = following, line
+
+    def look_around(self) -> Fault | None:
+        """As `look`; and calls the roll if the next rank has ended without a word."""
+        fault = self.look()
+        if fault is not None or self._next is None or not _is_closed(self._next[1]):
+            return fault
+        following, _ = self._next
+        self._next = None
+        with suppress(RuntimeError):
+            if self._own.check([f"left/{following}"]):
+                return None
+        return self.accuse(f"the connection to rank {following} has ended")
 
     def look(self) -> Fault | None:
         """What ends the run, if anything does. Answers a roll call on the way."""
@@ -251,9 +282,12 @@ class Board:
         """At the end of a run that went well. The first rank leaves last, for the store may end with it."""
         if not self._is_gone():
             with suppress(RuntimeError):
+                self._own.set(f"left/{self.meeting.rank}", "")
                 self._own.add("left", 1)
         if self.meeting.rank == 0:
             self._wait_for("left", len(self.members), LEFT_SECONDS)
+        for line in (self._listener, self._line, *([self._next[1]] if self._next is not None else [])):
+            line.close()
 
     def name(self, rank: int) -> str:
         """A rank, for people, with where it runs if it has come."""
@@ -293,13 +327,7 @@ class Board:
 
     def _is_gone(self) -> bool:
         """Whether the store's holder has ended. Asked first: torch prints a stack dump for what is gone."""
-        try:
-            return self._line.recv(1) == b""
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            # Else the network has failed, which may pass: training goes on as long as its own links do.
-            return error.errno in (errno.ECONNRESET, errno.EPIPE)
+        return _is_closed(self._line)
 
     def _without_store(self) -> Fault:
         meeting = self.meeting
@@ -307,6 +335,17 @@ class Board:
             f"is gone, and with it the ranks' meeting point {meeting.host}:{meeting.port}: killed or crashed"
         )
         return Fault(0, meeting.holder, text)
+
+
+def _is_closed(line: socket.socket) -> bool:
+    """Whether the process at the other end has ended; nobody says anything on this connection."""
+    try:
+        return line.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # Else the network has failed, which may pass: training goes on as long as its own links do.
+        return error.errno in (errno.ECONNRESET, errno.EPIPE)
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -120,11 +120,12 @@ class Ending:
         board = self._board
         assert board is not None
         seconds = POLL_SECONDS * max(1.0, len(board.members) / RANKS_A_LOOK)
+        board.join_ring()
         fault = None
         while fault is None:
             if self._stop.wait(seconds):
                 return
-            fault = board.look()
+            fault = board.look_around()
         if self._failed is None and not self._stop.wait(GRACE_SECONDS) and self._failed is None:
             _say_cause(fault)
             self._exit_code = fault.exit_code
