@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.end_to_end.test_lost_ranks import wait_for_steps
 from tests.support.fake_card import FakeCard
 from tests.support.project import make_plan, make_project, run_config
 from tests.support.spawn import Around, start_ranks
@@ -140,6 +141,21 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ranks = tuple(replace(rank, device=f"{'ab'[rank.rank > 1]}/{rank.rank % 2}") for rank in plan.ranks)
     save_plan(folder / "plan.yaml", replace(plan, ranks=ranks))
     return folder
+
+
+def test_a_stopped_rank_is_named_after_the_timeout(project: Path, tmp_path: Path) -> None:
+    """The first, which holds the meeting point too. The last only waits for the one between."""
+    words = ["train", "--config", project / "run.yaml", "--plan", project / "plan.yaml", "validation.every=0"]
+    words += ["train.steps=1000", "train.timeout=3 s", f"log.directory={tmp_path}"]
+    with start_ranks(words, tmp_path, 3) as ranks:
+        wait_for_steps(tmp_path, lambda: all(rank.process.is_alive() for rank in ranks))
+        assert ranks[0].process.pid is not None
+        os.kill(ranks[0].process.pid, signal.SIGSTOP)
+        for rank in ranks[1:]:
+            code, said = rank.wait(within_seconds=3 + SECONDS)
+            assert (
+                code == 1 and "error: the run ends: rank 0: does not answer at the ranks' meeting" in said
+            ), said
 
 
 @pytest.mark.parametrize("name", ENDINGS)

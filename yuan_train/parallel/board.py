@@ -329,6 +329,14 @@ class Board:
         """Whether the store's holder has ended. Asked first: torch prints a stack dump for what is gone."""
         return _is_closed(self._line)
 
+    def unanswered(self) -> Fault:
+        """What a rank knows to which the store has not answered in time."""
+        meeting = self.meeting
+        text = (
+            f"does not answer at the ranks' meeting point {meeting.host}:{meeting.port}: stopped or cut off"
+        )
+        return Fault(0, meeting.holder, text)
+
     def _without_store(self) -> Fault:
         meeting = self.meeting
         text = (

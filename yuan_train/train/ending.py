@@ -56,6 +56,8 @@ class Ending:
         self._stop = threading.Event()
         self._failed: BaseException | None = None
         """The error of the main thread, once it says it."""
+        self._has_told = False
+        """Whether the store has answered since."""
         self._exit_code = 1
         self._thread = threading.Thread(target=self._watch, name="ending", daemon=True)
         if board is not None:
@@ -105,6 +107,7 @@ class Ending:
             cause = board.look() or board.accuse(_text(error))
         else:
             cause = board.report(_text(error), self._exit_code)
+        self._has_told = True
         found = error
         if cause is not None and cause.text != _text(error):
             found = _say_cause(cause)
@@ -141,6 +144,8 @@ class Ending:
 
         def end() -> None:
             if not self._stop.wait(seconds):
+                if self._failed is not None and not self._has_told and self._board is not None:
+                    _say_cause(self._board.unanswered())
                 self._end()
 
         threading.Thread(target=end, name="last resort", daemon=True).start()
