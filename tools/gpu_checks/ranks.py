@@ -33,7 +33,7 @@ SUITES = ("equality", "plans", "zero", "loss_scale", "activation_offload", "para
 SUITE_SECONDS = 160
 END_SECONDS = 10
 """In which all ranks end when one is lost."""
-FULL = "per_process_memory_fraction:0.01"
+FULL = "per_process_memory_fraction:0.0005"
 """For torch's allocator: of a card, what a rank may take that is to run out of memory."""
 CPU_TYPE = DeviceType(memory=2**32, fp32=1e11, memory_bandwidth=1e10, backend="gloo")
 MODEL_WORK_TOLERANCE = 0.2
@@ -104,7 +104,9 @@ def lost_rank(bench: Bench) -> Verdict:
 
 def full_card(bench: Bench) -> Verdict:
     """Let one of four ranks run out of memory: when all end, and whether the others name it."""
-    with _four_ranks(bench, {1: {"PYTORCH_CUDA_ALLOC_CONF": FULL}}, hidden_size=1024) as ranks:
+    with _four_ranks(
+        bench, {1: {"PYTORCH_CUDA_ALLOC_CONF": FULL}}, hidden_size=2048, num_attention_heads=16
+    ) as ranks:
         return _ending(bench, ranks, words=r"rank 1\b", asked=(0, 1, 2, 3), late=60)
 
 
