@@ -134,7 +134,7 @@ def disabled(key: str) -> Iterator[None]:
         "operation_per_owner": (transport, "GlooTransport", _Coalescing),
         "page_gradient_up": (ParameterPages, "take", _forget_sums),
         "activation_fetch": (ActivationTiers, "_fetch", _fetch_nothing),
-        "host_copy": (transport, "_host_copy", torch.zeros_like),
+        "host_copy": (transport, "_host_copy", lambda tensor, device: torch.zeros_like(tensor)),
         "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
         "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
         "tensor_all_reduce": (collectives.dist, "all_reduce", _skip_activations(collectives.dist.all_reduce)),
