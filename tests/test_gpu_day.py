@@ -101,7 +101,12 @@ def test_what_fails_hangs_or_crashes_is_told_and_ends_nothing(
 def test_when_the_seconds_of_a_part_are_over_the_rest_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = ["right", "--device", "cpu", "--out", str(tmp_path)]
     monkeypatch.setattr(gpu_day, "CHECKS", (gpu_day.CHECKS[0], OWN))
-    assert gpu_day.main(["right", "--device", "cpu", "--out", str(tmp_path), "--budget", "1e-9"]) == 0
+    assert gpu_day.main([*words, "--budget", "1e-9"]) == 0
     assert all(line["ok"] is None and "seconds" in line["figure"] for line in lines(tmp_path).values())
+    # What is cut short by its part has not failed.
+    monkeypatch.setattr(gpu_day, "CHECKS", (gpu_day.CHECKS[0], replace(OWN, name="hung", seconds=600)))
+    assert gpu_day.main([*words, "--budget", "3"]) == 0
+    assert lines(tmp_path)["hung"]["ok"] is None
     assert (tmp_path / "table.md").exists()

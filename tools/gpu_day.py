@@ -179,6 +179,8 @@ def _in_process(check: Check, options: argparse.Namespace, seconds: float) -> tu
     if result.exists():
         found = json.loads(result.read_text())
         return found["ok"], found["figure"], detail
+    if not ended and seconds < check.seconds:
+        return None, f"not done in the {seconds:.0f} s that were left of its part", detail
     how = f"ended by {_ending(process)}" if ended else f"ended after {seconds:.0f} s, its time"
     return False, f"{how}; see {check.name}/log.txt", detail
 
