@@ -143,6 +143,29 @@ def test_copies_beside_the_compute_change_no_bit(
                 assert numbers(folder) != numbers(tmp_path / "cpu"), f"nothing shows that {wait} is needed"
 
 
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def test_a_card_that_is_too_small_says_so_and_a_tier_makes_room(run_file: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    keys = ("train.precision=fp32", "train.steps=1", "validation.every=0", "checkpoint.every=0")
+
+    def run(name: str, **tiers: Any) -> FakeCard:
+        plan = parse_plan(run_config(run_file, *OVERRIDES, *keys), "1x8: 6@0", **tiers)
+        card = FakeCard(memory=3 << 20, outside=1 << 20)
+        with card.counting():
+            run_on(card, run_file, tmp_path / name, plan, Position(), *keys)
+        return card
+
+    with pytest.raises(
+        TrainingError, match="(?s)out of memory in .*Tried to allocate.*1.0 MiB outside of torch"
+    ):
+        run("here")
+    # Both moments lie on the host.
+    card = run("away", optimizer_offload=[1.0])
+    assert 0 < card.most_allocated < 2 << 20 and read_metrics(tmp_path / "away")[0]["step"] == 1
+
+
 # --- messages and sums between cards ------------------------------------------------------------------------
 
 SHAPE = "1x4: 6@0 / 1x4: 3@1 | 3@2"

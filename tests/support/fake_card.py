@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from yuan_train.config.errors import HostMemoryError
@@ -96,9 +96,12 @@ class _Copy:
     def take(self) -> None:
         """Read the source."""
         if self.taken is None:
-            found = self.source.bytes()
-            size = self.source.end - self.source.start
-            self.taken = torch.full((size,), POISON, dtype=torch.uint8) if found is None else found.clone()
+            with _disable_current_modes():
+                found = self.source.bytes()
+                size = self.source.end - self.source.start
+                self.taken = (
+                    torch.full((size,), POISON, dtype=torch.uint8) if found is None else found.clone()
+                )
 
     def land(self) -> None:
         """Write the target."""
@@ -401,7 +404,9 @@ class FakeCard:
         self.num_computed += 1
         with self.lock:
             poison(host)
-            self.downloads.append((host, tensor.clone()))
+            with _disable_current_modes():
+                # The fake's own, and no memory of the card.
+                self.downloads.append((host, tensor.clone()))
 
     def register(self, pages: torch.Tensor, what: str) -> None:
         taken = sum(end - start for start, end in self._pages)
@@ -417,6 +422,7 @@ class FakeCard:
 
     def memory(self) -> CardMemory | None:
         self.check_thread("a look at the memory")
+        self._free()
         return CardMemory(
             total=self.total,
             free=self.total - self.outside - self.reserved,
