@@ -90,10 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.config and is_rl_run(arguments.config):
         from yuan_train.cli.plan_rl import plan_roles
 
-        return plan_roles(arguments, read_profiles(arguments.profile))
+        return plan_roles(arguments)
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
-    profile = read_profiles(arguments.profile)
+    profile = read_profiles(arguments.profile, cluster)
 
     from yuan_train.planner.report.notations import to_blocks
     from yuan_train.planner.report.page import plan_html
@@ -224,17 +224,19 @@ def _largest_words(largest: Largest) -> str:
     return words + (f". With {model.num_layers + 1}: {largest.refusal}" if largest.refusal else "")
 
 
-def read_profiles(paths: str | None) -> Profile | None:
-    """The profiles of a comma-separated list of files, merged; None without a list.
+def read_profiles(paths: str | None, cluster: Cluster) -> Profile | None:
+    """The profiles of a comma-separated list of files, merged, with the cluster's names of cards; None
+    without a list.
 
-    Raises ConfigError if they are not of the same run.
+    Raises ConfigError if they are not of the same run, or of no card of the cluster.
     """
     from yuan_train.config.merge_profiles import merge_profiles
-    from yuan_train.config.profile import load_profile
+    from yuan_train.config.profile import for_cluster, load_profile
 
     if not paths:
         return None
-    return merge_profiles([(path, load_profile(path)) for path in paths.split(",")])
+    profiles = [(path, for_cluster(load_profile(path), cluster)) for path in paths.split(",")]
+    return merge_profiles(profiles)
 
 
 def read_run_config(config: str | None, model: str | None, overrides: tuple[str, ...]) -> RunConfig:

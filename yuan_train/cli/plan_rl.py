@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from yuan_train.config.model import ModelConfig
-    from yuan_train.config.profile import Profile
     from yuan_train.config.rl import RLConfig
 
 
-def plan_roles(arguments: argparse.Namespace, profile: Profile | None) -> int:
+def plan_roles(arguments: argparse.Namespace) -> int:
     """Search, write, print. Raises ConfigError for wrong input, NoPlanFits if no placement fits."""
+    from yuan_train.cli.plan import read_profiles
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
     from yuan_train.config.errors import ConfigError
@@ -30,6 +30,7 @@ def plan_roles(arguments: argparse.Namespace, profile: Profile | None) -> int:
             raise ConfigError(f"--{option}: not with a run of reinforcement learning; leave it out")
     run = load_rl(arguments.config, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
+    profile = read_profiles(arguments.profile, cluster)
     problem = roles_problem(run, cluster, profile, reward_model=read_reward_model(run))
     result = search_roles(problem)
     plan = make_rl_plan(problem, result)

@@ -84,10 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.config.rl_plan import names_rl_plan
 
     if arguments.plan and names_rl_plan(arguments.plan):
-        from yuan_train.cli.plan import read_profiles
         from yuan_train.cli.simulate_rl import simulate_roles
 
-        return simulate_roles(arguments, read_profiles(arguments.profile))
+        return simulate_roles(arguments)
     plan = _read_plan(arguments)
     _check_schedule(plan)
     if arguments.profile and not arguments.cluster:
@@ -209,9 +208,10 @@ def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
     from yuan_train.planner.evaluate.plan_cost import cost_plan
 
-    profile = read_profiles(arguments.profile)
+    cluster = load_cluster(arguments.cluster)
+    profile = read_profiles(arguments.profile, cluster)
     problem = PlanProblem(
-        cluster=load_cluster(arguments.cluster),
+        cluster=cluster,
         model=plan.model,
         sequence_length=plan.sequence_length,
         global_batch_size=plan.global_batch_size,

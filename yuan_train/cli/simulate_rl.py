@@ -8,12 +8,11 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yuan_train.config.profile import Profile
     from yuan_train.config.rl_plan import RlPlan
     from yuan_train.planner.evaluate.play import Play
 
 
-def simulate_roles(arguments: argparse.Namespace, profile: Profile | None) -> int:
+def simulate_roles(arguments: argparse.Namespace) -> int:
     """Play, print, write the trace. Raises PlanError if the plan has no forecast and no cluster is given."""
     from yuan_train.config.errors import ConfigError
     from yuan_train.config.rl_plan import load_rl_plan
@@ -23,7 +22,7 @@ def simulate_roles(arguments: argparse.Namespace, profile: Profile | None) -> in
         raise ConfigError("--cluster: needs --config F too, for the lengths and groups of the run")
     if arguments.config and not arguments.cluster:
         raise ConfigError("--config: needs --cluster F too; without both, seconds are those of the forecast")
-    played = _priced(arguments, plan, profile) if arguments.cluster else _of_forecast(plan)
+    played = _priced(arguments, plan) if arguments.cluster else _of_forecast(plan)
     document = _document(plan, played)
     if arguments.trace:
         _write_trace(arguments.trace, played)
@@ -36,7 +35,8 @@ def simulate_roles(arguments: argparse.Namespace, profile: Profile | None) -> in
     return 0
 
 
-def _priced(arguments: argparse.Namespace, plan: RlPlan, profile: Profile | None) -> Play:
+def _priced(arguments: argparse.Namespace, plan: RlPlan) -> Play:
+    from yuan_train.cli.plan import read_profiles
     from yuan_train.cli.plan_rl import read_reward_model
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.rl_files import load_rl
@@ -46,6 +46,7 @@ def _priced(arguments: argparse.Namespace, plan: RlPlan, profile: Profile | None
     run = load_rl(arguments.config, tuple(arguments.overrides))
     check_rl_plan_of_run(plan, run)
     cluster = load_cluster(arguments.cluster)
+    profile = read_profiles(arguments.profile, cluster)
     problem = roles_problem(run, cluster, profile, reward_model=read_reward_model(run))
     return placement_of(problem, plan).play
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from annotated_types import Ge, Gt, MinLen
 
+from yuan_train.config.cluster import Cluster
+from yuan_train.config.devices import find_card
 from yuan_train.config.document import read_document
-from yuan_train.config.errors import Violation
+from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
 from yuan_train.config.run import Recompute
 
@@ -155,6 +157,9 @@ class BatchProfile:
     """Until the rows that are trained are made of the answers."""
 
 
+Named = TypeVar("Named", ProfileEntry, HostProfile, GenerationProfile)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Measurements of cards and links for one model shape and sequence length."""
@@ -194,6 +199,34 @@ class Profile:
             if entry.device_type == device_type and entry.reserved_bytes is not None
         ]
         return max(known, default=None)
+
+
+def for_cluster(profile: Profile, cluster: Cluster) -> Profile:
+    """The profile with its cards called as the cluster calls them: a driver's name, or another spelling, is
+    replaced by the catalogue's if the cluster has such cards.
+
+    Raises ConfigError if it has entries, but of no type of card that the cluster has.
+    """
+    types = dict.fromkeys(card.type for card in cluster.cards)
+
+    def named(own: Named) -> Named:
+        known = None if own.device_type in types else find_card(own.device_type)
+        return replace(own, device_type=known) if known in types else own
+
+    found = replace(
+        profile,
+        entries=tuple(map(named, profile.entries)),
+        hosts=tuple(map(named, profile.hosts)),
+        generation=tuple(map(named, profile.generation)),
+    )
+    measured = dict.fromkeys(entry.device_type for entry in found.entries)
+    if measured and not measured.keys() & types.keys():
+        raise ConfigError(
+            f"profile: measured on {', '.join(measured)}, but cluster {cluster.name!r} has "
+            f"{', '.join(types)}: all times would be estimates. Measure these cards (yuan-train profile "
+            "--device-type NAME gives a card the cluster's name for it), or plan without --profile"
+        )
+    return found
 
 
 def validate_profile(profile: Profile) -> Iterator[Violation]:

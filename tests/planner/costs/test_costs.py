@@ -6,17 +6,24 @@ import numpy as np
 import pytest
 
 from yuan_train.config.cluster import Card, Cluster, DedicatedLink, Link, NodeGroup
-from yuan_train.config.devices import GIB, DeviceType
+from yuan_train.config.devices import CATALOGUE, GIB, DeviceType
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, StageStart, UnitProfile
+from yuan_train.config.profile import (
+    LinkProfile,
+    Profile,
+    ProfileEntry,
+    StageStart,
+    UnitProfile,
+    for_cluster,
+)
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.links import allreduce_seconds, message_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.topology import find_route, make_topology
 from yuan_train.planner.costs.unit_costs import card_costs, check_profile
-from yuan_train.planner.costs.workload import STATE_BYTES, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, has_flash, model_work
 from yuan_train.planner.evaluate.messages import edge_flows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import layer_words
@@ -430,3 +437,53 @@ def test_selective_recompute_keeps_replicated_hidden_states_in_full():
     # Three norms' inputs with their statistics, and the taps.
     replicated = 128 * (4 * 4 * 64 + 3 * 4)
     assert two.selective_bytes - replicated == (one.selective_bytes - replicated) / 2
+
+
+def test_a_profile_of_other_cards_is_refused_and_one_of_some_says_which():
+    some = for_cluster(profile(entry(kind="Slow")), CLUSTER)
+    costs = make_costs(problem(profile=some))
+    assert costs.of("Slow", 1, "none").note.startswith("measured")
+    assert "the profile has no entry for Card" in costs.of("Card", 1, "none").note
+    with pytest.raises(ConfigError, match=r"measured on T4, but cluster 'c' has Card, Slow: .*--device-type"):
+        for_cluster(profile(entry(kind="T4")), CLUSTER)
+    # Links alone are measured of any cluster.
+    assert for_cluster(profile(), CLUSTER) == profile()
+
+
+def test_a_profile_may_call_cards_as_their_driver_does():
+    cluster = Cluster(name="c", nodes=(NodeGroup(name="n", device="RTX-4090"),))
+    named = for_cluster(profile(entry(kind="NVIDIA GeForce RTX 4090")), cluster)
+    assert [own.device_type for own in named.entries] == ["RTX-4090"]
+    own = replace(cluster, device_types={"rtx4090": CARD}, nodes=(NodeGroup(name="n", device="rtx4090"),))
+    assert for_cluster(profile(entry(kind="rtx4090")), own) == profile(entry(kind="rtx4090"))
+
+
+def test_the_forecast_knows_which_attention_a_card_has():
+    """Below compute capability 8.0 scores are slower, and grouped keys and values are kept for each query."""
+    grouped = replace(MODEL, architecture="llama", num_attention_heads=4, num_key_value_heads=1)
+    given = {"sequence_length": 256, "micro_batch_size": 1, "precision": "fp16", "recompute": "none"}
+
+    def layer(model: ModelConfig, capability: float | None):
+        device = replace(CATALOGUE["V100-32G"], capability=capability)
+        return card_costs(model, **given, type_name="V100-32G", device=device, profile=None).units[1]
+
+    old, new, unknown = (layer(grouped, capability) for capability in (7.0, 8.0, None))
+    assert new == unknown
+    extra = 256 * 2 * (4 - 1) * grouped.head_dim * 2  # tokens, keys and values, copies, bytes
+    assert old.activation_bytes == new.activation_bytes + extra
+    peak = 0.5 * CATALOGUE["V100-32G"].fp16
+    scores = 256 * 2 * 256 * grouped.projection_size / peak  # once more
+    moved = 2 * extra / (0.75 * CATALOGUE["V100-32G"].memory_bandwidth)
+    assert old.forward_seconds - new.forward_seconds == pytest.approx(scores + moved, rel=1e-6)
+    assert old.backward_seconds - new.backward_seconds == pytest.approx(2 * (scores + moved), rel=1e-6)
+    # Without grouped queries nothing is copied.
+    plain = [layer(replace(grouped, num_key_value_heads=4), capability) for capability in (7.0, 8.0)]
+    assert plain[0].activation_bytes == plain[1].activation_bytes
+    assert plain[0].forward_seconds > plain[1].forward_seconds
+    assert {name: has_flash(CATALOGUE[name]) for name in ("V100-16G", "T4", "A10", "H20", "MI300X")} == {
+        "V100-16G": False,
+        "T4": False,
+        "A10": True,
+        "H20": True,
+        "MI300X": True,
+    }

@@ -23,7 +23,7 @@ from yuan_train.planner.costs.unit_costs import (
     estimate_units,
     logit_rows,
 )
-from yuan_train.planner.costs.workload import UnitWork, model_work
+from yuan_train.planner.costs.workload import UnitWork, has_flash, model_work
 
 
 def divides_alike(plan: Plan) -> bool:
@@ -84,6 +84,7 @@ def expert_card_costs(
             precision=precision,
             logit_rows=logit_rows(device),
             experts=count,
+            flash=has_flash(device),
         )
         for count in (experts, model.num_experts)
     )

@@ -19,7 +19,14 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import Profile, ProfileEntry, StageStart, UnitProfile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.halves import HalfShare, half_shares
-from yuan_train.planner.costs.workload import STATE_BYTES, ModelWork, StateBytes, UnitWork, model_work
+from yuan_train.planner.costs.workload import (
+    STATE_BYTES,
+    ModelWork,
+    StateBytes,
+    UnitWork,
+    has_flash,
+    model_work,
+)
 
 # Policy, not measurement: what a well-tuned dense model commonly reaches of the stated peaks.
 MATRIX_EFFICIENCY = 0.5
@@ -185,6 +192,7 @@ def card_costs(
         precision=precision,
         logit_rows=logit_rows(device),
         tensor_parallel=tensor_parallel,
+        flash=has_flash(device),
     )
     update_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
     if profile is not None:

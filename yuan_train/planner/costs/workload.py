@@ -21,7 +21,7 @@ from yuan_train.config.architecture import (
     is_whole_adapter,
     layer_table,
 )
-from yuan_train.config.devices import Precision
+from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute
 
@@ -127,15 +127,19 @@ def model_work(
     logit_rows: int,
     tensor_parallel: int = 1,
     experts: int | None = None,
+    flash: bool = True,
 ) -> ModelWork:
     """The work of each unit for a micro-batch of micro_batch_size * sequence_length tokens, on one card of a
     tensor-parallel group of `tensor_parallel` cards.
 
     `logit_rows` is how many tokens' logits the loss holds at a time. With `experts`, the card is one of
-    several that share the experts of each layer, and holds so many of them; all else is whole.
+    several that share the experts of each layer, and holds so many of them; all else is whole. `flash` is
+    whether the card has flash attention (`has_flash`).
     """
     tokens = sequence_length * micro_batch_size
     attention, feed_forward = model.spec.sublayers(model)
+    if not flash:
+        attention = _without_flash(attention, model)
 
     def layer(*halves: SublayerWork) -> UnitWork:
         work = _layer_work(halves, model.hidden_size, tokens, sequence_length, precision)
@@ -165,6 +169,31 @@ def model_work(
         layer=layer(attention, feed_forward),
         halves=(layer(attention), layer(feed_forward)),
         head=_share_of(_head_work(model, tokens, precision, min(logit_rows, tokens)), tensor_parallel),
+    )
+
+
+FLASH_CAPABILITY = 8.0
+"""Compute capability from which torch has flash attention (`kernels/dispatch.py` asks for the same)."""
+FLASH_GAIN = 2
+"""How many times as fast scores are with flash attention as with the memory-efficient kernel. Policy, not
+measurement: about what FlashAttention-2 (arXiv 2307.08691) shows beside xFormers' kernel on an A100."""
+
+
+def has_flash(device: DeviceType) -> bool:
+    """Whether torch has flash attention on such a card; where the capability is not known, it is taken to."""
+    return device.capability is None or device.capability >= FLASH_CAPABILITY
+
+
+def _without_flash(attention: SublayerWork, model: ModelConfig) -> SublayerWork:
+    """Attention by the memory-efficient kernel: slower, and of grouped queries' keys and values it takes, and
+    keeps, a copy for each query head."""
+    copies = 2 * (model.num_attention_heads - model.key_value_heads) * model.head_dim
+    more = Kept(elements=copies)
+    return replace(
+        attention,
+        scores=FLASH_GAIN * attention.scores,
+        sharded=attention.sharded + more,
+        selective_sharded=attention.selective_sharded + more,
     )
 
 
