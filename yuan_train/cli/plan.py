@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
     from yuan_train.config.express import to_layout
+    from yuan_train.config.merge_profiles import read_profiles
     from yuan_train.config.plan_files import save_plan
     from yuan_train.config.rl_files import is_rl_run
 
@@ -222,21 +223,6 @@ def _largest_words(largest: Largest) -> str:
         f"model.num_layers={model.num_layers}"
     )
     return words + (f". With {model.num_layers + 1}: {largest.refusal}" if largest.refusal else "")
-
-
-def read_profiles(paths: str | None, cluster: Cluster) -> Profile | None:
-    """The profiles of a comma-separated list of files, merged, with the cluster's names of cards; None
-    without a list.
-
-    Raises ConfigError if they are not of the same run, or of no card of the cluster.
-    """
-    from yuan_train.config.merge_profiles import merge_profiles
-    from yuan_train.config.profile import for_cluster, load_profile
-
-    if not paths:
-        return None
-    profiles = [(path, for_cluster(load_profile(path), cluster)) for path in paths.split(",")]
-    return merge_profiles(profiles)
 
 
 def read_run_config(config: str | None, model: str | None, overrides: tuple[str, ...]) -> RunConfig:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def plan_roles(arguments: argparse.Namespace) -> int:
     """Search, write, print. Raises ConfigError for wrong input, NoPlanFits if no placement fits."""
-    from yuan_train.cli.plan import read_profiles
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
     from yuan_train.config.errors import ConfigError
+    from yuan_train.config.merge_profiles import read_profiles
     from yuan_train.config.rl_files import load_rl
     from yuan_train.config.rl_plan import save_rl_plan
     from yuan_train.planner.report.roles_page import roles_html

@@ -202,8 +202,8 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
-    from yuan_train.cli.plan import read_profiles
     from yuan_train.config.cluster import load_cluster
+    from yuan_train.config.merge_profiles import read_profiles
     from yuan_train.config.run import BUCKET_SIZE
     from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
     from yuan_train.planner.evaluate.plan_cost import cost_plan

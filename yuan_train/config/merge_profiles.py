@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from yuan_train.config.cluster import Cluster
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.profile import (
     GenerationProfile,
@@ -14,6 +15,8 @@ from yuan_train.config.profile import (
     NodeLinkProfile,
     Profile,
     ProfileEntry,
+    for_cluster,
+    load_profile,
 )
 
 L = TypeVar("L", LinkProfile, NodeLinkProfile)
@@ -70,3 +73,14 @@ def _take(links: dict[tuple[str, str], L], ends: tuple[str, str], link: L) -> No
 
 def _host_rate(host: HostProfile) -> tuple[float, float]:
     return min(host.host_link_down, host.host_link_up), host.host_step_bytes_per_second
+
+
+def read_profiles(paths: str | None, cluster: Cluster) -> Profile | None:
+    """The profiles of a comma-separated list of files, merged, with the cluster's names of cards; None
+    without a list.
+
+    Raises ConfigError if they are not of the same run, or of no card of the cluster.
+    """
+    if not paths:
+        return None
+    return merge_profiles([(path, for_cluster(load_profile(path), cluster)) for path in paths.split(",")])
