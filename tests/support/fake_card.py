@@ -503,7 +503,7 @@ class FakeNcclTransport(GroupTransport):
     library = "gloo"
     open_receives_hold_up_nothing = False
     _polls = False
-    _coalesces = True
+    _coalesces = False
     waits = True
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> Any:
