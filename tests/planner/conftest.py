@@ -10,6 +10,7 @@ from yuan_train.planner.search import search
 @pytest.fixture(autouse=True)
 def little_polish(monkeypatch):
     """A small part of the budgets."""
+    monkeypatch.setattr("yuan_train.planner.search.drafts.BUDGET_PER_SECOND", 300)
     monkeypatch.setattr("yuan_train.planner.search.finalists.POLISH_WORK", 200_000)
     monkeypatch.setattr("yuan_train.planner.search.finalists.RESTRUCTURE_WORK", 150_000)
 

@@ -13,11 +13,12 @@ import pytest
 from yuan_train.config.errors import ConfigError
 from yuan_train.planner.native import library
 
-RANDOM_PIPELINES = """
+RANDOM_PLANS = """
 import ctypes, random, sys
-from yuan_train.planner.native import pipelines
+from tests.planner.native import test_price
+from yuan_train.planner.native import evaluator, pipelines
 
-pipelines.load_library = lambda: ctypes.CDLL(sys.argv[1])
+evaluator.load_library = pipelines.load_library = lambda: ctypes.CDLL(sys.argv[1])
 draw = random.Random(1)
 for _ in range(400):
     name, stages, count = draw.choice(pipelines.NAMES), draw.randint(1, 8), draw.randint(1, 40)
@@ -34,6 +35,8 @@ for _ in range(400):
     pipelines.run_schedule(made, times, blocking=draw.random() < 0.5)
     depths = tuple(sorted((draw.randint(1, 12) for _ in range(stages)), reverse=True))
     pipelines.run_rounds(depths, draw.choice((count, 10 * count)), times)
+test_price.test_the_core_prices_a_step_as_it_is_defined(0)
+test_price.test_found_drafts_are_lawful_plans_of_the_price_they_say(1)
 print("done")
 """
 
@@ -50,11 +53,11 @@ def test_sanitizers_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ).stdout.strip()
     environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
     ran = subprocess.run(
-        [sys.executable, "-c", RANDOM_PIPELINES, str(built)],
+        [sys.executable, "-c", RANDOM_PLANS, str(built)],
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=240,
         cwd=Path(__file__).parents[3],
     )
     assert ran.returncode == 0 and ran.stdout.strip() == "done", ran.stderr[-3000:]

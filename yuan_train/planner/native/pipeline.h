@@ -88,4 +88,9 @@ int run_many(const struct schedule *schedule, int32_t count, const struct times 
 int run_rounds(int32_t num_stages, int32_t num_micro_batches, const int32_t *depths,
                const struct times *times, struct figures *figures);
 
+/* The same with replicas, those of stage s being workers first[s] to first[s + 1] - 1; 1 where a message leaves later,
+ * so that it takes the schedule. */
+int run_replicated_rounds(int32_t num_stages, int32_t num_micro_batches, const int32_t *first, const int32_t *depths,
+                          const struct times *times, struct figures *figures);
+
 #endif

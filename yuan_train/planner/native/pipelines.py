@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from yuan_train.planner.native.library import load_library
 from yuan_train.schedule.step import Kind, Workers, num_workers
@@ -28,7 +28,12 @@ KINDS: tuple[Kind, ...] = (
     "send_gradient",
 )
 """Of `enum kind`."""
-NAMES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
+NAMES: tuple[Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"], ...] = (
+    "1f1b",
+    "gpipe",
+    "interleaved_1f1b",
+    "zero_bubble",
+)
 """Of `enum schedule_name`."""
 
 ROUNDS_KEPT = 4

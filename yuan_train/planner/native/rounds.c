@@ -202,3 +202,132 @@ int run_rounds(int32_t num_stages, int32_t num_micro_batches, const int32_t *dep
     release(&arena);
     return 0;
 }
+
+/* --- stages of several replicas ----------------------------------------------------------------------------- */
+
+/* Micro-batch k of a stage of n replicas runs on replica k mod n, each with its part of the depth and links of its
+ * own. All rounds are run. */
+struct replicated {
+    int32_t num_stages, count;
+    const int32_t *first, *depths;
+    const struct times *times;
+    struct figures *figures;
+    double *free;      /* [workers] */
+    int32_t *done;     /* [workers]: the next forward of each */
+    int32_t *held;     /* [workers]: micro-batches that it may have in flight */
+    double *links;     /* by edge, worker and peer */
+    double *back_links;
+    int32_t *edges;    /* [stages]: where the links of an edge begin */
+    double *arrived;   /* [stages, count]; -1: not yet */
+};
+
+static double *link_of(const struct replicated *run, double *links, int32_t stage, int32_t r, int32_t peer)
+{
+    int32_t next = run->first[stage + 2] - run->first[stage + 1];
+    return &links[run->edges[stage] + r * next + peer];
+}
+
+/* The forwards of a replica up to its depth; 0 if one waits for a message that is not there. */
+static int run_own_forwards(struct replicated *run, int32_t stage, int32_t r, int32_t k)
+{
+    int32_t n = run->first[stage + 1] - run->first[stage], worker = run->first[stage] + r;
+    /* Its next backward is the first of its own from k on. */
+    int32_t upto = k + ((r - k) % n + n) % n + run->held[worker] * n;
+    for (int32_t m = run->done[worker]; m < upto && m < run->count; m += n) {
+        double now = run->free[worker], ready = run->arrived[(size_t)stage * run->count + m];
+        if (ready < 0.0)
+            return 0;
+        now = ready > now ? ready : now;
+        if (now < run->figures->stage_start[stage])
+            run->figures->stage_start[stage] = now;
+        run->free[worker] = now = now + run->times->forward[stage];
+        run->done[worker] = m + n;
+        if (stage + 1 == run->num_stages)
+            continue;
+        int32_t peer = m % (run->first[stage + 2] - run->first[stage + 1]);
+        double *link = link_of(run, run->links, stage, r, peer), start = *link > now ? *link : now;
+        *link = start + run->times->send_activation[stage];
+        run->arrived[(size_t)(stage + 1) * run->count + m] = *link;
+        log_message(run->figures, start, *link, worker, run->first[stage + 1] + peer);
+    }
+    return 1;
+}
+
+static void run_backwards(struct replicated *run, int32_t k)
+{
+    double ready = 0.0;
+    for (int32_t stage = run->num_stages - 1; stage >= 0; stage--) {
+        int32_t r = k % (run->first[stage + 1] - run->first[stage]), worker = run->first[stage] + r;
+        double now = run->free[worker];
+        run->free[worker] = now = (ready > now ? ready : now) + run->times->backward[stage];
+        if (!stage)
+            break;
+        int32_t peer = k % (run->first[stage] - run->first[stage - 1]);
+        double *link = link_of(run, run->back_links, stage - 1, peer, r), start = *link > now ? *link : now;
+        *link = ready = start + run->times->send_gradient[stage - 1];
+        log_message(run->figures, start, ready, worker, run->first[stage - 1] + peer);
+    }
+}
+
+static void prepare(struct replicated *run, struct arena *arena)
+{
+    int32_t stages = run->num_stages, links = 0;
+    for (int32_t stage = 0; stage < stages; stage++) {
+        int32_t n = run->first[stage + 1] - run->first[stage];
+        run->edges[stage] = links;
+        links += stage + 1 < stages ? n * (run->first[stage + 2] - run->first[stage + 1]) : 0;
+        run->figures->stage_start[stage] = INFINITY;
+        for (int32_t r = 0; r < n; r++) {
+            int32_t held = run->depths[stage] > r ? (run->depths[stage] - r + n - 1) / n : 0;
+            run->held[run->first[stage] + r] = held > 1 ? held : 1;
+            run->done[run->first[stage] + r] = r;
+        }
+        for (int32_t m = 0; m < run->count; m++)
+            run->arrived[(size_t)stage * run->count + m] = stage ? -1.0 : 0.0;
+    }
+    run->links = TAKE(arena, links, double);
+    run->back_links = TAKE(arena, links, double);
+}
+
+static void read_figures(const struct replicated *run)
+{
+    for (int32_t stage = 0; stage < run->num_stages; stage++) {
+        int32_t n = run->first[stage + 1] - run->first[stage];
+        run->figures->stage_end[stage] = 0.0;
+        for (int32_t r = 0; r < n; r++) {
+            int32_t worker = run->first[stage] + r, own = run->count > r ? (run->count - r + n - 1) / n : 0;
+            run->figures->worker_end[worker] = run->free[worker];
+            run->figures->stage_end[stage] = fmax(run->figures->stage_end[stage], run->free[worker]);
+            run->figures->busy[worker] = own * (run->times->forward[stage] + run->times->backward[stage]);
+        }
+    }
+}
+
+int run_replicated_rounds(int32_t num_stages, int32_t num_micro_batches, const int32_t *first, const int32_t *depths,
+                          const struct times *times, struct figures *figures)
+{
+    struct arena arena = {.blocks = NULL};
+    if (setjmp(arena.failed)) {
+        release(&arena);
+        return -1;
+    }
+    int32_t workers = first[num_stages], failed = 0;
+    struct replicated run = {
+        .num_stages = num_stages, .count = num_micro_batches, .first = first, .depths = depths, .times = times,
+        .figures = figures, .free = TAKE(&arena, workers, double), .done = TAKE(&arena, workers, int32_t),
+        .held = TAKE(&arena, workers, int32_t), .edges = TAKE(&arena, num_stages, int32_t),
+        .arrived = TAKE(&arena, (size_t)num_stages * num_micro_batches, double),
+    };
+    prepare(&run, &arena);
+    figures->num_sent = 0;
+    figures->sent_from = -1.0;
+    for (int32_t k = 0; k < num_micro_batches && !failed; k++) {
+        for (int32_t stage = 0; stage < num_stages; stage++)
+            for (int32_t r = 0; r < first[stage + 1] - first[stage]; r++)
+                failed |= !run_own_forwards(&run, stage, r, k);
+        run_backwards(&run, k);
+    }
+    read_figures(&run);
+    release(&arena);
+    return failed;
+}

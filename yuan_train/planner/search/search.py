@@ -22,6 +22,7 @@ from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.activations import may_send_activations, with_activations_away
 from yuan_train.planner.search.alternating import alternating_plans
+from yuan_train.planner.search.drafts import search_drafts
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, Found, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
@@ -91,6 +92,8 @@ class _Space:
     """If there are no shapes: those of mixed pipelines."""
     has_all_shapes: bool
     """Whether the time sufficed to list them."""
+    limit_seconds: float
+    """Of the whole search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +197,7 @@ def _list_shapes(costs: Costs, cards: Sequence[Card], options: Options, limit: _
         shapes=shapes,
         any_shapes=any_shapes,
         has_all_shapes=has_all_shapes,
+        limit_seconds=limit.seconds,
     )
 
 
@@ -214,6 +218,8 @@ def _find_plans(space: _Space) -> _Plans:
         hosted += mixed_with_hosts(costs, cards, ranked, options, stopped)
     hosted = rank(costs, _valid(hosted, options))
     ranked = _improved(costs, ranked, hosted, cards, options, stopped)
+    drafts = search_drafts(costs, ranked, cards, options, stopped, limit_seconds=space.limit_seconds)
+    ranked = rank(costs, [*ranked, *drafts])
     ranked = rank(costs, [*ranked, *with_other_shares(costs, ranked, options, stopped)])
     tries_activations = may_send_activations(costs, ranked, options)
     if tries_activations:

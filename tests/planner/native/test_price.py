@@ -1,0 +1,229 @@
+"""The compiled core's price of a step against `cost_plan`, which defines it; and its search."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.search.test_search import MODEL, card
+from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.evaluate.tables import Tables, draft_of, make_tables, plan_of
+from yuan_train.planner.native.evaluator import SpaceTable
+
+SIZES, WIDTHS = (1, 2), (1, 2, 4)
+
+
+def random_problem(draw: random.Random) -> PlanProblem:
+    """A few nodes of unlike cards, on links from fast to slower than the compute."""
+    types = {f"Type{i}": card(draw.choice((2.0, 4.0, 8.0)), speed=draw.uniform(0.3, 2.0)) for i in range(3)}
+    nodes = tuple(
+        NodeGroup(
+            name=f"n{i}",
+            device=draw.choice(list(types)),
+            devices=draw.choice((1, 2, 4)),
+            link=Link(bandwidth=draw.choice((1e10, 1e12)), latency=3e-6),
+            network=Link(bandwidth=draw.choice((1e8, 1e9, 2.5e10)), latency=1e-5),
+        )
+        for i in range(draw.randint(2, 5))
+    )
+    return PlanProblem(
+        cluster=Cluster(name="random", nodes=nodes, device_types=types),
+        model=replace(MODEL, num_layers=draw.randint(4, 12), tie_embeddings=draw.random() < 0.5),
+        sequence_length=256,
+        global_batch_size=24,
+        precision="bf16",
+        reduce_dtype=draw.choice(("fp32", "bf16")),
+        bucket_size=draw.choice((1 << 18, 1 << 21, 1 << 26)),
+        memory_fraction=draw.choice((0.95, 1.0)),
+    )
+
+
+def random_stage(
+    draw: random.Random, groups: list[tuple[int, ...]], layers: tuple[int, int], *, sharded: bool
+) -> StagePlan:
+    kind, count = draw.choice(("none", "none", "selective", "full")), layers[1] - layers[0]
+    some = draw.randint(1, count) if kind != "none" and count > 1 and draw.random() < 0.5 else None
+    return StagePlan(
+        replicas=tuple(groups),
+        layers=layers,
+        recompute=kind,
+        recompute_layers=some,
+        optimizer_offload=draw.choice((0.0, 0.0, 0.3, 1.0)),
+        optimizer_share=draw.choice((1.0, 1.0, 2.0)) if sharded else 1.0,
+    )
+
+
+def lawful(draw: random.Random, replicas: list[int]) -> list[int | None]:
+    """Depths of a pipeline's stages, or none."""
+    depths: list[int] = []
+    for s in reversed(range(len(replicas))):
+        more, n, after = draw.choice((0, 0, 1, 2, 6)), replicas[s], depths[0] if depths else 0
+        depths.insert(0, max(sum(replicas[s:]) + more, n, -(-after // n) * n))
+    return list(depths) if draw.random() < 0.5 else [None] * len(replicas)
+
+
+def random_plan(draw: random.Random, problem: PlanProblem) -> Plan:
+    """Pipelines of some of the cards, in groups inside nodes, some of them with state on hosts."""
+    schedule, sharded = draw.choice(("1f1b", "1f1b", "gpipe", "zero_bubble")), draw.random() < 0.5
+    free = [list(own) for _, own in itertools.groupby(problem.cluster.cards, key=lambda own: own.node)]
+    number = {own.name: i for i, own in enumerate(problem.cluster.cards)}
+    size, pipelines = draw.choice(SIZES), draw.choice((1, 1, 2, 3))
+    made: list[PipelinePlan] = []
+    for _ in range(pipelines):
+        groups: list[list[tuple[int, ...]]] = []
+        for _ in range(draw.randint(1, 4)):
+            own = list(_draw_groups(draw, free, number))
+            groups += [own] if own else []
+        if not groups:
+            continue
+        cuts = sorted(draw.randint(0, problem.model.num_layers) for _ in groups[1:])
+        borders = list(itertools.pairwise([0, *cuts, problem.model.num_layers]))
+        depths = lawful(draw, [len(own) for own in groups]) if schedule == "1f1b" else [None] * len(groups)
+        stages = [
+            replace(
+                random_stage(draw, own, layers, sharded=sharded),
+                embedding=s == 0,
+                head=s == len(groups) - 1,
+                in_flight=depth,
+            )
+            for s, (own, layers, depth) in enumerate(zip(groups, borders, depths, strict=True))
+        ]
+        made.append(
+            PipelinePlan(micro_batch_size=size, num_micro_batches=draw.randint(1, 9), stages=tuple(stages))
+        )
+    return _numbered(problem, made, schedule, sharded)
+
+
+def _draw_groups(draw: random.Random, free: list[list[Card]], number: dict[str, int]):
+    width = draw.choice((1, 1, 2, 4))
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        roomy = [own for own in free if len(own) >= width]
+        if roomy:
+            node = draw.choice(roomy)
+            yield tuple(number[node.pop(0).name] for _ in range(width))
+
+
+def _numbered(problem: PlanProblem, made: list[PipelinePlan], schedule, sharded: bool) -> Plan:
+    """Ranks number the used cards in the cluster's order."""
+    used = sorted({rank for pipeline in made for stage in pipeline.stages for rank in stage.ranks})
+    rank_of = {card: rank for rank, card in enumerate(used)}
+    cards = problem.cluster.cards
+    pipelines = [
+        replace(
+            pipeline,
+            stages=tuple(
+                replace(stage, replicas=tuple(tuple(rank_of[c] for c in group) for group in stage.replicas))
+                for stage in pipeline.stages
+            ),
+        )
+        for pipeline in made
+    ]
+    return Plan(
+        cluster=problem.cluster.name,
+        model=problem.model,
+        sequence_length=problem.sequence_length,
+        global_batch_size=max(1, sum(pipeline.num_sequences for pipeline in pipelines)),
+        schedule=schedule,
+        optimizer_sharding=sharded,
+        ranks=tuple(RankPlan(rank=r, device=cards[c].name, type=cards[c].type) for r, c in enumerate(used)),
+        pipelines=tuple(pipelines),
+        device_types=problem.cluster.device_types,
+    )
+
+
+def check(costs: Costs, tables: Tables, plan: Plan) -> None:
+    """Every part of the price, to 1e-9 of the step."""
+    draft = draft_of(tables, plan)
+    assert draft is not None
+    found, defined = tables.evaluator.price(draft), cost_plan(costs, plan)
+    assert found is not None
+    parts = ("compute", "grad_reduce", "tied_embedding", "update", "weight_sync", "step")
+    for name in (f"{part}_seconds" for part in parts):
+        ours, theirs = getattr(found, name), getattr(defined, name)
+        assert abs(ours - theirs) <= 1e-9 * defined.step_seconds, (name, ours, theirs)
+    for ours, stage in zip(found.stage_memory_bytes, defined.stages, strict=True):
+        assert math.isclose(ours, stage.memory.total, rel_tol=1e-9)
+    assert (found.over_bytes == 0.0) == defined.fits
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_core_prices_a_step_as_it_is_defined(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = random_problem(draw)
+    costs = make_costs(problem)
+    tables = make_tables(costs, SIZES, WIDTHS)
+    assert tables is not None
+    priced = 0
+    for _ in range(40):
+        plan = random_plan(draw, problem)
+        if plan.pipelines and next(validate_plan(plan), None) is None:
+            check(costs, tables, plan)
+            priced += 1
+    assert priced >= 5
+
+
+def test_a_price_depends_on_every_layer_and_card() -> None:
+    draw = random.Random(3)
+    problem = random_problem(draw)
+    tables = make_tables(make_costs(problem), SIZES, WIDTHS)
+    assert tables is not None
+    cards = len(problem.cluster.cards)
+    assert cards > 1
+
+    def price(first: int) -> float:
+        stages = (
+            StagePlan(replicas=((0,),), layers=(0, first), embedding=True),
+            StagePlan(replicas=((1,),), layers=(first, problem.model.num_layers), head=True),
+        )
+        made = [PipelinePlan(micro_batch_size=1, num_micro_batches=24, stages=stages)]
+        draft = draft_of(tables, _numbered(problem, made, "1f1b", False))
+        assert draft is not None
+        found = tables.evaluator.price(draft)
+        assert found is not None
+        return found.step_seconds
+
+    assert len({price(first) for first in range(1, problem.model.num_layers)}) > 1
+
+
+def search(tables: Tables, *, seed: int = 1, budget: int = 3_000):
+    everything = 2**64 - 1
+    space = SpaceTable(0b111, 0b1001, 0b11, everything, everything, 1, 0, 0)
+    return tables.evaluator.search(space, [], budget=budget, seed=seed, room=8)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 5])
+def test_found_drafts_are_lawful_plans_of_the_price_they_say(seed: int) -> None:
+    problem = random_problem(random.Random(seed))
+    costs = make_costs(problem)
+    tables = make_tables(costs, SIZES, WIDTHS)
+    assert tables is not None
+    found = search(tables)
+    assert found.drafts and list(found.steps) == sorted(found.steps)
+    for step, draft in zip(found.steps, found.drafts, strict=True):
+        plan = plan_of(tables, draft)
+        assert list(validate_plan(plan)) == []
+        assert plan.global_batch_size == problem.global_batch_size
+        cost = cost_plan(costs, plan)
+        assert cost.fits and math.isclose(cost.step_seconds, step, rel_tol=1e-9)
+
+
+def test_a_search_gives_the_same_drafts_again_and_loses_none_that_it_is_given() -> None:
+    tables = make_tables(make_costs(random_problem(random.Random(1))), SIZES, WIDTHS)
+    assert tables is not None
+    first, again = search(tables), search(tables)
+    assert first.steps == again.steps
+    assert [plan_of(tables, draft) for draft in first.drafts] == [
+        plan_of(tables, draft) for draft in again.drafts
+    ]
+    everything = 2**64 - 1
+    space = SpaceTable(0b111, 0b1001, 0b11, everything, everything, 1, 0, 0)
+    other = tables.evaluator.search(space, first.drafts[:1], budget=10, seed=9, room=8)
+    assert other.steps[0] <= first.steps[0]

@@ -1,0 +1,318 @@
+"""A plan problem in the tables of the compiled core, and plans as its drafts.
+
+The core prices what a search makes by the thousand: whole layers, replicas of cards of one type inside a
+node, links that were not measured, and one communication library for all. `make_tables` says of which
+problems that is all there is; of others, and of all that is special in a plan, `cost_plan` is the price.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator, Sequence
+from ctypes import c_double, c_int32
+from dataclasses import dataclass
+
+from yuan_train.config.cluster import Card
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+from yuan_train.config.run import Recompute
+from yuan_train.planner.costs.grad_reduce import half_parts, unit_parameters
+from yuan_train.planner.costs.host import host_bytes, host_step_seconds
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.topology import find_route, uses_gloo
+from yuan_train.planner.costs.unit_costs import CardCosts
+from yuan_train.planner.costs.workload import STATE_BYTES
+from yuan_train.planner.native.evaluator import (
+    MAX_REPLICAS,
+    NUM_RECOMPUTES,
+    NUM_SIZES,
+    NUM_WIDTHS,
+    DraftTable,
+    Evaluator,
+    PipelineRow,
+    Pool,
+    ProblemTable,
+    RouteTable,
+    StageRow,
+    UnitTable,
+)
+from yuan_train.planner.native.pipelines import NAMES
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Kinds of recompute, by their numbers in the core."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A problem in the core, and what its numbers mean."""
+
+    costs: Costs
+    pools: tuple[tuple[Card, ...], ...]
+    """The cards of each pool: of one type, in one node."""
+    pool_of: dict[str, int]
+    """By name of a card."""
+    sizes: tuple[int, ...]
+    """Micro-batch sizes."""
+    problem: ProblemTable
+    evaluator: Evaluator
+
+
+def make_tables(costs: Costs, sizes: Sequence[int], widths: Sequence[int]) -> Tables | None:
+    """The tables of a problem for these micro-batch sizes and tensor-parallel widths; None for a problem that
+    the core does not price whole."""
+    problem, topology = costs.problem, costs.topology
+    cards = [card for card in problem.cluster.cards if _has_precision(costs, card)]
+    special = topology.measured or problem.critic or problem.late_updates or problem.has_external_profile
+    if special or problem.send_mode != "overlapped" or len(sizes) > NUM_SIZES or not cards:
+        return None
+    if uses_gloo(topology, cards) or len({topology.types[card.type].backend for card in cards}) > 1:
+        return None
+    pools = tuple(tuple(own) for _, own in itertools.groupby(cards, key=lambda card: (card.node, card.type)))
+    table = ProblemTable()
+    nodes = {node: i for i, node in enumerate(dict.fromkeys(card.node for card in cards))}
+    table.num_units, table.num_pools = problem.model.num_layers + 2, len(pools)
+    table.num_nodes, table.num_cards = len(nodes), len(cards)
+    table.global_batch_size, table.is_tied = problem.global_batch_size, problem.model.tie_embeddings
+    table.sizes[: len(sizes)] = list(sizes)
+    table.hidden_bytes[: len(sizes)] = [costs.hidden_bytes(size) for size in sizes]
+    _fill_pools(costs, pools, nodes, table)
+    _fill_units(costs, pools, sizes, widths, table)
+    _fill_routes(costs, pools, table)
+    _fill_reductions(costs, problem.model, table)
+    pool_of = {card.name: i for i, pool in enumerate(pools) for card in pool}
+    return Tables(costs, pools, pool_of, tuple(sizes), table, Evaluator(table))
+
+
+def _has_precision(costs: Costs, card: Card) -> bool:
+    problem = costs.problem
+    return problem.cluster.device_type(card.type).peak(problem.precision) is not None
+
+
+def _fill_pools(
+    costs: Costs, pools: Sequence[Sequence[Card]], nodes: dict[str, int], table: ProblemTable
+) -> None:
+    problem = costs.problem
+    rows = (Pool * len(pools))()
+    kinds: dict[object, int] = {}
+    types: dict[str, int] = {}
+    for row, (card, *others) in zip(rows, pools, strict=True):
+        device, host = problem.cluster.device_type(card.type), costs.host_of(card)
+        group = costs.topology.groups[card.node]
+        # Nodes of a group, or alike ones, differ in nothing but their names and dedicated links.
+        kind = (card.type, len(others), repr((group.link, group.network, host)))
+        row.kind = kinds.setdefault(kind, len(kinds))
+        row.type = types.setdefault(card.type, len(types))
+        row.node, row.count = nodes[card.node], 1 + len(others)
+        row.limit = problem.usable_bytes(card.type)
+        row.reserved = float(device.reserved)
+        row.host_bytes = host.memory_bytes
+        row.host_seconds = host_step_seconds(host, problem.precision)
+        row.host_bytes_each = host_bytes(problem.precision)
+    table.pools = rows
+
+
+def _sums(values: Sequence[float]) -> ctypes.Array[c_double]:
+    return (c_double * (len(values) + 1))(*itertools.accumulate(values, initial=0.0))
+
+
+def _unit_table(costs: Costs, part: CardCosts) -> UnitTable:
+    units, row = part.units, UnitTable()
+    row.forward = _sums([unit.forward_seconds for unit in units])
+    row.backward = _sums([unit.backward_seconds for unit in units])
+    row.weight = _sums([unit.weight_seconds for unit in units])
+    row.parameters = _sums([float(unit.parameters) for unit in units])
+    row.parameter_bytes = _sums([unit.parameter_bytes for unit in units])
+    row.gradient_bytes = _sums([unit.gradient_bytes for unit in units])
+    row.optimizer_bytes = _sums([unit.optimizer_bytes for unit in units])
+    row.activation_bytes = _sums([unit.activation_bytes for unit in units])
+    row.transient = (c_double * len(units))(*(unit.transient_bytes for unit in units))
+    row.output = (c_double * len(units))(*(unit.output_bytes for unit in units))
+    row.start_forward, row.start_backward = part.start.forward_seconds, part.start.backward_seconds
+    row.boundary_bytes = part.boundary_bytes
+    traffic = STATE_BYTES[costs.problem.precision].update_traffic
+    row.update_seconds = traffic / part.update_bytes_per_second
+    return row
+
+
+def _fill_units(
+    costs: Costs,
+    pools: Sequence[Sequence[Card]],
+    sizes: Sequence[int],
+    widths: Sequence[int],
+    table: ProblemTable,
+) -> None:
+    found: list[UnitTable] = []
+    numbers: dict[int, int] = {}
+    kept: list[CardCosts] = []
+    shape = (len(pools), NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES)
+    places = (c_int32 * (shape[0] * shape[1] * shape[2] * shape[3]))(-1)
+    for i in range(len(places)):
+        places[i] = -1
+    for p, pool in enumerate(pools):
+        for width in widths:
+            if width > len(pool) or width.bit_count() != 1 or width >= 1 << NUM_WIDTHS:
+                continue
+            for b, size in enumerate(sizes):
+                for r, kind in enumerate(RECOMPUTES):
+                    part = costs.of_replica(tuple(pool[:width]), size, kind)
+                    if id(part) not in numbers:
+                        numbers[id(part)] = len(found)
+                        kept.append(part)
+                        found.append(_unit_table(costs, part))
+                    place = width.bit_length() - 1
+                    places[((p * shape[1] + place) * shape[2] + b) * shape[3] + r] = numbers[id(part)]
+    table.tables = (UnitTable * max(len(found), 1))(*found)
+    table.table_of = places
+
+
+def _fill_routes(costs: Costs, pools: Sequence[Sequence[Card]], table: ProblemTable) -> None:
+    rows = (RouteTable * (len(pools) ** 2))()
+    sizes: dict[str, list[Card]] = {}
+    for pool in pools:
+        sizes.setdefault(pool[0].node, []).extend(pool)
+    for i, a in enumerate(pools):
+        for j, b in enumerate(pools):
+            source, target = a[0], b[0]
+            if i == j:
+                mates = [card for card in sizes[source.node] if card != source]
+                if not mates:
+                    continue
+                target = mates[0]
+            route = find_route(costs.topology, source, target)
+            row = rows[i * len(pools) + j]
+            row.latency, row.stream_rate = route.latency_seconds, route.stream_bytes_per_second
+            row.rate, row.is_shared = route.bytes_per_second, route.shared
+    table.routes = rows
+
+
+def _fill_reductions(costs: Costs, model: ModelConfig, table: ProblemTable) -> None:
+    problem, state = costs.problem, STATE_BYTES[costs.problem.precision]
+    reduced = unit_parameters(model)
+    table.reduced = (c_double * len(reduced))(*reduced)
+    *held, head = map(float, model.trained_unit_parameters)
+    held.append(head if model.lora is not None else float(model.head_parameters))
+    table.held = (c_double * len(held))(*held)
+    halves = half_parts(costs)
+    table.bucket_size = float(problem.bucket_size)
+    table.half_parameters, table.half_seconds = halves.parameters, halves.seconds
+    frozen = model.lora is not None
+    table.embedding_parameters = 0.0 if frozen else float(model.embedding_parameters)
+    table.reduce_bytes, table.weight_bytes = float(problem.reduce_bytes), float(state.parameters)
+    table.reduce_copy_share = problem.reduce_copy_share
+
+
+def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
+    """A plan as a draft; None if it has what the core does not price."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    if (
+        any(map(_is_special, stages))
+        or any(len(stage.replicas) > MAX_REPLICAS for stage in stages)
+        or any(pipeline.page_group > 1 for pipeline in plan.pipelines)
+    ):
+        return None
+    if any(len(set(pipeline.worker_replicas)) < len(pipeline.worker_replicas) for pipeline in plan.pipelines):
+        return None
+    rows = (StageRow * len(stages))()
+    for row, stage in zip(rows, stages, strict=True):
+        row.layers, row.width = int(stage.num_layers), len(stage.replicas[0])
+        row.num_replicas = len(stage.replicas)
+        row.depth = stage.in_flight or 0
+        row.may_offload = stage.optimizer_offload > 0
+        row.recompute, row.num_recomputed = RECOMPUTES.index(stage.recompute), int(stage.num_recomputed)
+        row.offload, row.share = stage.optimizer_offload, stage.optimizer_share
+        for r, replica in enumerate(stage.replicas):
+            own = {tables.pool_of[plan.ranks[rank].device] for rank in replica}
+            if len(own) > 1:
+                return None
+            (row.pools[r],) = own
+    draft = DraftTable()
+    draft.schedule, draft.is_sharded = NAMES.index(plan.schedule), plan.optimizer_sharding
+    draft.num_pipelines, draft.num_stages = len(plan.pipelines), len(stages)
+    lines = (PipelineRow * len(plan.pipelines))()
+    first = 0
+    for line, pipeline in zip(lines, plan.pipelines, strict=True):
+        line.size = tables.sizes.index(pipeline.micro_batch_size)
+        line.num_micro_batches = pipeline.num_micro_batches
+        line.first_stage, line.num_stages = first, len(pipeline.stages)
+        _fill_deeper(rows[first : first + len(pipeline.stages)])
+        first += len(pipeline.stages)
+    draft.pipelines, draft.stages = lines, rows
+    return draft
+
+
+def _fill_deeper(rows: Sequence[StageRow]) -> None:
+    """By how much the stages of a pipeline are deeper than they need be."""
+    rest = 0
+    for row in reversed(rows):
+        rest += row.num_replicas
+        row.deeper = row.depth - rest if row.depth else 0
+
+
+def _is_special(stage: StagePlan) -> bool:
+    halves = any(border % 1 for border in stage.layers)
+    tiers = stage.optimizer_disk or stage.activation_offload or stage.parameter_offload
+    return bool(halves or tiers or stage.experts)
+
+
+def plan_of(tables: Tables, draft: DraftTable) -> Plan:
+    """A realised draft as a plan: each group takes the next free cards of its pool."""
+    problem = tables.costs.problem
+    free = [list(pool) for pool in tables.pools]
+    taken: list[list[list[tuple[Card, ...]]]] = []
+    lines: list[PipelineRow] = draft.pipelines[: draft.num_pipelines]
+    for line in lines:
+        own: list[list[tuple[Card, ...]]] = []
+        rows: list[StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
+        for row in rows:
+            groups: list[tuple[Card, ...]] = []
+            pools: list[int] = row.pools[: row.num_replicas]
+            for pool in pools:
+                groups.append(tuple(free[pool][: row.width]))
+                del free[pool][: row.width]
+            own.append(groups)
+        taken.append(own)
+    used = {card for own in taken for groups in own for group in groups for card in group}
+    cards = [card for card in problem.cluster.cards if card in used]
+    rank_of = {card: rank for rank, card in enumerate(cards)}
+    return Plan(
+        cluster=problem.cluster.name,
+        model=problem.model,
+        sequence_length=problem.sequence_length,
+        global_batch_size=problem.global_batch_size,
+        schedule=NAMES[draft.schedule],
+        optimizer_sharding=bool(draft.is_sharded),
+        ranks=tuple(RankPlan(rank=r, device=c.name, type=c.type) for r, c in enumerate(cards)),
+        pipelines=tuple(
+            PipelinePlan(
+                micro_batch_size=tables.sizes[line.size],
+                num_micro_batches=line.num_micro_batches,
+                stages=tuple(_stages_of(draft, line, own, rank_of)),
+            )
+            for line, own in zip(lines, taken, strict=True)
+        ),
+        device_types=uncatalogued_types(problem.cluster, {card.type for card in cards}),
+    )
+
+
+def _stages_of(
+    draft: DraftTable,
+    line: PipelineRow,
+    groups: Sequence[Sequence[tuple[Card, ...]]],
+    rank_of: dict[Card, int],
+) -> Iterator[StagePlan]:
+    rows: list[StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
+    first = 0
+    for s, (row, replicas) in enumerate(zip(rows, groups, strict=True)):
+        recomputed = row.num_recomputed
+        yield StagePlan(
+            replicas=tuple(tuple(rank_of[card] for card in replica) for replica in replicas),
+            layers=(first, first + row.layers),
+            embedding=s == 0,
+            head=s == line.num_stages - 1,
+            recompute=RECOMPUTES[row.recompute] if recomputed else "none",
+            recompute_layers=recomputed if 0 < recomputed < row.layers else None,
+            in_flight=row.depth or None,
+            optimizer_offload=row.offload,
+        )
+        first += row.layers

@@ -1,0 +1,683 @@
+/* The whole step of a draft: messages between stages, pipelines in virtual time, buckets of gradients and of weights.
+ * As `evaluate/plan_cost.py`, `messages.py` and `overlap.py`. */
+#include "evaluate.h"
+
+#include <math.h>
+
+#include "evaluator.h"
+
+/* --- messages between stages ------------------------------------------------------------------------------ */
+
+static int32_t pool_of(const struct draft_stage *stage, int32_t i)
+{
+    return stage->pools[i % stage->num_replicas];
+}
+
+/* Which replica sends to which: as many pairs as it takes for all to have sent and received. */
+static int32_t num_pairs(const struct draft_stage *a, const struct draft_stage *b)
+{
+    int32_t x = a->num_replicas, y = b->num_replicas;
+    while (y) {
+        int32_t rest = x % y;
+        x = y;
+        y = rest;
+    }
+    return a->num_replicas / x * b->num_replicas;
+}
+
+/* The messages over an edge of all pipelines, out of each node and into it. Equal pipelines run in step. */
+static void count_flows(struct evaluator *evaluator, const struct draft *draft, int32_t s, int is_activation)
+{
+    const struct problem *problem = evaluator->problem;
+    memset(evaluator->leaving, 0, sizeof(int32_t) * (size_t)problem->num_nodes);
+    memset(evaluator->entering, 0, sizeof(int32_t) * (size_t)problem->num_nodes);
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        if (pipeline->num_stages <= s + 1)
+            continue;
+        const struct draft_stage *from = &draft->stages[pipeline->first_stage + s], *to = from + 1;
+        int32_t pairs = num_pairs(from, to);
+        for (int32_t i = 0; i < pairs; i++) {
+            int32_t a = problem->pools[pool_of(is_activation ? from : to, i)].node;
+            int32_t b = problem->pools[pool_of(is_activation ? to : from, i)].node;
+            evaluator->leaving[a] += a != b;
+            evaluator->entering[b] += a != b;
+        }
+    }
+}
+
+static double edge_seconds(const struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s,
+                           int is_activation)
+{
+    const struct problem *problem = evaluator->problem;
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+    const struct draft_stage *from = is_activation ? stage : stage + 1, *to = is_activation ? stage + 1 : stage;
+    const struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
+    double bytes = problem->hidden_bytes[pipeline->size], slowest = 0.0;
+    if (price->first_unit < price->end_unit) {
+        /* The first replica's last unit, which is recomputed if all layers are. */
+        int is_part = stage->num_recomputed == 0 || stage->num_recomputed == stage->layers;
+        int32_t kind = is_part ? stage->recompute : 0;
+        bytes = table_of(problem, pool_of(stage, 0), stage->width, pipeline->size, kind)
+                    ->output[price->end_unit - 1];
+    }
+    for (int32_t i = 0, pairs = num_pairs(from, to); i < pairs; i++) {
+        int32_t a = pool_of(from, i), b = pool_of(to, i);
+        int32_t x = problem->pools[a].node, y = problem->pools[b].node;
+        int32_t sharers = evaluator->leaving[x] > evaluator->entering[y] ? evaluator->leaving[x]
+                                                                         : evaluator->entering[y];
+        double own = message_seconds(&problem->routes[a * problem->num_pools + b], bytes, x == y ? 1 : sharers);
+        if (to->width > 1)
+            own += message_seconds(&problem->routes[b * problem->num_pools + b], bytes, 1);
+        slowest = own > slowest ? own : slowest;
+    }
+    return slowest;
+}
+
+static void price_messages(struct evaluator *evaluator, const struct draft *draft)
+{
+    int32_t longest = 0;
+    for (int32_t p = 0; p < draft->num_pipelines; p++)
+        if (draft->pipelines[p].num_stages > longest)
+            longest = draft->pipelines[p].num_stages;
+    for (int32_t s = 0; s + 1 < longest; s++)
+        for (int is_activation = 0; is_activation < 2; is_activation++) {
+            count_flows(evaluator, draft, s, is_activation);
+            double *seconds = is_activation ? evaluator->send_activation : evaluator->send_gradient;
+            for (int32_t p = 0; p < draft->num_pipelines; p++)
+                if (draft->pipelines[p].num_stages > s + 1)
+                    seconds[draft->pipelines[p].first_stage + s] =
+                        edge_seconds(evaluator, draft, p, s, is_activation);
+        }
+}
+
+/* --- pipelines in virtual time ---------------------------------------------------------------------------- */
+
+static void number_workers(struct evaluator *evaluator, const struct draft *draft,
+                           const struct draft_pipeline *pipeline)
+{
+    evaluator->first[0] = 0;
+    for (int32_t s = 0; s < pipeline->num_stages; s++)
+        evaluator->first[s + 1] = evaluator->first[s] + draft->stages[pipeline->first_stage + s].num_replicas;
+}
+
+/* A schedule of the pipeline's shape, made once; NULL without memory. */
+const struct schedule *find_schedule(struct evaluator *evaluator, const struct draft *draft,
+                                     const struct draft_pipeline *pipeline)
+{
+    int32_t stages = pipeline->num_stages, size = 3 + 2 * stages;
+    const struct draft_stage *own = &draft->stages[pipeline->first_stage];
+    int32_t key[3 + 2 * stages];
+    uint32_t hash = 2166136261u;
+    key[0] = draft->schedule;
+    key[1] = pipeline->num_micro_batches;
+    key[2] = stages;
+    for (int32_t s = 0; s < stages; s++) {
+        key[3 + 2 * s] = own[s].num_replicas;
+        key[4 + 2 * s] = draft->schedule == ONE_F_ONE_B ? evaluator->depths[s] : 0;
+    }
+    for (int32_t i = 0; i < size; i++)
+        hash = (hash ^ (uint32_t)key[i]) * 16777619u;
+    struct known *known = &evaluator->known[hash % NUM_KNOWN];
+    if (known->schedule && known->key[2] == stages && !memcmp(known->key, key, sizeof key))
+        return known->schedule;
+    number_workers(evaluator, draft, pipeline);
+    for (int32_t i = 0; i < evaluator->first[stages]; i++)
+        evaluator->workers[i] = i;
+    struct layout layout = {
+        stages, evaluator->first[stages], pipeline->num_micro_batches, draft->schedule,
+        evaluator->first, evaluator->workers,
+        draft->schedule == ONE_F_ONE_B ? evaluator->depths : NULL,
+    };
+    free_schedule(known->schedule);
+    free(known->key);
+    known->schedule = make_schedule(&layout);
+    known->key = malloc(sizeof key);
+    if (!known->schedule || !known->key) {
+        free_schedule(known->schedule);
+        known->schedule = NULL;
+        return NULL;
+    }
+    memcpy(known->key, key, sizeof key);
+    return known->schedule;
+}
+
+static void find_depths(struct evaluator *evaluator, const struct draft *draft,
+                        const struct draft_pipeline *pipeline)
+{
+    int32_t rest = 0;
+    for (int32_t s = pipeline->num_stages - 1; s >= 0; s--) {
+        const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+        rest += stage->num_replicas;
+        evaluator->depths[s] = stage->depth ? stage->depth : rest;
+    }
+}
+
+/* Whether all messages leave when their steps have ended, so that the rounds alone are the schedule: found by trying,
+ * see `simulator.PROMPT_DEPTHS`. */
+static int is_prompt(const struct evaluator *evaluator, const struct draft *draft,
+                     const struct draft_pipeline *pipeline)
+{
+    enum { PROMPT_DEPTHS = 4 };
+    if (draft->schedule != ONE_F_ONE_B)
+        return 0;
+    for (int32_t s = 0; s < pipeline->num_stages; s++) {
+        int32_t n = draft->stages[pipeline->first_stage + s].num_replicas;
+        int32_t more = s + 1 < pipeline->num_stages ? evaluator->depths[s] - evaluator->depths[s + 1] : 0;
+        if (more < 0 || more > PROMPT_DEPTHS + n - 1)
+            return 0;
+    }
+    return 1;
+}
+
+static int is_alike(const struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t q)
+{
+    const struct draft_pipeline *a = &draft->pipelines[p], *b = &draft->pipelines[q];
+    size_t edges = sizeof(double) * (size_t)(a->num_stages - 1), stages = edges + sizeof(double);
+    int32_t i = a->first_stage, j = b->first_stage;
+    if (a->num_stages != b->num_stages || a->num_micro_batches != b->num_micro_batches ||
+        memcmp(evaluator->forward + i, evaluator->forward + j, stages) ||
+        memcmp(evaluator->backward + i, evaluator->backward + j, stages) ||
+        memcmp(evaluator->weight + i, evaluator->weight + j, stages) ||
+        memcmp(evaluator->send_activation + i, evaluator->send_activation + j, edges) ||
+        memcmp(evaluator->send_gradient + i, evaluator->send_gradient + j, edges))
+        return 0;
+    for (int32_t s = 0; s < a->num_stages; s++)
+        if (draft->stages[i + s].num_replicas != draft->stages[j + s].num_replicas ||
+            draft->stages[i + s].depth != draft->stages[j + s].depth)
+            return 0;
+    return 1;
+}
+
+static int make_room(struct played *played, int32_t room)
+{
+    if (room <= played->room)
+        return 0;
+    struct message *messages = realloc(played->messages, sizeof(struct message) * (size_t)room);
+    if (!messages)
+        return -1;
+    played->messages = messages;
+    played->room = room;
+    return 0;
+}
+
+/* Run pipeline p by its schedule, every message kept; 0, 1 if it has no schedule, -1 without memory. */
+static int play_schedule(struct evaluator *evaluator, const struct draft *draft, int32_t p,
+                         const struct times *times, struct figures *figures)
+{
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    struct played *played = &evaluator->played[p];
+    const struct schedule *schedule = find_schedule(evaluator, draft, pipeline);
+    if (!schedule)
+        return 1;
+    for (int32_t s = 0; s < pipeline->num_stages; s++)
+        if (draft->schedule != ONE_F_ONE_B && draft->schedule != GPIPE)
+            evaluator->prices[pipeline->first_stage + s].in_flight = schedule->held[s];
+    if (make_room(played, schedule->num_messages + 2))
+        return -1;
+    figures->sent = played->messages;
+    figures->room = played->room;
+    return run_schedule(schedule, times, OVERLAPPED, figures);
+}
+
+/* Run pipeline p, if it can be without its schedule and if that keeps the messages that are wanted. */
+static int play(struct evaluator *evaluator, const struct draft *draft, int32_t p, int all_messages)
+{
+    enum { ROUNDS_KEPT = 4 };
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    struct played *played = &evaluator->played[p];
+    int32_t i = pipeline->first_stage, stages = pipeline->num_stages;
+    struct times times = {evaluator->forward + i, evaluator->backward + i, evaluator->weight + i,
+                          evaluator->send_activation + i, evaluator->send_gradient + i};
+    struct figures figures = {evaluator->start + i, evaluator->end + i, evaluator->busy, evaluator->worker_end,
+                              NULL, 0, 0, 0.0};
+    int failed = 1;
+    find_depths(evaluator, draft, pipeline);
+    if (!all_messages && is_prompt(evaluator, draft, pipeline)) {
+        number_workers(evaluator, draft, pipeline);
+        int32_t count = pipeline->num_micro_batches, kept = ROUNDS_KEPT * evaluator->depths[0];
+        if (make_room(played, 2 * (stages - 1) * (kept < count ? kept : count) + 2))
+            return -1;
+        figures.sent = played->messages;
+        figures.room = played->room;
+        if (evaluator->first[stages] == stages)
+            failed = run_rounds(stages, count, evaluator->depths, &times, &figures);
+        else
+            failed = run_replicated_rounds(stages, count, evaluator->first, evaluator->depths, &times, &figures);
+    }
+    if (failed == 1 && !(evaluator->is_searching && draft->schedule == ONE_F_ONE_B))
+        failed = play_schedule(evaluator, draft, p, &times, &figures);
+    played->num_messages = figures.num_sent;
+    played->from = figures.sent_from;
+    return failed;
+}
+
+static int play_all(struct evaluator *evaluator, const struct draft *draft)
+{
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        struct played *played = &evaluator->played[p];
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        played->alike = -1;
+        for (int32_t q = 0; q < p && played->alike < 0; q++)
+            if (evaluator->played[q].alike < 0 && is_alike(evaluator, draft, p, q))
+                played->alike = q;
+        int failed = 0;
+        if (played->alike < 0) {
+            failed = play(evaluator, draft, p, 0);
+        } else {
+            size_t bytes = sizeof(double) * (size_t)pipeline->num_stages;
+            int32_t from = draft->pipelines[played->alike].first_stage;
+            memcpy(evaluator->start + pipeline->first_stage, evaluator->start + from, bytes);
+            memcpy(evaluator->end + pipeline->first_stage, evaluator->end + from, bytes);
+            for (int32_t s = 0; s < pipeline->num_stages; s++)
+                evaluator->prices[pipeline->first_stage + s].in_flight = evaluator->prices[from + s].in_flight;
+        }
+        if (failed)
+            return failed;
+    }
+    return 0;
+}
+
+/* --- buckets ---------------------------------------------------------------------------------------------- */
+
+/* The links of a ring of these replicas' cards, node by node. */
+static void make_ring(struct evaluator *evaluator, const int32_t *replicas, int32_t count,
+                      int32_t narrowest, struct ring *ring)
+{
+    const struct problem *problem = evaluator->problem;
+    int32_t *counts = evaluator->counts, *nodes = evaluator->ring_nodes + evaluator->num_ring_nodes;
+    *ring = (struct ring){.num_cards = count, .num_rings = narrowest, .nodes = nodes,
+                          .routes = evaluator->ring_routes + 2 * evaluator->num_ring_nodes};
+    for (int32_t i = 0; i < count; i++) {
+        const struct pool *pool = &problem->pools[evaluator->pool_of[replicas[i]]];
+        if (!counts[pool->node]++)
+            nodes[ring->num_nodes++] = evaluator->pool_of[replicas[i]];
+        if (counts[pool->node] > ring->most_in_node)
+            ring->most_in_node = counts[pool->node];
+    }
+    for (int32_t i = 0; i < ring->num_nodes; i++) {
+        int32_t pool = nodes[i], next = nodes[(i + 1) % ring->num_nodes];
+        if (counts[problem->pools[pool].node] > 1)
+            ring->routes[ring->num_routes++] = &problem->routes[pool * problem->num_pools + pool];
+        if (ring->num_nodes > 1)
+            ring->routes[ring->num_routes++] = &problem->routes[pool * problem->num_pools + next];
+    }
+    for (int32_t i = 0; i < ring->num_nodes; i++) {
+        nodes[i] = problem->pools[nodes[i]].node;
+        counts[nodes[i]] = 0;
+    }
+    evaluator->num_ring_nodes += ring->num_nodes;
+}
+
+/* A bucket of units [first, end), in one transfer or in two halves. */
+static void add_bucket(struct evaluator *evaluator, const struct draft *draft, int32_t first, int32_t end,
+                       double parameters, int can_halve)
+{
+    const struct problem *problem = evaluator->problem;
+    int32_t *owners = evaluator->owners + evaluator->num_owners, count = 0, narrowest = INT32_MAX;
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        int32_t number = evaluator->stage_of[(size_t)p * problem->num_units + first];
+        const struct draft_stage *stage = &draft->stages[number];
+        narrowest = stage->width < narrowest ? stage->width : narrowest;
+        for (int32_t r = 0; r < stage->num_replicas; r++)
+            owners[count++] = evaluator->first_replica[number] + r;
+    }
+    struct ring *ring = &evaluator->rings[evaluator->num_rings++];
+    make_ring(evaluator, owners, count, narrowest, ring);
+    evaluator->num_owners += count;
+    struct transfer transfer = {.ring = ring, .parameters = parameters, .first_unit = first, .end_unit = end,
+                                .replicas = owners};
+    if (can_halve && parameters > problem->bucket_size) {
+        double attention = rint(parameters * problem->half_parameters);
+        transfer.parameters = parameters - attention;
+        transfer.early = problem->half_seconds;
+        evaluator->transfers[evaluator->num_transfers++] = transfer;
+        transfer.parameters = attention;
+        transfer.early = 0.0;
+    }
+    evaluator->transfers[evaluator->num_transfers++] = transfer;
+}
+
+static int starts_run(const struct evaluator *evaluator, const struct draft *draft, int32_t u)
+{
+    int32_t units = evaluator->problem->num_units;
+    if (u == 0 || (evaluator->problem->is_tied && u == 1))
+        return 1;
+    for (int32_t p = 0; p < draft->num_pipelines; p++)
+        if (evaluator->stage_of[(size_t)p * units + u - 1] != evaluator->stage_of[(size_t)p * units + u])
+            return 1;
+    return 0;
+}
+
+/* The buckets that several owners hold, the last of the model first; see `schedule/buckets.py`. */
+static void make_buckets(struct evaluator *evaluator, const struct draft *draft)
+{
+    const struct problem *problem = evaluator->problem;
+    int32_t end = problem->num_units;
+    double size = 0.0, largest = 0.0;
+    for (int32_t u = 0; u < problem->num_units; u++)
+        largest = fmax(largest, problem->reduced[u]);
+    evaluator->num_transfers = evaluator->num_rings = evaluator->num_owners = evaluator->num_ring_nodes = 0;
+    for (int32_t u = problem->num_units - 1; u >= 0; u--) {
+        size += problem->reduced[u];
+        if (!starts_run(evaluator, draft, u) && size + problem->reduced[u - 1] <= problem->bucket_size)
+            continue;
+        int is_layer = u > 0 && u < problem->num_units - 1;
+        if (evaluator->holders[u] > 1 && size > 0.0)
+            add_bucket(evaluator, draft, u, end, size, is_layer && largest > problem->bucket_size);
+        end = u;
+        size = 0.0;
+    }
+}
+
+/* The table that a unit of a stage is costed by. */
+static const struct unit_table *table_of_unit(const struct problem *problem, const struct draft_pipeline *pipeline,
+                                              const struct draft_stage *stage, const struct stage_price *price,
+                                              int32_t u)
+{
+    int32_t first_layer = price->first_unit ? price->first_unit : 1;
+    int is_part = stage->num_recomputed == 0 || stage->num_recomputed == stage->layers ||
+                  u < first_layer + stage->num_recomputed;
+    return table_of(problem, price->slowest, stage->width, pipeline->size, is_part ? stage->recompute : 0);
+}
+
+/* When each unit, and the feed-forward of each layer, is complete on all its owners; and when forwards need it. */
+static void find_times_of_units(struct evaluator *evaluator, const struct draft *draft)
+{
+    const struct problem *problem = evaluator->problem;
+    for (int32_t u = 0; u < problem->num_units; u++) {
+        evaluator->complete[u] = evaluator->complete_early[u] = 0.0;
+        evaluator->needed[u] = INFINITY;
+    }
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        for (int32_t s = pipeline->first_stage; s < pipeline->first_stage + pipeline->num_stages; s++) {
+            const struct stage_price *price = &evaluator->prices[s];
+            double below = 0.0, earlier = 0.0;
+            for (int32_t u = price->first_unit; u < price->end_unit; u++) {
+                const struct unit_table *table =
+                    table_of_unit(problem, pipeline, &draft->stages[s], price, u);
+                const double *sums = draft->schedule == ZERO_BUBBLE ? table->weight : table->backward;
+                double seconds = sums[u + 1] - sums[u], end = evaluator->end[s] - below;
+                evaluator->complete[u] = fmax(evaluator->complete[u], end);
+                end -= problem->half_seconds * seconds;
+                evaluator->complete_early[u] = fmax(evaluator->complete_early[u], end);
+                evaluator->needed[u] = fmin(evaluator->needed[u], evaluator->start[s] + earlier);
+                below += seconds;
+                earlier += table->forward[u + 1] - table->forward[u];
+            }
+        }
+    }
+}
+
+static int compare_changes(const void *a, const void *b)
+{
+    double x = ((const struct change *)a)->time, y = ((const struct change *)b)->time;
+    return (x > y) - (x < y);
+}
+
+static int add_change(struct evaluator *evaluator, double time, int32_t change, int32_t node)
+{
+    if (!evaluator->counts[node])
+        return 0;
+    if (evaluator->num_changes == evaluator->room_for_changes) {
+        int32_t room = 2 * evaluator->room_for_changes + 1024;
+        struct change *changes = realloc(evaluator->changes, sizeof(struct change) * (size_t)room);
+        if (!changes)
+            return -1;
+        evaluator->changes = changes;
+        evaluator->room_for_changes = room;
+    }
+    struct change added = {time, change, node};
+    evaluator->changes[evaluator->num_changes++] = added;
+    return 0;
+}
+
+/* The messages of pipeline p over NICs that rings pass too, as far as they arrive after a time. */
+static int add_messages(struct evaluator *evaluator, const struct draft *draft, int32_t p, double after)
+{
+    const struct problem *problem = evaluator->problem;
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    int32_t source = evaluator->played[p].alike >= 0 ? evaluator->played[p].alike : p;
+    const struct played *played = &evaluator->played[source];
+    if (played->from > after && play(evaluator, draft, source, 1))
+        return -1;
+    /* Workers are the pipeline's replicas, in order. */
+    const int32_t *pools = evaluator->pool_of + evaluator->first_replica[pipeline->first_stage];
+    for (int32_t i = 0; i < played->num_messages; i++) {
+        const struct message *message = &played->messages[i];
+        int32_t a = pools[message->worker], b = pools[message->peer];
+        if (message->end <= after || message->end <= message->start ||
+            !problem->routes[a * problem->num_pools + b].is_shared)
+            continue;
+        int32_t nodes[2] = {problem->pools[a].node, problem->pools[b].node};
+        for (int end = 0; end < 2; end++)
+            if (add_change(evaluator, message->start, 1, nodes[end]) ||
+                add_change(evaluator, message->end, -1, nodes[end]))
+                return -1;
+    }
+    return 0;
+}
+
+static int find_changes(struct evaluator *evaluator, const struct draft *draft, double after)
+{
+    evaluator->num_changes = 0;
+    int crosses = 0, failed = 0;
+    for (int32_t i = 0; i < evaluator->num_rings; i++)
+        for (int32_t j = 0; evaluator->rings[i].num_nodes > 1 && j < evaluator->rings[i].num_nodes; j++)
+            crosses = evaluator->counts[evaluator->rings[i].nodes[j]] = 1;
+    for (int32_t p = 0; crosses && !failed && p < draft->num_pipelines; p++)
+        failed = add_messages(evaluator, draft, p, after);
+    memset(evaluator->counts, 0, sizeof(int32_t) * (size_t)evaluator->problem->num_nodes);
+    if (evaluator->num_changes)
+        qsort(evaluator->changes, (size_t)evaluator->num_changes, sizeof(struct change), compare_changes);
+    return failed;
+}
+
+/* The end of the last reduction or backward. */
+static int reduce_gradients(struct evaluator *evaluator, const struct draft *draft, double *end)
+{
+    double first = INFINITY;
+    for (int32_t i = 0; i < evaluator->num_transfers; i++) {
+        struct transfer *transfer = &evaluator->transfers[i];
+        const double *complete = transfer->early > 0.0 ? evaluator->complete_early : evaluator->complete;
+        transfer->ready = 0.0;
+        for (int32_t u = transfer->first_unit; u < transfer->end_unit; u++)
+            transfer->ready = fmax(transfer->ready, complete[u]);
+        first = fmin(first, transfer->ready);
+    }
+    if (find_changes(evaluator, draft, first) ||
+        run_transfers(evaluator, draft->is_sharded ? REDUCE_SCATTER : ALL_REDUCE))
+        return -1;
+    for (int32_t i = 0; i < evaluator->num_transfers; i++)
+        *end = fmax(*end, evaluator->transfers[i].end);
+    return 0;
+}
+
+/* The longest that a forward waits for stepped weights, which come back in the model's order. */
+static int gather_weights(struct evaluator *evaluator, double *wait)
+{
+    int32_t count = evaluator->num_transfers;
+    for (int32_t i = 0; i < count / 2; i++) {
+        struct transfer other = evaluator->transfers[i];
+        evaluator->transfers[i] = evaluator->transfers[count - 1 - i];
+        evaluator->transfers[count - 1 - i] = other;
+    }
+    for (int32_t i = 0; i < count; i++)
+        evaluator->transfers[i].ready = 0.0;
+    evaluator->num_changes = 0;
+    if (run_transfers(evaluator, ALL_GATHER))
+        return -1;
+    for (int32_t i = 0; i < count; i++) {
+        const struct transfer *transfer = &evaluator->transfers[i];
+        for (int32_t u = transfer->first_unit; u < transfer->end_unit; u++)
+            *wait = fmax(*wait, transfer->end - evaluator->needed[u]);
+    }
+    return 0;
+}
+
+/* The tied embedding, over the first and the last stages of all pipelines. */
+static double tied_seconds(struct evaluator *evaluator, const struct draft *draft)
+{
+    const struct problem *problem = evaluator->problem;
+    int32_t *owners = evaluator->owners, count = 0, narrowest = INT32_MAX;
+    if (!problem->is_tied || problem->embedding_parameters <= 0.0)
+        return 0.0;
+    for (int end = 0; end < 2; end++)
+        for (int32_t p = 0; p < draft->num_pipelines; p++) {
+            const struct draft_pipeline *pipeline = &draft->pipelines[p];
+            if (end && pipeline->num_stages == 1)
+                continue;
+            int32_t number = pipeline->first_stage + (end ? pipeline->num_stages - 1 : 0);
+            const struct draft_stage *stage = &draft->stages[number];
+            narrowest = stage->width < narrowest ? stage->width : narrowest;
+            for (int32_t r = 0; r < stage->num_replicas; r++)
+                owners[count++] = evaluator->first_replica[number] + r;
+        }
+    struct ring *ring = &evaluator->rings[0];
+    evaluator->num_ring_nodes = 0;
+    make_ring(evaluator, owners, count, narrowest, ring);
+    int32_t sharers = ring->num_nodes > 1 ? narrowest : 1;
+    double size = problem->embedding_parameters;
+    if (!draft->is_sharded)
+        return ring_seconds(problem, ring, ALL_REDUCE, size, sharers);
+    return ring_seconds(problem, ring, REDUCE_SCATTER, size, sharers) +
+           ring_seconds(problem, ring, ALL_GATHER, size, sharers);
+}
+
+/* At least so long is a pipeline: a stage's first forward waits for those before it, and all its work follows; its last
+ * gradient passes the stages before it, but where backwards are split. */
+static double least_seconds(const struct evaluator *evaluator, const struct draft *draft, int32_t p)
+{
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    double longest = 0.0, before = 0.0;
+    for (int32_t s = pipeline->first_stage; s < pipeline->first_stage + pipeline->num_stages; s++) {
+        int32_t n = draft->stages[s].num_replicas, own = (pipeline->num_micro_batches + n - 1) / n;
+        double work = evaluator->prices[s].forward + evaluator->prices[s].backward;
+        longest = fmax(longest, before + own * work);
+        before += draft->schedule == ZERO_BUBBLE ? evaluator->prices[s].forward : work;
+    }
+    return longest;
+}
+
+/* --- the step --------------------------------------------------------------------------------------------- */
+
+static void sum_up(struct evaluator *evaluator, const struct draft *draft, struct price *price)
+{
+    price->compute = price->update = price->over = 0.0;
+    for (int32_t s = 0; s < draft->num_stages; s++) {
+        const struct stage_price *own = &evaluator->prices[s];
+        price->compute = fmax(price->compute, evaluator->end[s]);
+        price->update = fmax(price->update, own->update);
+        double over = fmax(0.0, own->memory - own->capacity) + fmax(0.0, own->host_bytes - own->host_capacity);
+        price->over += over * draft->stages[s].num_replicas;
+    }
+}
+
+int price_draft(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price)
+{
+    price->stages = evaluator->prices;
+    price->reduce = price->sync = price->tied = 0.0;
+    int failed = price_stages(evaluator, draft);
+    if (failed)
+        return failed;
+    for (int32_t s = 0; s < draft->num_stages; s++) {
+        evaluator->forward[s] = evaluator->prices[s].forward;
+        evaluator->backward[s] = evaluator->prices[s].backward;
+        evaluator->weight[s] = evaluator->prices[s].weight;
+    }
+    for (int32_t p = 0; limit < INFINITY && p < draft->num_pipelines; p++)
+        if (least_seconds(evaluator, draft, p) > limit) {
+            price->step = least_seconds(evaluator, draft, p);
+            return 2;
+        }
+    evaluator->num_played++;
+    price_messages(evaluator, draft);
+    if ((failed = play_all(evaluator, draft)))
+        return failed;
+    if (draft->schedule != ONE_F_ONE_B && draft->schedule != GPIPE && (failed = price_stages(evaluator, draft)))
+        return failed;
+    sum_up(evaluator, draft, price);
+    price->step = price->compute + price->update;
+    if (price->step > limit && price->over == 0.0)
+        return 2;
+    make_buckets(evaluator, draft);
+    if (evaluator->num_transfers) {
+        double end = price->compute;
+        find_times_of_units(evaluator, draft);
+        if (reduce_gradients(evaluator, draft, &end))
+            return -1;
+        price->reduce = end - price->compute;
+        if (draft->is_sharded && gather_weights(evaluator, &price->sync))
+            return -1;
+    }
+    price->tied = tied_seconds(evaluator, draft);
+    price->step = price->compute + price->reduce + price->tied + price->update + price->sync;
+    return 0;
+}
+
+static void take_memory(struct evaluator *evaluator)
+{
+    const struct problem *problem = evaluator->problem;
+    struct arena *arena = &evaluator->arena;
+    int32_t cards = problem->num_cards + 1, units = problem->num_units + 1, nodes = problem->num_nodes;
+    double **rows[] = {&evaluator->forward, &evaluator->backward, &evaluator->weight, &evaluator->send_activation,
+                       &evaluator->send_gradient, &evaluator->start, &evaluator->end, &evaluator->busy,
+                       &evaluator->worker_end};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        *rows[i] = TAKE(arena, cards, double);
+    double **of_units[] = {&evaluator->weights, &evaluator->complete, &evaluator->complete_early,
+                           &evaluator->needed};
+    for (size_t i = 0; i < sizeof of_units / sizeof *of_units; i++)
+        *of_units[i] = TAKE(arena, units, double);
+    int32_t **of_nodes[] = {&evaluator->leaving, &evaluator->entering, &evaluator->counts, &evaluator->flows};
+    for (size_t i = 0; i < sizeof of_nodes / sizeof *of_nodes; i++)
+        *of_nodes[i] = TAKE(arena, nodes, int32_t);
+    int32_t **of_cards[] = {&evaluator->depths, &evaluator->first, &evaluator->workers, &evaluator->first_replica,
+                            &evaluator->pool_of};
+    for (size_t i = 0; i < sizeof of_cards / sizeof *of_cards; i++)
+        *of_cards[i] = TAKE(arena, cards, int32_t);
+    evaluator->prices = TAKE(arena, cards, struct stage_price);
+    evaluator->stage_of = TAKE(arena, (size_t)cards * units, int32_t);
+    evaluator->holders = TAKE(arena, units, int32_t);
+    evaluator->slices = TAKE(arena, units, int32_t);
+    evaluator->played = TAKE(arena, cards, struct played);
+    evaluator->rings = TAKE(arena, units, struct ring);
+    evaluator->transfers = TAKE(arena, 2 * units, struct transfer);
+    /* A unit has at most one owner a card; a ring passes each node of theirs once, over two links. */
+    evaluator->owners = TAKE(arena, (size_t)units * cards, int32_t);
+    evaluator->ring_nodes = TAKE(arena, (size_t)units * nodes, int32_t);
+    evaluator->ring_routes = TAKE(arena, 2 * (size_t)units * nodes, const struct route *);
+    evaluator->run = make_run(problem, arena);
+}
+
+struct evaluator *make_evaluator(const struct problem *problem)
+{
+    struct evaluator *volatile made = calloc(1, sizeof(struct evaluator));
+    if (!made)
+        return NULL;
+    made->problem = problem;
+    if (setjmp(made->arena.failed)) {
+        free_evaluator(made);
+        return NULL;
+    }
+    take_memory(made);
+    return made;
+}
+
+void free_evaluator(struct evaluator *evaluator)
+{
+    if (!evaluator)
+        return;
+    for (int32_t p = 0; evaluator->played && p < evaluator->problem->num_cards + 1; p++)
+        free(evaluator->played[p].messages);
+    for (int32_t i = 0; i < NUM_KNOWN; i++) {
+        free_schedule(evaluator->known[i].schedule);
+        free(evaluator->known[i].key);
+    }
+    free(evaluator->changes);
+    free_run(evaluator->run);
+    release(&evaluator->arena);
+    free(evaluator);
+}

@@ -1,0 +1,128 @@
+/* The price of a whole step of a plan, as `evaluate/plan_cost.py` defines it, for plans that a search makes by the
+ * thousand: whole layers, replicas inside a node, links that were not measured, one communication library.
+ *
+ * Bytes, seconds and parameters are double. Units are the embedding, the layers and the head; arrays of `units + 1`
+ * sums have at u what the units before u take together.
+ */
+#ifndef YUAN_EVALUATE_H
+#define YUAN_EVALUATE_H
+
+#include "pipeline.h"
+
+enum { NUM_WIDTHS = 6, NUM_SIZES = 8, NUM_RECOMPUTES = 3 };
+
+/* What the units cost on one kind of tensor-parallel group: `CardCosts`, in sums. */
+struct unit_table {
+    const double *forward, *backward, *weight; /* [units + 1] */
+    const double *parameters, *parameter_bytes, *gradient_bytes, *optimizer_bytes, *activation_bytes;
+    const double *transient, *output; /* [units] */
+    double start_forward, start_backward; /* of a stage, besides its units */
+    double boundary_bytes;
+    double update_seconds; /* of a parameter, on the card itself */
+};
+
+/* Cards of one type in one node. */
+struct pool {
+    int32_t node, count;
+    int32_t kind; /* the same for pools that differ in their names alone */
+    int32_t type; /* of the cards */
+    double reserved;
+    double limit;      /* bytes that a plan may fill, those that are reserved among them */
+    double host_bytes; /* of a card's share of the host; infinite if not known */
+    double host_seconds, host_bytes_each; /* of a parameter whose optimizer state is on the host */
+};
+
+struct route {
+    double latency, stream_rate, rate; /* bytes per second of one message, and of all together */
+    int32_t is_shared;
+};
+
+struct problem {
+    int32_t num_units, num_pools, num_nodes, num_cards, global_batch_size, is_tied;
+    int32_t sizes[NUM_SIZES]; /* micro-batch sizes, in the order of the tables; 0: none */
+    const struct pool *pools;
+    const struct unit_table *tables;
+    const int32_t *table_of; /* [pools, widths, sizes, recomputes]: a table, or -1; width 2^i at place i */
+    const struct route *routes; /* [pools, pools]: between first cards; on the diagonal between two of a pool */
+    const double *reduced;      /* [units]: parameters that owners reduce; 0 for a tied embedding */
+    const double *held;         /* [units]: parameters that are held, for shares of a packed reduction */
+    double bucket_size, half_parameters, half_seconds, embedding_parameters;
+    double reduce_bytes, weight_bytes; /* of a parameter on its way between owners: gradient, weight */
+    double reduce_copy_share;          /* of the gradients that a reduction in another dtype holds again */
+    double hidden_bytes[NUM_SIZES];
+};
+
+enum { MAX_REPLICAS = 16 };
+
+struct draft_stage {
+    int16_t layers, width, num_replicas;
+    int16_t depth;                     /* micro-batches in flight under 1F1B; 0: as it comes */
+    int16_t recompute, num_recomputed; /* kind, and of how many layers, the first ones */
+    int16_t pools[MAX_REPLICAS];       /* of each replica */
+    double offload, share;             /* of the optimizer state on hosts; weight among its owners */
+    int16_t deeper, may_offload;       /* what `realise_draft` makes `depth` and `offload` of */
+};
+
+struct draft_pipeline {
+    int32_t size, num_micro_batches, first_stage, num_stages; /* `size`: a place among the problem's sizes */
+};
+
+struct draft {
+    int32_t schedule, is_sharded, num_pipelines, num_stages;
+    struct draft_pipeline *pipelines;
+    struct draft_stage *stages; /* of one pipeline after the other */
+};
+
+/* What a stage takes; as `StageCost`. */
+struct stage_price {
+    double forward, backward, weight, update;
+    double memory, capacity; /* bytes on its tightest card: forecast, and what may be filled */
+    double host_bytes, host_capacity;
+    double optimizer_share, packed_share;
+    int32_t in_flight, slowest, first_unit, end_unit; /* `slowest`: the pool of its slowest replica */
+};
+
+struct price {
+    double step, compute, reduce, tied, update, sync;
+    double over; /* bytes that do not fit, of all replicas together */
+    struct stage_price *stages;
+};
+
+/* What a search may choose. */
+struct space {
+    int32_t recomputes, schedules, shardings; /* sets of numbers: bit i for number i */
+    uint64_t pipelines, replicas;             /* sets of counts, up to 63 */
+    int32_t may_offload, uses_all;
+    int32_t like_owners; /* whether what is not sharded may be stepped by owners alone that compute alike */
+};
+
+struct evaluator; /* a problem, and memory to price its drafts */
+
+/* NULL without memory. The problem must live as long. */
+struct evaluator *make_evaluator(const struct problem *problem);
+void free_evaluator(struct evaluator *evaluator);
+/* 0; 1: no such group, or a schedule without end; 2: its step is longer than `limit`, and `price` has a part of it;
+ * -1 without memory. */
+int price_draft(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price);
+
+/* The drafts that a search found, fastest first. */
+struct found {
+    int32_t count, room;
+    int64_t num_priced;
+    double *steps;
+    struct draft *drafts; /* each with room for as many stages and pipelines as the problem has cards */
+};
+
+/* What a search begins with, besides random drafts, and how long it lasts. */
+struct wish {
+    int64_t budget; /* four for each draft that is priced whole, one for others */
+    uint64_t seed;
+    int32_t num_given;
+    const struct draft *given; /* drafts that are known */
+};
+
+/* The same drafts for the same arguments on all machines. 0, or -1 without memory. */
+int search_drafts(struct evaluator *evaluator, const struct space *space, const struct wish *wish,
+                  struct found *found);
+
+#endif

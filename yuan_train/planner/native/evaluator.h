@@ -1,0 +1,96 @@
+/* What the parts of the evaluator share. */
+#ifndef YUAN_EVALUATOR_H
+#define YUAN_EVALUATOR_H
+
+#include "evaluate.h"
+#include "memory.h"
+
+/* One card of each owner of a bucket, by node as communication libraries go: what its links are. */
+struct ring {
+    int32_t num_cards, num_nodes, most_in_node, num_routes, num_rings;
+    int32_t *nodes;                 /* that it passes, each once */
+    const struct route **routes;    /* of its links, those that are alike once */
+};
+
+/* A bucket on its way between its owners. */
+struct transfer {
+    const struct ring *ring;
+    double parameters, early;
+    int32_t first_unit, end_unit;
+    double ready, start, end;
+    const int32_t *replicas; /* of the draft: its owners, `ring->num_cards` of them */
+};
+
+/* A change in the flows through a node's NIC. */
+struct change {
+    double time;
+    int32_t change, node;
+};
+
+/* How a pipeline runs. */
+struct played {
+    struct message *messages; /* that arrive later than `from` */
+    int32_t num_messages, room, alike; /* `alike`: an earlier pipeline that runs the same; -1: none */
+    double from;
+};
+
+/* Schedules that were made, by what makes them. */
+struct known {
+    struct schedule *schedule;
+    int32_t *key; /* schedule, micro-batches, stages, replicas of each */
+};
+
+enum { NUM_KNOWN = 1024 };
+
+struct evaluator {
+    const struct problem *problem;
+    struct arena arena;
+    int64_t num_played;                   /* drafts that were simulated */
+    int is_searching;                     /* refuse pipelines under 1F1B whose schedule would have to be made */
+    struct stage_price *prices;           /* [cards], by stage, as all below that say stages */
+    int32_t *stage_of;                    /* [pipelines, units] */
+    int32_t *first_replica, *pool_of, num_replicas; /* [stages]; [replicas] */
+    int32_t *holders, *slices;            /* [units]: replicas; least common multiple of their widths */
+    double *weights;                      /* [units]: of the owners, together */
+    double *forward, *backward, *weight;  /* [stages]: seconds, as the simulation takes them */
+    double *send_activation, *send_gradient, *start, *end; /* [stages] */
+    double *busy, *worker_end;            /* [cards]: scratch */
+    double *complete, *complete_early, *needed; /* [units] */
+    int32_t *depths, *first, *workers;    /* [cards + 1]: scratch of one pipeline */
+    struct played *played;                /* [pipelines] */
+    struct known known[NUM_KNOWN];
+    struct change *changes;
+    int32_t num_changes, room_for_changes;
+    int32_t *leaving, *entering, *counts, *flows; /* [nodes] */
+    struct ring *rings;                   /* [units + 1] */
+    struct transfer *transfers;           /* [2 units] */
+    int32_t num_transfers, num_rings;
+    int32_t *owners, num_owners;          /* of all transfers, one after another */
+    int32_t *ring_nodes, num_ring_nodes;
+    const struct route **ring_routes;
+    struct run *run;
+};
+
+enum collective { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER };
+
+/* Who holds each unit; 1 if the stages of a pipeline do not make up the model. */
+int find_holders(struct evaluator *evaluator, const struct draft *draft);
+/* Of one stage, whose holders and micro-batches in flight are known; 1 if one of its groups cannot be. */
+int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s);
+/* A schedule of the pipeline's shape, made once; NULL without memory. `depths` must be found under 1F1B. */
+const struct schedule *find_schedule(struct evaluator *evaluator, const struct draft *draft,
+                                     const struct draft_pipeline *pipeline);
+/* 0, or 1 for a draft that has no price. */
+int price_stages(struct evaluator *evaluator, const struct draft *draft);
+const struct unit_table *table_of(const struct problem *problem, int32_t pool, int32_t width, int32_t size,
+                                  int32_t recompute);
+double message_seconds(const struct route *route, double bytes, int32_t sharers);
+double ring_seconds(const struct problem *problem, const struct ring *ring, enum collective collective,
+                    double parameters, int32_t sharers);
+struct run;
+struct run *make_run(const struct problem *problem, struct arena *arena);
+void free_run(struct run *run);
+/* The ends of the evaluator's transfers, in the order in which they stand; 0, or -1 without memory. */
+int run_transfers(struct evaluator *evaluator, enum collective collective);
+
+#endif

@@ -1,0 +1,282 @@
+"""The compiled core's price of a whole step: its structures, and the calls."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_double, c_int, c_int16, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from yuan_train.planner.native.library import load_library
+
+NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES, MAX_REPLICAS = 6, 8, 3, 16
+DOUBLES, INTEGERS = POINTER(c_double), POINTER(c_int32)
+
+
+class UnitTable(ctypes.Structure):
+    """`struct unit_table`."""
+
+    _fields_ = [
+        *(
+            (name, DOUBLES)
+            for name in (
+                *("forward", "backward", "weight", "parameters", "parameter_bytes"),
+                *("gradient_bytes", "optimizer_bytes", "activation_bytes", "transient", "output"),
+            )
+        ),
+        *(
+            (name, c_double)
+            for name in ("start_forward", "start_backward", "boundary_bytes", "update_seconds")
+        ),
+    ]
+
+
+class Pool(ctypes.Structure):
+    """`struct pool`: cards of one type in one node."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("node", "count", "kind", "type")),
+        *(
+            (name, c_double)
+            for name in ("reserved", "limit", "host_bytes", "host_seconds", "host_bytes_each")
+        ),
+    ]
+
+
+class RouteTable(ctypes.Structure):
+    """`struct route`."""
+
+    _fields_ = [
+        ("latency", c_double),
+        ("stream_rate", c_double),
+        ("rate", c_double),
+        ("is_shared", c_int32),
+    ]
+
+
+class ProblemTable(ctypes.Structure):
+    """`struct problem`."""
+
+    _fields_ = [
+        *(
+            (name, c_int32)
+            for name in (
+                *("num_units", "num_pools", "num_nodes", "num_cards", "global_batch_size", "is_tied"),
+            )
+        ),
+        ("sizes", c_int32 * NUM_SIZES),
+        ("pools", POINTER(Pool)),
+        ("tables", POINTER(UnitTable)),
+        ("table_of", INTEGERS),
+        ("routes", POINTER(RouteTable)),
+        ("reduced", DOUBLES),
+        ("held", DOUBLES),
+        *(
+            (name, c_double)
+            for name in (
+                *("bucket_size", "half_parameters", "half_seconds", "embedding_parameters"),
+                *("reduce_bytes", "weight_bytes", "reduce_copy_share"),
+            )
+        ),
+        ("hidden_bytes", c_double * NUM_SIZES),
+    ]
+
+
+class StageRow(ctypes.Structure):
+    """`struct draft_stage`."""
+
+    layers: int
+    width: int
+    num_replicas: int
+    depth: int
+    recompute: int
+    num_recomputed: int
+    pools: Any
+    offload: float
+    share: float
+    deeper: int
+    may_offload: int
+    _fields_ = [
+        *((name, c_int16) for name in ("layers", "width", "num_replicas", "depth")),
+        *((name, c_int16) for name in ("recompute", "num_recomputed")),
+        ("pools", c_int16 * MAX_REPLICAS),
+        *((name, c_double) for name in ("offload", "share")),
+        *((name, c_int16) for name in ("deeper", "may_offload")),
+    ]
+
+
+class PipelineRow(ctypes.Structure):
+    """`struct draft_pipeline`."""
+
+    size: int
+    num_micro_batches: int
+    first_stage: int
+    num_stages: int
+    _fields_ = [(name, c_int32) for name in ("size", "num_micro_batches", "first_stage", "num_stages")]
+
+
+class DraftTable(ctypes.Structure):
+    """`struct draft`."""
+
+    schedule: int
+    is_sharded: int
+    num_pipelines: int
+    num_stages: int
+    pipelines: Any
+    stages: Any
+    _fields_ = [
+        *((name, c_int32) for name in ("schedule", "is_sharded", "num_pipelines", "num_stages")),
+        ("pipelines", POINTER(PipelineRow)),
+        ("stages", POINTER(StageRow)),
+    ]
+
+
+class StagePrice(ctypes.Structure):
+    """`struct stage_price`."""
+
+    _fields_ = [
+        *(
+            (name, c_double)
+            for name in (
+                *("forward", "backward", "weight", "update", "memory", "capacity"),
+                *("host_bytes", "host_capacity", "optimizer_share", "packed_share"),
+            )
+        ),
+        *((name, c_int32) for name in ("in_flight", "slowest", "first_unit", "end_unit")),
+    ]
+
+
+class SpaceTable(ctypes.Structure):
+    """`struct space`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("recomputes", "schedules", "shardings")),
+        *((name, c_uint64) for name in ("pipelines", "replicas")),
+        *((name, c_int32) for name in ("may_offload", "uses_all", "like_owners")),
+    ]
+
+
+class _Wish(ctypes.Structure):
+    _fields_ = [
+        ("budget", c_int64),
+        ("seed", c_uint64),
+        ("num_given", c_int32),
+        ("given", POINTER(DraftTable)),
+    ]
+
+
+class _Found(ctypes.Structure):
+    _fields_ = [
+        ("count", c_int32),
+        ("room", c_int32),
+        ("num_priced", c_int64),
+        ("steps", DOUBLES),
+        ("drafts", POINTER(DraftTable)),
+    ]
+
+
+class _Price(ctypes.Structure):
+    _fields_ = [
+        *((name, c_double) for name in ("step", "compute", "reduce", "tied", "update", "sync", "over")),
+        ("stages", POINTER(StagePrice)),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativePrice:
+    """Seconds of a step and its parts, as `PlanCost` has them; bytes that do not fit, of all cards."""
+
+    step_seconds: float
+    compute_seconds: float
+    grad_reduce_seconds: float
+    tied_embedding_seconds: float
+    update_seconds: float
+    weight_sync_seconds: float
+    over_bytes: float
+    stage_memory_bytes: tuple[float, ...]
+    """[stages]: on the tightest card of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeFound:
+    """Drafts that a search found, fastest first, and their steps in seconds."""
+
+    steps: tuple[float, ...]
+    drafts: tuple[DraftTable, ...]
+    num_priced: int
+    rows: tuple[object, ...]
+    """What the drafts point to."""
+
+
+@functools.cache
+def _core() -> ctypes.CDLL:
+    core = load_library()
+    for name, result, arguments in (
+        ("make_evaluator", c_void_p, [POINTER(ProblemTable)]),
+        ("free_evaluator", None, [c_void_p]),
+        (
+            "search_drafts",
+            c_int,
+            [c_void_p, POINTER(SpaceTable), POINTER(_Wish), POINTER(_Found)],
+        ),
+        ("price_draft", c_int, [c_void_p, POINTER(DraftTable), c_double, POINTER(_Price)]),
+    ):
+        function: Any = getattr(core, name)
+        function.restype, function.argtypes = result, arguments
+    return core
+
+
+class Evaluator:
+    """Prices drafts of a problem; freed with this object."""
+
+    def __init__(self, problem: ProblemTable) -> None:
+        self._problem = problem
+        self._pointer = _core().make_evaluator(byref(problem))
+        if not self._pointer:
+            raise MemoryError("no memory to price plans")
+        weakref.finalize(self, _core().free_evaluator, self._pointer)
+
+    def price(self, draft: DraftTable) -> NativePrice | None:
+        """The price of a draft; None if one of its groups cannot be, or its schedule does not end."""
+        price = _Price()
+        failed = _core().price_draft(self._pointer, byref(draft), math.inf, byref(price))
+        if failed < 0:
+            raise MemoryError("no memory to price a plan")
+        if failed:
+            return None
+        return NativePrice(
+            step_seconds=price.step,
+            compute_seconds=price.compute,
+            grad_reduce_seconds=price.reduce,
+            tied_embedding_seconds=price.tied,
+            update_seconds=price.update,
+            weight_sync_seconds=price.sync,
+            over_bytes=price.over,
+            stage_memory_bytes=tuple(stage.memory for stage in price.stages[: draft.num_stages]),
+        )
+
+    def search(
+        self, space: SpaceTable, given: Sequence[DraftTable], *, budget: int, seed: int, room: int
+    ) -> NativeFound:
+        """The fastest `room` drafts that a search of so many priced drafts finds; it begins with those that
+        are given, and with random ones."""
+        cards = self._problem.num_cards + 1
+        drafts = (DraftTable * room)()
+        rows = [((PipelineRow * cards)(), (StageRow * cards)()) for _ in range(room)]
+        for draft, (pipelines, stages) in zip(drafts, rows, strict=True):
+            draft.pipelines, draft.stages = pipelines, stages
+        steps = (c_double * room)()
+        found = _Found(0, room, 0, steps, drafts)
+        wish = _Wish(budget, seed, len(given), (DraftTable * max(len(given), 1))(*given))
+        if _core().search_drafts(self._pointer, byref(space), byref(wish), byref(found)):
+            raise MemoryError("no memory to search for plans")
+        return NativeFound(
+            steps=tuple(steps[: found.count]),
+            drafts=tuple(drafts[: found.count]),
+            num_priced=found.num_priced,
+            rows=tuple(rows),
+        )

@@ -1,0 +1,751 @@
+/* The moves of the search, and the random drafts that it begins with.
+ *
+ * A move changes a pipeline and mostly all others that are alike, so that they stay so. After a change of structure
+ * the layers of the pipelines that were touched are dealt anew. */
+#include <math.h>
+
+#include "search.h"
+
+/* --- editing a draft -------------------------------------------------------------------------------------- */
+
+static struct draft_stage *stages_of(const struct draft *draft, int32_t p)
+{
+    return draft->stages + draft->pipelines[p].first_stage;
+}
+
+static void shift_first_stages(struct draft *draft, int32_t p, int32_t by)
+{
+    for (int32_t q = p + 1; q < draft->num_pipelines; q++)
+        draft->pipelines[q].first_stage += by;
+    draft->pipelines[p].num_stages += by;
+    draft->num_stages += by;
+}
+
+static void remove_stage(struct draft *draft, int32_t p, int32_t s)
+{
+    struct draft_stage *stage = stages_of(draft, p) + s;
+    size_t after = (size_t)(draft->stages + draft->num_stages - (stage + 1));
+    memmove(stage, stage + 1, after * sizeof *stage);
+    shift_first_stages(draft, p, -1);
+}
+
+/* Its layers go to its neighbours. */
+static void drop_stage(struct draft *draft, int32_t p, int32_t s)
+{
+    struct draft_stage *stages = stages_of(draft, p);
+    int16_t layers = stages[s].layers;
+    int32_t last = draft->pipelines[p].num_stages - 1;
+    if (s > 0 && s < last) {
+        stages[s - 1].layers = (int16_t)(stages[s - 1].layers + layers - layers / 2);
+        stages[s + 1].layers = (int16_t)(stages[s + 1].layers + layers / 2);
+    } else if (last > 0) {
+        stages[s ? s - 1 : 1].layers = (int16_t)(stages[s ? s - 1 : 1].layers + layers);
+    }
+    remove_stage(draft, p, s);
+}
+
+static int insert_stage(const struct search *search, struct draft *draft, int32_t p, int32_t s,
+                        struct draft_stage stage)
+{
+    struct draft_stage *place = stages_of(draft, p) + s;
+    if (draft->num_stages >= search->problem->num_cards ||
+        draft->pipelines[p].num_stages >= search->problem->num_units - 1)
+        return 0;
+    size_t after = (size_t)(draft->stages + draft->num_stages - place);
+    memmove(place + 1, place, after * sizeof *place);
+    *place = stage;
+    shift_first_stages(draft, p, 1);
+    return 1;
+}
+
+static void remove_pipeline(struct search *search, struct draft *draft, int32_t p)
+{
+    while (draft->pipelines[p].num_stages)
+        remove_stage(draft, p, draft->pipelines[p].num_stages - 1);
+    draft->num_pipelines--;
+    for (int32_t q = p; q < draft->num_pipelines; q++) {
+        draft->pipelines[q] = draft->pipelines[q + 1];
+        search->touched[q] = search->touched[q + 1];
+    }
+}
+
+/* An empty pipeline at the end, with half of the micro-batches of p; -1 if there is no room. */
+static int32_t add_pipeline(struct search *search, struct draft *draft, int32_t p)
+{
+    struct draft_pipeline *from = &draft->pipelines[p];
+    int32_t added = draft->num_pipelines;
+    if (added >= search->problem->num_cards || from->num_micro_batches < 2)
+        return -1;
+    struct draft_pipeline pipeline = {from->size, from->num_micro_batches / 2, draft->num_stages, 0};
+    from->num_micro_batches -= pipeline.num_micro_batches;
+    draft->pipelines[draft->num_pipelines++] = pipeline;
+    return added;
+}
+
+static int are_alike(const struct search *search, const struct draft *draft, int32_t p, int32_t q)
+{
+    const struct draft_pipeline *a = &draft->pipelines[p], *b = &draft->pipelines[q];
+    if (a->size != b->size || a->num_micro_batches != b->num_micro_batches || a->num_stages != b->num_stages)
+        return 0;
+    const struct pool *pools = search->problem->pools;
+    for (int32_t s = 0; s < a->num_stages; s++) {
+        const struct draft_stage *x = stages_of(draft, p) + s, *y = stages_of(draft, q) + s;
+        if (x->num_replicas != y->num_replicas || x->width != y->width || x->layers != y->layers ||
+            x->deeper != y->deeper)
+            return 0;
+        for (int32_t r = 0; r < x->num_replicas; r++)
+            if (pools[x->pools[r]].kind != pools[y->pools[r]].kind)
+                return 0;
+    }
+    return 1;
+}
+
+/* The pipelines that a move changes: p, and but for `alone` percent of the moves all that are alike. */
+static int32_t find_members(struct search *search, const struct draft *draft, int32_t p, int32_t alone)
+{
+    int32_t count = 0;
+    if (draw(search, 100) < alone) {
+        search->members[0] = p;
+        return 1;
+    }
+    for (int32_t q = 0; q < draft->num_pipelines; q++)
+        if (q == p || are_alike(search, draft, p, q))
+            search->members[count++] = q;
+    return count;
+}
+
+static void count_free(struct search *search, const struct draft *draft)
+{
+    for (int32_t i = 0; i < search->problem->num_pools; i++)
+        search->free[i] = search->problem->pools[i].count;
+    for (int32_t s = 0; s < draft->num_stages; s++)
+        for (int32_t r = 0; r < draft->stages[s].num_replicas; r++)
+            search->free[draft->stages[s].pools[r]] -= draft->stages[s].width;
+}
+
+static int can_be(const struct search *search, int32_t pool, int32_t width, int32_t size)
+{
+    return width <= search->problem->pools[pool].count &&
+           table_of(search->problem, pool, width, size, 0) != NULL;
+}
+
+static int32_t draw_width(struct search *search)
+{
+    return 1 << draw(search, 5);
+}
+
+static void touch(struct search *search, const struct draft *draft, int32_t p)
+{
+    (void)draft;
+    search->touched[p] = 1;
+}
+
+/* --- small moves ------------------------------------------------------------------------------------------ */
+
+static int shift_layers(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    int32_t stages = draft->pipelines[p].num_stages;
+    if (stages < 2)
+        return 0;
+    int32_t from = draw(search, stages);
+    int32_t to = draw(search, 2) ? from + (draw(search, 2) ? 1 : -1) : draw(search, stages);
+    int32_t by = draw(search, 10) - 5;
+    by = by > 1 ? by : 1;
+    if (to < 0 || to >= stages || to == from)
+        return 0;
+    for (int32_t i = 0; i < count; i++) {
+        struct draft_stage *own = stages_of(draft, search->members[i]);
+        if (own[from].layers < by)
+            return 0;
+        own[from].layers = (int16_t)(own[from].layers - by);
+        own[to].layers = (int16_t)(own[to].layers + by);
+    }
+    return 1;
+}
+
+static int deepen(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    static const int16_t steps[] = {1, 1, 2, 3, -1, -1};
+    if (draft->schedule != ONE_F_ONE_B)
+        return 0;
+    int32_t last = draw(search, draft->pipelines[p].num_stages);
+    int32_t first = draw(search, 100) < 60 ? 0 : last, by = steps[draw(search, 6)];
+    for (int32_t i = 0; i < count; i++)
+        for (int32_t s = first; s <= last; s++) {
+            struct draft_stage *stage = stages_of(draft, search->members[i]) + s;
+            stage->deeper = (int16_t)(stage->deeper + by);
+        }
+    return 1;
+}
+
+/* Move some sequences from a pipeline to another one; where both stand for as many that are alike, of all. */
+static int shift_share(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    const int32_t *sizes = search->problem->sizes;
+    int32_t to = draw(search, draft->num_pipelines);
+    if (to == p)
+        return 0;
+    struct draft_pipeline *a = &draft->pipelines[p], *b = &draft->pipelines[to];
+    int32_t x = sizes[a->size], y = sizes[b->size], by = (x > y ? x : y) * (1 + draw(search, 3));
+    if (by % x || by % y || a->num_micro_batches * x <= by)
+        return 0;
+    int32_t alike = 0;
+    for (int32_t q = 0; q < draft->num_pipelines; q++)
+        alike += q == to || are_alike(search, draft, to, q);
+    if (count == 1 || count != alike || are_alike(search, draft, p, to)) {
+        a->num_micro_batches -= by / x;
+        b->num_micro_batches += by / y;
+        return 1;
+    }
+    struct draft_pipeline target = *b;
+    for (int32_t q = 0; q < draft->num_pipelines; q++)
+        search->touched[q] = q == to || are_alike(search, draft, to, q);
+    for (int32_t q = 0; q < draft->num_pipelines; q++)
+        if (search->touched[q])
+            draft->pipelines[q].num_micro_batches = target.num_micro_batches + by / y;
+    for (int32_t i = 0; i < count; i++)
+        draft->pipelines[search->members[i]].num_micro_batches -= by / x;
+    return 1;
+}
+
+int move_little(struct search *search, struct draft *draft)
+{
+    int32_t p = draw(search, draft->num_pipelines), count = find_members(search, draft, p, 12);
+    int32_t kind = draw(search, 100);
+    if (kind < 50 || (draft->schedule != ONE_F_ONE_B && kind < 85))
+        if (draft->pipelines[p].num_stages > 1)
+            return shift_layers(search, draft, p, count);
+    if (kind < 85 && draft->schedule == ONE_F_ONE_B)
+        return deepen(search, draft, p, count);
+    return shift_share(search, draft, p, count);
+}
+
+/* --- moves of the structure ------------------------------------------------------------------------------- */
+
+static int change_size(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    const struct problem *problem = search->problem;
+    int32_t place = draw(search, NUM_SIZES), size = problem->sizes[place], left = problem->global_batch_size;
+    if (!size)
+        return 0;
+    if (draw(search, 4) == 0) {
+        for (int32_t i = 0; i < count; i++) {
+            struct draft_pipeline *pipeline = &draft->pipelines[search->members[i]];
+            int32_t sequences = pipeline->num_micro_batches * problem->sizes[pipeline->size];
+            if (sequences % size)
+                return 0;
+            pipeline->size = place;
+            pipeline->num_micro_batches = sequences / size;
+            touch(search, draft, search->members[i]);
+        }
+        return 1;
+    }
+    if (left % size || left / size < draft->num_pipelines)
+        return 0;
+    (void)p;
+    for (int32_t q = 0; q < draft->num_pipelines; q++) {
+        struct draft_pipeline *pipeline = &draft->pipelines[q];
+        double own = (double)pipeline->num_micro_batches * problem->sizes[pipeline->size] / size;
+        pipeline->size = place;
+        pipeline->num_micro_batches = own < 1.0 ? 1 : (int32_t)(own + 0.5);
+        left -= pipeline->num_micro_batches * size;
+        touch(search, draft, q);
+    }
+    for (int32_t tries = 0; left && tries < 9999; tries++) {
+        struct draft_pipeline *pipeline = &draft->pipelines[draw(search, draft->num_pipelines)];
+        if (left > 0 || pipeline->num_micro_batches > 1) {
+            pipeline->num_micro_batches += left > 0 ? 1 : -1;
+            left -= left > 0 ? size : -size;
+        }
+    }
+    return left == 0;
+}
+
+/* Exchange two stages of a pipeline, or put one elsewhere. */
+static int reorder(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    int32_t stages = draft->pipelines[p].num_stages, a, b, exchanges = draw(search, 2), keeps = draw(search, 2);
+    if (stages < 2 || (a = draw(search, stages)) == (b = draw(search, stages)))
+        return 0;
+    for (int32_t i = 0; i < count; i++) {
+        struct draft_stage *own = stages_of(draft, search->members[i]), moved = own[a];
+        touch(search, draft, search->members[i]);
+        if (exchanges) {
+            int16_t layers = own[a].layers, other = own[b].layers;
+            own[a] = own[b];
+            own[b] = moved;
+            if (keeps) {
+                own[a].layers = layers;
+                own[b].layers = other;
+            }
+            continue;
+        }
+        memmove(own + a, own + a + 1, sizeof *own * (size_t)(stages - a - 1));
+        memmove(own + b + 1, own + b, sizeof *own * (size_t)(stages - 1 - b));
+        own[b] = moved;
+    }
+    return 1 + draw(search, 2);
+}
+
+/* Put the cards of a stage's replicas into groups of another width. */
+static int regroup(const struct search *search, struct draft_stage *stage, int32_t width, int32_t size)
+{
+    int16_t pools[MAX_REPLICAS];
+    int32_t count = 0;
+    for (int32_t r = 0; r < stage->num_replicas; r++) {
+        int32_t cards = 0, is_first = 1;
+        for (int32_t q = 0; q < stage->num_replicas; q++) {
+            cards += stage->pools[q] == stage->pools[r] ? stage->width : 0;
+            is_first &= q >= r || stage->pools[q] != stage->pools[r];
+        }
+        if (!is_first)
+            continue;
+        if (cards % width || !can_be(search, stage->pools[r], width, size))
+            return 0;
+        for (; cards; cards -= width) {
+            if (count == MAX_REPLICAS)
+                return 0;
+            pools[count++] = stage->pools[r];
+        }
+    }
+    memcpy(stage->pools, pools, sizeof(int16_t) * (size_t)count);
+    stage->num_replicas = (int16_t)count;
+    stage->width = (int16_t)width;
+    return 1;
+}
+
+static int change_width(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    int32_t s = draw(search, draft->pipelines[p].num_stages), width = draw_width(search);
+    if (stages_of(draft, p)[s].width == width)
+        return 0;
+    for (int32_t i = 0; i < count; i++) {
+        int32_t member = search->members[i];
+        if (!regroup(search, stages_of(draft, member) + s, width, draft->pipelines[member].size))
+            return 0;
+        touch(search, draft, member);
+    }
+    return 1;
+}
+
+/* Make one stage of two neighbours: of groups twice as wide, or of more replicas. */
+static int merge_stages(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    int32_t stages = draft->pipelines[p].num_stages, wider = draw(search, 2);
+    if (stages < 2)
+        return 0;
+    int32_t s = draw(search, stages - 1);
+    for (int32_t i = 0; i < count; i++) {
+        int32_t member = search->members[i];
+        struct draft_stage *a = stages_of(draft, member) + s, *b = a + 1;
+        if (wider) {
+            int32_t width = a->width + b->width;
+            for (int32_t r = 0; r < a->num_replicas; r++)
+                if (a->num_replicas != b->num_replicas || a->pools[r] != b->pools[r] ||
+                    !can_be(search, a->pools[r], width, draft->pipelines[member].size))
+                    return 0;
+            a->width = (int16_t)width;
+        } else {
+            if (a->width != b->width || a->num_replicas + b->num_replicas > MAX_REPLICAS)
+                return 0;
+            memcpy(a->pools + a->num_replicas, b->pools, sizeof(int16_t) * (size_t)b->num_replicas);
+            a->num_replicas = (int16_t)(a->num_replicas + b->num_replicas);
+        }
+        a->deeper = b->deeper;
+        a->layers = (int16_t)(a->layers + b->layers);
+        remove_stage(draft, member, s + 1);
+        touch(search, draft, member);
+    }
+    return 1;
+}
+
+/* Make two stages of one: half of its replicas each, or groups half as wide. */
+static int divide_stage(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    int32_t s = draw(search, draft->pipelines[p].num_stages);
+    for (int32_t i = 0; i < count; i++) {
+        int32_t member = search->members[i];
+        struct draft_stage *a = stages_of(draft, member) + s, b = *a;
+        if (a->num_replicas > 1) {
+            int32_t half = a->num_replicas / 2;
+            b.num_replicas = (int16_t)(a->num_replicas - half);
+            memcpy(b.pools, a->pools + half, sizeof(int16_t) * (size_t)b.num_replicas);
+            a->num_replicas = (int16_t)half;
+        } else if (a->width > 1) {
+            a->width = b.width = (int16_t)(a->width / 2);
+        } else {
+            return 0;
+        }
+        b.layers = (int16_t)(a->layers / 2);
+        a->layers = (int16_t)(a->layers - b.layers);
+        if (!insert_stage(search, draft, member, s + 1, b))
+            return 0;
+        touch(search, draft, member);
+    }
+    return 1;
+}
+
+static int leave_stage_out(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    if (draft->pipelines[p].num_stages < 2)
+        return 0;
+    int32_t s = draw(search, draft->pipelines[p].num_stages);
+    for (int32_t i = 0; i < count; i++) {
+        drop_stage(draft, search->members[i], s);
+        touch(search, draft, search->members[i]);
+    }
+    return 1 + draw(search, 2);
+}
+
+/* A pool with so many free cards, of a kind if it is not negative; -1 if there is none. */
+static int32_t find_free(struct search *search, int32_t kind, int32_t width)
+{
+    int32_t found = -1, count = 0;
+    for (int32_t i = 0; i < search->problem->num_pools; i++)
+        if (search->free[i] >= width && (kind < 0 || search->problem->pools[i].kind == kind) &&
+            draw(search, ++count) == 0)
+            found = i;
+    return found;
+}
+
+/* Give free cards to pipelines: as a stage more, as a replica more, or in place of a stage's own. */
+static int use_free_cards(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    int32_t width = draw_width(search), stages = draft->pipelines[p].num_stages, s = draw(search, stages + 1);
+    int32_t replaces = s < stages && draw(search, 3) == 0, joins = draw(search, 2);
+    count_free(search, draft);
+    int32_t pool = find_free(search, -1, width);
+    if (pool < 0 || !can_be(search, pool, width, draft->pipelines[p].size))
+        return 0;
+    int32_t kind = search->problem->pools[pool].kind;
+    for (int32_t i = 0; i < count; i++) {
+        int32_t member = search->members[i];
+        if (search->free[pool] < width && (pool = find_free(search, kind, width)) < 0)
+            return 0;
+        search->free[pool] -= width;
+        struct draft_stage *own = stages_of(draft, member) + s;
+        struct draft_stage stage = {.width = (int16_t)width, .num_replicas = 1, .share = 1.0};
+        stage.pools[0] = (int16_t)pool;
+        touch(search, draft, member);
+        if (replaces && joins && own->width == width && own->num_replicas < MAX_REPLICAS) {
+            own->pools[own->num_replicas++] = (int16_t)pool;
+        } else if (replaces) {
+            stage.layers = own->layers;
+            stage.deeper = own->deeper;
+            *own = stage;
+        } else if (!insert_stage(search, draft, member, s, stage)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Let stages keep state on their hosts, or not. */
+static int change_offload(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    if (!search->space->may_offload)
+        return 0;
+    int32_t s = draw(search, draft->pipelines[p].num_stages), all = draw(search, 2);
+    for (int32_t i = 0; i < count; i++) {
+        struct draft_stage *own = stages_of(draft, search->members[i]);
+        int16_t wanted = !own[s].may_offload;
+        for (int32_t t = 0; t < draft->pipelines[search->members[i]].num_stages; t++)
+            if (all || t == s)
+                own[t].may_offload = wanted;
+    }
+    return 2;
+}
+
+static int change_sharding(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    (void)p, (void)count;
+    draft->is_sharded = !draft->is_sharded;
+    return search->space->shardings >> draft->is_sharded & 1 ? 2 : 0;
+}
+
+static int change_schedule(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    (void)p, (void)count;
+    draft->schedule = draft->schedule == ONE_F_ONE_B ? ZERO_BUBBLE : ONE_F_ONE_B;
+    return search->space->schedules >> draft->schedule & 1 ? 2 : 0;
+}
+
+/* Exchange stages of two pipelines, or move one from one to the other. */
+static int trade_stages(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    (void)count;
+    int32_t q = draw(search, draft->num_pipelines);
+    if (q == p)
+        return 0;
+    int32_t x = draw(search, draft->pipelines[p].num_stages), y = draw(search, draft->pipelines[q].num_stages);
+    touch(search, draft, p);
+    touch(search, draft, q);
+    struct draft_stage *a = stages_of(draft, p) + x, *b = stages_of(draft, q) + y, moved = *a;
+    if (draw(search, 2)) {
+        moved.layers = b->layers;
+        b->layers = a->layers;
+        *a = *b;
+        *b = moved;
+        return 1;
+    }
+    if (draft->pipelines[p].num_stages < 2)
+        return 0;
+    drop_stage(draft, p, x);
+    moved.layers = 0;
+    if (!insert_stage(search, draft, q, draw(search, draft->pipelines[q].num_stages + 1), moved))
+        return 0;
+    return draw(search, 2) || deal_batch(search, draft);
+}
+
+/* Append pipeline q's stages to p's: end to end, in turns, or as replicas; q is empty then. */
+static int join_two(struct search *search, struct draft *draft, int32_t p, int32_t q)
+{
+    struct draft_pipeline *a = &draft->pipelines[p], *b = &draft->pipelines[q];
+    const int32_t *sizes = search->problem->sizes;
+    int32_t sequences = a->num_micro_batches * sizes[a->size] + b->num_micro_batches * sizes[b->size];
+    int32_t are_even = a->num_stages == b->num_stages, as_replicas = are_even && draw(search, 3) == 0;
+    int32_t in_turns = are_even && draw(search, 2);
+    if (sequences % sizes[a->size])
+        return 0;
+    for (int32_t s = 0; as_replicas && s < a->num_stages; s++) {
+        const struct draft_stage *x = stages_of(draft, p) + s, *y = stages_of(draft, q) + s;
+        as_replicas = x->width == y->width && x->num_replicas + y->num_replicas <= MAX_REPLICAS;
+    }
+    a->num_micro_batches = sequences / sizes[a->size];
+    for (int32_t s = 0, count = b->num_stages; s < count; s++) {
+        struct draft_stage moved = *stages_of(draft, q);
+        if (as_replicas) {
+            struct draft_stage *own = stages_of(draft, p) + s;
+            memcpy(own->pools + own->num_replicas, moved.pools, sizeof(int16_t) * (size_t)moved.num_replicas);
+            own->num_replicas = (int16_t)(own->num_replicas + moved.num_replicas);
+        }
+        remove_stage(draft, q, 0);
+        moved.layers = 0;
+        if (!as_replicas && !insert_stage(search, draft, p, in_turns ? 2 * s + 1 : a->num_stages, moved))
+            return 0;
+    }
+    for (int32_t s = 0; s < a->num_stages; s++)
+        stages_of(draft, p)[s].deeper = 0;
+    touch(search, draft, p);
+    return 1;
+}
+
+static int join_pipelines(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    if (draft->num_pipelines < 2)
+        return 0;
+    int32_t pairs = count > 1 && draw(search, 3) ? count / 2 : 1;
+    if (count == 1) {
+        search->members[0] = p;
+        search->members[1] = draw(search, draft->num_pipelines);
+        if (search->members[1] == p)
+            return 0;
+    }
+    for (int32_t i = 0; i < pairs; i++)
+        if (!join_two(search, draft, search->members[2 * i], search->members[2 * i + 1]))
+            return 0;
+    for (int32_t q = draft->num_pipelines - 1; q >= 0; q--)
+        if (!draft->pipelines[q].num_stages)
+            remove_pipeline(search, draft, q);
+    return draft->num_pipelines == 1 || draw(search, 2) || deal_batch(search, draft);
+}
+
+/* Put half of each stage's replicas, or some of its stages, into a pipeline of their own. */
+static int part_pipeline(struct search *search, struct draft *draft, int32_t p, int32_t how, int32_t cut)
+{
+    int32_t added = add_pipeline(search, draft, p), stages = draft->pipelines[p].num_stages;
+    if (added < 0)
+        return 0;
+    for (int32_t s = stages - 1; s >= 0; s--) {
+        struct draft_stage *own = stages_of(draft, p) + s, moved = *own;
+        if (how == 3) {
+            int32_t half = own->num_replicas / 2;
+            moved.num_replicas = (int16_t)half;
+            memcpy(moved.pools, own->pools + half, sizeof(int16_t) * (size_t)half);
+            own->num_replicas = (int16_t)half;
+        } else if (how == 0 ? s % 2 : how == 1 ? s >= cut : draw(search, 2)) {
+            drop_stage(draft, p, s);
+        } else {
+            continue;
+        }
+        moved.deeper = 0;
+        if (!insert_stage(search, draft, added, 0, moved))
+            return 0;
+    }
+    if (!draft->pipelines[p].num_stages || !draft->pipelines[added].num_stages)
+        return 0;
+    for (int32_t s = 0; s < draft->pipelines[p].num_stages; s++)
+        stages_of(draft, p)[s].deeper = 0;
+    touch(search, draft, p);
+    touch(search, draft, added);
+    return 1;
+}
+
+static int part_pipelines(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    int32_t stages = draft->pipelines[p].num_stages, how = draw(search, 2) ? 3 : draw(search, 3);
+    for (int32_t s = 0; how == 3 && s < stages; s++)
+        if (stages_of(draft, p)[s].num_replicas % 2)
+            how = draw(search, 3);
+    if (how != 3 && stages < 2)
+        return 0;
+    int32_t cut = stages > 1 ? 1 + draw(search, stages - 1) : 1;
+    for (int32_t i = 0; i < count; i++)
+        if (!part_pipeline(search, draft, search->members[i], how, cut))
+            return 0;
+    return how == 3 || how == 0 || deal_batch(search, draft);
+}
+
+static int share_anew(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    (void)p, (void)count;
+    return draft->num_pipelines > 1 && deal_batch(search, draft) ? 2 : 0;
+}
+
+/* 0: nothing came of it; 1: layers are to be dealt anew; 2: they stay as they are. */
+typedef int structural_move(struct search *, struct draft *, int32_t p, int32_t count);
+
+static const struct {
+    int32_t percent;
+    structural_move *move;
+} MOVES[] = {
+    {8, change_size},   {15, reorder},         {8, change_width},    {9, merge_stages},    {8, divide_stage},
+    {6, leave_stage_out}, {13, use_free_cards}, {2, change_offload}, {1, change_sharding}, {3, change_schedule},
+    {12, trade_stages}, {6, join_pipelines},   {6, part_pipelines},  {3, share_anew},
+};
+
+int move_much(struct search *search, struct draft *draft)
+{
+    int32_t p = draw(search, draft->num_pipelines), count = find_members(search, draft, p, 15);
+    int32_t kind = draw(search, 100), i = 0;
+    memset(search->touched, 0, sizeof(int32_t) * (size_t)(search->problem->num_cards + 1));
+    while (kind >= MOVES[i].percent)
+        kind -= MOVES[i++].percent;
+    int result = MOVES[i].move(search, draft, p, count);
+    for (int32_t q = 0; result == 1 && q < draft->num_pipelines; q++)
+        if (search->touched[q])
+            deal_layers(search, draft, q);
+    return result;
+}
+
+/* --- starts ----------------------------------------------------------------------------------------------- */
+
+/* How the cards of a type are dealt to pipelines. */
+enum deal { TO_ONE, IN_RUNS, IN_TURNS };
+
+/* Groups of the cards of a type, the largest nodes first, to the pipelines' ends. */
+static void deal_type(struct search *search, struct draft *draft, int32_t type, int32_t width, enum deal deal,
+                      int32_t runs_only_whole)
+{
+    const struct problem *problem = search->problem;
+    int32_t *groups = search->groups, count = 0, target = draw(search, draft->num_pipelines);
+    int32_t most = 0;
+    for (int32_t i = 0; i < problem->num_pools; i++)
+        most = problem->pools[i].count > most ? problem->pools[i].count : most;
+    for (int32_t cards = most; cards; cards--)
+        for (int32_t i = 0; i < problem->num_pools; i++) {
+            if (problem->pools[i].type != type || problem->pools[i].count != cards)
+                continue;
+            int32_t own = width;
+            while (own > 1 && !can_be(search, i, own, draft->pipelines[0].size))
+                own /= 2;
+            for (int32_t j = 0; j < cards / own; j++) {
+                search->group_widths[count] = own;
+                groups[count++] = i;
+            }
+        }
+    int32_t each = count / draft->num_pipelines;
+    int32_t used = runs_only_whole ? each * draft->num_pipelines : count;
+    for (int32_t i = 0; i < used; i++) {
+        int32_t p = i % draft->num_pipelines;
+        if (deal == TO_ONE)
+            p = target;
+        else if (deal == IN_RUNS && each && i / each < draft->num_pipelines)
+            p = i / each;
+        struct draft_stage stage = {.width = (int16_t)search->group_widths[i], .num_replicas = 1, .share = 1.0};
+        stage.pools[0] = (int16_t)groups[i];
+        insert_stage(search, draft, p, draft->pipelines[p].num_stages, stage);
+    }
+}
+
+/* Make stages of several replicas of runs of groups that are alike. */
+static void gather_replicas(struct search *search, struct draft *draft, int32_t most)
+{
+    const struct pool *pools = search->problem->pools;
+    for (int32_t p = 0; p < draft->num_pipelines; p++)
+        for (int32_t s = 0; s + 1 < draft->pipelines[p].num_stages;) {
+            struct draft_stage *a = stages_of(draft, p) + s, *b = a + 1;
+            if (a->num_replicas == most || a->width != b->width ||
+                pools[a->pools[0]].type != pools[b->pools[0]].type) {
+                s++;
+                continue;
+            }
+            a->pools[a->num_replicas++] = b->pools[0];
+            remove_stage(draft, p, s + 1);
+        }
+}
+
+static void deal_types(struct search *search, struct draft *draft)
+{
+    const struct problem *problem = search->problem;
+    int32_t types = 0, is_even = draw(search, 3), one_width = draw(search, 2) ? draw_width(search) : 0;
+    for (int32_t i = 0; i < problem->num_pools; i++)
+        if (problem->pools[i].type >= types)
+            types = problem->pools[i].type + 1;
+    int32_t *order = search->members;
+    for (int32_t i = 0; i < types; i++) {
+        int32_t j = draw(search, i + 1);
+        order[i] = order[j];
+        order[j] = i;
+    }
+    for (int32_t i = 0; i < types; i++) {
+        int32_t how = is_even ? 2 + 2 * draw(search, 2) : draw(search, 5);
+        int32_t width = one_width ? one_width : draw_width(search);
+        if (!search->space->uses_all && draw(search, 10) == 0)
+            continue;
+        enum deal deal = how == 0 ? TO_ONE : how < 4 ? IN_RUNS : IN_TURNS;
+        deal_type(search, draft, order[i], width, deal, how > 1 && !search->space->uses_all);
+    }
+}
+
+int draw_start(struct search *search, struct draft *draft)
+{
+    static const int32_t counts[] = {1, 1, 2, 2, 2, 3, 4, 4, 6, 8, 12, 16};
+    const struct problem *problem = search->problem;
+    int32_t size = draw(search, NUM_SIZES), pipelines = counts[draw(search, 12)];
+    if (!problem->sizes[size] || problem->global_batch_size % problem->sizes[size])
+        return 0;
+    if (size > 2 && draw(search, 3))
+        return 0;
+    int32_t total = problem->global_batch_size / problem->sizes[size];
+    if (pipelines > total || pipelines > problem->num_cards)
+        return 0;
+    draft->schedule = draw(search, 3) ? ONE_F_ONE_B : ZERO_BUBBLE;
+    if (!(search->space->schedules >> draft->schedule & 1))
+        draft->schedule = ONE_F_ONE_B + ZERO_BUBBLE - draft->schedule;
+    draft->is_sharded = draw(search, 4) != 0;
+    if (!(search->space->shardings >> draft->is_sharded & 1))
+        draft->is_sharded = !draft->is_sharded;
+    draft->num_pipelines = pipelines;
+    draft->num_stages = 0;
+    for (int32_t p = 0; p < pipelines; p++)
+        draft->pipelines[p] = (struct draft_pipeline){size, total / pipelines + (p < total % pipelines), 0, 0};
+    deal_types(search, draft);
+    int16_t may_offload = search->space->may_offload && draw(search, 4) == 0;
+    for (int32_t s = 0; s < draft->num_stages; s++)
+        draft->stages[s].may_offload = may_offload;
+    if (draw(search, 3) == 0)
+        gather_replicas(search, draft, 2 + draw(search, 3));
+    for (int32_t p = draft->num_pipelines - 1; p >= 0; p--)
+        if (!draft->pipelines[p].num_stages)
+            remove_pipeline(search, draft, p);
+    if (!draft->num_pipelines)
+        return 0;
+    for (int32_t p = 0; p < draft->num_pipelines; p++)
+        deal_layers(search, draft, p);
+    if (!deal_batch(search, draft))
+        return 0;
+    for (int32_t p = 0; p < draft->num_pipelines; p++)
+        deal_layers(search, draft, p);
+    return 1;
+}

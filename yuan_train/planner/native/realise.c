@@ -1,0 +1,300 @@
+/* What of a draft follows from the rest: depths that are lawful, recompute and state on hosts where memory is short,
+ * layers and shares of the batch by speed. */
+#include <math.h>
+
+#include "search.h"
+
+static int32_t larger(int32_t a, int32_t b)
+{
+    return a > b ? a : b;
+}
+
+/* A stage's depth is in whole rounds of its replicas, and not less than the next one's. */
+static void find_lawful_depths(const struct draft *draft, const struct draft_pipeline *pipeline)
+{
+    int32_t after = 0, rest = 0;
+    for (int32_t s = pipeline->num_stages - 1; s >= 0; s--) {
+        struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+        int32_t n = stage->num_replicas;
+        rest += n;
+        after = larger(larger(rest + stage->deeper, n), (after + n - 1) / n * n);
+        stage->depth = (int16_t)(draft->schedule == ONE_F_ONE_B && after != rest ? after : 0);
+    }
+}
+
+static int find_in_flight(struct search *search, const struct draft *draft, const struct draft_pipeline *pipeline)
+{
+    struct stage_price *prices = &search->evaluator->prices[pipeline->first_stage];
+    if (draft->schedule != ONE_F_ONE_B) {
+        const struct schedule *schedule = find_schedule(search->evaluator, draft, pipeline);
+        for (int32_t s = 0; schedule && s < pipeline->num_stages; s++)
+            prices[s].in_flight = schedule->held[s];
+        return schedule == NULL;
+    }
+    int32_t rest = 0;
+    for (int32_t s = pipeline->num_stages - 1; s >= 0; s--) {
+        const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+        int32_t n = stage->num_replicas, all = (pipeline->num_micro_batches + n - 1) / n;
+        rest += n;
+        int32_t own = ((stage->depth ? stage->depth : rest) + n - 1) / n;
+        prices[s].in_flight = own < all ? own : all;
+    }
+    return 0;
+}
+
+/* The fewest layers, of a kind of recompute, with which a stage fits; 0 if none do. */
+static int32_t least_recomputed(struct search *search, struct draft *draft, int32_t p, int32_t s, int32_t kind)
+{
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+    const struct stage_price *price = &search->evaluator->prices[pipeline->first_stage + s];
+    int32_t low = 1, high = stage->layers;
+    stage->recompute = (int16_t)kind;
+    stage->num_recomputed = stage->layers;
+    if (price_stage(search->evaluator, draft, p, s) || price->memory > price->capacity)
+        return 0;
+    while (low < high) {
+        int32_t middle = (low + high) / 2;
+        stage->num_recomputed = (int16_t)middle;
+        price_stage(search->evaluator, draft, p, s);
+        if (price->memory <= price->capacity)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+/* Put as much of a stage's optimizer state on its hosts as makes it fit, in thousandths; all of it if need be. */
+static void offload_some(struct search *search, struct draft *draft, int32_t p, int32_t s)
+{
+    int32_t number = draft->pipelines[p].first_stage + s;
+    struct draft_stage *stage = &draft->stages[number];
+    const struct stage_price *price = &search->evaluator->prices[number];
+    double needed = price->memory - price->capacity, before = price->memory;
+    stage->offload = 1.0;
+    price_stage(search->evaluator, draft, p, s);
+    double most = before - price->memory;
+    if (most <= 0.0)
+        stage->offload = 0.0;
+    else if (needed < most)
+        stage->offload = fmin(1.0, ceil(1000.0 * needed / most) / 1000.0);
+}
+
+/* The fastest way in which a stage fits, if it does in any. */
+static int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s)
+{
+    int32_t number = draft->pipelines[p].first_stage + s;
+    struct draft_stage *stage = &draft->stages[number];
+    const struct stage_price *price = &search->evaluator->prices[number];
+    stage->recompute = stage->num_recomputed = 0;
+    stage->offload = 0.0;
+    if (price_stage(search->evaluator, draft, p, s))
+        return 1;
+    if (price->memory <= price->capacity && (search->space->recomputes & 1))
+        return 0;
+    if (stage->may_offload && search->space->may_offload && price->memory > price->capacity) {
+        offload_some(search, draft, p, s);
+        price_stage(search->evaluator, draft, p, s);
+        if (price->memory <= price->capacity && (search->space->recomputes & 1))
+            return 0;
+    }
+    int32_t best = 0, count = 0;
+    double fastest = INFINITY;
+    for (int32_t kind = 1; kind < NUM_RECOMPUTES && stage->layers; kind++) {
+        if (!(search->space->recomputes >> kind & 1))
+            continue;
+        int32_t own = least_recomputed(search, draft, p, s, kind);
+        if (own && !(search->space->recomputes & 1))
+            own = stage->layers;
+        stage->num_recomputed = (int16_t)own;
+        if (!own || price_stage(search->evaluator, draft, p, s) || price->forward + price->backward >= fastest)
+            continue;
+        fastest = price->forward + price->backward;
+        best = kind;
+        count = own;
+    }
+    stage->recompute = (int16_t)best;
+    stage->num_recomputed = (int16_t)count;
+    return 0;
+}
+
+int realise_draft(struct search *search, struct draft *draft)
+{
+    struct evaluator *evaluator = search->evaluator;
+    for (int32_t p = 0; p < draft->num_pipelines; p++)
+        find_lawful_depths(draft, &draft->pipelines[p]);
+    if (find_holders(evaluator, draft))
+        return 1;
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        if (find_in_flight(search, draft, &draft->pipelines[p]))
+            return 1;
+        for (int32_t s = 0; s < draft->pipelines[p].num_stages; s++)
+            if (fit_stage(search, draft, p, s))
+                return 1;
+    }
+    return 0;
+}
+
+/* What a stage takes while layers are dealt to it. */
+struct dealt {
+    double seconds, least_seconds; /* of a layer, without recompute and with the most of it */
+    double bytes, least_bytes;     /* the same */
+    double ends, room;             /* seconds of embedding and head; bytes that are there for layers */
+    int32_t layers, num_replicas;
+};
+
+static double mean_of_layers(const struct problem *problem, const double *sums)
+{
+    return (sums[problem->num_units - 1] - sums[1]) / (problem->num_units - 2);
+}
+
+/* The unit's bytes on a card with so much of the optimizer's state. */
+static double unit_bytes(const struct unit_table *table, int32_t u, double share, int32_t in_flight)
+{
+    return table->parameter_bytes[u + 1] - table->parameter_bytes[u] + table->gradient_bytes[u + 1] -
+           table->gradient_bytes[u] + share * (table->optimizer_bytes[u + 1] - table->optimizer_bytes[u]) +
+           in_flight * (table->activation_bytes[u + 1] - table->activation_bytes[u]) + table->transient[u];
+}
+
+/* The tables of a stage's slowest replica, and the room of its tightest; 0 if it cannot be. */
+static int find_slowest(struct search *search, const struct draft_stage *stage, int32_t size,
+                        const struct unit_table **plain, const struct unit_table **least, struct dealt *dealt)
+{
+    const struct problem *problem = search->problem;
+    int32_t kind = search->space->recomputes >> 2 & 1 ? 2 : search->space->recomputes >> 1 & 1;
+    *plain = NULL;
+    for (int32_t r = 0; r < stage->num_replicas; r++) {
+        const struct pool *pool = &problem->pools[stage->pools[r]];
+        const struct unit_table *own = table_of(problem, stage->pools[r], stage->width, size, 0);
+        if (!own)
+            return 0;
+        double seconds = mean_of_layers(problem, own->forward) + mean_of_layers(problem, own->backward);
+        if (seconds > dealt->seconds) {
+            dealt->seconds = seconds;
+            *plain = own;
+            *least = table_of(problem, stage->pools[r], stage->width, size, kind);
+        }
+        dealt->room = fmin(dealt->room, pool->limit - pool->reserved);
+    }
+    return *plain && *least;
+}
+
+static void begin_dealing(struct search *search, const struct draft *draft, int32_t p, int32_t s, int32_t in_flight,
+                          struct dealt *dealt)
+{
+    const struct problem *problem = search->problem;
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+    const struct unit_table *plain = NULL, *least = NULL;
+    double share = draft->is_sharded ? 1.0 / (draft->num_pipelines * stage->num_replicas) : 1.0;
+    *dealt = (struct dealt){.num_replicas = stage->num_replicas, .room = INFINITY};
+    if (!find_slowest(search, stage, pipeline->size, &plain, &least, dealt)) {
+        dealt->room = 0.0;
+        dealt->bytes = dealt->least_bytes = 1.0;
+        return;
+    }
+    if (stage->may_offload && search->space->may_offload)
+        share = 0.0;
+    dealt->least_seconds = mean_of_layers(problem, least->forward) + mean_of_layers(problem, least->backward);
+    double state = mean_of_layers(problem, plain->parameter_bytes) +
+                   mean_of_layers(problem, plain->gradient_bytes) +
+                   share * mean_of_layers(problem, plain->optimizer_bytes);
+    dealt->bytes = state + in_flight * mean_of_layers(problem, plain->activation_bytes);
+    dealt->least_bytes = state + in_flight * mean_of_layers(problem, least->activation_bytes);
+    dealt->room -= plain->transient[1] + plain->boundary_bytes * (in_flight + 4);
+    int32_t ends[2] = {s ? -1 : 0, s == pipeline->num_stages - 1 ? problem->num_units - 1 : -1};
+    for (int i = 0; i < 2; i++)
+        if (ends[i] >= 0) {
+            int32_t u = ends[i];
+            dealt->room -= unit_bytes(plain, u, share, in_flight);
+            dealt->ends +=
+                plain->forward[u + 1] - plain->forward[u] + plain->backward[u + 1] - plain->backward[u];
+        }
+}
+
+/* Of a micro-batch, by replica; much more where there is no room. */
+static double seconds_with(const struct dealt *dealt, int32_t layers)
+{
+    double each = dealt->seconds;
+    if (layers * dealt->bytes > dealt->room)
+        each = dealt->least_seconds;
+    if (layers * dealt->least_bytes > dealt->room)
+        return MISFIT * (1.0 + layers * dealt->least_bytes / fmax(dealt->room, 1.0));
+    return (dealt->ends + layers * each) / dealt->num_replicas;
+}
+
+void deal_layers(struct search *search, struct draft *draft, int32_t p)
+{
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    int32_t stages = pipeline->num_stages, rest = 0, all = 0;
+    struct dealt *dealt = search->dealt;
+    for (int32_t s = 0; s < stages; s++)
+        all += draft->stages[pipeline->first_stage + s].num_replicas;
+    for (int32_t s = stages - 1; s >= 0; s--) {
+        const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+        int32_t n = stage->num_replicas, most = (pipeline->num_micro_batches + n - 1) / n;
+        rest += n;
+        int32_t depth = draft->schedule == ONE_F_ONE_B ? larger(rest + stage->deeper, n) : all;
+        int32_t in_flight = (depth + n - 1) / n;
+        begin_dealing(search, draft, p, s, in_flight < most ? in_flight : most, &dealt[s]);
+    }
+    for (int32_t layer = 0; layer < search->problem->num_units - 2; layer++) {
+        int32_t best = 0;
+        for (int32_t s = 1; s < stages; s++)
+            if (seconds_with(&dealt[s], dealt[s].layers + 1) < seconds_with(&dealt[best], dealt[best].layers + 1))
+                best = s;
+        dealt[best].layers++;
+    }
+    for (int32_t s = 0; s < stages; s++)
+        draft->stages[pipeline->first_stage + s].layers = (int16_t)dealt[s].layers;
+}
+
+/* Seconds of a sequence on the busiest stage of a pipeline. */
+static double period(struct search *search, const struct draft *draft, int32_t p)
+{
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    double longest = 0.0;
+    for (int32_t s = 0; s < pipeline->num_stages; s++) {
+        struct dealt dealt;
+        begin_dealing(search, draft, p, s, 1, &dealt);
+        double own = dealt.ends + draft->stages[pipeline->first_stage + s].layers * dealt.seconds;
+        longest = fmax(longest, own / dealt.num_replicas);
+    }
+    return longest / search->problem->sizes[pipeline->size];
+}
+
+int deal_batch(struct search *search, struct draft *draft)
+{
+    const struct problem *problem = search->problem;
+    double total = 0.0, *speeds = search->speeds;
+    int32_t left = problem->global_batch_size;
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        double own = period(search, draft, p);
+        total += speeds[p] = own > 0.0 ? 1.0 / own : 0.0;
+    }
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        struct draft_pipeline *pipeline = &draft->pipelines[p];
+        int32_t size = problem->sizes[pipeline->size];
+        int32_t count = (int32_t)(problem->global_batch_size * speeds[p] / total / size);
+        pipeline->num_micro_batches = larger(count, 1);
+        left -= pipeline->num_micro_batches * size;
+    }
+    for (int32_t tries = 0; left && tries < 4000; tries++) {
+        struct draft_pipeline *pipeline = &draft->pipelines[draw(search, draft->num_pipelines)];
+        int32_t size = problem->sizes[pipeline->size];
+        if (left >= size) {
+            pipeline->num_micro_batches++;
+            left -= size;
+        } else if (left < 0 && pipeline->num_micro_batches > 1) {
+            pipeline->num_micro_batches--;
+            left += size;
+        }
+    }
+    return left == 0;
+}
+
+size_t size_of_dealt(void)
+{
+    return sizeof(struct dealt);
+}

@@ -1,0 +1,364 @@
+/* A search for the fastest draft: random starts, the best of them annealed, and the best of these once more.
+ *
+ * It counts the drafts that it prices and looks at no clock, draws its own random numbers, and calls no function of
+ * the mathematical library that rounds differently elsewhere: equal arguments give equal drafts on all machines. */
+#include "search.h"
+
+#include <math.h>
+
+int32_t draw(struct search *search, int32_t n)
+{
+    /* xorshift64*; Vigna 2016. */
+    search->random ^= search->random >> 12;
+    search->random ^= search->random << 25;
+    search->random ^= search->random >> 27;
+    uint32_t high = (uint32_t)((search->random * 2685821657736338717ull) >> 32);
+    return n < 2 ? 0 : (int32_t)(((uint64_t)high * (uint64_t)n) >> 32);
+}
+
+double draw_share(struct search *search)
+{
+    return (draw(search, INT32_MAX) + 0.5) / INT32_MAX;
+}
+
+/* The natural logarithm of a number between 0 and 1, by additions and products alone. */
+static double logarithm(double x)
+{
+    static const double LN2 = 0.69314718055994530942;
+    int exponent = 0;
+    while (x < 0.5) {
+        x *= 2.0;
+        exponent--;
+    }
+    double z = (x - 1.0) / (x + 1.0), square = z * z, sum = 0.0;
+    for (int32_t n = 19; n >= 1; n -= 2)
+        sum = sum * square + 1.0 / n;
+    return 2.0 * z * sum + exponent * LN2;
+}
+
+struct draft take_draft(const struct problem *problem, struct arena *arena)
+{
+    struct draft draft = {0};
+    draft.pipelines = TAKE(arena, problem->num_cards + 1, struct draft_pipeline);
+    draft.stages = TAKE(arena, problem->num_cards + 1, struct draft_stage);
+    return draft;
+}
+
+void copy_draft(struct draft *to, const struct draft *from)
+{
+    struct draft own = *from;
+    own.pipelines = to->pipelines;
+    own.stages = to->stages;
+    *to = own;
+    memcpy(to->pipelines, from->pipelines, sizeof(struct draft_pipeline) * (size_t)from->num_pipelines);
+    memcpy(to->stages, from->stages, sizeof(struct draft_stage) * (size_t)from->num_stages);
+}
+
+int is_allowed(const struct search *search, const struct draft *draft)
+{
+    const struct space *space = search->space;
+    int32_t sequences = 0, cards = 0;
+    if (!(space->pipelines >> (draft->num_pipelines < 63 ? draft->num_pipelines : 63) & 1))
+        return 0;
+    for (int32_t p = 0; p < draft->num_pipelines; p++)
+        sequences += draft->pipelines[p].num_micro_batches * search->problem->sizes[draft->pipelines[p].size];
+    for (int32_t s = 0; s < draft->num_stages; s++) {
+        const struct draft_stage *stage = &draft->stages[s];
+        if (!(space->replicas >> stage->num_replicas & 1))
+            return 0;
+        cards += stage->num_replicas * stage->width;
+    }
+    return sequences == search->problem->global_batch_size &&
+           (!space->uses_all || cards == search->problem->num_cards);
+}
+
+/* Whether two replicas with the same units have cards of unlike types, or unlike parts of the state on their hosts. */
+static int has_unlike_owners(const struct search *search, const struct draft *draft)
+{
+    const struct evaluator *evaluator = search->evaluator;
+    const struct pool *pools = search->problem->pools;
+    int32_t units = search->problem->num_units;
+    for (int32_t u = 0; u < units; u++) {
+        const struct draft_stage *first = &draft->stages[evaluator->stage_of[u]];
+        int32_t tied = u == 0 && search->problem->is_tied;
+        for (int32_t p = 0; p < draft->num_pipelines * (1 + tied); p++) {
+            size_t own = (size_t)(p % draft->num_pipelines) * units + (p < draft->num_pipelines ? u : units - 1);
+            const struct draft_stage *stage = &draft->stages[evaluator->stage_of[own]];
+            if (stage->offload != first->offload)
+                return 1;
+            for (int32_t r = 0; r < stage->num_replicas; r++)
+                if (pools[stage->pools[r]].type != pools[first->pools[0]].type)
+                    return 1;
+        }
+    }
+    return 0;
+}
+
+/* Parts of a price: what a draft takes whose step is longer than wanted for certain, and what its simulation takes. */
+enum { REALISED = 1, PLAYED = 3 };
+
+/* The step of a draft, which is realised; above MISFIT if it does not fit, IMPOSSIBLE if it cannot be. */
+static double step_of(struct search *search, struct draft *draft, double limit)
+{
+    struct price price;
+    if (!is_allowed(search, draft))
+        return IMPOSSIBLE;
+    int64_t played = search->evaluator->num_played;
+    search->spent += REALISED;
+    if (realise_draft(search, draft))
+        return IMPOSSIBLE;
+    if (!draft->is_sharded && search->space->like_owners && has_unlike_owners(search, draft))
+        return IMPOSSIBLE;
+    price.over = 0.0;
+    int failed = price_draft(search->evaluator, draft, limit, &price);
+    search->spent += PLAYED * (search->evaluator->num_played - played);
+    if (failed == 1 || failed < 0)
+        return IMPOSSIBLE;
+    return price.over > 0.0 ? MISFIT * (1.0 + price.over * 1e-12) + price.step : price.step;
+}
+
+/* Keep a draft that fits among those found, if it is fast enough and not known. */
+static void keep(struct search *search, const struct draft *draft, double step)
+{
+    struct found *found = search->found;
+    if (step >= MISFIT)
+        return;
+    int32_t slowest = 0;
+    for (int32_t i = 0; i < found->count; i++) {
+        if (fabs(found->steps[i] - step) < 1e-7 * step)
+            return;
+        if (found->steps[i] > found->steps[slowest])
+            slowest = i;
+    }
+    if (found->count < found->room)
+        slowest = found->count++;
+    else if (step >= found->steps[slowest])
+        return;
+    found->steps[slowest] = step;
+    copy_draft(&found->drafts[slowest], draft);
+}
+
+/* Take small moves that do not make a draft slower; its step. */
+static double descend(struct search *search, struct draft *draft, double step, int32_t tries)
+{
+    struct draft *other = &search->other;
+    for (int32_t i = 0; i < tries; i++) {
+        copy_draft(other, draft);
+        int moved = move_little(search, other);
+        if (moved && draw(search, 4) == 0)
+            moved = move_little(search, other);
+        if (!moved)
+            continue;
+        double found = step_of(search, other, step);
+        if (found <= step) {
+            step = found;
+            copy_draft(draft, other);
+        }
+    }
+    return step;
+}
+
+/* A draft near another one, its small moves taken; its step. */
+static double neighbour(struct search *search, struct draft *draft, double step, double temperature, int32_t tries)
+{
+    if (draw(search, 100) < 60) {
+        int moved = move_little(search, draft);
+        for (int32_t more = draw(search, 3); moved && more; more--)
+            moved = move_little(search, draft);
+        if (!moved)
+            return IMPOSSIBLE;
+        double limit = step - temperature * step * logarithm(draw_share(search));
+        return step_of(search, draft, step < MISFIT ? limit : INFINITY);
+    }
+    int moved = move_much(search, draft);
+    if (moved && draw(search, 3) == 0)
+        moved = move_much(search, draft);
+    if (!moved)
+        return IMPOSSIBLE;
+    double limit = step < MISFIT ? 1.25 * step : INFINITY, found = step_of(search, draft, limit);
+    if (found < IMPOSSIBLE && found > step && found < limit)
+        found = descend(search, draft, found, tries);
+    return found;
+}
+
+/* Anneal a draft: longer steps are taken with a probability that falls with the temperature, a part of the step. */
+static double anneal(struct search *search, struct draft *draft, double step, int64_t budget, double hottest,
+                     double coldest, int32_t tries)
+{
+    enum { EPOCHS = 64 };
+    double fastest = step, temperature = hottest, factor = coldest / hottest;
+    int64_t begun = search->spent, epoch = 0;
+    struct draft *candidate = &search->candidate, *best = &search->best;
+    for (int32_t i = EPOCHS; i > 1; i /= 2)
+        factor = sqrt(factor);
+    copy_draft(best, draft);
+    for (int64_t idle = 0; search->spent - begun < budget && idle < 50 * budget + 1000; idle++) {
+        for (; epoch < (search->spent - begun) * EPOCHS / budget; epoch++)
+            temperature *= factor;
+        copy_draft(candidate, draft);
+        double found = neighbour(search, candidate, step, temperature, tries);
+        int accepts = found <= step;
+        if (!accepts && step < MISFIT && found < MISFIT)
+            accepts = found - step < -temperature * step * logarithm(draw_share(search));
+        if (!accepts)
+            continue;
+        step = found;
+        copy_draft(draft, candidate);
+        if (step < fastest * (1.0 - 1e-9)) {
+            fastest = step;
+            copy_draft(best, draft);
+            keep(search, draft, step);
+        }
+    }
+    copy_draft(draft, best);
+    return fastest;
+}
+
+/* Drafts that are annealed, and their steps. */
+enum { NUM_STARTS = 24, NUM_ANNEALED = 12, NUM_FINALISTS = 3 };
+
+struct starts {
+    struct draft drafts[NUM_STARTS];
+    double steps[NUM_STARTS];
+    int32_t count;
+};
+
+static void add_start(struct starts *starts, const struct draft *draft, double step)
+{
+    int32_t slowest = 0;
+    for (int32_t i = 0; i < starts->count; i++) {
+        if (fabs(starts->steps[i] - step) < 1e-7 * step)
+            return;
+        if (starts->steps[i] > starts->steps[slowest])
+            slowest = i;
+    }
+    if (starts->count < NUM_STARTS)
+        slowest = starts->count++;
+    else if (step >= starts->steps[slowest])
+        return;
+    starts->steps[slowest] = step;
+    copy_draft(&starts->drafts[slowest], draft);
+}
+
+/* The first `count` in the order of their steps. */
+static void sort_starts(struct starts *starts, int32_t count)
+{
+    for (int32_t i = 0; i < count; i++)
+        for (int32_t j = i + 1; j < count; j++)
+            if (starts->steps[j] < starts->steps[i]) {
+                struct draft draft = starts->drafts[i];
+                double step = starts->steps[i];
+                starts->drafts[i] = starts->drafts[j];
+                starts->steps[i] = starts->steps[j];
+                starts->drafts[j] = draft;
+                starts->steps[j] = step;
+            }
+}
+
+/* Whether a start is so much slower than those known that it is not worth a descent. */
+static int is_hopeless(const struct starts *starts, double step)
+{
+    double slowest = 0.0;
+    for (int32_t i = 0; i < starts->count; i++)
+        slowest = fmax(slowest, starts->steps[i]);
+    return starts->count == NUM_STARTS && (step > 1.6 * slowest || (step >= MISFIT && slowest < MISFIT));
+}
+
+/* The drafts that were given, and what small moves make of them. */
+static void take_given(struct search *search, struct starts *starts, const struct wish *wish)
+{
+    struct draft *draft = &search->candidate;
+    for (int32_t i = 0; i < wish->num_given; i++) {
+        copy_draft(draft, &wish->given[i]);
+        double step = step_of(search, draft, INFINITY);
+        if (step >= IMPOSSIBLE)
+            continue;
+        keep(search, draft, step);
+        step = descend(search, draft, step, 60);
+        keep(search, draft, step);
+        add_start(starts, draft, step);
+    }
+}
+
+static void find_starts(struct search *search, struct starts *starts, int64_t budget)
+{
+    struct draft *draft = &search->candidate;
+    for (int64_t tries = 0; search->spent < budget && tries < 20 * budget + 1000; tries++) {
+        if (!draw_start(search, draft))
+            continue;
+        double step = step_of(search, draft, INFINITY);
+        if (step >= IMPOSSIBLE || is_hopeless(starts, step))
+            continue;
+        step = descend(search, draft, step, 30);
+        keep(search, draft, step);
+        add_start(starts, draft, step);
+    }
+}
+
+static void run_search(struct search *search, struct starts *starts, const struct wish *wish)
+{
+    int64_t budget = wish->budget;
+    take_given(search, starts, wish);
+    find_starts(search, starts, budget / 5);
+    sort_starts(starts, starts->count);
+    int32_t count = starts->count < NUM_ANNEALED ? starts->count : NUM_ANNEALED;
+    for (int32_t i = 0; i < count; i++)
+        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], budget * 3 / 10 / count, 0.02, 2e-4, 12);
+    sort_starts(starts, count);
+    int32_t finalists = count < NUM_FINALISTS ? count : NUM_FINALISTS;
+    for (int32_t i = 0; i < finalists; i++)
+        starts->steps[i] =
+            anneal(search, &starts->drafts[i], starts->steps[i], budget * 2 / 5 / finalists, 0.01, 2e-5, 20);
+    sort_starts(starts, finalists);
+    if (finalists)
+        anneal(search, &starts->drafts[0], starts->steps[0], budget / 10, 1e-4, 1e-7, 20);
+}
+
+static void sort_found(struct found *found)
+{
+    for (int32_t i = 0; i < found->count; i++)
+        for (int32_t j = i + 1; j < found->count; j++)
+            if (found->steps[j] < found->steps[i]) {
+                struct draft draft = found->drafts[i];
+                double step = found->steps[i];
+                found->drafts[i] = found->drafts[j];
+                found->steps[i] = found->steps[j];
+                found->drafts[j] = draft;
+                found->steps[j] = step;
+            }
+}
+
+int search_drafts(struct evaluator *evaluator, const struct space *space, const struct wish *wish,
+                  struct found *found)
+{
+    const struct problem *problem = evaluator->problem;
+    struct search search = {.evaluator = evaluator, .problem = problem, .space = space,
+                            .random = wish->seed * 2654435761u + 88172645463325252ull, .found = found};
+    struct arena *arena = &search.arena;
+    if (setjmp(arena->failed)) {
+        release(arena);
+        return -1;
+    }
+    size_t cards = (size_t)problem->num_cards + 1;
+    search.free = TAKE(arena, problem->num_pools, int32_t);
+    search.members = TAKE(arena, cards, int32_t);
+    search.touched = TAKE(arena, cards, int32_t);
+    search.groups = TAKE(arena, cards, int32_t);
+    search.group_widths = TAKE(arena, cards, int32_t);
+    search.speeds = TAKE(arena, cards, double);
+    search.dealt = take_bytes(arena, size_of_dealt() * cards);
+    search.candidate = take_draft(problem, arena);
+    search.other = take_draft(problem, arena);
+    search.best = take_draft(problem, arena);
+    struct starts *starts = TAKE(arena, 1, struct starts);
+    for (int32_t i = 0; i < NUM_STARTS; i++)
+        starts->drafts[i] = take_draft(problem, arena);
+    found->count = 0;
+    evaluator->is_searching = 1;
+    run_search(&search, starts, wish);
+    evaluator->is_searching = 0;
+    sort_found(found);
+    found->num_priced = evaluator->num_played;
+    release(arena);
+    return 0;
+}

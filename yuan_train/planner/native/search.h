@@ -1,0 +1,52 @@
+/* What the parts of the search share. */
+#ifndef YUAN_SEARCH_H
+#define YUAN_SEARCH_H
+
+#include "evaluator.h"
+
+/* Steps of drafts that do not fit are above this, and of those that cannot be above all. */
+#define MISFIT 1e9
+#define IMPOSSIBLE 1e30
+
+struct dealt;
+
+struct search {
+    struct evaluator *evaluator;
+    const struct problem *problem;
+    const struct space *space;
+    uint64_t random;
+    int64_t spent; /* of the budget */
+    struct arena arena;
+    int32_t *free;    /* [pools]: cards that a draft does not use */
+    int32_t *members; /* [cards]: pipelines that a move changes together */
+    int32_t *touched; /* [cards]: pipelines whose layers are dealt anew */
+    int32_t *groups, *group_widths; /* [cards]: of a type, while starts are made */
+    struct dealt *dealt;       /* [cards], of one pipeline's stages; see `realise.c` */
+    double *speeds;            /* [cards], of pipelines */
+    struct draft candidate, other, best;
+    struct found *found;
+};
+
+/* A number from 0 to n - 1, and one from 0 to 1. */
+int32_t draw(struct search *search, int32_t n);
+double draw_share(struct search *search);
+
+size_t size_of_dealt(void);
+void copy_draft(struct draft *to, const struct draft *from);
+struct draft take_draft(const struct problem *problem, struct arena *arena);
+
+/* Depths, recompute and state on hosts of a draft, as its memory needs them; 0, or 1 if it cannot be. */
+int realise_draft(struct search *search, struct draft *draft);
+/* Deal the layers of pipeline p to the stages that are least busy and have room. */
+void deal_layers(struct search *search, struct draft *draft, int32_t p);
+/* Deal the batch to the pipelines by their speed; 0 if it does not come out even. */
+int deal_batch(struct search *search, struct draft *draft);
+
+/* A random draft to begin with; 0 if it came to none. */
+int draw_start(struct search *search, struct draft *draft);
+/* A small change of layers, depths or shares of the batch, or one of the structure; 0 if it came to none. */
+int move_little(struct search *search, struct draft *draft);
+int move_much(struct search *search, struct draft *draft);
+int is_allowed(const struct search *search, const struct draft *draft);
+
+#endif

@@ -1,0 +1,267 @@
+/* Seconds and bytes of the stages of a draft, as `evaluate/stage_cost.py` and `costs/memory.py` have them. */
+#include <math.h>
+
+#include "evaluator.h"
+
+enum { MESSAGES_PER_EDGE = 2 };
+
+static int32_t place_of_width(int32_t width)
+{
+    int32_t place = 0;
+    while (1 << place < width)
+        place++;
+    return place;
+}
+
+const struct unit_table *table_of(const struct problem *problem, int32_t pool, int32_t width, int32_t size,
+                                  int32_t recompute)
+{
+    int32_t place = place_of_width(width);
+    if (place >= NUM_WIDTHS || 1 << place != width)
+        return NULL;
+    int32_t index = ((pool * NUM_WIDTHS + place) * NUM_SIZES + size) * NUM_RECOMPUTES + recompute;
+    int32_t table = problem->table_of[index];
+    return table < 0 ? NULL : &problem->tables[table];
+}
+
+static int32_t common_multiple(int32_t a, int32_t b)
+{
+    int32_t x = a, y = b;
+    while (y) {
+        int32_t rest = x % y;
+        x = y;
+        y = rest;
+    }
+    return a / x * b;
+}
+
+/* Who holds each unit; 1 if the stages of a pipeline do not make up the model. */
+int find_holders(struct evaluator *evaluator, const struct draft *draft)
+{
+    int32_t units = evaluator->problem->num_units, replicas = 0;
+    for (int32_t u = 0; u < units; u++) {
+        evaluator->holders[u] = 0;
+        evaluator->weights[u] = 0.0;
+        evaluator->slices[u] = 1;
+    }
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        int32_t next = 1;
+        for (int32_t s = 0; s < pipeline->num_stages; s++) {
+            const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+            struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
+            price->first_unit = s ? next : 0;
+            evaluator->first_replica[pipeline->first_stage + s] = replicas;
+            for (int32_t r = 0; r < stage->num_replicas; r++)
+                evaluator->pool_of[replicas++] = stage->pools[r];
+            next += stage->layers;
+            price->end_unit = s == pipeline->num_stages - 1 ? units : next;
+            if (stage->layers < 0 || next >= units)
+                return 1;
+            for (int32_t u = price->first_unit; u < price->end_unit; u++) {
+                evaluator->stage_of[(size_t)p * units + u] = pipeline->first_stage + s;
+                evaluator->holders[u] += stage->num_replicas;
+                evaluator->weights[u] += stage->num_replicas * stage->share;
+                evaluator->slices[u] = common_multiple(evaluator->slices[u], stage->width);
+            }
+        }
+        if (next != units - 1)
+            return 1;
+    }
+    evaluator->num_replicas = replicas;
+    return 0;
+}
+
+/* The share of its gradients that a stage has in common with other owners. */
+static double reduced_share(const struct evaluator *evaluator, const struct draft *draft,
+                            const struct stage_price *price)
+{
+    const struct problem *problem = evaluator->problem;
+    int32_t last = problem->num_units - 1, ends = 0;
+    for (int32_t p = 0; problem->is_tied && p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        const struct draft_stage *stage = &draft->stages[pipeline->first_stage];
+        ends += stage->num_replicas;
+        if (pipeline->num_stages > 1)
+            ends += stage[pipeline->num_stages - 1].num_replicas;
+    }
+    double all = 0.0, several = 0.0;
+    for (int32_t u = price->first_unit; u < price->end_unit; u++) {
+        all += problem->held[u];
+        if (evaluator->holders[u] > 1 || (ends > 1 && (u == 0 || u == last)))
+            several += problem->held[u];
+    }
+    return several / (all > 1.0 ? all : 1.0);
+}
+
+static void find_shares(const struct evaluator *evaluator, const struct draft *draft,
+                        const struct draft_stage *stage, struct stage_price *price)
+{
+    int needs_copy = 0;
+    double most = 0.0;
+    for (int32_t u = price->first_unit; u < price->end_unit; u++) {
+        double share = stage->share / evaluator->weights[u];
+        most = share > most ? share : most;
+        needs_copy |= evaluator->slices[u] > stage->width;
+    }
+    if (!draft->is_sharded || price->first_unit >= price->end_unit)
+        most = 1.0;
+    price->optimizer_share = most;
+    price->packed_share = draft->is_sharded && needs_copy ? most : 0.0;
+    if (evaluator->problem->reduce_copy_share)
+        price->packed_share += evaluator->problem->reduce_copy_share * reduced_share(evaluator, draft, price);
+}
+
+/* The units of a stage in two parts: up to `kept` of `part`, the others of `plain`. */
+struct stage_units {
+    const struct unit_table *part, *plain;
+    int32_t first, kept, end;
+};
+
+static int find_units(const struct problem *problem, int32_t size, const struct draft_stage *stage,
+                      const struct stage_price *price, int32_t pool, struct stage_units *units)
+{
+    units->part = units->plain = table_of(problem, pool, stage->width, size, stage->recompute);
+    if (stage->num_recomputed && stage->num_recomputed < stage->layers)
+        units->plain = table_of(problem, pool, stage->width, size, 0);
+    if (!units->part || !units->plain)
+        return 1;
+    /* Layers are recomputed from the first one on; the embedding counts before them. */
+    int32_t first_layer = price->first_unit ? price->first_unit : 1;
+    units->first = price->first_unit;
+    units->end = price->end_unit;
+    units->kept = units->part == units->plain ? price->end_unit : first_layer + stage->num_recomputed;
+    return 0;
+}
+
+static double sum_of(const double *part, const double *plain, const struct stage_units *units)
+{
+    return part[units->kept] - part[units->first] + (plain[units->end] - plain[units->kept]);
+}
+
+#define SUM(name, units) sum_of((units)->part->name, (units)->plain->name, units)
+
+/* What a head with the embedding's matrix counts for both. */
+static double stored(double sum, const double *sums, int is_twice)
+{
+    return is_twice ? sum - (sums[1] - sums[0]) : sum;
+}
+
+static double most_transient(const struct stage_units *units, int32_t first, int32_t end)
+{
+    double most = 0.0;
+    for (int32_t u = first; u < end; u++) {
+        double own = (u < units->kept ? units->part : units->plain)->transient[u];
+        most = own > most ? own : most;
+    }
+    return most;
+}
+
+/* Bytes on the tightest card of a stage. */
+static void price_memory(const struct problem *problem, const struct draft_stage *stage,
+                         const struct stage_units *units, int is_twice, struct stage_price *price)
+{
+    int has_head = price->end_unit == problem->num_units, has_embedding = price->first_unit == 0;
+    const struct pool *tightest = NULL;
+    for (int32_t r = 0; r < stage->num_replicas; r++) {
+        const struct pool *pool = &problem->pools[stage->pools[r]];
+        if (!tightest || pool->limit - pool->reserved < tightest->limit - tightest->reserved)
+            tightest = pool;
+    }
+    double parameters = stored(SUM(parameter_bytes, units), units->part->parameter_bytes, is_twice);
+    double gradients = stored(SUM(gradient_bytes, units), units->part->gradient_bytes, is_twice);
+    double optimizer = stored(SUM(optimizer_bytes, units), units->part->optimizer_bytes, is_twice);
+    int32_t edges = !has_embedding + !has_head;
+    double logits = has_head ? most_transient(units, units->end - 1, units->end) : 0.0;
+    double buffers = most_transient(units, units->first, units->end - has_head) +
+                     units->part->boundary_bytes *
+                         ((has_head ? 0 : price->in_flight) + edges * MESSAGES_PER_EDGE);
+    price->memory = parameters + (1.0 + price->packed_share) * gradients +
+                    price->optimizer_share * (1.0 - stage->offload) * optimizer +
+                    price->in_flight * SUM(activation_bytes, units) + logits + buffers + tightest->reserved;
+    price->capacity = tightest->limit;
+}
+
+/* The optimizer step of a stage: beside what its hosts step, on its slowest replica. */
+static void price_update(const struct problem *problem, int32_t size,
+                         const struct draft_stage *stage, const struct stage_units *units, int is_twice,
+                         struct stage_price *price)
+{
+    double parameters = stored(SUM(parameters, units), units->part->parameters, is_twice);
+    double owned = parameters * price->optimizer_share, slowest = 0.0, host = 0.0, x = stage->offload;
+    price->host_bytes = 0.0;
+    price->host_capacity = INFINITY;
+    for (int32_t r = 0; r < stage->num_replicas; r++) {
+        int32_t number = stage->pools[r];
+        const struct pool *pool = &problem->pools[number];
+        double own = table_of(problem, number, stage->width, size, 0)->update_seconds;
+        slowest = own > slowest ? own : slowest;
+        host = pool->host_seconds > host ? pool->host_seconds : host;
+        if (x > 0.0 && pool->host_bytes < price->host_capacity)
+            price->host_capacity = pool->host_bytes;
+        if (x > 0.0)
+            price->host_bytes = owned * x * pool->host_bytes_each;
+    }
+    price->update = owned * (x > 0.0 ? fmax((1.0 - x) * slowest, x * host) : slowest);
+}
+
+int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s)
+{
+    const struct problem *problem = evaluator->problem;
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+    struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
+    struct stage_units units = {0}, own;
+    double most = -1.0;
+    for (int32_t r = 0; r < stage->num_replicas; r++) {
+        int32_t pool = stage->pools[r];
+        if (find_units(problem, pipeline->size, stage, price, pool, &own))
+            return 1;
+        double forward = own.part->start_forward + SUM(forward, &own);
+        double backward = own.part->start_backward + SUM(backward, &own);
+        if (forward + backward <= most)
+            continue;
+        most = forward + backward;
+        units = own;
+        price->slowest = pool;
+        price->forward = forward;
+        price->backward = backward;
+        price->weight = SUM(weight, &own);
+    }
+    int is_twice = problem->is_tied && pipeline->num_stages == 1;
+    find_shares(evaluator, draft, stage, price);
+    price_memory(problem, stage, &units, is_twice, price);
+    price_update(problem, pipeline->size, stage, &units, is_twice, price);
+    return 0;
+}
+
+/* Micro-batches in flight of 1F1B, by formula; see `schedule/in_flight.py`. */
+static void find_depths(const struct draft *draft, const struct draft_pipeline *pipeline,
+                        struct stage_price *prices)
+{
+    int32_t rest = 0;
+    for (int32_t s = pipeline->num_stages - 1; s >= 0; s--) {
+        const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+        rest += stage->num_replicas;
+        int32_t depth = stage->depth ? stage->depth : rest, n = stage->num_replicas;
+        int32_t own = (depth + n - 1) / n, all = (pipeline->num_micro_batches + n - 1) / n;
+        if (draft->schedule == GPIPE || own > all)
+            own = all;
+        prices[pipeline->first_stage + s].in_flight = own;
+    }
+}
+
+int price_stages(struct evaluator *evaluator, const struct draft *draft)
+{
+    if (find_holders(evaluator, draft))
+        return 1;
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        if (draft->schedule == ONE_F_ONE_B || draft->schedule == GPIPE)
+            find_depths(draft, pipeline, evaluator->prices);
+        for (int32_t s = 0; s < pipeline->num_stages; s++)
+            if (price_stage(evaluator, draft, p, s))
+                return 1;
+    }
+    return 0;
+}

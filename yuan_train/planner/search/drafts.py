@@ -1,0 +1,136 @@
+"""Plans that the compiled core finds: one search over all that a plan may be, by its own price of a step.
+
+`native/search.c` draws random drafts, changes layers, depths, shares of the batch, order, widths, replicas,
+stages, pipelines, schedule, sharding and state on hosts, and keeps what is faster, and for a while what is
+not (annealing; Kirkpatrick et al. 1983). It counts the drafts that it prices instead of looking at a clock,
+so that equal input gives equal plans. `cost_plan` has the last word on what it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from yuan_train.config.cluster import Card
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, draft_of, make_tables, plan_of
+from yuan_train.planner.native.evaluator import MAX_REPLICAS, NUM_SIZES, DraftTable, SpaceTable
+from yuan_train.planner.native.pipelines import NAMES
+from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.expressible import is_wanted
+from yuan_train.planner.search.mixed_pipelines import first_shape
+from yuan_train.planner.search.shapes import Options
+
+MOST_CARDS = 56
+"""Cards up to which drafts are searched: on more, cuts of shapes are better in the same time."""
+BUDGET_PER_CARD, LEAST_BUDGET = 16_000, 80_000
+"""Of a search, for each card, and at least: a draft that is priced whole takes 4 of it, one that is longer
+than wanted for certain 1."""
+BUDGET_PER_SECOND = 30_000
+"""At most, for each second of `search.time_limit`; 4 of it take 10 to 50 us. A search looks at no clock, so
+that equal input gives equal plans."""
+NUM_GIVEN = 3
+"""Of the fastest plans that are known, which the search begins with."""
+NUM_JUDGED, NEAR = 40, 1.004
+"""Drafts that are priced once more, as long as their step is within this multiple of the fastest one's."""
+ANY = 2**64 - 1
+"""The set of all counts."""
+
+
+def search_drafts(
+    costs: Costs,
+    ranked: Sequence[Candidate],
+    cards: Sequence[Card],
+    options: Options,
+    stopped: Callable[[], bool],
+    *,
+    limit_seconds: float,
+) -> list[Candidate]:
+    """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
+    profiles with links, divided experts, fixed orders, and what only `cost_plan` prices."""
+    tables = _tables(costs, cards, options)
+    space = None if tables is None else _space(options)
+    if tables is None or space is None:
+        return []
+    drafts = [draft_of(tables, candidate.plan) for candidate in ranked[: 4 * NUM_GIVEN]]
+    given = [draft for draft in drafts if draft is not None][:NUM_GIVEN]
+    spaces = list(_narrow_to_wide(space))
+    most = min(max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET), BUDGET_PER_SECOND * limit_seconds)
+    budget = int(most / len(spaces))
+    found: list[Candidate] = []
+    for seed, own in enumerate(spaces, start=1):
+        if stopped():
+            break
+        known = [draft for draft in given if own.schedules >> draft.schedule & 1]
+        result = tables.evaluator.search(own, known, budget=budget, seed=seed, room=NUM_JUDGED)
+        given = [*result.drafts[:NUM_GIVEN], *given]
+        for step, draft in zip(result.steps, result.drafts, strict=True):
+            if step > NEAR * result.steps[0]:
+                break
+            found += _judged(tables, costs, draft, options)
+    return found
+
+
+def _narrow_to_wide(space: SpaceTable) -> Iterator[SpaceTable]:
+    """The space in steps, each searched from what was found in those before: a wider one never loses.
+
+    Under one schedule first: under the other one nearly all plans may be faster, and none the fastest.
+    """
+    plain = 1 << NAMES.index("1f1b")
+    for schedules in dict.fromkeys((space.schedules & plain or space.schedules, space.schedules)):
+        yield _changed(space, schedules=schedules, may_offload=0)
+    if space.may_offload:
+        yield space
+
+
+def _changed(space: SpaceTable, *, schedules: int, may_offload: int) -> SpaceTable:
+    own = SpaceTable.from_buffer_copy(space)
+    own.schedules, own.may_offload = schedules, may_offload
+    return own
+
+
+def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -> list[Candidate]:
+    plan = plan_of(tables, draft)
+    if not is_wanted(plan, options):
+        return []
+    cost = cost_plan(costs, plan)
+    if not cost.fits:
+        return []
+    return [Candidate(plan=plan, cost=cost, shape=replace(first_shape(plan, cost), schedule=plan.schedule))]
+
+
+def _tables(costs: Costs, cards: Sequence[Card], options: Options) -> Tables | None:
+    special = options.fixed_order or options.expressible or options.num_micro_batches is not None
+    if (
+        special
+        or options.offload_disk
+        or not options.restructures
+        or len(cards) > MOST_CARDS
+        or costs.problem.model.num_experts
+    ):
+        return None
+    if len(options.polished_sizes) > NUM_SIZES:
+        return None
+    return make_tables(costs, options.polished_sizes, options.tensor)
+
+
+def _space(options: Options) -> SpaceTable | None:
+    """The search keys; None if they allow no schedule that the core searches."""
+    schedules = sum(
+        1 << NAMES.index(name) for name in ("1f1b", "zero_bubble") if name in options.polished_schedules
+    )
+    if not schedules:
+        return None
+    replicas = ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= MAX_REPLICAS)
+    counts = ANY if options.pipelines is None else sum(1 << n for n in options.pipelines if n < 63)
+    return SpaceTable(
+        sum(1 << RECOMPUTES.index(kind) for kind in options.recompute),
+        schedules,
+        sum(1 << int(sharded) for sharded in options.sharded),
+        counts,
+        replicas,
+        int(options.offload),
+        int(options.use_all_devices),
+        int(True in options.sharded),
+    )
