@@ -167,7 +167,10 @@ class ActivationTiers:
 
     def copy(self, step: Step) -> None:
         """Take an offload, an evict or a fetch of the program."""
-        part = self._parts[step.stage, step.micro_batch, step.part]
+        part = self._parts.get((step.stage, step.micro_batch, step.part))
+        if part is None:
+            # All that it kept is too small to leave.
+            return
         if step.kind == "offload":
             self._offload(part)
         elif step.kind == "evict":
