@@ -129,7 +129,7 @@ ENDINGS = {
     "nan": Ending(
         -1, "the first output that is not finite came from rank", {}, ("optimizer.learning_rate=1e30",)
     ),
-    "interrupted": Ending(1, "KeyboardInterrupt|^interrupted", {1: interrupted}, codes=frozenset({1, 130})),
+    "interrupted": Ending(1, r"interrupted \(Ctrl-C\)", {1: interrupted}, codes=frozenset({1, 130})),
 }
 
 
