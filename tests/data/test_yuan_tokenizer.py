@@ -1,8 +1,10 @@
 """Special strings: the published tokenizer, where its file exists, and a small model of the same kind."""
 
+import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -144,8 +146,8 @@ def test_our_own_models_recognise_special_strings_on_request(tmp_path: Path) -> 
 
 @pytest.fixture
 def hugging_face(tmp_path: Path) -> Path:
-    import tokenizers
-
+    # Its types know no modules, and no setters.
+    tokenizers: Any = importlib.import_module("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()

@@ -152,11 +152,12 @@ def test_a_torch_without_the_private_operations(no_bf16, monkeypatch):
 # --- grouped queries on cards without flash attention ------------------------------------------------------
 
 
-def grouped_operands() -> tuple[torch.Tensor, ...]:
+def grouped_operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(
+    query, key, value = (
         torch.randn(2, 9, n, 8, generator=generator, dtype=torch.float64).requires_grad_() for n in (6, 2, 2)
     )
+    return query, key, value
 
 
 @pytest.fixture

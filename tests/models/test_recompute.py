@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from yuan_kernels import attention, products
 
 from tests.support.memory import kept_bytes
 from tests.support.models import VARIANTS, tiny_model
@@ -130,13 +129,3 @@ def test_selective_recompute_frees_three_tenths():
         e = {"bf16": 2, "fp32": 4}[precision]
         assert layer.activation_bytes == 48 * (e * 23 * 64 + 4 * 3 + 4 * 4)
         assert 0.68 < layer.selective_bytes / layer.activation_bytes < 0.71
-
-
-@pytest.mark.skipif(products.cpu_multiplies_bf16(), reason="this CPU multiplies bf16 itself")
-def test_the_choice_of_an_attention_may_fall_in_a_recomputed_forward():
-    """Its test runs once, in the first forward, and must not count among what that forward saves."""
-    attention._own_backward_is_correct.cache_clear()
-    part = Transformer(MODEL, embedding=False, head=False, recompute="full", dtype=torch.bfloat16)
-    init_weights(part, seed=0)
-    part(torch.randn(2, 48, 64).bfloat16().requires_grad_()).sum().backward()
-    assert attention._own_backward_is_correct.cache_info().currsize == 1

@@ -4,7 +4,13 @@ import runpy
 from pathlib import Path
 
 from setuptools import build_meta
-from setuptools.build_meta import *  # noqa: F403 (the hooks that are as setuptools has them)
+
+build_editable = build_meta.build_editable
+build_sdist = build_meta.build_sdist
+build_wheel = build_meta.build_wheel
+get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
+prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_editable
+prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
 
 COMPILER = "ziglang>=0.13"
 LIBRARY = Path(__file__).parents[2] / "yuan_train/planner/native/library.py"

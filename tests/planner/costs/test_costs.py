@@ -471,7 +471,9 @@ def test_the_forecast_knows_which_attention_a_card_has():
     assert new == unknown
     extra = 256 * 2 * (4 - 1) * grouped.head_dim * 2  # tokens, keys and values, copies, bytes
     assert old.activation_bytes == new.activation_bytes + extra
-    peak = 0.5 * CATALOGUE["V100-32G"].fp16
+    fp16 = CATALOGUE["V100-32G"].fp16
+    assert fp16 is not None
+    peak = 0.5 * fp16
     scores = 256 * 2 * 256 * grouped.projection_size / peak  # once more
     moved = 2 * extra / (0.75 * CATALOGUE["V100-32G"].memory_bandwidth)
     assert old.forward_seconds - new.forward_seconds == pytest.approx(scores + moved, rel=1e-6)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_a_hosts_rates_are_shared_by_its_cards():
         host = Host(memory=64 * GIB, bandwidth=bandwidth, link_bandwidth=1e12)
         own = replace(given.cluster, nodes=(replace(group, host=host),))
         costs = make_costs(replace(given, cluster=own))
-        slow.append(costs.host_of(own.cards[0]).memory_bytes_per_second * group.devices)
+        slow.append(costs.host_of(own.cards[0]).memory_bytes_per_second * group.num_cards)
     assert slow == [50e9, 25e9]
 
 
@@ -178,7 +179,7 @@ def test_a_host_that_is_not_stated_is_as_large_as_the_cards() -> None:
     (group,), memory = given.cluster.nodes, given.cluster.device_type("Card").memory
     host = Host(memory=memory)
     stated = replace(given, cluster=replace(given.cluster, nodes=(replace(group, host=host),)))
-    keys = {"offload": ("optimizer",), "recompute": ("none",)}
+    keys: dict[str, Any] = {"offload": ("optimizer",), "recompute": ("none",)}
     assumed, same = find(given, **keys), find(stated, **keys)
     assert assumed.best.step_seconds == same.best.step_seconds
     (stage,) = assumed.best.cost.stages
@@ -194,7 +195,7 @@ def test_by_default_nothing_leaves_the_cards_for_a_small_gain() -> None:
     """Where a tier gains 3 %, or nothing fits without, it is taken; for less only if it is asked for."""
     whole = memory_of(BIG)
 
-    def found(short: float, **search: object):
+    def found(short: float, **search: Any):
         one = replace(card((whole.total - short * whole.activations) / GIB), host_memory_bandwidth=2e9)
         given = problem(cluster(Card=(1, one)), model=BIG, global_batch_size=64)
         return find(given, **search)

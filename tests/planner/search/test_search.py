@@ -3,6 +3,7 @@ reports."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -86,7 +87,7 @@ def problem(cards: Cluster, **changes: object) -> PlanProblem:
     return PlanProblem(**(given | changes))  # type: ignore[arg-type]
 
 
-def find(given: PlanProblem, micro_batch_size: int | tuple[int, ...] = 1, **search: object):
+def find(given: PlanProblem, micro_batch_size: int | tuple[int, ...] = 1, **search: Any):
     """The search of 1F1B plans of one micro-batch size, without hosts, unless `search` says otherwise."""
     size = micro_batch_size if isinstance(micro_batch_size, int) else micro_batch_size[0]
     sizes = (size,) if isinstance(micro_batch_size, int) else micro_batch_size
