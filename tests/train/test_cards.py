@@ -178,7 +178,7 @@ def test_the_cards_that_a_torch_has_code_for(
 
 def test_a_card_without_code_names_the_wheel() -> None:
     entry = RankPlan(rank=0, device="old/0", type="V100-32G")
-    with pytest.raises(ConfigError, match=r"rank 0 \(old/0\): torch .* no code for Tesla V100.*whl/cu126"):
+    with pytest.raises(ConfigError, match=r"rank 0 \(old/0\): torch .* no code for Tesla V100.*its cu126 builds"):
         check_card(entry, 0, [V100])
     check_card(entry, 0, [replace(V100, architectures=CU126)])
     blackwell = card("NVIDIA GeForce RTX 5090", "RTX-5090", (12, 0), architectures=CU126)
@@ -194,7 +194,7 @@ def test_why_there_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cards.why_no_card() == "no driver is loaded"
     monkeypatch.setattr(cards, "cuda_of_driver", lambda: "12.2")
     assert "the driver knows CUDA up to 12.2" in cards.why_no_card()
-    assert "whl/cu126" in cards.why_no_card()
+    assert "cu126 builds" in cards.why_no_card()
     monkeypatch.setattr(cards, "cuda_of_driver", lambda: "13.1")
     assert "shows none" in cards.why_no_card()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")

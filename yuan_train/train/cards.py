@@ -29,7 +29,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 """Variables that choose among a machine's cards, and number those anew."""
 
 DRIVER_VERSION, BOOT = Path("/proc/driver/nvidia/version"), Path("/proc/sys/kernel/random/boot_id")
-WHEELS = "https://download.pytorch.org/whl"
+WHEELS = "install torch from PyTorch's own index of its {} builds (its Get Started page gives the command)"
 
 MAX_LISTED = 4
 """Ranks that a message lists."""
@@ -144,8 +144,7 @@ def driver_fault(cuda: str | None, known: str | None) -> str | None:
         return None
     return (
         f"the driver knows CUDA up to {known}, and torch {torch.__version__} is built for CUDA {cuda}; "
-        f"update the driver, or on every node (driver 525 is enough for it) pip install torch --index-url "
-        f"{WHEELS}/cu126"
+        f"update the driver, or on every node (driver 525 is enough for it) {WHEELS.format('cu126')}"
     )
 
 
@@ -181,8 +180,7 @@ def architecture_fault(card: CardFacts) -> str | None:
     wheel = "cu126" if card.capability < (7, 5) else "cu130"
     return (
         f"torch {torch.__version__} has no code for {card.name} (sm_{major}{minor}), only for "
-        f"{', '.join(card.architectures)}. On every node of the job: pip install torch --index-url "
-        f"{WHEELS}/{wheel}"
+        f"{', '.join(card.architectures)}. On every node of the job {WHEELS.format(wheel)}"
     )
 
 
