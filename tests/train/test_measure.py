@@ -249,3 +249,16 @@ def test_profiles_of_two_machines_are_merged(tmp_path: Path) -> None:
     assert main(["profile", "--merge", *parts, "--out", str(merged)]) == 0
     assert {entry.device_type for entry in load_profile(merged).entries} == {"A", "B"}
     assert main(["profile", "--out", str(merged)]) == 2
+
+
+def test_a_card_by_its_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by all that torch tells of it; a card that the catalogue does not have keeps its driver's name."""
+    for name, memory, known in (
+        ("NVIDIA H100 80GB HBM3", 85_000_000_000, "H100-80G"),
+        ("NVIDIA Imaginary 7", 8_000_000_000, "NVIDIA Imaginary 7"),
+    ):
+        card = Namespace(total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, card=card: card)
+        assert measure.name_of(torch.device("cuda", 0)) == known
+    assert measure.name_of(torch.device("cpu")) == measure.name_of(CPU) == "CPU"

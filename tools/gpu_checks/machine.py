@@ -93,10 +93,9 @@ def memory(bench: Bench) -> Verdict:
     words = ", ".join(f"{mode.lower()} {megabytes(count)}" for mode, count in taken.items())
 
     from yuan_train.config.devices import CATALOGUE
-    from yuan_train.parallel.device import CudaDevice
     from yuan_train.train.measure import name_of
 
-    name = name_of(CudaDevice(0))
+    name = name_of(torch.device("cuda", 0))
     card = CATALOGUE.get(name)
     if card is None:
         return None, f"context {words}; {name} is not in the catalogue"

@@ -43,9 +43,9 @@ def _first_gradient(bench: Bench, config: ModelConfig, dtype: torch.dtype, recom
     init_weights(model, seed=1)
     tokens_BS = torch.randint(5, 100, (1, 64), generator=torch.Generator().manual_seed(0))
     tokens_BS[0, 20] = 0
-    resets = find_resets(tokens_BS, eod_id=0, reset_attention=True).on(lambda t: t.to(bench.device))
+    resets = find_resets(tokens_BS, eod_id=0, reset_attention=True).on(bench.device)
     tokens_BS = tokens_BS.to(bench.device)
-    model.loss(model(tokens_BS, **resets.arguments()), tokens_BS).backward()
+    model.loss(model(tokens_BS, **resets), tokens_BS).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).float()
 
 

@@ -258,19 +258,24 @@ def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
     from yuan_train.config.document import Document, graft, override
     from yuan_train.config.load import build
     from yuan_train.config.model_files import locate_model, read_model_document
-    from yuan_train.config.run import RunConfig, validate_run
+    from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, RunConfig, validate_run
 
     model = read_model_document(locate_model(model_path))
     document = graft(Document("defaults", _default_values(model), {}), ("model",), model)
     for assignment in overrides:
         document = override(document, assignment)
+    allowed = ""
     if "sequence_length" not in document.value["data"]:
-        length = document.value["model"].get("max_sequence_length", 4096)
+        longest = document.value["model"].get("max_sequence_length", 4096)
+        length = min(longest, LONGEST_DEFAULT_SEQUENCE)
         document = override(document, f"data.sequence_length={length}")
+        if length < longest:
+            allowed = f" (the model allows {longest}: data.sequence_length=N)"
     run_config = build(document, RunConfig, validate=validate_run)
     data, train = run_config.data, run_config.train
     print(
-        f"no --config: sequence_length {data.sequence_length}, global_batch_size {train.global_batch_size}, "
+        f"no --config: sequence_length {data.sequence_length}{allowed}, "
+        f"global_batch_size {train.global_batch_size}, "
         f"micro_batch_size {train.micro_batch_size}, precision {train.precision}",
         file=sys.stderr,
     )

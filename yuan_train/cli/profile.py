@@ -32,7 +32,7 @@ from yuan_train.config.profile import (
 )
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_files import is_rl_run, load_rl
-from yuan_train.config.run import Recompute, RunConfig, load_run
+from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig, load_run
 
 if TYPE_CHECKING:
     from yuan_train.parallel.device import Device
@@ -360,7 +360,9 @@ def _measure_card(bench: Bench) -> Profile:
     precision = config.train.precision if config else "bf16"
     base = ProfileCase(
         model=model,
-        sequence_length=config.data.sequence_length if config else model.max_sequence_length,
+        sequence_length=config.data.sequence_length
+        if config
+        else min(model.max_sequence_length, LONGEST_DEFAULT_SEQUENCE),
         micro_batch_size=1,
         recompute="none",
         dtype=DTYPES[precision],

@@ -38,6 +38,8 @@ Engine = Literal["yuan", "megatron"]
 """Who trains: our own engine, or megatron-core."""
 
 BUCKET_SIZE = 40_000_000
+LONGEST_DEFAULT_SEQUENCE = 8192
+"""Tokens of a sequence where no run says, at most: few cards hold what recent models were made for."""
 """Megatron-LM's default (`DistributedDataParallelConfig.bucket_size`: at least 40M parameters)."""
 
 

@@ -336,7 +336,7 @@ class MegatronStepper:
     def layer_inputs(self, number: int, found: DocumentResets) -> LayerInputs:
         """What the layers need of a micro-batch of this pass, besides the hidden state."""
         plan, micro = self.world.grid.plan, self.world.grid.pipeline(self.world.coord).micro_batch_size
-        resets = found.on(self.device.upload)
+        resets = found.placed(self.device.upload)
         positions = resets.positions
         if positions is None:
             positions = torch.arange(plan.sequence_length, device=self.device.torch).unsqueeze(0)

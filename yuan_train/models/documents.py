@@ -29,7 +29,14 @@ class DocumentResets:
     document_ranges: DocumentRanges | None = None
     """Tokens attend only within their range."""
 
-    def on(self, place: Callable[[Tensor], Tensor]) -> DocumentResets:
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """The keyword arguments of `Transformer.forward`, with the tensors on `device`.
+
+        The host does not wait for copies out of pinned memory.
+        """
+        return self.placed(lambda tensor: tensor.to(device, non_blocking=True)).arguments()
+
+    def placed(self, place: Callable[[Tensor], Tensor]) -> DocumentResets:
         """These resets, with each tensor where `place` puts it."""
         positions, starts = self.positions, self.document_start
         return DocumentResets(

@@ -186,7 +186,7 @@ class RowFeed:
         resets = resets_at(rows.starts[held]) if rows.shared else DocumentResets()
         numbers = numbers.where(inside_B, -1)
         place = self._on_host
-        return MicroBatch(place(tokens_BS), place(targets_BS), resets.on(place), 0, numbers)
+        return MicroBatch(place(tokens_BS), place(targets_BS), resets.placed(place), 0, numbers)
 
     def __enter__(self) -> Self:
         return self

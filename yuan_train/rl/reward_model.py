@@ -96,8 +96,7 @@ class RewardModel:
             for number in range(rank, -(-rows.count // self._rows), num_ranks):
                 batch = feed.take(number)
                 assert batch.tokens_BS is not None and batch.targets_BS is not None
-                resets = batch.resets.on(lambda tensor: tensor.to(device))
-                hidden_BSH = self._model(batch.tokens_BS.to(device), **resets.arguments())
+                hidden_BSH = self._model(batch.tokens_BS.to(device), **batch.resets.on(device))
                 targets = Targets(batch.targets_BS, batch.places_B)
                 values.total(self._model, hidden_BSH, targets, gradient_scale=1.0)
         self._model.to("cpu")

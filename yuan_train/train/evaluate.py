@@ -178,4 +178,4 @@ def hidden_states(trained: TrainedModel, tokens_BS: torch.Tensor) -> torch.Tenso
     model = trained.model
     device = model.output_weight.device
     resets = find_resets(tokens_BS, eod_id=trained.eod_id, **trained.resets)
-    return model(tokens_BS.to(device), **resets.on(lambda tensor: tensor.to(device)).arguments())
+    return model(tokens_BS.to(device), **resets.on(device))

@@ -113,7 +113,7 @@ def make_micro_batch(
     return MicroBatch(
         device.on_host(tokens_BS) if keep_tokens else None,
         device.on_host(targets_BS) if targets_BS is not None else None,
-        found.on(device.on_host),
+        found.placed(device.on_host),
         trained_tokens,
     )
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.architecture import sharding_of
+from yuan_train.config.devices import find_card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PROCESSOR
 from yuan_train.config.profile import ProfileEntry, UnitProfile
@@ -163,10 +164,15 @@ def num_layers_in_a_row(case: ProfileCase) -> int:
     return max(1, min(case.model.num_layers, MAX_LAYERS, fitting))
 
 
-def name_of(device: Device) -> str:
+def name_of(device: Device | torch.device) -> str:
     """The catalogue's name of a card, or the driver's if the catalogue does not have it; `CPU` on a CPU."""
-    card = device.facts()
-    return PROCESSOR if card is None else type_of(card) or card.name
+    if not isinstance(device, torch.device):
+        card = device.facts()
+        return PROCESSOR if card is None else type_of(card) or card.name
+    if device.type != "cuda":
+        return PROCESSOR
+    name = torch.cuda.get_device_name(device)
+    return find_card(name, torch.cuda.get_device_properties(device).total_memory) or name
 
 
 def machine_name() -> str:

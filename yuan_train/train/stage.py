@@ -94,7 +94,7 @@ class StageRunner:
             self._loaded = Loaded(
                 None if batch.tokens_BS is None else self._upload(batch.tokens_BS),
                 None if batch.targets_BS is None else Targets(self._upload(batch.targets_BS), batch.places_B),
-                batch.resets.on(self._upload).arguments(),
+                batch.resets.placed(self._upload).arguments(),
             )
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:

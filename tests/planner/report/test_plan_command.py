@@ -46,6 +46,15 @@ def test_json_is_one_object(tmp_path, capsys):
     assert "no --config: sequence_length 512, global_batch_size 64" in shown.err
 
 
+def test_sequences_of_a_long_model_are_cut_where_no_run_says(tmp_path, capsys):
+    out, words = tmp_path / "plan.yaml", ["--model", TINY, "model.max_sequence_length=131072"]
+    assert plan(*words, "--out", str(out)) == 0
+    said = capsys.readouterr().err
+    assert "sequence_length 8192 (the model allows 131072: data.sequence_length=N), global_batch_size" in said
+    assert plan(*words, "data.sequence_length=16384", "--out", str(out)) == 0
+    assert "sequence_length 16384, global_batch_size" in capsys.readouterr().err
+
+
 def test_the_largest_model_fits_and_one_more_layer_does_not(tmp_path, capsys):
     cluster, out = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
     rates = "fp32: 1 TFLOP/s, bf16: 1 TFLOP/s, memory_bandwidth: 100 GB/s"
