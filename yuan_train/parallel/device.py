@@ -412,6 +412,13 @@ class CudaDevice:
         )
 
 
+def name_and_memory(device: torch.device) -> tuple[str, int] | None:
+    """What torch calls a card, and its bytes; None of a processor."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+
+
 def visible_cards() -> list[Device]:
     """The cards that torch finds, by number; makes no context on them."""
     if not torch.cuda.is_available():

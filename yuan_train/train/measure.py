@@ -31,7 +31,7 @@ from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.apply import init_shard
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
-from yuan_train.parallel.device import Device
+from yuan_train.parallel.device import Device, name_and_memory
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.experts import remove_experts
 from yuan_train.parallel.gradients import FlatBucket
@@ -166,13 +166,11 @@ def num_layers_in_a_row(case: ProfileCase) -> int:
 
 def name_of(device: Device | torch.device) -> str:
     """The catalogue's name of a card, or the driver's if the catalogue does not have it; `CPU` on a CPU."""
-    if not isinstance(device, torch.device):
-        card = device.facts()
-        return PROCESSOR if card is None else type_of(card) or card.name
-    if device.type != "cuda":
-        return PROCESSOR
-    name = torch.cuda.get_device_name(device)
-    return find_card(name, torch.cuda.get_device_properties(device).total_memory) or name
+    if isinstance(device, torch.device):
+        reported = name_and_memory(device)
+        return PROCESSOR if reported is None else find_card(*reported) or reported[0]
+    card = device.facts()
+    return PROCESSOR if card is None else type_of(card) or card.name
 
 
 def machine_name() -> str:
