@@ -217,7 +217,7 @@ class Board:
         with suppress(RuntimeError, ValueError):
             ranks = range(int(self._all.get("beside")))
             names = [self.name(rank) for rank in ranks[:MAX_NAMED]] + [f"rank {r}" for r in ranks[MAX_NAMED:]]
-            self._holder = f"{self.meeting.holder}, which runs {_joined(names)},"
+            self._holder = f"{self.meeting.holder} with {_joined(names)}"
 
     def join_ring(self) -> None:
         """Hold a connection to the next rank, to notice its end where no library does; none if it cannot be
