@@ -341,3 +341,12 @@ def test_a_run_on_a_card(
     job = prepare(run, replace(plan, forecast=replace(forecast, stages=(too_much,))), Position())
     with pytest.raises(PlanError, match="25.0 GiB at its peak, and NVIDIA GeForce RTX 4090 has 23.5 GiB"):
         train(job)
+
+
+def test_a_rank_waits_for_two_steps_at_least(tmp_path: Path) -> None:
+    run, plan = run_config(make_project(tmp_path), "train.timeout=600 s"), forecast_plan()
+    assert plan.forecast is not None
+    for step_seconds, waited in ((299.0, 600.0), (400.0, 800.0)):
+        slow = replace(plan, forecast=replace(plan.forecast, step_seconds=step_seconds))
+        assert job_module.wait_for_steps(run, slow).train.timeout == waited
+    assert job_module.wait_for_steps(run, replace(plan, forecast=None)).train.timeout == 600

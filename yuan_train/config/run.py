@@ -146,7 +146,7 @@ class TrainConfig:
     startup_timeout: Annotated[float, Gt(0), Unit("seconds")] = 300.0
     """How long a rank waits at the start for all others to connect."""
     timeout: Annotated[float, Gt(0), Unit("seconds")] = 600.0
-    """How long a rank waits for another before the run stops."""
+    """How long a rank waits for another before the run stops: at least two steps as the plan forecasts."""
     check_every: Annotated[int, Ge(0)] = 0
     """Steps between two checks that all ranks which hold the same weights have the same bits; 0: never. It
     costs a few passes over the weights. A difference ends the run, and the ranks are named."""

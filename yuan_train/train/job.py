@@ -83,12 +83,22 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     """
     plan = plan or single_card_plan(run)
     check_plan_of_run(plan, run)
+    run = wait_for_steps(run, plan)
     device, tokenizer = check_position(run, plan, position)
     train, validation = open_data(run, tokenizer)
     # Of several ranks one looks for all, once they are connected: see `agreement.find_resume_together`.
     alone = position.world_size == 1
     checkpoint, start = find_checkpoints(run) if alone else (None, None)
     return Job(run, plan, position, device, train, validation, tokenizer, checkpoint, start)
+
+
+def wait_for_steps(run: RunConfig, plan: Plan) -> RunConfig:
+    """The run with a `train.timeout` of at least two steps as the plan forecasts them: a rank that is one
+    step behind is slow, and not lost."""
+    seconds = 2 * plan.forecast.step_seconds if plan.forecast is not None else 0.0
+    if seconds <= run.train.timeout:
+        return run
+    return replace(run, train=replace(run.train, timeout=seconds))
 
 
 def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[Device, Tokenizer | None]:
