@@ -149,6 +149,18 @@ def test_a_real_card_where_there_is_none(
     assert main(["train", *map(str, (*files[:2], files[4])), "train.device=auto", "train.steps=1"]) == 0
 
 
+def test_a_fault_of_a_rank_is_said_before_torch_is_imported(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes seconds, or minutes from a slow disk; only then can the others be told."""
+    for name, value in {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    monkeypatch.setattr(ending, "fail_together", lambda *_: said.append(capsys.readouterr().err))
+    main(["train", "--config", str(run_file), "data.tokenizer=nowhere"])
+    assert len(said) == 1 and said[0].count("nowhere: no tokenizer") == 1
+
+
 @pytest.mark.parametrize("command", ["train", "rl"])
 def test_ranks_without_their_cards_end_by_themselves(
     run_file: Path, tmp_path: Path, refuse: Callable[..., str], monkeypatch: pytest.MonkeyPatch, command: str

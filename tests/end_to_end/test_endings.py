@@ -113,6 +113,15 @@ def with_a_full_disk() -> Iterator[None]:
 
 
 @contextmanager
+def that_may_not_read() -> Iterator[None]:
+    def load(_: object) -> None:
+        raise PermissionError(13, "Permission denied", "tokenizer")
+
+    job.Tokenizer.load = load  # pyright: ignore[reportAttributeAccessIssue]
+    yield
+
+
+@contextmanager
 def that_cannot_build() -> Iterator[None]:
     def build(*_: object, **__: object) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
@@ -153,6 +162,7 @@ ENDINGS = {
         1, r"out of memory in the [\w ]+ of micro-batch \d(.|\n)*largest free block", {1: on_a_full_card}
     ),
     "disk": Ending(2, "No space left on device", {2: with_a_full_disk}, ("checkpoint.every=3",)),
+    "prepare": Ending(1, "PermissionError: .*tokenizer", {1: that_may_not_read}),
     "build": Ending(1, "RuntimeError: mat1 and mat2", {1: that_cannot_build}),
     "nan": Ending(
         -1, "the first output that is not finite came from rank", {}, ("optimizer.learning_rate=1e30",)
@@ -208,7 +218,7 @@ def test_all_ranks_end_in_time_and_name_the_culprit(project: Path, tmp_path: Pat
             continue
         assert re.search(wanted.said, said), said
         own = number == wanted.culprit or wanted.culprit < 0
-        named = re.search(rf"error: the run ends: rank {wanted.culprit}( \(\w/\d on .*\))?: ", said)
+        named = re.search(rf"error: the run ends: rank {wanted.culprit}( \((\w/\d on )?.*\))?: ", said)
         assert (named is None) == own, said
 
 

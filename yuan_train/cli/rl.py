@@ -9,7 +9,7 @@ from functools import partial
 from yuan_train.cli.launch import check_driver_of_rank
 from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_levels
 from yuan_train.config.environment import set_rank_defaults
-from yuan_train.config.errors import PlanError, YuanError
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.rl import RLConfig
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             plan, config, roles, forecast = _load_plan(arguments.plan, config)
             if config.train.device != "cpu":
                 check_driver_of_rank(roles or plan)
-    except YuanError as error:
+    except Exception as error:
         say_without_torch(error)
         config, fault = None, error
     if config is not None and roles is not None:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         if config is not None:
             try:
                 job = prepare_rl(config, plan, position, forecast=forecast)
-            except YuanError as error:
+            except Exception as error:
                 fault = error
             else:
                 train_rl(job)
@@ -120,7 +120,7 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
         else:
             policy = roles.roles.policy.plan
             start = partial(train_rl, prepare_rl(config, policy, own, roles=roles, forecast=roles.forecast))
-    except YuanError as error:
+    except Exception as error:
         fail_together(error, position)
     start()
     return 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from yuan_train.cli.launch import check_driver_of_rank
 from yuan_train.config.environment import is_job_here, set_rank_defaults
-from yuan_train.config.errors import ConfigError, NoDriver, YuanError, say
+from yuan_train.config.errors import ConfigError, NoDriver, say
 from yuan_train.config.express import INSTALL
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.run import DataConfig, Engine, load_run
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         if plan is not None and config.train.device != "cpu":
             check_driver_of_rank(plan)
         _check_there(config.data)
-    except YuanError as error:
+    except Exception as error:
         say_without_torch(error)
         config, fault = None, error
     with ending_in_time(fault):
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if config is not None:
             try:
                 job = prepare(config, plan, position)
-            except YuanError as error:
+            except Exception as error:
                 fault = error
             else:
                 train(job, _engine(config.engine))
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         fail_together(fault, position)
 
 
-def say_without_torch(error: YuanError) -> None:
+def say_without_torch(error: Exception) -> None:
     """Say what this rank has found wrong, once on each machine, before seconds go by in which torch is
     imported to tell it to the others. Raises the error where nobody has to be told: alone, and of a machine
     without the plan's cards if all ranks are here, each of which finds it by itself."""
@@ -90,7 +90,7 @@ def say_without_torch(error: YuanError) -> None:
 
 
 @contextmanager
-def ending_in_time(fault: YuanError | None) -> Iterator[None]:
+def ending_in_time(fault: Exception | None) -> Iterator[None]:
     """Around the telling of a fault: a process for which there is no card here ends within TELL_SECONDS."""
     timer = threading.Timer(TELL_SECONDS, os._exit, (NoDriver.exit_code,))
     timer.daemon = True

@@ -29,7 +29,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from yuan_train.config.environment import unknown_host
-from yuan_train.config.errors import ConfigError, LostRank, TrainingError, YuanError
+from yuan_train.config.errors import CAUSE, ConfigError, LostRank, TrainingError, YuanError
 
 POLL_SECONDS = 0.2
 """Between two looks at something that other ranks write."""
@@ -207,7 +207,8 @@ class Board:
         fault = self.look()
         if fault is not None:
             self.wait_until_heard(fault)
-            raise fault.as_error()
+            error = fault.as_error()
+            raise type(error)(f"{CAUSE}{error}")
 
     def learn_holder(self) -> None:
         """Learn which ranks run under the agent that holds the store, if one does: it ends when one of them

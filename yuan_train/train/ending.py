@@ -203,8 +203,8 @@ def ending_together(board: Board | None, device: Device) -> Iterator[Ending]:
         shutdown()
 
 
-def fail_together(error: YuanError, position: Position) -> NoReturn:
-    """Say what this rank has found wrong with its files, tell the others, who are on their way, and raise it.
+def fail_together(error: Exception, position: Position) -> NoReturn:
+    """Say what this rank has found wrong by itself, tell the others, who are on their way, and raise it.
 
     It is said before the others are met, which may never come, once on each machine: another rank of it says
     nothing if it has found the same. Whoever comes within a few seconds hears of it.
@@ -215,19 +215,19 @@ def fail_together(error: YuanError, position: Position) -> NoReturn:
             say(error)
         # The first of a machine has told the others by then.
         told = _tell(error, MEET_SECONDS if speaks else MEET_SECONDS + POLL_SECONDS)
-        if told is not None and told.text == str(error):
+        if told is not None and told.text == _text(error):
             mark_as_said(error)
     raise error
 
 
-def _tell(error: YuanError, seconds: float) -> Fault | None:
+def _tell(error: Exception, seconds: float) -> Fault | None:
     """Write an error to the board, if it is there within some seconds. Returns the first that was written."""
     end = time.monotonic() + seconds
     try:
         board = Board(Meeting.of_launcher(), "", seconds=seconds)
     except YuanError:
         return None
-    told = board.report(str(error), error.exit_code)
+    told = board.report(_text(error), _code_of(error))
     if told is not None:
         board.wait_until_heard(told, max(end - time.monotonic(), POLL_SECONDS))
     return told
