@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hf_decoders import write_tokenizer
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import start_command
 from yuan_train.cli.main import main
@@ -112,6 +113,24 @@ def test_what_is_measured_is_of_all_updates_of_a_batch(project: Path, tmp_path: 
         else:
             assert line["ratio_max"] > 1.05 and 0.1 < line["clipped"] <= 0.9
             assert line["ratio_mean"] != pytest.approx(1, abs=1e-4)
+
+
+def test_a_run_whose_prompts_are_chats(project: Path, tmp_path: Path) -> None:
+    """The chat template writes what is drawn from, up to where the answer begins."""
+    write_tokenizer(tmp_path)
+    prompts = tmp_path / "chats.jsonl"
+    turns = [{"prompt": [{"role": "user", "content": f"Say {n}."}], "answer": n} for n in range(4)]
+    prompts.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    chats = (
+        f"data.tokenizer={tmp_path}",
+        f"data.prompts=[{{file: {prompts}}}]",
+        "data.max_prompt_tokens=120",
+    )
+    longer = ("model.vocab_size=260", "model.max_sequence_length=128")
+    lines = run_rl(RLCase(project, tmp_path / "log", None, (*chats, *longer)))
+    assert [line["step"] for line in lines] == [1, 2] and all(line["grad_norm"] > 0 for line in lines)
+    asked = {sample["prompt"] for sample in read_lines(tmp_path / "log", "samples.jsonl")}
+    assert asked and all(re.search(r"user.*Say \d\..*assistant", text, re.DOTALL) for text in asked), asked
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_baseline", "reinforce_plus_plus"])
