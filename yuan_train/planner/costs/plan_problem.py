@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
 from yuan_train.config.plan_units import divides_experts, layer_units, stage_unit_range
 from yuan_train.config.profile import Profile, StageStart
-from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype
+from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleName
 from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.critic import value_model, with_critic
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
@@ -369,6 +369,31 @@ def _with_collectives(unit: UnitCost, allreduce_seconds: float, small: float = 0
         unit,
         forward_seconds=unit.forward_seconds + unit.forward_collectives * allreduce_seconds,
         backward_seconds=unit.backward_seconds + backward,
+    )
+
+
+def plan_on_cards(
+    problem: PlanProblem,
+    used: Set[Card],
+    pipelines: Callable[[Mapping[Card, int]], Iterable[PipelinePlan]],
+    *,
+    schedule: ScheduleName,
+    sharded: bool,
+) -> Plan:
+    """A plan of the cards that are used, whose ranks number them in the cluster file's order; `pipelines`
+    makes its pipelines from the rank of each card."""
+    cards = [card for card in problem.cluster.cards if card in used]
+    rank_of = {card: rank for rank, card in enumerate(cards)}
+    return Plan(
+        cluster=problem.cluster.name,
+        model=problem.model,
+        sequence_length=problem.sequence_length,
+        global_batch_size=problem.global_batch_size,
+        schedule=schedule,
+        optimizer_sharding=sharded,
+        ranks=tuple(RankPlan(rank=rank, device=card.name, type=card.type) for card, rank in rank_of.items()),
+        pipelines=tuple(pipelines(rank_of)),
+        device_types=uncatalogued_types(problem.cluster, {card.type for card in cards}),
     )
 
 

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from yuan_train.planner.native.pipelines import Operation
 from yuan_train.schedule.step import (
     COMPUTE,
-    Kind,
     RankProgram,
     Schedule,
     Step,
@@ -22,19 +22,6 @@ from yuan_train.schedule.step import (
 
 Message = tuple[bool, int, int]
 """Whether it is an activation (else a gradient), the stage that receives it, the micro-batch."""
-
-
-class Operation(NamedTuple):
-    """A step of the simulation: compute, or the sending of a message."""
-
-    kind: Kind
-    stage: int
-    micro_batch: int
-    worker: int
-    peer: int
-    """The worker that receives the message; -1 for compute."""
-    waits: bool
-    """Whether a compute step waits for a message, or a message for its receiver."""
 
 
 def order_operations(schedule: Schedule, workers: Workers | None = None) -> tuple[Operation, ...]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_double, c_int32
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.grad_reduce import half_parts, unit_parameters
 from yuan_train.planner.costs.host import host_bytes, host_step_seconds
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.plan_problem import Costs, plan_on_cards
 from yuan_train.planner.costs.topology import find_route, uses_gloo
 from yuan_train.planner.costs.unit_costs import CardCosts
 from yuan_train.planner.costs.workload import STATE_BYTES
@@ -146,9 +147,7 @@ def _fill_units(
     numbers: dict[int, int] = {}
     kept: list[CardCosts] = []
     shape = (len(pools), NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES)
-    places = (c_int32 * (shape[0] * shape[1] * shape[2] * shape[3]))(-1)
-    for i in range(len(places)):
-        places[i] = -1
+    places = (c_int32 * math.prod(shape))(*[-1] * math.prod(shape))
     for p, pool in enumerate(pools):
         for width in widths:
             if width > len(pool) or width.bit_count() != 1 or width >= 1 << NUM_WIDTHS:
@@ -257,7 +256,6 @@ def _is_special(stage: StagePlan) -> bool:
 
 def plan_of(tables: Tables, draft: DraftTable) -> Plan:
     """A realised draft as a plan: each group takes the next free cards of its pool."""
-    problem = tables.costs.problem
     free = [list(pool) for pool in tables.pools]
     taken: list[list[list[tuple[Card, ...]]]] = []
     lines: list[PipelineRow] = draft.pipelines[: draft.num_pipelines]
@@ -273,25 +271,21 @@ def plan_of(tables: Tables, draft: DraftTable) -> Plan:
             own.append(groups)
         taken.append(own)
     used = {card for own in taken for groups in own for group in groups for card in group}
-    cards = [card for card in problem.cluster.cards if card in used]
-    rank_of = {card: rank for rank, card in enumerate(cards)}
-    return Plan(
-        cluster=problem.cluster.name,
-        model=problem.model,
-        sequence_length=problem.sequence_length,
-        global_batch_size=problem.global_batch_size,
-        schedule=NAMES[draft.schedule],
-        optimizer_sharding=bool(draft.is_sharded),
-        ranks=tuple(RankPlan(rank=r, device=c.name, type=c.type) for r, c in enumerate(cards)),
-        pipelines=tuple(
-            PipelinePlan(
+
+    def pipelines(rank_of: Mapping[Card, int]) -> Iterator[PipelinePlan]:
+        for line, own in zip(lines, taken, strict=True):
+            yield PipelinePlan(
                 micro_batch_size=tables.sizes[line.size],
                 num_micro_batches=line.num_micro_batches,
                 stages=tuple(_stages_of(draft, line, own, rank_of)),
             )
-            for line, own in zip(lines, taken, strict=True)
-        ),
-        device_types=uncatalogued_types(problem.cluster, {card.type for card in cards}),
+
+    return plan_on_cards(
+        tables.costs.problem,
+        used,
+        pipelines,
+        schedule=NAMES[draft.schedule],
+        sharded=bool(draft.is_sharded),
     )
 
 
@@ -299,7 +293,7 @@ def _stages_of(
     draft: DraftTable,
     line: PipelineRow,
     groups: Sequence[Sequence[tuple[Card, ...]]],
-    rank_of: dict[Card, int],
+    rank_of: Mapping[Card, int],
 ) -> Iterator[StagePlan]:
     rows: list[StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
     first = 0

@@ -16,13 +16,7 @@ static int32_t pool_of(const struct draft_stage *stage, int32_t i)
 /* Which replica sends to which: as many pairs as it takes for all to have sent and received. */
 static int32_t num_pairs(const struct draft_stage *a, const struct draft_stage *b)
 {
-    int32_t x = a->num_replicas, y = b->num_replicas;
-    while (y) {
-        int32_t rest = x % y;
-        x = y;
-        y = rest;
-    }
-    return a->num_replicas / x * b->num_replicas;
+    return common_multiple(a->num_replicas, b->num_replicas);
 }
 
 /* The messages over an edge of all pipelines, out of each node and into it. Equal pipelines run in step. */

@@ -75,6 +75,9 @@ enum collective { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER };
 
 /* Who holds each unit; 1 if the stages of a pipeline do not make up the model. */
 int find_holders(struct evaluator *evaluator, const struct draft *draft);
+int32_t common_multiple(int32_t a, int32_t b);
+/* Micro-batches in flight of 1F1B and GPipe, by formula; see `schedule/in_flight.py`. */
+void find_in_flight(const struct draft *draft, const struct draft_pipeline *pipeline, struct stage_price *prices);
 /* Of one stage, whose holders and micro-batches in flight are known; 1 if one of its groups cannot be. */
 int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s);
 /* A schedule of the pipeline's shape, made once; NULL without memory. `depths` must be found under 1F1B. */

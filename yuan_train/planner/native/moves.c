@@ -134,9 +134,8 @@ static int32_t draw_width(struct search *search)
     return 1 << draw(search, 5);
 }
 
-static void touch(struct search *search, const struct draft *draft, int32_t p)
+static void touch(struct search *search, int32_t p)
 {
-    (void)draft;
     search->touched[p] = 1;
 }
 
@@ -236,7 +235,7 @@ static int change_size(struct search *search, struct draft *draft, int32_t p, in
                 return 0;
             pipeline->size = place;
             pipeline->num_micro_batches = sequences / size;
-            touch(search, draft, search->members[i]);
+            touch(search, search->members[i]);
         }
         return 1;
     }
@@ -249,7 +248,7 @@ static int change_size(struct search *search, struct draft *draft, int32_t p, in
         pipeline->size = place;
         pipeline->num_micro_batches = own < 1.0 ? 1 : (int32_t)(own + 0.5);
         left -= pipeline->num_micro_batches * size;
-        touch(search, draft, q);
+        touch(search, q);
     }
     for (int32_t tries = 0; left && tries < 9999; tries++) {
         struct draft_pipeline *pipeline = &draft->pipelines[draw(search, draft->num_pipelines)];
@@ -269,7 +268,7 @@ static int reorder(struct search *search, struct draft *draft, int32_t p, int32_
         return 0;
     for (int32_t i = 0; i < count; i++) {
         struct draft_stage *own = stages_of(draft, search->members[i]), moved = own[a];
-        touch(search, draft, search->members[i]);
+        touch(search, search->members[i]);
         if (exchanges) {
             int16_t layers = own[a].layers, other = own[b].layers;
             own[a] = own[b];
@@ -323,7 +322,7 @@ static int change_width(struct search *search, struct draft *draft, int32_t p, i
         int32_t member = search->members[i];
         if (!regroup(search, stages_of(draft, member) + s, width, draft->pipelines[member].size))
             return 0;
-        touch(search, draft, member);
+        touch(search, member);
     }
     return 1;
 }
@@ -354,7 +353,7 @@ static int merge_stages(struct search *search, struct draft *draft, int32_t p, i
         a->deeper = b->deeper;
         a->layers = (int16_t)(a->layers + b->layers);
         remove_stage(draft, member, s + 1);
-        touch(search, draft, member);
+        touch(search, member);
     }
     return 1;
 }
@@ -380,7 +379,7 @@ static int divide_stage(struct search *search, struct draft *draft, int32_t p, i
         a->layers = (int16_t)(a->layers - b.layers);
         if (!insert_stage(search, draft, member, s + 1, b))
             return 0;
-        touch(search, draft, member);
+        touch(search, member);
     }
     return 1;
 }
@@ -392,7 +391,7 @@ static int leave_stage_out(struct search *search, struct draft *draft, int32_t p
     int32_t s = draw(search, draft->pipelines[p].num_stages);
     for (int32_t i = 0; i < count; i++) {
         drop_stage(draft, search->members[i], s);
-        touch(search, draft, search->members[i]);
+        touch(search, search->members[i]);
     }
     return 1 + draw(search, 2);
 }
@@ -426,7 +425,7 @@ static int use_free_cards(struct search *search, struct draft *draft, int32_t p,
         struct draft_stage *own = stages_of(draft, member) + s;
         struct draft_stage stage = {.width = (int16_t)width, .num_replicas = 1, .share = 1.0};
         stage.pools[0] = (int16_t)pool;
-        touch(search, draft, member);
+        touch(search, member);
         if (replaces && joins && own->width == width && own->num_replicas < MAX_REPLICAS) {
             own->pools[own->num_replicas++] = (int16_t)pool;
         } else if (replaces) {
@@ -478,8 +477,8 @@ static int trade_stages(struct search *search, struct draft *draft, int32_t p, i
     if (q == p)
         return 0;
     int32_t x = draw(search, draft->pipelines[p].num_stages), y = draw(search, draft->pipelines[q].num_stages);
-    touch(search, draft, p);
-    touch(search, draft, q);
+    touch(search, p);
+    touch(search, q);
     struct draft_stage *a = stages_of(draft, p) + x, *b = stages_of(draft, q) + y, moved = *a;
     if (draw(search, 2)) {
         moved.layers = b->layers;
@@ -526,7 +525,7 @@ static int join_two(struct search *search, struct draft *draft, int32_t p, int32
     }
     for (int32_t s = 0; s < a->num_stages; s++)
         stages_of(draft, p)[s].deeper = 0;
-    touch(search, draft, p);
+    touch(search, p);
     return 1;
 }
 
@@ -576,8 +575,8 @@ static int part_pipeline(struct search *search, struct draft *draft, int32_t p, 
         return 0;
     for (int32_t s = 0; s < draft->pipelines[p].num_stages; s++)
         stages_of(draft, p)[s].deeper = 0;
-    touch(search, draft, p);
-    touch(search, draft, added);
+    touch(search, p);
+    touch(search, added);
     return 1;
 }
 

@@ -117,15 +117,17 @@ def _doubles(values: Sequence[float]) -> ctypes.Array[c_double]:
     return (c_double * max(len(values), 1))(*values)
 
 
-class PlainOperation(NamedTuple):
-    """A step of a simulation; see `evaluate/operations.py`."""
+class Operation(NamedTuple):
+    """A step of the simulation: compute, or the sending of a message."""
 
     kind: Kind
     stage: int
     micro_batch: int
     worker: int
     peer: int
+    """The worker that receives the message; -1 for compute."""
     waits: bool
+    """Whether a compute step waits for a message, or a message for its receiver."""
 
 
 class NativeSchedule:
@@ -149,11 +151,11 @@ class NativeSchedule:
         own = self.pointer.contents
         return tuple(own.held[: own.num_stages])
 
-    def operations(self) -> tuple[PlainOperation, ...]:
+    def operations(self) -> tuple[Operation, ...]:
         """Its operations, each after what it waits for."""
         own = self.pointer.contents
         return tuple(
-            PlainOperation(KINDS[o.kind], o.stage, o.micro_batch, o.worker, o.peer, bool(o.waits))
+            Operation(KINDS[o.kind], o.stage, o.micro_batch, o.worker, o.peer, bool(o.waits))
             for o in own.operations[: own.num_operations]
         )
 
@@ -178,9 +180,7 @@ def native_schedule(
     return NativeSchedule(_core().make_schedule(byref(layout)))
 
 
-def schedule_of(
-    operations: Sequence[tuple[Kind, int, int, int, int, bool]], workers: Workers, num_micro_batches: int
-) -> NativeSchedule:
+def schedule_of(operations: Sequence[Operation], workers: Workers, num_micro_batches: int) -> NativeSchedule:
     """A schedule of operations that were put in order elsewhere."""
     rows = (_Operation * max(len(operations), 1))()
     number = {kind: i for i, kind in enumerate(KINDS)}

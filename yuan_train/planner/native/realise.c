@@ -22,24 +22,18 @@ static void find_lawful_depths(const struct draft *draft, const struct draft_pip
     }
 }
 
-static int find_in_flight(struct search *search, const struct draft *draft, const struct draft_pipeline *pipeline)
+/* How many micro-batches the stages of a pipeline hold at once; 1 if it has no schedule. */
+static int hold(struct search *search, const struct draft *draft, const struct draft_pipeline *pipeline)
 {
-    struct stage_price *prices = &search->evaluator->prices[pipeline->first_stage];
-    if (draft->schedule != ONE_F_ONE_B) {
-        const struct schedule *schedule = find_schedule(search->evaluator, draft, pipeline);
-        for (int32_t s = 0; schedule && s < pipeline->num_stages; s++)
-            prices[s].in_flight = schedule->held[s];
-        return schedule == NULL;
+    struct stage_price *prices = search->evaluator->prices;
+    if (draft->schedule == ONE_F_ONE_B) {
+        find_in_flight(draft, pipeline, prices);
+        return 0;
     }
-    int32_t rest = 0;
-    for (int32_t s = pipeline->num_stages - 1; s >= 0; s--) {
-        const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
-        int32_t n = stage->num_replicas, all = (pipeline->num_micro_batches + n - 1) / n;
-        rest += n;
-        int32_t own = ((stage->depth ? stage->depth : rest) + n - 1) / n;
-        prices[s].in_flight = own < all ? own : all;
-    }
-    return 0;
+    const struct schedule *schedule = find_schedule(search->evaluator, draft, pipeline);
+    for (int32_t s = 0; schedule && s < pipeline->num_stages; s++)
+        prices[pipeline->first_stage + s].in_flight = schedule->held[s];
+    return schedule == NULL;
 }
 
 /* The fewest layers, of a kind of recompute, with which a stage fits; 0 if none do. */
@@ -127,7 +121,7 @@ int realise_draft(struct search *search, struct draft *draft)
     if (find_holders(evaluator, draft))
         return 1;
     for (int32_t p = 0; p < draft->num_pipelines; p++) {
-        if (find_in_flight(search, draft, &draft->pipelines[p]))
+        if (hold(search, draft, &draft->pipelines[p]))
             return 1;
         for (int32_t s = 0; s < draft->pipelines[p].num_stages; s++)
             if (fit_stage(search, draft, p, s))

@@ -321,34 +321,37 @@ static void count_held(const struct layout *layout, const struct program *progra
         }
 }
 
-struct schedule *make_schedule(const struct layout *layout)
+/* What fills a schedule; a failure ends it by `longjmp`. */
+typedef void fill_schedule(struct schedule *schedule, const void *from, struct arena *arena);
+
+static void fill_from_layout(struct schedule *schedule, const void *from, struct arena *arena)
 {
-    struct arena arena = {.blocks = NULL};
-    struct schedule *volatile made = calloc(1, sizeof(struct schedule));
-    if (!made)
-        return NULL;
-    if (setjmp(arena.failed)) {
-        release(&arena);
-        free_schedule(made);
-        return NULL;
-    }
-    struct schedule *schedule = made;
+    const struct layout *layout = from;
     schedule->num_stages = layout->num_stages;
     schedule->num_workers = layout->num_workers;
     schedule->num_micro_batches = layout->num_micro_batches;
     schedule->held = calloc((size_t)layout->num_stages, sizeof(int32_t));
     if (!schedule->held)
-        longjmp(arena.failed, 1);
-    struct program *programs = compute_programs(layout, &arena);
-    count_held(layout, programs, schedule->held, &arena);
-    if (place_messages(layout, programs, is_deep(layout) ? SLOW_MESSAGE : FAST_MESSAGE, schedule, &arena))
-        longjmp(arena.failed, 1);
-    number_links(schedule, &arena);
-    release(&arena);
-    return schedule;
+        longjmp(arena->failed, 1);
+    struct program *programs = compute_programs(layout, arena);
+    count_held(layout, programs, schedule->held, arena);
+    if (place_messages(layout, programs, is_deep(layout) ? SLOW_MESSAGE : FAST_MESSAGE, schedule, arena))
+        longjmp(arena->failed, 1);
 }
 
-struct schedule *copy_schedule(const struct schedule *from)
+static void fill_from_schedule(struct schedule *schedule, const void *from, struct arena *arena)
+{
+    *schedule = *(const struct schedule *)from;
+    const struct operation *operations = schedule->operations;
+    size_t bytes = (size_t)schedule->num_operations * sizeof(struct operation);
+    schedule->held = NULL;
+    schedule->operations = malloc(bytes + 1);
+    if (!schedule->operations)
+        longjmp(arena->failed, 1);
+    memcpy(schedule->operations, operations, bytes);
+}
+
+static struct schedule *fill(fill_schedule *fill_from, const void *from)
 {
     struct arena arena = {.blocks = NULL};
     struct schedule *volatile made = calloc(1, sizeof(struct schedule));
@@ -359,17 +362,20 @@ struct schedule *copy_schedule(const struct schedule *from)
         free_schedule(made);
         return NULL;
     }
-    struct schedule *schedule = made;
-    *schedule = *from;
-    size_t bytes = (size_t)from->num_operations * sizeof(struct operation);
-    schedule->held = NULL;
-    schedule->operations = malloc(bytes + 1);
-    if (!schedule->operations)
-        longjmp(arena.failed, 1);
-    memcpy(schedule->operations, from->operations, bytes);
-    number_links(schedule, &arena);
+    fill_from(made, from, &arena);
+    number_links(made, &arena);
     release(&arena);
-    return schedule;
+    return made;
+}
+
+struct schedule *make_schedule(const struct layout *layout)
+{
+    return fill(fill_from_layout, layout);
+}
+
+struct schedule *copy_schedule(const struct schedule *from)
+{
+    return fill(fill_from_schedule, from);
 }
 
 void free_schedule(struct schedule *schedule)

@@ -117,12 +117,9 @@ static double step_of(struct search *search, struct draft *draft, double limit)
     return price.over > 0.0 ? MISFIT * (1.0 + price.over * 1e-12) + price.step : price.step;
 }
 
-/* Keep a draft that fits among those found, if it is fast enough and not known. */
-static void keep(struct search *search, const struct draft *draft, double step)
+/* Keep a draft among others, if it is fast enough and not known. */
+static void add_draft(struct found *found, const struct draft *draft, double step)
 {
-    struct found *found = search->found;
-    if (step >= MISFIT)
-        return;
     int32_t slowest = 0;
     for (int32_t i = 0; i < found->count; i++) {
         if (fabs(found->steps[i] - step) < 1e-7 * step)
@@ -136,6 +133,28 @@ static void keep(struct search *search, const struct draft *draft, double step)
         return;
     found->steps[slowest] = step;
     copy_draft(&found->drafts[slowest], draft);
+}
+
+/* The first `count` in the order of their steps. */
+static void sort_drafts(struct found *found, int32_t count)
+{
+    for (int32_t i = 0; i < count; i++)
+        for (int32_t j = i + 1; j < count; j++)
+            if (found->steps[j] < found->steps[i]) {
+                struct draft draft = found->drafts[i];
+                double step = found->steps[i];
+                found->drafts[i] = found->drafts[j];
+                found->steps[i] = found->steps[j];
+                found->drafts[j] = draft;
+                found->steps[j] = step;
+            }
+}
+
+/* Keep a draft that fits among those found. */
+static void keep(struct search *search, const struct draft *draft, double step)
+{
+    if (step < MISFIT)
+        add_draft(search->found, draft, step);
 }
 
 /* Take small moves that do not make a draft slower; its step. */
@@ -214,49 +233,11 @@ static double anneal(struct search *search, struct draft *draft, double step, in
     return fastest;
 }
 
-/* Drafts that are annealed, and their steps. */
+/* Drafts that a search begins with, anneals, and anneals once more. */
 enum { NUM_STARTS = 24, NUM_ANNEALED = 12, NUM_FINALISTS = 3 };
 
-struct starts {
-    struct draft drafts[NUM_STARTS];
-    double steps[NUM_STARTS];
-    int32_t count;
-};
-
-static void add_start(struct starts *starts, const struct draft *draft, double step)
-{
-    int32_t slowest = 0;
-    for (int32_t i = 0; i < starts->count; i++) {
-        if (fabs(starts->steps[i] - step) < 1e-7 * step)
-            return;
-        if (starts->steps[i] > starts->steps[slowest])
-            slowest = i;
-    }
-    if (starts->count < NUM_STARTS)
-        slowest = starts->count++;
-    else if (step >= starts->steps[slowest])
-        return;
-    starts->steps[slowest] = step;
-    copy_draft(&starts->drafts[slowest], draft);
-}
-
-/* The first `count` in the order of their steps. */
-static void sort_starts(struct starts *starts, int32_t count)
-{
-    for (int32_t i = 0; i < count; i++)
-        for (int32_t j = i + 1; j < count; j++)
-            if (starts->steps[j] < starts->steps[i]) {
-                struct draft draft = starts->drafts[i];
-                double step = starts->steps[i];
-                starts->drafts[i] = starts->drafts[j];
-                starts->steps[i] = starts->steps[j];
-                starts->drafts[j] = draft;
-                starts->steps[j] = step;
-            }
-}
-
 /* Whether a start is so much slower than those known that it is not worth a descent. */
-static int is_hopeless(const struct starts *starts, double step)
+static int is_hopeless(const struct found *starts, double step)
 {
     double slowest = 0.0;
     for (int32_t i = 0; i < starts->count; i++)
@@ -265,7 +246,7 @@ static int is_hopeless(const struct starts *starts, double step)
 }
 
 /* The drafts that were given, and what small moves make of them. */
-static void take_given(struct search *search, struct starts *starts, const struct wish *wish)
+static void take_given(struct search *search, struct found *starts, const struct wish *wish)
 {
     struct draft *draft = &search->candidate;
     for (int32_t i = 0; i < wish->num_given; i++) {
@@ -276,11 +257,11 @@ static void take_given(struct search *search, struct starts *starts, const struc
         keep(search, draft, step);
         step = descend(search, draft, step, 60);
         keep(search, draft, step);
-        add_start(starts, draft, step);
+        add_draft(starts, draft, step);
     }
 }
 
-static void find_starts(struct search *search, struct starts *starts, int64_t budget)
+static void find_starts(struct search *search, struct found *starts, int64_t budget)
 {
     struct draft *draft = &search->candidate;
     for (int64_t tries = 0; search->spent < budget && tries < 20 * budget + 1000; tries++) {
@@ -291,41 +272,27 @@ static void find_starts(struct search *search, struct starts *starts, int64_t bu
             continue;
         step = descend(search, draft, step, 30);
         keep(search, draft, step);
-        add_start(starts, draft, step);
+        add_draft(starts, draft, step);
     }
 }
 
-static void run_search(struct search *search, struct starts *starts, const struct wish *wish)
+static void run_search(struct search *search, struct found *starts, const struct wish *wish)
 {
     int64_t budget = wish->budget;
     take_given(search, starts, wish);
     find_starts(search, starts, budget / 5);
-    sort_starts(starts, starts->count);
+    sort_drafts(starts, starts->count);
     int32_t count = starts->count < NUM_ANNEALED ? starts->count : NUM_ANNEALED;
     for (int32_t i = 0; i < count; i++)
         starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], budget * 3 / 10 / count, 0.02, 2e-4, 12);
-    sort_starts(starts, count);
+    sort_drafts(starts, count);
     int32_t finalists = count < NUM_FINALISTS ? count : NUM_FINALISTS;
     for (int32_t i = 0; i < finalists; i++)
         starts->steps[i] =
             anneal(search, &starts->drafts[i], starts->steps[i], budget * 2 / 5 / finalists, 0.01, 2e-5, 20);
-    sort_starts(starts, finalists);
+    sort_drafts(starts, finalists);
     if (finalists)
         anneal(search, &starts->drafts[0], starts->steps[0], budget / 10, 1e-4, 1e-7, 20);
-}
-
-static void sort_found(struct found *found)
-{
-    for (int32_t i = 0; i < found->count; i++)
-        for (int32_t j = i + 1; j < found->count; j++)
-            if (found->steps[j] < found->steps[i]) {
-                struct draft draft = found->drafts[i];
-                double step = found->steps[i];
-                found->drafts[i] = found->drafts[j];
-                found->steps[i] = found->steps[j];
-                found->drafts[j] = draft;
-                found->steps[j] = step;
-            }
 }
 
 int search_drafts(struct evaluator *evaluator, const struct space *space, const struct wish *wish,
@@ -350,14 +317,15 @@ int search_drafts(struct evaluator *evaluator, const struct space *space, const 
     search.candidate = take_draft(problem, arena);
     search.other = take_draft(problem, arena);
     search.best = take_draft(problem, arena);
-    struct starts *starts = TAKE(arena, 1, struct starts);
+    struct found starts = {.room = NUM_STARTS, .steps = TAKE(arena, NUM_STARTS, double),
+                           .drafts = TAKE(arena, NUM_STARTS, struct draft)};
     for (int32_t i = 0; i < NUM_STARTS; i++)
-        starts->drafts[i] = take_draft(problem, arena);
+        starts.drafts[i] = take_draft(problem, arena);
     found->count = 0;
     evaluator->is_searching = 1;
-    run_search(&search, starts, wish);
+    run_search(&search, &starts, wish);
     evaluator->is_searching = 0;
-    sort_found(found);
+    sort_drafts(found, found->count);
     found->num_priced = evaluator->num_played;
     release(arena);
     return 0;

@@ -24,7 +24,7 @@ const struct unit_table *table_of(const struct problem *problem, int32_t pool, i
     return table < 0 ? NULL : &problem->tables[table];
 }
 
-static int32_t common_multiple(int32_t a, int32_t b)
+int32_t common_multiple(int32_t a, int32_t b)
 {
     int32_t x = a, y = b;
     while (y) {
@@ -235,9 +235,7 @@ int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t 
     return 0;
 }
 
-/* Micro-batches in flight of 1F1B, by formula; see `schedule/in_flight.py`. */
-static void find_depths(const struct draft *draft, const struct draft_pipeline *pipeline,
-                        struct stage_price *prices)
+void find_in_flight(const struct draft *draft, const struct draft_pipeline *pipeline, struct stage_price *prices)
 {
     int32_t rest = 0;
     for (int32_t s = pipeline->num_stages - 1; s >= 0; s--) {
@@ -258,7 +256,7 @@ int price_stages(struct evaluator *evaluator, const struct draft *draft)
     for (int32_t p = 0; p < draft->num_pipelines; p++) {
         const struct draft_pipeline *pipeline = &draft->pipelines[p];
         if (draft->schedule == ONE_F_ONE_B || draft->schedule == GPIPE)
-            find_depths(draft, pipeline, evaluator->prices);
+            find_in_flight(draft, pipeline, evaluator->prices);
         for (int32_t s = 0; s < pipeline->num_stages; s++)
             if (price_stage(evaluator, draft, p, s))
                 return 1;

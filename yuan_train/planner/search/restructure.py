@@ -7,14 +7,13 @@ alike change together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, uncatalogued_types
-from yuan_train.config.plan import RankPlan as Rank
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import ScheduleName
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.plan_problem import Costs, plan_on_cards
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.search.descent import lawful_depths
 from yuan_train.planner.search.shapes import Options, StageGroup
@@ -86,24 +85,17 @@ def draft_of(plan: Plan, cost: PlanCost) -> Draft:
 
 def plan_of(costs: Costs, draft: Draft) -> Plan:
     """The plan of a draft, without recompute. Ranks number the used cards in the cluster's order."""
-    problem = costs.problem
     used = {card for pipeline in draft.pipelines for stage in pipeline.stages for card in stage.cards}
-    cards = [card for card in costs.cards.values() if card in used]
-    rank_of = {card: rank for rank, card in enumerate(cards)}
-    return Plan(
-        cluster=problem.cluster.name,
-        model=problem.model,
-        sequence_length=problem.sequence_length,
-        global_batch_size=problem.global_batch_size,
+    return plan_on_cards(
+        costs.problem,
+        used,
+        lambda rank_of: (_pipeline_of(own, rank_of, draft) for own in draft.pipelines),
         schedule=draft.schedule,
-        optimizer_sharding=draft.sharded,
-        ranks=tuple(Rank(rank=r, device=card.name, type=card.type) for r, card in enumerate(cards)),
-        pipelines=tuple(_pipeline_of(own, rank_of, draft) for own in draft.pipelines),
-        device_types=uncatalogued_types(problem.cluster, {card.type for card in cards}),
+        sharded=draft.sharded,
     )
 
 
-def _pipeline_of(own: PipelineDraft, rank_of: dict[Card, int], draft: Draft) -> PipelinePlan:
+def _pipeline_of(own: PipelineDraft, rank_of: Mapping[Card, int], draft: Draft) -> PipelinePlan:
     stages: list[StagePlan] = []
     first, last = 0, len(own.stages) - 1
     replicas = [len(stage.group) for stage in own.stages]

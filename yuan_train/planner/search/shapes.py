@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
@@ -17,9 +17,9 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import narrowed
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
-from yuan_train.planner.costs.plan_problem import Costs, Replica
+from yuan_train.planner.costs.plan_problem import Costs, Replica, plan_on_cards
 
 StageGroup = tuple[Replica, ...]
 """The replicas of one stage of one pipeline."""
@@ -413,24 +413,18 @@ def assemble_plan(
     costs: Costs, cuts: Sequence[PipelineCut], *, schedule: ScheduleName, sharded: bool = False
 ) -> Plan:
     """The plan of any pipelines. Ranks number the used cards node by node, in the cluster file's order."""
-    problem = costs.problem
     used = {card for cut in cuts for group in cut.stage_groups for replica in group for card in replica}
-    cards = [card for card in problem.cluster.cards if card in used]
-    rank_of = {card: rank for rank, card in enumerate(cards)}
-    return Plan(
-        cluster=problem.cluster.name,
-        model=problem.model,
-        sequence_length=problem.sequence_length,
-        global_batch_size=problem.global_batch_size,
+    layers = costs.problem.model.num_layers
+    return plan_on_cards(
+        costs.problem,
+        used,
+        lambda rank_of: (_pipeline_of(cut, rank_of, layers) for cut in cuts),
         schedule=schedule,
-        optimizer_sharding=sharded,
-        ranks=tuple(RankPlan(rank=r, device=c.name, type=c.type) for r, c in enumerate(cards)),
-        pipelines=tuple(_pipeline_of(cut, rank_of, problem.model.num_layers) for cut in cuts),
-        device_types=uncatalogued_types(problem.cluster, {card.type for card in cards}),
+        sharded=sharded,
     )
 
 
-def _pipeline_of(cut: PipelineCut, rank_of: dict[Card, int], num_layers: int) -> PipelinePlan:
+def _pipeline_of(cut: PipelineCut, rank_of: Mapping[Card, int], num_layers: int) -> PipelinePlan:
     last = len(cut.stage_groups) - 1
     return PipelinePlan(
         micro_batch_size=cut.micro_batch_size,
