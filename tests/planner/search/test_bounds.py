@@ -16,8 +16,6 @@ from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.shapes import Shape, make_plan
 
-pytestmark = pytest.mark.bounds
-
 SMALL = replace(MODEL, num_layers=3)
 
 

@@ -6,71 +6,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from yuan_train.config.units import show_seconds
+from yuan_train.planner.search.bounds import Bound
 from yuan_train.planner.search.explain import LIMITS, Change
-from yuan_train.planner.search.lower_bounds import Bounds
 from yuan_train.planner.search.rent import Rent, Rented
 
 LEAST_GAIN = 0.001
 """Changes that gain less are as good as none."""
 
 
-def bound_words(bounds: Bounds, step_seconds: float) -> list[str]:
-    """What no plan beats, of which plans, and what the bound does not know."""
-    sizes = "/".join(map(str, bounds.scope.sizes))
-    covered = f"{'/'.join(bounds.scope.schedules)}, micro-batches of {sizes}"
-    if not bounds.any_seconds:
-        return [f"no bound was found ({covered})"]
-    gap = step_seconds / bounds.any_seconds - 1.0
-    any_words = f"no plan takes less than {show_seconds(bounds.any_seconds)} (gap {gap:.1%})"
-    if not bounds.knows_memory:
-        return [f"{any_words}; the bound knows neither memory nor messages ({covered})"]
-    equal_gap = step_seconds / bounds.equal_seconds - 1.0
-    equal = f"none of equal pipelines less than {show_seconds(bounds.equal_seconds)} (gap {equal_gap:.1%})"
-    lines = [f"{any_words}, {equal}; {covered}"]
-    if len(bounds.under) > 1:
-        lines.append("of equal pipelines, by schedule: " + ", ".join(_under_words(bounds, step_seconds)))
-    lines.append(
-        "the bounds know memory in each stage's depth, whole layers, filling, messages between nodes, "
-        "reductions and the optimizer step, not which nodes a pipeline is on, nor links that several share"
-    )
-    return lines
-
-
-def _under_words(bounds: Bounds, step_seconds: float) -> list[str]:
-    """The gap of each kind of schedule alone."""
+def bound_words(bound: Bound, step_seconds: float) -> list[str]:
+    """What no plan beats, of which plans, and what the bound knows."""
+    sizes = "/".join(map(str, bound.sizes))
+    covered = f"{'/'.join(bound.schedules)}, micro-batches of {sizes}"
     return [
-        f"{'/'.join(bound.schedules)} {show_seconds(bound.equal_seconds)} "
-        f"(gap {step_seconds / bound.equal_seconds - 1.0:.1%})"
-        for bound in bounds.under
+        f"no plan takes less than {show_seconds(bound.seconds)} ({covered}); the step is "
+        f"{step_seconds / bound.seconds - 1.0:.1%} longer",
+        "the bound knows work, memory and filling alone: no plan need come near it",
     ]
 
 
-def bound_values(bounds: Bounds | None, step_seconds: float) -> dict[str, Any] | None:
+def bound_values(bound: Bound | None) -> dict[str, Any] | None:
     """The same for --json; None if the plan is proven fastest."""
-    if bounds is None:
+    if bound is None:
         return None
     return {
-        "any_seconds": bounds.any_seconds,
-        "equal_seconds": bounds.equal_seconds,
-        "gap_any": _gap(bounds.any_seconds, step_seconds),
-        "gap_equal": _gap(bounds.equal_seconds, step_seconds),
-        "schedules": list(bounds.scope.schedules),
-        "by_schedule": [
-            {
-                "schedules": list(bound.schedules),
-                "any_seconds": bound.any_seconds,
-                "equal_seconds": bound.equal_seconds,
-            }
-            for bound in bounds.under
-        ],
-        "micro_batch_sizes": list(bounds.scope.sizes),
-        "knows_memory": bounds.knows_memory,
+        "seconds": bound.seconds,
+        "schedules": list(bound.schedules),
+        "micro_batch_sizes": list(bound.sizes),
     }
-
-
-def _gap(bound_seconds: float, step_seconds: float) -> float | None:
-    """By how much a step is longer than a bound; None where the search ended before it had one."""
-    return step_seconds / bound_seconds - 1.0 if bound_seconds else None
 
 
 def rent_lines(rent: Rent) -> list[str]:

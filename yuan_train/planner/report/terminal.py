@@ -61,7 +61,7 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
         "exact": result.exact,
         "stopped_by_time_limit": result.stopped,
         "gap": best.step_seconds / result.lower_bound_seconds - 1.0,
-        "bounds": bound_values(result.bounds, best.step_seconds),
+        "bound": bound_values(result.bound),
         "plans_simulated": result.num_simulated,
         "even_split": None
         if result.even_split is None
@@ -135,9 +135,9 @@ def best_reasons(result: SearchResult) -> list[str]:
     """Whether the plan is proven fastest, or its gap to the lower bound."""
     stopped = "; stopped by search.time_limit" if result.stopped else ""
     simulated = f"{stopped} ({_count(result.num_simulated, 'plan')} simulated)"
-    if result.bounds is None:
+    if result.bound is None:
         return [f"proven fastest of the searched plans, in the simulation{simulated}"]
-    first, *rest = bound_words(result.bounds, result.best.step_seconds)
+    first, *rest = bound_words(result.bound, result.best.step_seconds)
     return [f"best found, not proven{simulated}; {first}", *rest]
 
 

@@ -1,18 +1,156 @@
-"""Lower bounds of the step over all plans of a shape, and over all plans of any shape."""
+"""A lower bound of the step over all plans that a search may make: of work, memory and filling."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from yuan_train.config.cluster import Card
+from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost, share_of_layer
 from yuan_train.planner.search.shapes import Options, Shape
 from yuan_train.planner.solver.area_bound import area_bound
-from yuan_train.planner.solver.instance import SPLIT_SCHEDULES, Floats
+from yuan_train.planner.solver.instance import SPLIT_SCHEDULES, Floats, Integers
+
+PRECISION = 1e-6
+"""Bisection ends at this ratio less one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Seconds that no plan under these schedules, of micro-batches of these sizes, can beat."""
+
+    seconds: float
+    schedules: tuple[ScheduleName, ...]
+    sizes: tuple[int, ...]
+
+
+def lower_bound(costs: Costs, cards: Sequence[Card], options: Options) -> Bound:
+    """What no plan beats that has any pipelines of any of the cards, under the schedules and sizes that the
+    options allow; inf if none fits.
+
+    In a step of T seconds a card in a stage that begins at unit a idles until its first micro-batch has
+    passed all units before a, and after its last one's backward has left, until that has passed them again:
+    W_a seconds. What it works is within T - W_a. A card of type d that holds unit u holds all from a to u, so
+    its memory gives the least a: each unit's work w_du, of all B sequences, counts as w_du / (T - W_a) of a
+    card. For weights l_d that sum to 1 over the cards,
+
+        sum_u B min_d l_d w_du / (T - W_a(d, u)) <= 1
+
+    (linear-programming duality). Here l_d is proportional to the type's speed; w_du is that of the fastest
+    width, recompute and size. Also, one micro-batch takes at least its units' fastest times.
+    """
+    schedules, sizes = options.polished_schedules, options.polished_sizes
+    types = Counter(card.type for card in cards)
+    ways = [_Ways(costs, list(types), options, size) for size in sizes]
+    chain = min(float(way.round_trip(schedules, whole=True)[-1]) for way in ways)
+    work = [np.concatenate([way.work[name] for way in ways]) for name in types]
+    waits = [np.concatenate([way.waits(name, schedules) for way in ways]) for name in types]
+    fastest = np.array([rows.min(axis=0).sum() for rows in work])
+    weights = 1.0 / np.maximum(fastest, 1e-300)
+    weights /= weights @ np.array(list(types.values()))
+    batch = costs.problem.global_batch_size
+
+    def needs_more(seconds: float) -> bool:
+        with np.errstate(divide="ignore"):
+            shares = [
+                weight * np.where(wait < seconds, rows / np.maximum(seconds - wait, 0.0), np.inf).min(axis=0)
+                for weight, rows, wait in zip(weights, work, waits, strict=True)
+            ]
+        return batch * float(np.min(shares, axis=0).sum()) > 1.0
+
+    if np.isinf(np.min([wait.min(axis=0) for wait in waits], axis=0)).any():
+        return Bound(seconds=math.inf, schedules=schedules, sizes=sizes)
+    low = batch * float(
+        np.min([w * rows.min(axis=0) for w, rows in zip(weights, work, strict=True)], 0).sum()
+    )
+    high = low
+    while needs_more(high):
+        low, high = high, 2.0 * high
+    while high > low * (1.0 + PRECISION):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if needs_more(middle) else (low, middle)
+    return Bound(seconds=max(low, chain), schedules=schedules, sizes=sizes)
+
+
+class _Ways:
+    """Units on each type of card by tensor-parallel width and recompute, in micro-batches of one size."""
+
+    def __init__(self, costs: Costs, types: Sequence[str], options: Options, size: int) -> None:
+        self.costs, self.options, self.size = costs, options, size
+        ways = list(itertools.product(options.tensor, options.recompute))
+        parts = {name: [(w, costs.of(name, size, r, w)) for w, r in ways] for name in types}
+        units = {name: [(w, self._units(part)) for w, part in own] for name, own in parts.items()}
+        self.work = {
+            name: np.array([[w * _seconds(u) / size for u in row] for w, row in own])
+            for name, own in units.items()
+        }
+        """[W, U] of each type: seconds of all cards of a group for one sequence of each unit."""
+        self.held = {
+            name: np.array([[self._state_bytes(u, i) for i, u in enumerate(row)] for _, row in own])
+            for name, own in units.items()
+        }
+        """[W, U]: bytes on each card that leave it under no key."""
+        self.kept = {
+            name: np.array(
+                [[0.0 if options.offload_activations else u.activation_bytes for u in row] for _, row in own]
+            )
+            for name, own in units.items()
+        }
+        """[W, U]: of one micro-batch in flight."""
+        rows = [row for own in units.values() for _, row in own]
+        self.forward = np.min([[u.forward_seconds for u in row] for row in rows], axis=0)
+        self.both = np.min([[_seconds(u) for u in row] for row in rows], axis=0)
+        """[U]: of a micro-batch, where each is fastest."""
+
+    def round_trip(self, schedules: Sequence[ScheduleName], *, whole: bool = False) -> Floats:
+        """[U + 1]: seconds of the units before each, of a micro-batch's way there and back. Where a backward
+        is split, its weight gradients may come later; where cards have several stages (not if it is the
+        `whole` way), they may work on another one meanwhile."""
+        split = any(name in SPLIT_SCHEDULES for name in schedules)
+        several = "interleaved_1f1b" in schedules and not whole
+        each = 0.0 * self.both if several else self.forward if split else self.both
+        return np.concatenate([[0.0], np.cumsum(each)])
+
+    def waits(self, name: str, schedules: Sequence[ScheduleName]) -> Floats:
+        """[W, U]: the least seconds that a card with a unit idles, for what its memory holds."""
+        before = self.round_trip(schedules)
+        room = self.costs.problem.room_bytes(name) * (1.0 + 1e-9)
+        result: list[Floats] = []
+        for held, kept in zip(self.held[name], self.kept[name], strict=True):
+            sums = np.concatenate([[0.0], np.cumsum(held)])
+            # The first unit a with sums[u + 1] - sums[a] + kept[u] <= room; if not even u has room, no stage
+            # has it.
+            first: Integers = np.searchsorted(sums, sums[1:] + kept - room)
+            result.append(np.where(first <= np.arange(len(held)), before[first], np.inf))
+        return np.array(result)
+
+    def _units(self, part: CardCosts) -> list[UnitCost]:
+        if not self.options.half_layers:
+            return list(part.units)
+        first, *layers, last = part.units
+        halves = [share_of_layer(layer, half) for layer in layers for half in part.halves]
+        return [first, *halves, last]
+
+    def _state_bytes(self, unit: UnitCost, number: int) -> float:
+        options, problem = self.options, self.costs.problem
+        # Groups of cards hold a share of each layer's experts, pages none of a layer; a tied matrix is there
+        # once.
+        divided = options.divide_experts and problem.model.num_experts > 0
+        if divided or options.offload_parameters or (number == 0 and problem.model.tie_embeddings):
+            return 0.0
+        moves = options.offload or options.offload_disk or True in options.sharded
+        return unit.parameter_bytes + unit.gradient_bytes + (0.0 if moves else unit.optimizer_bytes)
+
+
+def _seconds(unit: UnitCost) -> float:
+    return unit.forward_seconds + unit.backward_seconds
 
 
 def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
@@ -38,28 +176,3 @@ def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
         shape.num_micro_batches,
         split=shape.schedule in SPLIT_SCHEDULES,
     )
-
-
-def any_bound(costs: Costs, cards: Sequence[Card], options: Options, sizes: Sequence[int]) -> float:
-    """Seconds that no plan of any shape can beat: every card is busy all the time, with its fastest
-    width, recompute and micro-batch size among `sizes`.
-
-    For weights l that sum to 1 over the cards, their weighted work is at least sum_u min_type l * w_u, as in
-    `solver.area_bound`.
-    """
-    rows: list[list[float]] = []
-    for name in dict.fromkeys(card.type for card in cards):
-        ways = itertools.product(sizes, options.tensor, options.recompute)
-        each = [
-            [
-                width * (u.forward_seconds + u.backward_seconds) / size
-                for u in costs.of(name, size, r, width).units
-            ]
-            for size, width, r in ways
-        ]
-        rows.append([min(values) for values in zip(*each, strict=True)])
-    work = np.array(rows)
-    numbers = np.array(list(Counter(card.type for card in cards).values()))
-    share = 1.0 / np.maximum(work.sum(axis=1), 1e-300)
-    share /= (numbers * share).sum()
-    return costs.problem.global_batch_size * float((share[:, None] * work).min(axis=0).sum())

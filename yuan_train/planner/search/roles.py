@@ -35,7 +35,7 @@ from yuan_train.planner.evaluate.roles import (
     policy_work,
     reward_work,
 )
-from yuan_train.planner.search.bounds import any_bound
+from yuan_train.planner.search.bounds import lower_bound
 from yuan_train.planner.search.engine_ways import EngineWays, groups_of
 from yuan_train.planner.search.search import search_plan, usable_cards
 from yuan_train.planner.search.shapes import WIDTHS, read_options
@@ -203,9 +203,9 @@ class RolesSearch:
             self.refusal = str(error)
             return math.inf
         costs = make_costs(own)
-        bound = any_bound(costs, cards, options, options.polished_sizes)
+        bound = lower_bound(costs, cards, options).seconds
         if problem.policy.critic:
-            bound += any_bound(critic_of(costs), cards, options, options.polished_sizes)
+            bound += lower_bound(critic_of(costs), cards, options).seconds
         return bound
 
     # --- placements --------------------------------------------------------------------------------------

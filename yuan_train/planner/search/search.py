@@ -22,13 +22,13 @@ from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.activations import may_send_activations, with_activations_away
 from yuan_train.planner.search.alternating import alternating_plans
+from yuan_train.planner.search.bounds import Bound, lower_bound
 from yuan_train.planner.search.drafts import search_drafts
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, Found, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, keep_to_cards, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
-from yuan_train.planner.search.lower_bounds import Bounds
 from yuan_train.planner.search.mixed_pipelines import (
     deal_mixed,
     first_shape,
@@ -36,7 +36,6 @@ from yuan_train.planner.search.mixed_pipelines import (
     split_stages,
 )
 from yuan_train.planner.search.paged import check_pages, paged_plans
-from yuan_train.planner.search.plan_bounds import bound_plans
 from yuan_train.planner.search.search_result import (
     LeftOut,
     SearchResult,
@@ -125,7 +124,7 @@ def search_plan(
     """The fastest plan that fits, with its forecast.
 
     `micro_batch_size` is the default of `search.micro_batch_size`; what is not `thorough` keeps the structure
-    of its plans and seeks no bound; `clock` returns seconds. Raises ConfigError if the search keys, the batch
+    of its plans; `clock` returns seconds. Raises ConfigError if the search keys, the batch
     or the precision exclude every plan, NoPlanFits (with the nearest miss) if no plan fits the cards,
     SearchStopped if the time limit came first.
     """
@@ -137,9 +136,8 @@ def search_plan(
     plans = _find_plans(space)
     if not plans.ranked:
         raise _nothing_found(space, plans, search.time_limit)
-    exact, lowest, bounds = _bounded(space, plans, thorough=thorough)
-    bound = min(lowest, (plans.faster or plans.ranked[0]).step_seconds)
-    best = with_forecast(space.costs, plans.ranked[0], bound)
+    exact, lowest, bound = _bounded(space, plans)
+    best = with_forecast(space.costs, plans.ranked[0], lowest)
     violations = list(validate_plan(best.plan))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
     even, no_even = _even_split_of(space, best)
@@ -149,8 +147,8 @@ def search_plan(
         even_split=even,
         no_even_split=no_even,
         left_out=(*without_precision, *idle_cards(cards, best)),
-        lower_bound_seconds=bound,
-        bounds=bounds,
+        lower_bound_seconds=lowest,
+        bound=bound,
         exact=exact,
         stopped=limit.is_over(),
         num_shapes=len(space.shapes),
@@ -250,7 +248,7 @@ def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchSto
     return NoPlanFits(describe_shortfall(space.costs, space.any_shapes, space.cards, space.options))
 
 
-def _bounded(space: _Space, plans: _Plans, *, thorough: bool) -> tuple[bool, float, Bounds | None]:
+def _bounded(space: _Space, plans: _Plans) -> tuple[bool, float, Bound | None]:
     """(whether the first plan is proven to be the fastest, seconds that no plan beats, how that is known)."""
     costs, cards, best = space.costs, space.cards, (plans.faster or plans.ranked[0]).step_seconds
     lowest = plans.solved.lower_bound_seconds
@@ -259,13 +257,9 @@ def _bounded(space: _Space, plans: _Plans, *, thorough: bool) -> tuple[bool, flo
     )
     proven = plans.solved.exact and space.has_all_shapes and not has_unproven
     if proven and best >= lowest * (1 - 1e-9):
-        return True, lowest, None
-    if not thorough:
-        return False, lowest, None
-    # Where no plan recomputes, none has activations on hosts.
-    own = replace(space.options, offload_activations=plans.tries_activations)
-    bounds = bound_plans(costs, cards, own, best_seconds=best, stopped=space.stopped)
-    return False, bounds.any_seconds, bounds
+        return True, min(lowest, best), None
+    bound = lower_bound(costs, cards, space.options)
+    return False, min(bound.seconds, best), bound
 
 
 def _improved(

@@ -9,9 +9,9 @@ from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.search.bounds import Bound
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.finalists import WORTH_LEAVING, beside_cards
-from yuan_train.planner.search.lower_bounds import Bounds
 
 NUM_RUNNERS_UP = 4
 
@@ -38,8 +38,8 @@ class SearchResult:
     left_out: tuple[LeftOut, ...]
     lower_bound_seconds: float
     """No plan that the search might make takes less."""
-    bounds: Bounds | None
-    """How that is known, and what no plan of equal pipelines beats; None if the plan is proven fastest."""
+    bound: Bound | None
+    """How that is known; None if the plan is proven fastest."""
     exact: bool
     """Whether it is proven that no other plan of the searched space is faster in the simulation."""
     stopped: bool
