@@ -1,5 +1,6 @@
 """Costs in seconds and bytes: work, profiles, links, memory."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -489,3 +490,15 @@ def test_the_forecast_knows_which_attention_a_card_has():
         "H20": True,
         "MI300X": True,
     }
+
+
+def test_a_foreign_profile_has_no_optimizer_step_and_ties_nothing():
+    """Its bytes and seconds are complete; with a profile of our own the step is estimated."""
+    model = replace(MODEL, tie_embeddings=True)
+    for own in (False, True):
+        given = entry(layers=1)
+        if own:
+            given = started(StageStart(), "none", "Card")
+        costs = make_costs(problem(model=model, profile=profile(given)))
+        assert costs.ties is own and (costs.of("Card", 1, "none").boundary_bytes > 0) is own
+        assert math.isfinite(costs.of("Card", 1, "none").update_bytes_per_second) is own

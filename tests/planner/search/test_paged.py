@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.search.test_activations import bound_beside
 from tests.planner.search.test_offload import BIG, memory_of, pipeline_of
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
 from yuan_train.config.cluster import Disk, Host
@@ -32,10 +31,6 @@ def test_never_slower_than_every_cut_and_number_of_pages_of_two_unlike_cards():
     (pipeline,) = found.best.plan.pipelines
     assert found.best.cost.fits and any(stage.parameter_offload for stage in pipeline.stages)
     assert not found.exact and found.lower_bound_seconds <= found.best.step_seconds
-    # The bounds know of pages: without them they are above.
-    best = found.best.step_seconds
-    assert bound_beside(given, best, 1, offload=("optimizer", "parameters")) <= best
-    assert bound_beside(given, best, 1, offload=("optimizer",)) > best
     costs, seconds = make_costs(given), []
     for order in itertools.permutations(given.cluster.cards):
         for cut in range(1, DEEP.num_layers):

@@ -91,11 +91,6 @@ class PlanProblem:
         gradient_bytes = STATE_BYTES[self.precision].gradients
         return self.reduce_bytes / gradient_bytes if self.reduce_bytes != gradient_bytes else 0.0
 
-    @property
-    def has_external_profile(self) -> bool:
-        """Whether the costs come from an external profile, which does not cover the optimizer's step."""
-        return self.profile is not None and self.profile.is_whole
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -119,6 +114,13 @@ class Costs:
     """What `host_of` found, by node and type of card."""
     body: Costs | None = None
     """Of a critic: the policy's costs, whose embedding and layers it has."""
+
+    @property
+    def ties(self) -> bool:
+        """Whether embedding and head are one matrix. A foreign profile has two: the bytes that it gives for
+        each are complete."""
+        profile = self.problem.profile
+        return self.problem.model.tie_embeddings and (profile is None or not profile.is_whole)
 
     def of(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1

@@ -7,6 +7,7 @@ sound (another micro-batch size, recompute), and `note` says so; the rest is est
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -207,7 +208,8 @@ def card_costs(
                 units=_from_profile(entry, work, STATE_BYTES[precision], recompute, note),
                 source="measured",
                 note=note,
-                update_bytes_per_second=update_rate,
+                # A foreign profile says nothing of the optimizer step, and its activations are complete.
+                update_bytes_per_second=math.inf if entry.is_whole else update_rate,
                 boundary_bytes=0.0 if entry.is_whole else work.layer.output_bytes,
                 halves=half_shares(work, recompute),
                 start=entry.start,

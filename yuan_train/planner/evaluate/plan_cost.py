@@ -166,7 +166,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
         tied_embedding_seconds=tied_embedding_seconds(
             costs,
             _owners_of_ends(cards, 0, whole=whole),
-            _owners_of_ends(cards, -1, whole=whole) if plan.model.tie_embeddings else [],
+            _owners_of_ends(cards, -1, whole=whole) if costs.ties else [],
             sharded=plan.optimizer_sharding,
         ),
         update_seconds=max(stage.update_seconds for stage in stages),

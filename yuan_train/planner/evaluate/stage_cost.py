@@ -171,7 +171,7 @@ def stage_cost(
     parts = _parts(costs, plan, replicas, pipeline.micro_batch_size, stage)
     slowest = max(parts, key=lambda part: part.units.seconds)
     units = slowest.units.units
-    twice = stage.embedding and _head_holds_embedding(costs, plan, pipeline, stage)
+    twice = stage.embedding and _head_holds_embedding(costs, pipeline, stage)
     cards = tuple(card for replica in replicas for card in replica)
     count = _stage_in_flight(plan, pipeline, s)
     divides = divides_experts(plan)
@@ -292,9 +292,9 @@ def _owned_parameters(part: _Part, shares: StateShares, *, twice: bool) -> float
     return whole * shares.optimizer + part.expert_parameters * shares.expert_optimizer
 
 
-def _head_holds_embedding(costs: Costs, plan: Plan, pipeline: PipelinePlan, stage: StagePlan) -> bool:
+def _head_holds_embedding(costs: Costs, pipeline: PipelinePlan, stage: StagePlan) -> bool:
     """Whether the cards of a stage have the head too, in this stage or in another one, with a tied matrix."""
-    if not plan.model.tie_embeddings or costs.problem.has_external_profile:
+    if not costs.ties:
         return False
     return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
 
@@ -309,12 +309,6 @@ def _update_seconds(seconds: float, stage: StagePlan, pages: LeavingParameters |
 def _pages(
     costs: Costs, stage: StagePlan, units: Sequence[UnitCost], cards: Sequence[Card]
 ) -> LeavingParameters:
-    """Raises PlanError for a profile of another tool, which does not say what a layer's weights are."""
-    if costs.problem.has_external_profile:
-        raise PlanError(
-            "parameter_offload: the profile gives state_bytes, and not the parameters that pages hold; "
-            "profile with yuan-train, or plan without --profile"
-        )
     hosts = [costs.host_of(card) for card in cards]
     return leaving_parameters(
         stage,

@@ -64,7 +64,7 @@ def make_tables(costs: Costs, sizes: Sequence[int], widths: Sequence[int]) -> Ta
     the core does not price whole."""
     problem, topology = costs.problem, costs.topology
     cards = [card for card in problem.cluster.cards if _has_precision(costs, card)]
-    special = topology.measured or problem.critic or problem.late_updates or problem.has_external_profile
+    special = topology.measured or problem.critic or problem.late_updates
     if special or problem.send_mode != "overlapped" or len(sizes) > NUM_SIZES or not cards:
         return None
     if uses_gloo(topology, cards) or len({topology.types[card.type].backend for card in cards}) > 1:
@@ -74,7 +74,7 @@ def make_tables(costs: Costs, sizes: Sequence[int], widths: Sequence[int]) -> Ta
     nodes = {node: i for i, node in enumerate(dict.fromkeys(card.node for card in cards))}
     table.num_units, table.num_pools = problem.model.num_layers + 2, len(pools)
     table.num_nodes, table.num_cards = len(nodes), len(cards)
-    table.global_batch_size, table.is_tied = problem.global_batch_size, problem.model.tie_embeddings
+    table.global_batch_size, table.is_tied = problem.global_batch_size, costs.ties
     table.sizes[: len(sizes)] = list(sizes)
     table.hidden_bytes[: len(sizes)] = [costs.hidden_bytes(size) for size in sizes]
     _fill_pools(costs, pools, nodes, table)

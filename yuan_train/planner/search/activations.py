@@ -42,7 +42,7 @@ Place = tuple[int, int]
 def may_send_activations(costs: Costs, ranked: Sequence[Candidate], options: Options) -> bool:
     """Whether there are plans to try this on."""
     problem = costs.problem
-    if not options.offload_activations or problem.has_external_profile or problem.compile:
+    if not options.offload_activations or problem.compile:
         return False
     return len(problem.cluster.cards) <= MOST_CARDS and any(map(_recomputing, ranked))
 

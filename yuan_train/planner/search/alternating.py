@@ -42,8 +42,6 @@ def alternating_plans(costs: Costs, cards: Sequence[Card], options: Options) -> 
     """The most promising ones; none unless half layers and virtual stages are searched. Some may not fit."""
     if not options.half_layers or "interleaved_1f1b" not in options.polished_schedules:
         return []
-    if costs.problem.has_external_profile:
-        return []
     pairings = sorted(_pairings(costs, cards, options), key=lambda pairing: _busiest(costs, pairing))
     kinds = ([p for p in pairings if p.recompute == kind][:NUM_COSTED] for kind in options.recompute)
     return [_plan_of(costs, pairing, options) for kind in kinds for pairing in kind]

@@ -143,7 +143,7 @@ class _Ways:
         # Groups of cards hold a share of each layer's experts, pages none of a layer; a tied matrix is there
         # once.
         divided = options.divide_experts and problem.model.num_experts > 0
-        if divided or options.offload_parameters or (number == 0 and problem.model.tie_embeddings):
+        if divided or options.offload_parameters or (number == 0 and self.costs.ties):
             return 0.0
         moves = options.offload or options.offload_disk or True in options.sharded
         return unit.parameter_bytes + unit.gradient_bytes + (0.0 if moves else unit.optimizer_bytes)

@@ -173,8 +173,8 @@ class _Search:
         costs, cards = self.costs, self.costs.problem.cluster.cards
         bounded: list[tuple[float, Shape]] = []
         for shape in shapes:
-            # Without an external profile, `any_bound` covers the shapes that are left out.
-            if bounded and not costs.problem.has_external_profile and self.stopped():
+            # `bounds.lower_bound` covers the shapes that are left out.
+            if bounded and self.stopped():
                 self.exact = False
                 break
             bounded.append((shape_bound(costs, shape, self.options), shape))
@@ -297,7 +297,7 @@ class _Search:
             shape = fewest[seconds.index(min(seconds))]
             cuts = refine(sketch(make_instance(self.costs, shape, self.options)), stopped=lambda: True).cuts
             self.candidates += _as_candidates(self.costs, shape, self.options, cuts[:1])
-            self.best = min([self.best, *(choice_seconds(self.costs, c.cost) for c in self.candidates)])
+            self.best = min([self.best, *(c.step_seconds for c in self.candidates)])
 
     def _best_if_deepened(self, sketches: Sequence[tuple[Shape, Sketch]]) -> list[tuple[Shape, Sketch]]:
         """The best sketches if deeper warm-ups hide the transfers.
@@ -334,7 +334,7 @@ class _Search:
             if self.candidates and self.stopped():
                 self.exact = False
                 break
-        self.best = min([self.best, *(choice_seconds(self.costs, c.cost) for c in self.candidates)])
+        self.best = min([self.best, *(c.step_seconds for c in self.candidates)])
 
 
 def usable_part(shape: Shape, num_units: int) -> Shape:
@@ -362,14 +362,6 @@ def _by_steps(shapes: Sequence[Shape], num_units: int) -> tuple[list[Shape], Ite
 def _num_steps(shape: Shape, num_units: int) -> int:
     """How long it takes to cost a plan of the shape: steps to simulate, and stages of all pipelines."""
     return min(len(shape.slots), num_units) * (shape.num_micro_batches + shape.num_pipelines)
-
-
-def choice_seconds(costs: Costs, cost: PlanCost) -> float:
-    """Seconds by which plans are compared: the step's; under an external profile, which does not describe the
-    optimizer step, compute, gradient reduction and weight sync only."""
-    if costs.problem.has_external_profile:
-        return cost.compute_seconds + cost.grad_reduce_seconds + cost.weight_sync_seconds
-    return cost.step_seconds
 
 
 def _exposed_estimate(costs: Costs, shape: Shape, options: Options) -> float:

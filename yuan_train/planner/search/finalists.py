@@ -9,7 +9,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.descent import Budget
-from yuan_train.planner.search.explore import Candidate, choice_seconds
+from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.half_layers import shift_by_halves
 from yuan_train.planner.search.polish import (
     FEW_CARDS,
@@ -77,9 +77,9 @@ def _with_polished(
     options: Options,
     stopped: Callable[[], bool],
 ) -> list[Candidate]:
-    """The candidates, the most promising ones polished and the best of these restructured. Under an external
-    profile none is: its plans are compared under plain 1F1B."""
-    if costs.problem.has_external_profile:
+    """The candidates, the most promising ones polished and the best of these restructured. None is where
+    the options are plain."""
+    if options.plain:
         return list(ranked)
     result = list(ranked)
     # Virtual stages are not polished, and take no other plan's place.
@@ -201,8 +201,8 @@ def keep_to_cards(costs: Costs, ranked: Sequence[Candidate]) -> tuple[list[Candi
         firsts.setdefault(beside_cards(candidate.plan), candidate)
     most = 0
     for level in sorted(firsts):
-        seconds = choice_seconds(costs, firsts[level].cost)
-        if most not in firsts or seconds * (1 + WORTH_LEAVING) <= choice_seconds(costs, firsts[most].cost):
+        seconds = firsts[level].step_seconds
+        if most not in firsts or seconds * (1 + WORTH_LEAVING) <= firsts[most].step_seconds:
             most = level
     kept = [candidate for candidate in ranked if beside_cards(candidate.plan) <= most]
     return kept, None if not ranked or kept[0] is ranked[0] else ranked[0]
@@ -213,7 +213,7 @@ def rank(costs: Costs, candidates: Sequence[Candidate]) -> list[Candidate]:
     fastest that uses no more beside the cards than some number (`beside_cards`) stays, however slow."""
 
     def seconds(candidate: Candidate) -> float:
-        return choice_seconds(costs, candidate.cost)
+        return candidate.step_seconds
 
     ordered = sorted(candidates, key=seconds)
     finalists = ordered[:MAX_FINALISTS]

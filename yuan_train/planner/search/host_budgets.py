@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.search.explore import MANY_CARDS, Candidate, Found, choice_seconds, solve_shapes
+from yuan_train.planner.search.explore import MANY_CARDS, Candidate, Found, solve_shapes
 from yuan_train.planner.search.shapes import Options, Shape
 
 SHARES, SHARES_OF_MANY = (1 / 2, 1 / 4, 1 / 8, 1 / 16), (1 / 4,)
@@ -26,12 +26,12 @@ def solve_with_hosts(
     """
     if stopped():
         return replace(found, exact=False)
-    best = min((choice_seconds(costs, c.cost) for c in found.candidates), default=math.inf)
+    best = min((c.step_seconds for c in found.candidates), default=math.inf)
     many = len(costs.problem.cluster.cards) > MANY_CARDS
     if many and best < math.inf and not is_short_of_memory(costs, found.candidates):
         return replace(found, exact=False)
     if many and best < math.inf:
-        ranked = sorted(found.candidates, key=lambda c: choice_seconds(costs, c.cost))
+        ranked = sorted(found.candidates, key=lambda c: c.step_seconds)
         shapes = list(dict.fromkeys(c.shape for c in ranked))[:NUM_SHAPES_OF_MANY]
 
     def solve(host_seconds: float, shapes: Sequence[Shape]) -> Found:
@@ -45,15 +45,15 @@ def solve_with_hosts(
     unlimited = solve(math.inf, shapes)
     added = offloading(unlimited)
     # A shape that is too slow even if its hosts cost nothing stays so if they may do less.
-    gaining = {c.shape for c in added if choice_seconds(costs, c.cost) - c.cost.update_seconds < best}
+    gaining = {c.shape for c in added if c.step_seconds - c.cost.update_seconds < best}
     if gaining:
         shapes = [shape for shape in shapes if shape in gaining]
-        longest = min(added, key=lambda c: choice_seconds(costs, c.cost)).cost.update_seconds
+        longest = min(added, key=lambda c: c.step_seconds).cost.update_seconds
         for share in SHARES_OF_MANY if many else SHARES:
-            best = min([best, *(choice_seconds(costs, c.cost) for c in added)])
+            best = min([best, *(c.step_seconds for c in added)])
             added += offloading(solve(share * longest, shapes))
-    plain = min((choice_seconds(costs, c.cost) for c in found.candidates), default=math.inf)
-    faster = [c for c in added if choice_seconds(costs, c.cost) < plain]
+    plain = min((c.step_seconds for c in found.candidates), default=math.inf)
+    faster = [c for c in added if c.step_seconds < plain]
     return Found(
         candidates=(*found.candidates, *faster),
         lower_bound_seconds=min(found.lower_bound_seconds, unlimited.lower_bound_seconds),
@@ -66,6 +66,6 @@ def is_short_of_memory(costs: Costs, candidates: Sequence[Candidate]) -> bool:
     """Whether the best plan recomputes, or leaves a card out, which it may do for want of memory."""
     if not candidates:
         return True
-    fastest = min(candidates, key=lambda c: choice_seconds(costs, c.cost))
+    fastest = min(candidates, key=lambda c: c.step_seconds)
     recomputes = any(stage.num_recomputed for stage in fastest.cost.stages)
     return recomputes or len(fastest.plan.ranks) < len(costs.problem.cluster.cards)

@@ -39,9 +39,7 @@ Numbers = Callable[[str], np.ndarray]
 def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     """The partitioning problem of a shape. Units: embedding, layers, head; choices: options.recompute."""
     problem, slots = costs.problem, shape.slots
-    # An external profile does not describe the optimizer step, so the step must not decide between cuts.
-    ignores_update = problem.has_external_profile and shape.num_pipelines == 1 and len(slots[0][0]) == 1
-    tied = problem.model.tie_embeddings and not ignores_update
+    tied = costs.ties
     table = [
         [costs.of_replica(slot[0][0], shape.micro_batch_size, recompute) for slot in slots]
         for recompute in options.recompute
@@ -63,7 +61,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
     (grad_reduce, start), (weight_sync, sync_start) = _bucket_seconds(costs, shape)
     update = _update_table(costs, shape, owners if shape.sharded else np.ones(len(slots)))
     ends = _tied_embedding_matrix(costs, shape) if tied else np.zeros((len(slots), len(slots)))
-    if _holds_once(costs) and not ignores_update:
+    if _holds_once(costs):
         # A slot with the first and the last unit holds the tied embedding once and updates it once.
         ends -= np.diag(update[:, 0])
     # An embedding or a head that costs nothing cannot form a stage alone.
@@ -92,7 +90,7 @@ def make_instance(costs: Costs, shape: Shape, options: Options) -> Instance:
         grad_reduce_start_seconds=start,
         weight_sync_seconds=weight_sync,
         weight_sync_start_seconds=sync_start,
-        update_seconds=np.zeros_like(update) if ignores_update else update,
+        update_seconds=update,
         ends_seconds=ends,
         order=tuple(range(len(slots))) if options.fixed_order else None,
         use_all=options.use_all_devices,
@@ -145,7 +143,7 @@ def _held(costs: Costs, shape: Shape, numbers: Numbers, owners: np.ndarray) -> _
 
 def _holds_once(costs: Costs) -> bool:
     """Whether a stage of the whole model holds one matrix for embedding and head."""
-    return costs.problem.model.tie_embeddings and not costs.problem.has_external_profile
+    return costs.ties
 
 
 def is_faithful(costs: Costs, shape: Shape) -> bool:

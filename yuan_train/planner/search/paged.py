@@ -65,7 +65,7 @@ def _faults(problem: PlanProblem, options: Options) -> Iterator[tuple[str, bool]
     yield "search.schedule has no 1f1b", "1f1b" not in options.polished_schedules
     yield "search.optimizer_sharding has no false", False not in options.sharded
     yield "train.compile makes each layer one piece", problem.compile
-    yield "the profile is of another program", problem.has_external_profile
+    yield "the profile is of another program", options.plain
 
 
 def paged_plans(

@@ -45,7 +45,7 @@ from yuan_train.planner.search.search_result import (
     runners_up,
     with_forecast,
 )
-from yuan_train.planner.search.shapes import Options, Shape, make_plan, read_options
+from yuan_train.planner.search.shapes import Options, Shape, as_plain, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 from yuan_train.planner.search.state_shares import mixed_with_hosts, with_other_shares
 
@@ -166,11 +166,9 @@ def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: in
         measured_sizes=_sizes(problem),
         num_cards=len(problem.cluster.cards),
     )
-    if problem.has_external_profile:
-        # Its plans are not polished.
-        sizes = options.micro_batch_sizes
-        options = replace(options, polished_schedules=options.schedules, polished_sizes=sizes)
-    options = replace(options, restructures=thorough)
+    if problem.profile is not None and problem.profile.is_whole:
+        options = as_plain(options)
+    options = replace(options, restructures=thorough and not options.plain)
     check_pages(problem, options)
     return options
 
@@ -206,7 +204,7 @@ def _find_plans(space: _Space) -> _Plans:
     # Few plans are improved on many cards, and those with hosts among them.
     apart = bool(found.candidates) and len(cards) <= MAX_RESTRUCTURED_CARDS
     without_hosts = found.candidates
-    if options.offload and not costs.problem.has_external_profile:
+    if options.offload:
         found = solve_with_hosts(costs, space.shapes, options, found, stopped)
     ranked = rank(costs, _valid(without_hosts if apart else found.candidates, options))
     ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])

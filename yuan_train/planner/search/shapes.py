@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, get_args
 
 from yuan_train.config.cluster import Card
@@ -84,6 +84,8 @@ class Options:
     """Whether optimizer state may lie on the disks that the cluster file names, where hosts have no room."""
     restructures: bool = True
     """Whether the structure of the best plans is changed, on few cards."""
+    plain: bool = False
+    """Plans are cuts of shapes alone: see `as_plain`."""
     host_seconds: float = 0.0
     """The longest optimizer step on a host that a cut may count on; `solve_with_hosts` sets it."""
 
@@ -171,6 +173,21 @@ def read_options(
         offload_activations="activations" in search.tiers,
         offload_parameters="parameters" in search.tiers,
         offload_disk="disk" in search.tiers,
+    )
+
+
+def as_plain(options: Options) -> Options:
+    """The options of a foreign profile, whose plans are cuts of shapes under each schedule's own warm-up: it
+    says nothing of deeper ones, split backwards, halves of layers or what lies on hosts."""
+    return replace(
+        options,
+        plain=True,
+        polished_schedules=options.schedules,
+        polished_sizes=options.micro_batch_sizes,
+        offload=False,
+        offload_activations=False,
+        half_layers=False,
+        restructures=False,
     )
 
 

@@ -70,7 +70,7 @@ def mixed_with_hosts(
 def _may_have_hosts(costs: Costs, options: Options) -> bool:
     problem = costs.problem
     few = len(problem.cluster.cards) <= MAX_RESTRUCTURED_CARDS
-    return few and options.offload and not options.expressible and not problem.has_external_profile
+    return few and options.offload and not options.expressible
 
 
 def with_other_shares(
