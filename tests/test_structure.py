@@ -30,7 +30,6 @@ LONGER_FUNCTIONS = {
     "yuan_train/planner/search/placement_plan.py: roles_problem": 63,
     "yuan_train/planner/evaluate/simulator.py: simulate_many": 63,
     "yuan_train/planner/evaluate/plan_cost.py: cost_plan": 63,
-    "yuan_train/planner/search/rent.py: rent_plan": 62,
     "yuan_train/models/yuan/hf.py: published_config": 62,
     "yuan_train/rl/updates.py: train": 61,
     "yuan_train/config/run.py: validate_run": 61,

@@ -33,9 +33,9 @@ from yuan_train.parallel.tiers.link import begin_copy, make_link
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
-from yuan_train.planner.search.largest import find_largest
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
+from yuan_train.planner.search.what_if import find_largest
 
 CARDS = (("RTX-3080", 64, 2048), ("RTX-3090", 128, 4096), ("V100-16G", 96, 4096), ("A100-40G", 256, 8192))
 """Type, GiB of its host's memory, hidden size of the largest models."""

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from yuan_train.config.profile import Profile
     from yuan_train.config.run import RunConfig
     from yuan_train.planner.costs.plan_problem import PlanProblem
-    from yuan_train.planner.search.largest import Largest
-    from yuan_train.planner.search.rent import Rent
     from yuan_train.planner.search.search_result import SearchResult
+    from yuan_train.planner.search.what_if import Largest, Rent
 
 DEFAULT_GLOBAL_BATCH_SIZE = 64
 """Sequences per step without a run file."""
@@ -100,9 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.report.page import plan_html
     from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
     from yuan_train.planner.report.terminal import plan_json, plan_table
-    from yuan_train.planner.search.explain import explain_plan
-    from yuan_train.planner.search.late import with_late_updates
     from yuan_train.planner.search.search import search_plan
+    from yuan_train.planner.search.what_if import explain_plan, with_late_updates
 
     problem = _problem_of(run_config, cluster, profile)
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
@@ -151,9 +149,8 @@ def _find_plan(
 ) -> tuple[PlanProblem, SearchResult, Rent | None]:
     """The best plan, its problem, which `--largest` changes, and what parts of the cluster cost, if asked."""
     from yuan_train.config.errors import ConfigError
-    from yuan_train.planner.search.largest import find_largest
-    from yuan_train.planner.search.rent import rent_plan
     from yuan_train.planner.search.search import search_plan
+    from yuan_train.planner.search.what_if import find_largest, rent_plan
 
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
     if search.objective != "step_time" or (arguments.explain and _has_prices(problem.cluster)):

@@ -20,7 +20,7 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.plan_files import save_plan
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
-from yuan_train.planner.search.late import NOTHING_LATE, with_late_updates
+from yuan_train.planner.search.what_if import NOTHING_LATE, with_late_updates
 
 GIB = 2**30
 N = 4 * MODEL.layer_parameters + MODEL.embedding_parameters

@@ -9,9 +9,8 @@ from yuan_train.config.cluster import Cluster, NodeGroup
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.report.reasons import change_lines, rent_lines
-from yuan_train.planner.search.explain import explain_plan
-from yuan_train.planner.search.rent import rent_plan, without_nodes
 from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.what_if import explain_plan, rent_plan, with_nodes
 
 KEYS = {"schedule": ("1f1b",), "micro_batch_size": (1,), "tensor": (1,), "replicas": (1,), "offload": ()}
 
@@ -58,8 +57,8 @@ def test_a_card_without_price_is_refused() -> None:
 
 def test_nodes_that_are_left_keep_their_names() -> None:
     cluster = rented().cluster
-    assert [c.name for c in without_nodes(cluster, ("slow-1",)).cards] == ["fast/0", "slow-0/0"]
-    assert [c.name for c in without_nodes(cluster, ("slow-0",)).cards] == ["fast/0", "slow-1/0"]
+    assert [c.name for c in with_nodes(cluster, {"slow-1": None}).cards] == ["fast/0", "slow-0/0"]
+    assert [c.name for c in with_nodes(cluster, {"slow-0": None}).cards] == ["fast/0", "slow-1/0"]
 
 
 def test_what_would_help_is_planned_again() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from yuan_train.config.units import show_seconds
 from yuan_train.planner.search.bounds import Bound
-from yuan_train.planner.search.explain import LIMITS, Change
-from yuan_train.planner.search.rent import Rent, Rented
+from yuan_train.planner.search.what_if import LIMITS, Change, Rent, Rented
 
 LEAST_GAIN = 0.001
 """Changes that gain less are as good as none."""

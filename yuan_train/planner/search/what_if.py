@@ -1,0 +1,385 @@
+"""What another cluster, run or model would give: a problem is changed and planned again.
+
+`explain_plan` changes the cluster or the run a little and says what gains; every answer is a plan, none a
+rule of thumb. `rent_plan` leaves nodes out, one after the other: from the whole cluster on, each round leaves
+out one node of each kind that is left, or all of a kind, and goes on from the rest whose plan trains most
+tokens for its price. `find_largest` asks for more layers. `with_late_updates` prices a found plan as it runs
+where host updates come a step late (`optimizer.update: delayed`); they change the loss, so that they are the
+run's choice and no search chooses them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from yuan_train.config.devices import GIB
+from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
+from yuan_train.config.run import SearchConfig
+from yuan_train.config.search_objective import check_prices
+from yuan_train.config.units import show_seconds
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
+from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.search_result import SearchResult
+
+Limit = Literal["cards", "memory", "link", "filling", "granularity"]
+LIMITS: dict[Limit, str] = {
+    "cards": "the cards themselves",
+    "memory": "memory",
+    "link": "links",
+    "filling": "filling and draining the pipelines",
+    "granularity": "the granularity of layers",
+}
+MAX_RENTED = 24
+"""Parts of a cluster that are planned at most."""
+HOUR = 3600.0
+MOST_LAYERS = 4096
+PROBE_SECONDS = 2.0
+"""Time limit of a search that asks only whether a plan fits; undecided, it gets the whole limit."""
+NOTHING_LATE = "no stage offloads optimizer state: train with optimizer.update: exact"
+
+
+def plan_again(
+    problem: PlanProblem, search: SearchConfig, micro_batch_size: int
+) -> SearchResult | NoPlanFits | ConfigError:
+    """What a search finds, or why it finds nothing."""
+    try:
+        return search_plan(problem, search, micro_batch_size=micro_batch_size)
+    except (NoPlanFits, ConfigError) as error:
+        return error
+
+
+def with_nodes(cluster: Cluster, changed: Mapping[str, NodeGroup | None]) -> Cluster:
+    """The cluster with some nodes changed, or without those that are None; all others keep their names."""
+    nodes: list[NodeGroup] = []
+    for group in cluster.nodes:
+        kept = [node for node in group.node_names if node not in changed]
+        whole = len(kept) == group.count
+        if whole or (len(kept) > 1 and kept == list(group.node_names[: len(kept)])):
+            nodes.append(group if whole else replace(group, count=len(kept)))
+            kept = []
+        own: dict[str, NodeGroup | None] = {node: replace(group, name=node, count=1) for node in kept}
+        own |= changed
+        nodes += [other for node in group.node_names if (other := own.get(node)) is not None]
+    names = {node for group in nodes for node in group.node_names}
+    links = tuple(link for link in cluster.links if {link.from_, link.to} <= names)
+    return replace(cluster, nodes=tuple(nodes), links=links)
+
+
+# --- what would help -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of the cluster or the run, and what planning again found."""
+
+    what: str
+    limit: Limit
+    adds: bool
+    """Whether the plan at hand remains lawful, and counts if the search finds none better."""
+    tokens_per_second: float | None
+    """None if no plan fits any more."""
+    gain: float
+    """In tokens per second, over the plan at hand; -1 if no plan fits."""
+
+
+@dataclass(frozen=True)
+class _Variant:
+    what: str
+    limit: Limit
+    adds: bool
+    problem: PlanProblem
+    search: SearchConfig
+
+
+def explain_plan(
+    problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, step_seconds: float
+) -> tuple[Change, ...]:
+    """The changes, the most helpful first; `step_seconds` is the step of the plan at hand.
+
+    Each change takes a search; `search.time_limit` holds for each.
+    """
+    tokens = problem.sequence_length * problem.global_batch_size / step_seconds
+    found: list[Change] = []
+    for variant in _variants(problem, search):
+        result = plan_again(variant.problem, variant.search, micro_batch_size)
+        rate = 0.0
+        if isinstance(result, SearchResult):
+            batch = variant.problem.global_batch_size * variant.problem.sequence_length
+            rate = batch / result.best.step_seconds
+        rate = max(rate, tokens) if variant.adds else rate
+        gain = rate / tokens - 1.0
+        found.append(
+            Change(
+                what=variant.what,
+                limit=variant.limit,
+                adds=variant.adds,
+                tokens_per_second=rate or None,
+                gain=gain,
+            )
+        )
+    return tuple(sorted(found, key=lambda change: -change.gain))
+
+
+def _variants(problem: PlanProblem, search: SearchConfig) -> Iterator[_Variant]:
+    cluster = problem.cluster
+
+    def other(what: str, limit: Limit, changed: Cluster, *, adds: bool = True) -> _Variant:
+        return _Variant(what, limit, adds, replace(problem, cluster=changed), search)
+
+    types = dict.fromkeys(card.type for card in cluster.cards)
+    for name in types:
+        yield other(f"one more {name}", "cards", _one_more(cluster, name))
+        if len(cluster.cards) > 1:
+            yield other(f"one {name} less", "cards", _one_less(cluster, name), adds=False)
+        device = cluster.device_type(name)
+        more = {**cluster.device_types, name: replace(device, memory=device.memory + GIB)}
+        yield other(f"one GiB more on each {name}", "memory", replace(cluster, device_types=more))
+    if any(group.network for group in cluster.nodes) and len(cluster.groups) > 1:
+        nodes = tuple(replace(group, network=_twice(group.network)) for group in cluster.nodes)
+        yield other("networks twice as fast", "link", replace(cluster, nodes=nodes))
+    if any(group.link for group in cluster.nodes):
+        nodes = tuple(replace(group, link=_twice(group.link)) for group in cluster.nodes)
+        yield other("links inside nodes twice as fast", "link", replace(cluster, nodes=nodes))
+    twice = replace(problem, global_batch_size=2 * problem.global_batch_size)
+    yield _Variant("twice as many sequences per step", "filling", False, twice, search)
+    if not search.half_layers and problem.profile is None:
+        halves = replace(search, half_layers=True)
+        yield _Variant("stages that may end in half a layer", "granularity", True, problem, halves)
+
+
+def _twice(link: Link | None) -> Link | None:
+    if link is None:
+        return None
+    stream = None if link.stream is None else 2 * link.stream
+    return replace(link, bandwidth=2 * link.bandwidth, stream=stream)
+
+
+def _one_more(cluster: Cluster, name: str) -> Cluster:
+    """Another node of one card, with the network of the type's first node."""
+    group = next(group for group in cluster.nodes if name in group.types)
+    if group.network is None:
+        # A cluster of one node: the card is put into it.
+        link = group.link or Link(bandwidth=cluster.device_type(name).host_link)
+        grown = replace(group, link=link).with_cards((*group.types, name))
+        return replace(cluster, nodes=(grown,))
+    names = set(cluster.groups)
+    added = next(
+        f"{group.name}-more{i}" for i in range(len(names) + 1) if f"{group.name}-more{i}" not in names
+    )
+    return replace(cluster, nodes=(*cluster.nodes, group.with_cards([name], name=added)))
+
+
+def _one_less(cluster: Cluster, name: str) -> Cluster:
+    """Without the last card of the last node of a type."""
+    group = next(group for group in reversed(cluster.nodes) if name in group.types)
+    left, last = list(group.types), group.node_names[-1]
+    del left[len(left) - 1 - left[::-1].index(name)]
+    return with_nodes(cluster, {last: group.with_cards(left, name=last) if left else None})
+
+
+# --- renting ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rented:
+    """A part of the cluster and its best plan."""
+
+    left_out: tuple[str, ...]
+    """Nodes."""
+    result: SearchResult
+    price_per_hour: float
+    """Of the nodes that are rented, all their cards."""
+    tokens_per_price: float
+
+    @property
+    def step_seconds(self) -> float:
+        return self.result.best.step_seconds
+
+    @property
+    def price_per_step(self) -> float:
+        return self.price_per_hour * self.step_seconds / HOUR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rent:
+    """The part that the objective asks for, and those that no other beats in both seconds and price."""
+
+    chosen: Rented
+    pareto: tuple[Rented, ...]
+    """The fastest first."""
+    stopped: bool
+    """Whether the time limit ended the search for parts."""
+
+
+def rent_plan(
+    problem: PlanProblem,
+    search: SearchConfig,
+    *,
+    micro_batch_size: int,
+    num_steps: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Rent:
+    """The plan for `search.objective`, of all parts of the cluster that are tried.
+
+    `search.time_limit` holds for all of them together. Raises ConfigError without prices, NoPlanFits if no
+    plan fits, or none ends in time.
+    """
+    check_prices(problem.cluster, search.objective)
+    started = clock()
+
+    def planned(left_out: tuple[str, ...]) -> Rented | NoPlanFits | ConfigError:
+        left = max(search.time_limit - (clock() - started), 0.01)
+        own = replace(problem, cluster=with_nodes(problem.cluster, dict.fromkeys(left_out)))
+        result = plan_again(own, replace(search, time_limit=left), micro_batch_size)
+        return result if not isinstance(result, SearchResult) else _rented(problem, result)
+
+    whole = planned(())
+    if not isinstance(whole, Rented):
+        raise whole
+    found, current, num_planned = [whole], whole, 1
+    stopped = False
+    while num_planned < MAX_RENTED and not stopped:
+        tried: list[Rented] = []
+        for more in _next_nodes(problem.cluster, current.left_out):
+            stopped = clock() - started > search.time_limit
+            if num_planned >= MAX_RENTED or stopped:
+                break
+            part = planned((*current.left_out, *more))
+            num_planned += 1
+            tried += [part] if isinstance(part, Rented) else []
+        found += tried
+        if not tried:
+            break
+        current = max(tried, key=lambda part: part.tokens_per_price)
+    return Rent(chosen=_choose(found, search, num_steps), pareto=_pareto(found), stopped=stopped)
+
+
+def _rented(problem: PlanProblem, result: SearchResult) -> Rented:
+    """A node is rented whole; one without any card in the plan need not be rented."""
+    cluster, seconds = problem.cluster, result.best.step_seconds
+    used = {card.node for stage in result.best.cost.stages for card in stage.cards}
+    price = sum(cluster.node_price(group) or 0.0 for node, group in cluster.groups.items() if node in used)
+    tokens = problem.global_batch_size * problem.sequence_length
+    return Rented(
+        left_out=tuple(node for node in cluster.groups if node not in used),
+        result=result,
+        price_per_hour=price,
+        tokens_per_price=tokens / (price * seconds / HOUR),
+    )
+
+
+def _choose(found: list[Rented], search: SearchConfig, num_steps: int) -> Rented:
+    if search.objective == "tokens_per_price":
+        return max(found, key=lambda part: part.tokens_per_price)
+    if search.objective == "step_time":
+        return min(found, key=lambda part: part.step_seconds)
+    assert search.deadline is not None, "the run file is checked"
+    in_time = [part for part in found if part.step_seconds * num_steps <= search.deadline]
+    if not in_time:
+        fastest = min(part.step_seconds for part in found) * num_steps
+        raise NoPlanFits(
+            f"search.deadline: {search.deadline:.6g} s for {num_steps} steps (train.steps), but the fastest "
+            f"plan takes {fastest:.6g} s; give a later deadline, fewer steps or more cards"
+        )
+    return min(in_time, key=lambda part: part.price_per_step)
+
+
+def _pareto(found: list[Rented]) -> tuple[Rented, ...]:
+    ranked = sorted(found, key=lambda part: (part.step_seconds, part.price_per_step))
+    kept: list[Rented] = []
+    for part in ranked:
+        if not kept or part.price_per_step < kept[-1].price_per_step * (1 - 1e-9):
+            kept.append(part)
+    return tuple(kept)
+
+
+def _next_nodes(cluster: Cluster, left_out: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """What else to leave out: the last node of each group that has one, and whole groups of several."""
+    rest = [[node for node in group.node_names if node not in left_out] for group in cluster.nodes]
+    if sum(map(len, rest)) < 2:
+        return
+    for own in rest:
+        if own and sum(map(len, rest)) > 1:
+            yield (own[-1],)
+        if len(own) > 1 and len(own) < sum(map(len, rest)):
+            yield tuple(own)
+
+
+# --- the largest model -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The most layers with which a plan fits, and what it costs."""
+
+    problem: PlanProblem
+    result: SearchResult
+    refusal: str
+    """Why one more layer does not fit; empty at MOST_LAYERS."""
+
+
+def find_largest(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int) -> Largest:
+    """The largest model that differs from the problem's in its number of layers alone.
+
+    Searches by bisection, for what a plan needs grows with its layers. Raises NoPlanFits if one layer is too
+    much.
+    """
+    quick = replace(search, time_limit=min(search.time_limit, PROBE_SECONDS))
+
+    def refusal(num_layers: int) -> NoPlanFits | ConfigError | None:
+        own = _with_layers(problem, num_layers)
+        found = plan_again(own, quick, micro_batch_size)
+        if isinstance(found, SearchStopped):
+            found = plan_again(own, search, micro_batch_size)
+        return None if isinstance(found, SearchResult) else found
+
+    fits, too_many, why = 0, 1, None
+    while why is None and fits < MOST_LAYERS:
+        why = refusal(too_many)
+        if why is None:
+            fits, too_many = too_many, min(2 * too_many, MOST_LAYERS)
+    if fits == 0:
+        assert why is not None
+        raise why
+    while why is not None and too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        found = refusal(middle)
+        if found is not None:
+            too_many, why = middle, found
+        else:
+            fits = middle
+    largest = _with_layers(problem, fits)
+    result = search_plan(largest, search, micro_batch_size=micro_batch_size)
+    return Largest(problem=largest, result=result, refusal="" if why is None else str(why))
+
+
+def _with_layers(problem: PlanProblem, num_layers: int) -> PlanProblem:
+    return replace(problem, model=replace(problem.model, num_layers=num_layers))
+
+
+# --- late updates ----------------------------------------------------------------------------------------
+
+
+def with_late_updates(problem: PlanProblem, result: SearchResult) -> SearchResult:
+    """The result with its best plan's forecast as it runs with late updates, and a note on it."""
+    best = result.best
+    if not any(stage.host_bytes for stage in best.cost.stages):
+        return replace(result, notes=(*result.notes, NOTHING_LATE))
+    costs = make_costs(replace(problem, late_updates=True))
+    cost = cost_plan(costs, best.plan)
+    bound = min(result.lower_bound_seconds, cost.step_seconds)
+    plan = replace(best.plan, forecast=make_forecast(costs, best.plan, cost, lower_bound_seconds=bound))
+    note = f"host updates come a step late; in time, a step takes {show_seconds(best.step_seconds)}"
+    if not cost.fits:
+        note += ", and fits: the gradients of the late updates do not fit the hosts"
+    return replace(
+        result,
+        best=replace(best, plan=plan, cost=cost),
+        lower_bound_seconds=bound,
+        notes=(*result.notes, note),
+    )
