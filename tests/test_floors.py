@@ -80,7 +80,7 @@ NEVER = {
 }
 """Modules that a folder never imports, wherever in a file."""
 
-PLANNER_FLOORS = ("native", "costs", "evaluate", "solver", "search", "report")
+PLANNER_FLOORS = ("native", "costs", "evaluate", "solver", "search", "roles", "report")
 """Folders of the planner; each may import those before it."""
 
 OF_THE_SOLVER = {"yuan_train.schedule", "yuan_train.planner.evaluate.simulator", "yuan_train.planner.native"}

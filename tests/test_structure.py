@@ -27,7 +27,7 @@ LONGER_FUNCTIONS = {
     "yuan_train/models/transformer.py: __init__": 71,
     "yuan_train/rl/loop.py: _metrics": 68,
     "yuan_train/data/preprocess.py: preprocess": 67,
-    "yuan_train/planner/search/placement_plan.py: roles_problem": 63,
+    "yuan_train/planner/roles/plan.py: roles_problem": 63,
     "yuan_train/planner/evaluate/simulator.py: simulate_many": 63,
     "yuan_train/planner/evaluate/plan_cost.py: cost_plan": 63,
     "yuan_train/models/yuan/hf.py: published_config": 62,

@@ -29,7 +29,7 @@ from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
-from yuan_train.planner.evaluate.play import FlowTimes, Play, play
+from yuan_train.planner.roles.play import FlowTimes, Play, play
 
 CONFIG = "configs/run/rl-tiny.yaml"
 CHANGES = ("train.prompts_per_step=16", "generation.max_new_tokens=12", "generation.stop_ids=[]")

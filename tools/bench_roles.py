@@ -18,11 +18,11 @@ from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
-from yuan_train.planner.evaluate.engines import Workload
-from yuan_train.planner.evaluate.roles import RolesProblem
 from yuan_train.planner.report.roles_text import describe
-from yuan_train.planner.search.placement_plan import make_rl_plan
-from yuan_train.planner.search.roles import RolesSearch, search_roles
+from yuan_train.planner.roles.engines import Workload
+from yuan_train.planner.roles.placement import RolesProblem
+from yuan_train.planner.roles.plan import make_rl_plan
+from yuan_train.planner.roles.search import RolesSearch, search_roles
 
 TYPES = ("H800-80G", "H20", "A100-40G", "RTX-4090", "L40S")
 

@@ -23,7 +23,7 @@ from yuan_train.config.model import load_model
 from yuan_train.config.rl import policy_run
 from yuan_train.config.rl_files import load_rl
 from yuan_train.models.transformer import Transformer
-from yuan_train.planner.costs.scoring import scoring_bytes
+from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.unit_costs import card_costs
 from yuan_train.rl.job import prepare_rl
 from yuan_train.rl.reward_model import RewardModel

@@ -22,8 +22,8 @@ def plan_roles(arguments: argparse.Namespace) -> int:
     from yuan_train.config.rl_plan import save_rl_plan
     from yuan_train.planner.report.roles_page import roles_html
     from yuan_train.planner.report.roles_text import roles_json, roles_table
-    from yuan_train.planner.search.placement_plan import make_rl_plan, roles_problem
-    from yuan_train.planner.search.roles import search_roles
+    from yuan_train.planner.roles.plan import make_rl_plan, roles_problem
+    from yuan_train.planner.roles.search import search_roles
 
     for option in ("model", "emit", "largest"):
         if getattr(arguments, option):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from yuan_train.config.rl_plan import RlPlan
-    from yuan_train.planner.evaluate.play import Play
+    from yuan_train.planner.roles.play import Play
 
 
 def simulate_roles(arguments: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def _priced(arguments: argparse.Namespace, plan: RlPlan) -> Play:
     from yuan_train.config.merge_profiles import read_profiles
     from yuan_train.config.rl_files import load_rl
     from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
-    from yuan_train.planner.search.placement_plan import placement_of, roles_problem
+    from yuan_train.planner.roles.plan import placement_of, roles_problem
 
     run = load_rl(arguments.config, tuple(arguments.overrides))
     check_rl_plan_of_run(plan, run)
@@ -54,7 +54,7 @@ def _priced(arguments: argparse.Namespace, plan: RlPlan) -> Play:
 def _of_forecast(plan: RlPlan) -> Play:
     """The flow with the seconds of the plan's forecast."""
     from yuan_train.config.errors import PlanError
-    from yuan_train.planner.evaluate.play import FlowTimes, play
+    from yuan_train.planner.roles.play import FlowTimes, play
 
     forecast, shared = plan.forecast, plan.roles.generation.is_shared
     if forecast is None:

@@ -15,13 +15,13 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.decode import DecodeStage
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.unit_costs import check_profile
 from yuan_train.planner.costs.workload import STATE_BYTES, model_work
-from yuan_train.planner.evaluate.engines import Engine, holders_of, sync_bytes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.roles.decode import DecodeStage
+from yuan_train.planner.roles.engines import Engine, holders_of, sync_bytes
 from yuan_train.planner.search.search import search_plan
 
 SIZES: dict[str, Any] = {

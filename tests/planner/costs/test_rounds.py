@@ -12,15 +12,20 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.merge_profiles import merge_profiles
 from yuan_train.config.model import load_model
 from yuan_train.config.profile import BatchProfile, GenerationProfile, Profile, ProfileEntry, UnitProfile
-from yuan_train.planner.costs.decode import DecodeStage, prefill_seconds, round_seconds
 from yuan_train.planner.costs.links import allreduce_seconds
-from yuan_train.planner.costs.rounds import line_through, measured_rounds
 from yuan_train.planner.costs.topology import make_topology
-from yuan_train.planner.evaluate.engines import Engine, EngineRates
-from yuan_train.planner.evaluate.roles import RolesProblem
 from yuan_train.planner.report.roles_text import roles_table
-from yuan_train.planner.search.placement_plan import make_rl_plan, placement_of
-from yuan_train.planner.search.roles import RolesSearch, search_roles
+from yuan_train.planner.roles.decode import (
+    DecodeStage,
+    line_through,
+    measured_rounds,
+    prefill_seconds,
+    round_seconds,
+)
+from yuan_train.planner.roles.engines import Engine, EngineRates
+from yuan_train.planner.roles.placement import RolesProblem
+from yuan_train.planner.roles.plan import make_rl_plan, placement_of
+from yuan_train.planner.roles.search import RolesSearch, search_roles
 
 MODEL = replace(load_model("configs/model/qwen2.5-0.5b.yaml"), num_layers=4)
 CLUSTER = cluster_of({"H800-80G": 2, "H20": 2})

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.bench_roles import drawn
-from yuan_train.planner.costs.decode import DecodeStage
 from yuan_train.planner.costs.generation_memory import DRAWN_ELEMENTS, PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.workload import model_work
-from yuan_train.planner.evaluate.engines import engine_memory, with_slots
-from yuan_train.planner.search.roles import RolesSearch
+from yuan_train.planner.roles.decode import DecodeStage
+from yuan_train.planner.roles.engines import engine_memory, with_slots
+from yuan_train.planner.roles.search import RolesSearch
 
 SEARCH = RolesSearch(drawn(0, most_cards=4))
 RATES = SEARCH.ways.rates

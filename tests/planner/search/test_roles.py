@@ -13,11 +13,11 @@ from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.model import load_model
 from yuan_train.config.rl_plan import load_rl_plan, save_rl_plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.evaluate.role_memory import plan_memory
 from yuan_train.planner.report.roles_page import roles_html
 from yuan_train.planner.report.roles_text import roles_table
-from yuan_train.planner.search.placement_plan import make_rl_plan, placement_of
-from yuan_train.planner.search.roles import RolesSearch, search_roles
+from yuan_train.planner.roles.memory import plan_memory
+from yuan_train.planner.roles.plan import make_rl_plan, placement_of
+from yuan_train.planner.roles.search import RolesSearch, search_roles
 
 ONE_CUT = SearchConfig(
     schedule=("1f1b",), tensor=(1,), recompute=("none",), replicas=(1,), micro_batch_size=(1,)

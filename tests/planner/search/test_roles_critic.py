@@ -16,12 +16,12 @@ from yuan_train.config.rl_plan import CriticPlan, load_rl_plan, save_rl_plan, va
 from yuan_train.planner.costs.critic import value_model
 from yuan_train.planner.costs.plan_problem import critic_of, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.role_memory import plan_memory
-from yuan_train.planner.evaluate.roles import RolesProblem, policy_work
 from yuan_train.planner.report.roles_page import roles_html
 from yuan_train.planner.report.roles_text import roles_table
-from yuan_train.planner.search.placement_plan import make_rl_plan, placement_of
-from yuan_train.planner.search.roles import RolesResult, RolesSearch, search_roles
+from yuan_train.planner.roles.memory import plan_memory
+from yuan_train.planner.roles.placement import RolesProblem, policy_work
+from yuan_train.planner.roles.plan import make_rl_plan, placement_of
+from yuan_train.planner.roles.search import RolesResult, RolesSearch, search_roles
 
 MODEL = replace(load_model("configs/model/qwen2.5-0.5b.yaml"), num_layers=8, vocab_size=4096)
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from yuan_train.config.devices import Precision
+from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import MemoryForecast
 from yuan_train.planner.costs.critic import without_critic
-from yuan_train.planner.costs.unit_costs import UnitCost
+from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost
+from yuan_train.planner.costs.workload import ELEMENT_BYTES
 from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE
 
 
@@ -63,3 +66,12 @@ def stage_memory(
         if critics
         else None,
     )
+
+
+def scoring_bytes(
+    model: ModelConfig, costs: CardCosts, precision: Precision, *, width: int = 1
+) -> dict[str, float]:
+    """Bytes of a reward model on each of `width` cards while it scores: all of it, and of one layer at a time
+    at most what it would keep of a micro-batch for a backward. `costs` are the model's on such a card."""
+    weights = model.parameters * ELEMENT_BYTES[precision] / width
+    return {"weights": weights, "activations": costs.layer.activation_bytes}

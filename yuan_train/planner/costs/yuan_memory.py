@@ -14,9 +14,8 @@ from yuan_train.config.plan import MemoryForecast
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.critic import value_model
 from yuan_train.planner.costs.generation_memory import Writing
-from yuan_train.planner.costs.memory import stage_memory
+from yuan_train.planner.costs.memory import scoring_bytes, stage_memory
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
-from yuan_train.planner.costs.scoring import scoring_bytes
 from yuan_train.planner.costs.unit_costs import CardCosts, card_costs
 
 

@@ -16,7 +16,7 @@ from yuan_train.planner.evaluate.memory_fit import (
     with_length,
 )
 from yuan_train.planner.evaluate.oxen_table import OXEN_MODELS, Cell, mean_error
-from yuan_train.planner.evaluate.role_memory import StageBytes
+from yuan_train.planner.roles.memory import StageBytes
 
 
 def estimate_text(case: MemoryCase, length: Length | None) -> str:

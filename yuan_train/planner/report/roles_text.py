@@ -10,9 +10,9 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.dump import as_plain
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.planner.evaluate.engines import Engine
-from yuan_train.planner.evaluate.roles import Placement, RolesProblem
-from yuan_train.planner.search.roles import RolesResult
+from yuan_train.planner.roles.engines import Engine
+from yuan_train.planner.roles.placement import Placement, RolesProblem
+from yuan_train.planner.roles.search import RolesResult
 
 
 def roles_table(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:

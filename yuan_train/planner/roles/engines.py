@@ -14,8 +14,14 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import GenerationProfile
-from yuan_train.planner.costs.decode import (
+from yuan_train.planner.costs.generation_memory import Writing
+from yuan_train.planner.costs.links import message_seconds
+from yuan_train.planner.costs.topology import Topology, find_route
+from yuan_train.planner.costs.workload import ELEMENT_BYTES
+from yuan_train.planner.evaluate.simulator import StageTimes, simulate
+from yuan_train.planner.roles.decode import (
     DecodeStage,
+    Measured,
     fixed_bytes,
     held_parameters,
     most_slots,
@@ -24,12 +30,6 @@ from yuan_train.planner.costs.decode import (
     round_seconds,
     writing_on,
 )
-from yuan_train.planner.costs.generation_memory import Writing
-from yuan_train.planner.costs.links import message_seconds
-from yuan_train.planner.costs.rounds import Measured
-from yuan_train.planner.costs.topology import Topology, find_route
-from yuan_train.planner.costs.workload import ELEMENT_BYTES
-from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.schedule.schedules import forward_only
 from yuan_train.schedule.step import one_worker_each
 
@@ -318,19 +318,24 @@ def without_idle_slots(generation: Generation) -> Generation:
 
 def engine_memory(rates: EngineRates, engine: Engine) -> list[dict[str, float]]:
     """Bytes on each card of each stage of an engine, by category."""
-    found: list[dict[str, float]] = []
-    for stage in engine.stages:
-        fixed = fixed_bytes(rates.topology, rates.load.model, stage, precision=rates.load.precision)
-        writing = _writing(rates, stage)
-        found.append(
-            {
-                "weights": fixed["weights"],
-                "slots": engine.slots / writing.group * writing.group_cache_bytes,
-                "buffers": writing.lane_bytes(engine.slots_per_group),
-                "reserved": fixed["reserved"],
-            }
-        )
-    return found
+    slots, groups = engine.slots_per_group, engine.num_groups
+    return [
+        bytes_on(rates.topology, stage, _writing(rates, stage), slots=slots, num_groups=groups)
+        for stage in engine.stages
+    ]
+
+
+def bytes_on(
+    topology: Topology, stage: DecodeStage, writing: Writing, *, slots: int, num_groups: int
+) -> dict[str, float]:
+    """Of a stage with so many slots in each of its groups."""
+    fixed = fixed_bytes(topology, writing.model, stage, precision=writing.precision)
+    return {
+        "weights": fixed["weights"],
+        "slots": slots * num_groups / writing.group * writing.group_cache_bytes,
+        "buffers": writing.lane_bytes(slots),
+        "reserved": fixed["reserved"],
+    }
 
 
 # --- weights ---------------------------------------------------------------------------------------------

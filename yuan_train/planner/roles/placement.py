@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, Cluster, NodeGroup
+from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+from yuan_train.config.plan import Plan
 from yuan_train.config.profile import BatchProfile
 from yuan_train.config.run import Counts, SearchConfig
-from yuan_train.planner.costs.decode import DecodeStage
+from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, critic_of
-from yuan_train.planner.costs.rounds import measured_rounds
-from yuan_train.planner.costs.scoring import scoring_bytes
 from yuan_train.planner.costs.topology import Topology
-from yuan_train.planner.costs.unit_costs import Source, card_costs
+from yuan_train.planner.costs.unit_costs import CardCosts, Source, card_costs
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
-from yuan_train.planner.evaluate.engines import (
-    Engine,
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.simulator import simulate
+from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.roles.decode import DecodeStage, measured_rounds
+from yuan_train.planner.roles.engines import (
     EngineRates,
     Generation,
     Holder,
@@ -28,10 +31,8 @@ from yuan_train.planner.evaluate.engines import (
     sync_bytes,
     sync_seconds,
 )
-from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
-from yuan_train.planner.evaluate.play import FlowTimes, Play, play
-from yuan_train.planner.evaluate.simulator import simulate
-from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.roles.play import FlowTimes, Play, play
+from yuan_train.planner.search.what_if import with_nodes
 from yuan_train.schedule.schedules import forward_only
 
 
@@ -88,24 +89,24 @@ class RolesProblem:
 
 def part_of_cluster(cluster: Cluster, cards: Sequence[Card]) -> Cluster:
     """The cluster of the first cards of some of its nodes; a host is shared as it was by all of them."""
-    groups: list[NodeGroup] = []
-    for node, group in cluster.groups.items():
-        count = sum(card.node == node for card in cards)
-        if not count:
-            continue
-        host = group.host
-        if host is not None:
-            share = count / group.num_cards
-            host = replace(
-                host,
-                memory=max(int(host.memory * share), 1),
-                bandwidth=host.bandwidth and host.bandwidth * share,
-                link_bandwidth=host.link_bandwidth and host.link_bandwidth * share,
-            )
-        groups.append(replace(group, host=host).with_cards(group.types[:count], name=node))
-    nodes = {group.name for group in groups}
-    links = tuple(link for link in cluster.links if {link.from_, link.to} <= nodes)
-    return replace(cluster, nodes=tuple(groups), links=links)
+    counts = Counter(card.node for card in cards)
+    return with_nodes(
+        cluster, {node: _part_of(group, node, counts[node]) for node, group in cluster.groups.items()}
+    )
+
+
+def _part_of(group: NodeGroup, node: str, count: int) -> NodeGroup | None:
+    if not count:
+        return None
+    host, share = group.host, count / group.num_cards
+    if host is not None:
+        host = replace(
+            host,
+            memory=max(int(host.memory * share), 1),
+            bandwidth=host.bandwidth and host.bandwidth * share,
+            link_bandwidth=host.link_bandwidth and host.link_bandwidth * share,
+        )
+    return replace(group, host=host).with_cards(group.types[:count], name=node)
 
 
 def engine_rates(problem: RolesProblem, topology: Topology) -> EngineRates:
@@ -137,7 +138,7 @@ class PolicyWork:
         for p in range(len(self.plan.pipelines)):
             stages = [stage for stage in self.cost.stages if stage.pipeline == p]
             # The first replica of each stage fixes the ranges; the others hold the same.
-            own = holders_of(self.plan.model, [_decode_stage(stage.replicas[0], stage) for stage in stages])
+            own = holders_of(self.plan.model, [DecodeStage.of(stage, stage.replicas[0]) for stage in stages])
             ranges = {holder.card.name: holder for holder in own}
             for stage in stages:
                 for replica in stage.replicas:
@@ -146,11 +147,6 @@ class PolicyWork:
                         for first, card in zip(stage.replicas[0], replica, strict=True)
                     ]
         return found
-
-
-def _decode_stage(cards: Sequence[Card], stage: object) -> DecodeStage:
-    layers, embedding, head = (getattr(stage, name) for name in ("layers", "embedding", "head"))
-    return DecodeStage(cards=tuple(cards), layers=layers, embedding=embedding, head=head)
 
 
 def policy_work(problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost) -> PolicyWork:
@@ -243,6 +239,30 @@ class RewardWork:
     """Whether the cards are its own, and not the policy's, between whose phases it scores."""
 
 
+def scoring_on(
+    device: DeviceType,
+    type_name: str,
+    model: ModelConfig,
+    *,
+    length: int,
+    precision: Precision,
+    width: int = 1,
+) -> tuple[CardCosts, dict[str, float]]:
+    """(costs, bytes by category) of a reward model on a card of a group of `width`, a sample at a time."""
+    own = card_costs(
+        model,
+        sequence_length=length,
+        micro_batch_size=1,
+        precision=precision,
+        recompute="none",
+        type_name=type_name,
+        device=device,
+        profile=None,
+        tensor_parallel=width,
+    )
+    return own, scoring_bytes(model, own, precision, width=width)
+
+
 def reward_work(
     problem: RolesProblem, model: ModelConfig, groups: Sequence[tuple[Card, ...]]
 ) -> RewardWork | None:
@@ -251,19 +271,11 @@ def reward_work(
     forward, found = 0.0, dict[str, float]()
     for cards in groups:
         device = problem.policy.cluster.device_type(cards[0].type)
-        own = card_costs(
-            model,
-            sequence_length=load.length,
-            micro_batch_size=1,
-            precision=load.precision,
-            recompute="none",
-            type_name=cards[0].type,
-            device=device,
-            profile=None,
-            tensor_parallel=width,
+        own, found = scoring_on(
+            device, cards[0].type, model, length=load.length, precision=load.precision, width=width
         )
         forward = max(forward, math.fsum(unit.forward_seconds for unit in own.units))
-        found = scoring_bytes(model, own, load.precision, width=width) | {"reserved": float(device.reserved)}
+        found["reserved"] = float(device.reserved)
         if math.fsum(found.values()) > problem.policy.usable_bytes(cards[0].type):
             return None
     seconds = forward * math.ceil(load.samples / len(groups))
@@ -399,57 +411,3 @@ def _flow_times(
         stops = moved if staleness else 0.0
         generate = tuple(seconds + stops for seconds in generation.engine_batch_seconds)
     return FlowTimes(generate=generate, score=score, train=policy.training_seconds, publish=moved)
-
-
-# --- plans -----------------------------------------------------------------------------------------------
-
-
-def engines_plan(problem: RolesProblem, engines: Sequence[Engine]) -> Plan:
-    """The plan of engines on cards of their own: a pipeline each."""
-    pipelines: list[PipelinePlan] = []
-    cards: list[Card] = []
-    for engine in engines:
-        stages: list[StagePlan] = []
-        for stage in engine.stages:
-            ranks = tuple(range(len(cards), len(cards) + stage.width))
-            cards += stage.cards
-            stages.append(
-                StagePlan(replicas=(ranks,), layers=stage.layers, embedding=stage.embedding, head=stage.head)
-            )
-        pipelines.append(
-            PipelinePlan(
-                micro_batch_size=engine.slots_per_group,
-                num_micro_batches=engine.num_groups,
-                stages=tuple(stages),
-            )
-        )
-    return _role_plan(problem, problem.load.model, cards, pipelines)
-
-
-def reward_plan(problem: RolesProblem, model: ModelConfig, work: RewardWork) -> Plan:
-    """The plan of a reward model: a pipeline of one stage for each group."""
-    samples, count = problem.load.samples, len(work.groups)
-    pipelines: list[PipelinePlan] = []
-    cards: list[Card] = []
-    for i, group in enumerate(work.groups):
-        ranks = tuple(range(len(cards), len(cards) + len(group)))
-        cards += group
-        stage = StagePlan(replicas=(ranks,), layers=(0, model.num_layers), embedding=True, head=True)
-        number = samples // count + (i < samples % count)
-        pipelines.append(PipelinePlan(micro_batch_size=1, num_micro_batches=max(number, 1), stages=(stage,)))
-    return _role_plan(problem, model, cards, pipelines)
-
-
-def _role_plan(
-    problem: RolesProblem, model: ModelConfig, cards: Sequence[Card], pipelines: Sequence[PipelinePlan]
-) -> Plan:
-    cluster = problem.policy.cluster
-    return Plan(
-        cluster=cluster.name,
-        model=model,
-        sequence_length=problem.load.length,
-        global_batch_size=sum(pipeline.num_sequences for pipeline in pipelines),
-        ranks=tuple(RankPlan(rank=r, device=card.name, type=card.type) for r, card in enumerate(cards)),
-        pipelines=tuple(pipelines),
-        device_types=uncatalogued_types(cluster, {card.type for card in cards}),
-    )

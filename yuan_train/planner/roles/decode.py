@@ -11,22 +11,25 @@ W = parameters of the stage's matrices (the lookup of an embedding reads b rows)
 H = hidden size, e = bytes of an element, B and F = memory bandwidth and peak of a card times what a
 well-tuned model reaches of them. Where a profile has the generation of this type of card, its seconds take
 the place of all but the all-reduces; a group wider than any that was measured divides what one card takes.
+A layer's seconds are affine in b and in b l where either the weights' bytes or the products decide: between
+the measured numbers, and beyond them, each number of slots is a line in the context, and each context a line
+in the slots, through the two nearest measured.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.profile import GenerationProfile
+from yuan_train.config.plan import StagePlan
+from yuan_train.config.profile import GenerationProfile, Profile
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.links import allreduce_seconds
-from yuan_train.planner.costs.rounds import Measured, PartSeconds, reading_parts, round_parts
 from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import (
     MATRIX_EFFICIENCY,
@@ -34,7 +37,10 @@ from yuan_train.planner.costs.unit_costs import (
     UNIT_OVERHEAD_SECONDS,
 )
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
+from yuan_train.planner.evaluate.stage_cost import StageCost
 
+Measured = Mapping[tuple[str, int], GenerationProfile]
+"""By type of card, and cards of a tensor-parallel group."""
 NOTHING: Measured = MappingProxyType({})
 """No profile, or one without generation."""
 
@@ -47,6 +53,11 @@ class DecodeStage:
     layers: tuple[float, float]
     embedding: bool
     head: bool
+
+    @classmethod
+    def of(cls, stage: StagePlan | StageCost, cards: Sequence[Card]) -> DecodeStage:
+        """The stage of a plan on one of its replicas."""
+        return cls(cards=tuple(cards), layers=stage.layers, embedding=stage.embedding, head=stage.head)
 
     @property
     def width(self) -> int:
@@ -214,3 +225,52 @@ def most_slots(free_bytes: float, writing: Writing, *, limit: int, num_groups: i
         return count * writing.group_cache_bytes + writing.lane_bytes(-(-slots // num_groups))
 
     return bisect.bisect_right(range(1, limit // writing.group + 1), free_bytes, key=held) * writing.group
+
+
+# --- what a profile has measured -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSeconds:
+    """Of a pass over some slots, or prompts: of a layer, and of what is there once."""
+
+    layer: float
+    engine: float
+    """Of the embedding, and beside the model."""
+    head: float
+
+
+def measured_rounds(profile: Profile | None) -> Measured:
+    """What a profile has of generation."""
+    found = profile.generation if profile is not None else ()
+    return {(own.device_type, own.tensor_parallel): own for own in found}
+
+
+def round_parts(own: GenerationProfile, *, slots: int, context: float) -> PartSeconds:
+    """Seconds of a round, on the cards that were measured."""
+    by_slots = [line_through(own.contexts, row, context) for row in own.layer_seconds]
+    return PartSeconds(
+        layer=line_through(own.slots, by_slots, slots),
+        engine=line_through(own.slots, own.engine_seconds, slots),
+        head=line_through(own.slots, own.head_seconds, slots),
+    )
+
+
+def reading_parts(own: GenerationProfile, *, prompts: int, tokens: int) -> PartSeconds:
+    """Seconds of a reading of so many prompts of so many tokens, which draws `group` tokens for each."""
+    share = tokens / own.prompt_tokens
+    return PartSeconds(
+        layer=share * line_through(own.prompts, own.prompt_layer_seconds, prompts),
+        engine=line_through(own.prompts, own.prompt_engine_seconds, prompts),
+        head=line_through(own.slots, own.head_seconds, prompts * own.group),
+    )
+
+
+def line_through(places: Sequence[float], values: Sequence[float], place: float) -> float:
+    """The value at a place, on the line through those of the two nearest places, and not below 0; with one
+    place, what is there."""
+    if len(places) == 1:
+        return values[0]
+    after = min(max(bisect.bisect(places, place), 1), len(places) - 1)
+    share = (place - places[after - 1]) / (places[after] - places[after - 1])
+    return max(0.0, values[after - 1] + share * (values[after] - values[after - 1]))

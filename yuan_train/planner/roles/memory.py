@@ -13,14 +13,13 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl_plan import RlPlan
-from yuan_train.planner.costs.decode import DecodeStage, fixed_bytes, writing_on
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
-from yuan_train.planner.costs.scoring import scoring_bytes
-from yuan_train.planner.costs.unit_costs import card_costs
-from yuan_train.planner.evaluate.engines import num_groups
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
+from yuan_train.planner.roles.decode import DecodeStage, fixed_bytes, writing_on
+from yuan_train.planner.roles.engines import bytes_on, num_groups
+from yuan_train.planner.roles.placement import scoring_on
 
 ANY_LINK = Link(bandwidth=1e9)
 LASTING = ("parameters", "gradients", "optimizer", "critic", "reserved")
@@ -126,9 +125,7 @@ def _training(
     if reward_model is not None:
         phases.append(kept | _whole_scoring(costs, plan, stage, reward_model))
     if slots is not None:
-        own = DecodeStage(
-            cards=stage.replicas[0], layers=stage.layers, embedding=stage.embedding, head=stage.head
-        )
+        own = DecodeStage.of(stage, stage.replicas[0])
         groups = max(num_groups(len(plan.pipelines[stage.pipeline].stages), slots // read.group), 1)
         drawn = _drawing(costs, plan, own, slots // groups, groups, read)
         phases.append(kept | {name: drawn[name] for name in ("slots", "buffers")})
@@ -144,18 +141,10 @@ def _training(
 
 def _whole_scoring(costs: Costs, plan: Plan, stage: StageCost, model: ModelConfig) -> dict[str, float]:
     """Of a reward model that every card has whole while it scores."""
-    precision = costs.problem.precision
-    own = card_costs(
-        model,
-        sequence_length=plan.sequence_length,
-        micro_batch_size=1,
-        precision=precision,
-        recompute="none",
-        type_name=stage.card.type,
-        device=costs.problem.cluster.device_type(stage.card.type),
-        profile=None,
+    device = costs.problem.cluster.device_type(stage.card.type)
+    _, scoring = scoring_on(
+        device, stage.card.type, model, length=plan.sequence_length, precision=costs.problem.precision
     )
-    scoring = scoring_bytes(model, own, precision)
     return {"reward model": scoring["weights"], "buffers": scoring["activations"]}
 
 
@@ -164,7 +153,7 @@ def _forward_only(role: str, costs: Costs, plan: Plan, read: _Read) -> list[Stag
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             cards = cards_of(costs, plan, stage)[0]
-            own = DecodeStage(cards=cards, layers=stage.layers, embedding=stage.embedding, head=stage.head)
+            own = DecodeStage.of(stage, cards)
             if role == "generation":
                 slots, groups = pipeline.micro_batch_size, pipeline.num_micro_batches
                 categories = _drawing(costs, plan, own, slots, groups, read)
@@ -187,21 +176,23 @@ def _drawing(
     costs: Costs, plan: Plan, stage: DecodeStage, slots: int, groups: int, read: _Read
 ) -> dict[str, float]:
     """Of a stage that generates on `slots` slots of each group."""
-    fixed, writing = _held(costs, plan, stage, read)
-    caches = slots * groups / read.group * writing.group_cache_bytes
-    buffers = writing.lane_bytes(slots)
-    return {"weights": fixed["weights"], "slots": caches, "buffers": buffers, "reserved": fixed["reserved"]}
+    writing = _writing(costs, plan, stage, read)
+    return bytes_on(costs.topology, stage, writing, slots=slots, num_groups=groups)
 
 
 def _scoring(costs: Costs, plan: Plan, stage: DecodeStage) -> dict[str, float]:
     """Of a role that reads a sample at once, and keeps no keys and values."""
-    fixed, writing = _held(costs, plan, stage, _Read(plan.sequence_length, 1))
-    return {"weights": fixed["weights"], "buffers": writing.chunk_bytes, "reserved": fixed["reserved"]}
+    fixed = fixed_bytes(costs.topology, plan.model, stage, precision=costs.problem.precision)
+    chunk = _writing(costs, plan, stage, _Read(plan.sequence_length, 1)).chunk_bytes
+    return {"weights": fixed["weights"], "buffers": chunk, "reserved": fixed["reserved"]}
 
 
-def _held(costs: Costs, plan: Plan, stage: DecodeStage, read: _Read) -> tuple[dict[str, float], Writing]:
-    precision, length = costs.problem.precision, plan.sequence_length
-    writing = writing_on(
-        plan.model, stage, group=read.group, prompt=read.prompt, length=length, precision=precision
+def _writing(costs: Costs, plan: Plan, stage: DecodeStage, read: _Read) -> Writing:
+    return writing_on(
+        plan.model,
+        stage,
+        group=read.group,
+        prompt=read.prompt,
+        length=plan.sequence_length,
+        precision=costs.problem.precision,
     )
-    return fixed_bytes(costs.topology, plan.model, stage, precision=precision), writing

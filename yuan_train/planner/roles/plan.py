@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
-from yuan_train.config.cluster import Cluster
+from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.profile import Profile
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import (
@@ -22,31 +23,29 @@ from yuan_train.config.rl_plan import (
     RolePlans,
     validate_rl_plan,
 )
-from yuan_train.planner.costs.decode import DecodeStage
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
-from yuan_train.planner.evaluate.engines import (
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs, plan_on_cards
+from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
+from yuan_train.planner.evaluate.stage_cost import cards_of
+from yuan_train.planner.roles.decode import DecodeStage
+from yuan_train.planner.roles.engines import (
     Engine,
     Generation,
     Workload,
     engine_memory,
     num_groups,
 )
-from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
-from yuan_train.planner.evaluate.roles import (
+from yuan_train.planner.roles.placement import (
     Placement,
     PolicyWork,
     RewardWork,
     RolesProblem,
     engine_rates,
-    engines_plan,
     part_of_cluster,
     place,
     policy_work,
-    reward_plan,
     reward_work,
 )
-from yuan_train.planner.evaluate.stage_cost import cards_of
-from yuan_train.planner.search.roles import RolesResult
+from yuan_train.planner.roles.search import RolesResult
 
 PACKED_SHARE = 0.9
 """Of a row that samples of unlike lengths fill, the longest first; policy, not measured."""
@@ -196,15 +195,7 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
     source = own if generation.plan is None else generation.plan
     engines: list[Engine] = []
     for pipeline in source.pipelines:
-        stages = tuple(
-            DecodeStage(
-                cards=cards_of(costs, source, stage)[0],
-                layers=stage.layers,
-                embedding=stage.embedding,
-                head=stage.head,
-            )
-            for stage in pipeline.stages
-        )
+        stages = tuple(DecodeStage.of(stage, cards_of(costs, source, stage)[0]) for stage in pipeline.stages)
         groups = pipeline.num_micro_batches
         slots = pipeline.micro_batch_size
         if generation.slots is not None:
@@ -310,3 +301,54 @@ def role_memory(placement: Placement) -> dict[str, tuple[RoleMemory, ...]]:
             for p in range(len(placement.reward.groups))
         )
     return found
+
+
+# --- plans -----------------------------------------------------------------------------------------------
+
+
+def engines_plan(problem: RolesProblem, engines: Sequence[Engine]) -> Plan:
+    """The plan of engines on cards of their own: a pipeline each."""
+
+    def pipelines(rank_of: Mapping[Card, int]) -> Iterator[PipelinePlan]:
+        for engine in engines:
+            yield PipelinePlan(
+                micro_batch_size=engine.slots_per_group,
+                num_micro_batches=engine.num_groups,
+                stages=tuple(
+                    StagePlan(
+                        replicas=(tuple(rank_of[card] for card in stage.cards),),
+                        layers=stage.layers,
+                        embedding=stage.embedding,
+                        head=stage.head,
+                    )
+                    for stage in engine.stages
+                ),
+            )
+
+    cards = {card for engine in engines for card in engine.cards}
+    return _role_plan(problem, problem.load.model, cards, pipelines)
+
+
+def reward_plan(problem: RolesProblem, model: ModelConfig, work: RewardWork) -> Plan:
+    """The plan of a reward model: a pipeline of one stage for each group."""
+    each, rest = divmod(problem.load.samples, len(work.groups))
+
+    def pipelines(rank_of: Mapping[Card, int]) -> Iterator[PipelinePlan]:
+        for i, group in enumerate(work.groups):
+            ranks = tuple(rank_of[card] for card in group)
+            stage = StagePlan(replicas=(ranks,), layers=(0, model.num_layers), embedding=True, head=True)
+            number = max(each + (i < rest), 1)
+            yield PipelinePlan(micro_batch_size=1, num_micro_batches=number, stages=(stage,))
+
+    return _role_plan(problem, model, {card for group in work.groups for card in group}, pipelines)
+
+
+def _role_plan(
+    problem: RolesProblem,
+    model: ModelConfig,
+    cards: Set[Card],
+    pipelines: Callable[[Mapping[Card, int]], Iterable[PipelinePlan]],
+) -> Plan:
+    own = replace(problem.policy, model=model, sequence_length=problem.load.length)
+    plan = plan_on_cards(own, cards, pipelines, schedule="1f1b", sharded=False)
+    return replace(plan, global_batch_size=sum(pipeline.num_sequences for pipeline in plan.pipelines))
