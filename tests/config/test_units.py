@@ -89,4 +89,4 @@ def test_shown_short() -> None:
     assert show_bytes(12) == "12 B"
     assert show_seconds(0.0412) == "41.2 ms"
     assert show_seconds(0) == "0 s"
-    assert show_seconds(3e-9) == "3e-09 s"
+    assert show_seconds(3e-9) == show_seconds(-1e-14) == "0 s"

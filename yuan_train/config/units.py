@@ -81,11 +81,12 @@ def show_bytes(value: float) -> str:
 
 
 def show_seconds(value: float) -> str:
-    """Seconds for display: three digits and a unit, such as `41.2 ms`."""
+    """Seconds for display: three digits and a unit, such as `41.2 ms`; `0 s` below a microsecond."""
     for unit in ("s", "ms", "us"):
         if abs(value) >= FACTORS["seconds"][unit]:
             return f"{value / FACTORS['seconds'][unit]:.3g} {unit}"
-    return "0 s" if value == 0 else f"{value:.3g} s"
+    # What is shorter than that comes of rounding, of sums or of clocks.
+    return "0 s"
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from yuan_train.config.dump import as_plain
 from yuan_train.config.express import to_layout
-from yuan_train.config.plan import MemoryForecast
+from yuan_train.config.plan import MemoryForecast, StagePlan
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
@@ -25,6 +25,8 @@ GIB = 2.0**30
 MAX_STAGE_ROWS = 16
 """Rows of stages in the table, over all kinds of pipelines; each kind has at least four."""
 MAX_KINDS = 6
+MAX_WORDS = 90
+"""Characters of one thing in which a runner-up differs."""
 
 
 def plan_table(result: SearchResult, problem: PlanProblem) -> str:
@@ -71,6 +73,7 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
             {
                 "step_seconds": c.step_seconds,
                 "layers": layer_list(c),
+                "differs": differences(c, best),
                 "why": slower_because(c.cost, best.cost),
             }
             for c in result.runners_up
@@ -142,21 +145,58 @@ def best_reasons(result: SearchResult) -> list[str]:
 
 
 def runner_lines(result: SearchResult) -> list[str]:
-    """Each runner-up: how much slower it is, its cards and layers, and what makes it slower."""
+    """Each runner-up: how much slower it is, in what it differs from the plan, and where its time goes."""
     best = result.best
     return [
-        f"+{candidate.step_seconds / best.step_seconds - 1:.1%} {describe_cards(candidate)}, layers "
-        f"{layer_list(candidate)}: {slower_because(candidate.cost, best.cost)}"
+        f"+{candidate.step_seconds / best.step_seconds - 1:.1%} {differences(candidate, best)}: "
+        f"{slower_because(candidate.cost, best.cost)}"
         for candidate in result.runners_up
     ]
 
 
+def differences(candidate: Candidate, best: Candidate) -> str:
+    """What a plan has otherwise than the best one: `layers 4,9 | 13; micro-batches 8 of 4`."""
+    own, others = _looks(candidate), _looks(best)
+    words = [f"{name} {own[name]}".strip() for name in own if own[name] != others[name]]
+    words = [text if len(text) <= MAX_WORDS else f"{text[: MAX_WORDS - 3]}..." for text in words]
+    return "; ".join(words) or "the same on other cards of these types"
+
+
+def _looks(candidate: Candidate) -> dict[str, str]:
+    """What may differ between plans, in words: by stage, and once where all have the same."""
+    plan = candidate.plan
+
+    def each(value: Callable[[StagePlan], object]) -> str:
+        rows = [[str(value(stage)) for stage in pipeline.stages] for pipeline in plan.pipelines]
+        values = {text for row in rows for text in row}
+        return values.pop() if len(values) == 1 else " | ".join(dict.fromkeys(map(",".join, rows)))
+
+    batches = (f"{p.num_micro_batches} of {p.micro_batch_size}" for p in plan.pipelines)
+    return {
+        "": plan.schedule,
+        "cards": describe_cards(candidate),
+        "layers": layer_list(candidate),
+        "micro-batches": " | ".join(dict.fromkeys(batches)),
+        "tensor width": each(lambda stage: len(stage.replicas[0])),
+        "replicas": each(lambda stage: len(stage.replicas)),
+        "recompute": each(lambda stage: f"{stage.num_recomputed} {stage.recompute}".removeprefix("0 ")),
+        "in flight": each(lambda stage: stage.in_flight or "least"),
+        "optimizer": "sharded" if plan.optimizer_sharding else "whole",
+        "optimizer on hosts": each(lambda stage: f"{stage.optimizer_offload:.2g}"),
+        "layers with activations on hosts": each(lambda stage: stage.activation_offload),
+        "pages": each(lambda stage: stage.parameter_offload),
+    }
+
+
 def slower_because(cost: PlanCost, best: PlanCost) -> str:
-    """The part of the step that grew most against `best`."""
+    """The parts of the step that differ most from those of `best`, those that are shorter among them."""
     parts, best_parts = _parts(cost), _parts(best)
-    name = max(parts, key=lambda part: parts[part] - best_parts[part])
-    growth = parts[name] - best_parts[name]
-    return f"{name} +{show_seconds(growth)}" if growth > 0 else "as fast"
+    growth = {name: parts[name] - best_parts[name] for name in parts}
+    most = max(map(abs, growth.values()))
+    named = [name for name in growth if abs(growth[name]) >= max(most / 4, 1e-6)]
+    named.sort(key=lambda name: -abs(growth[name]))
+    signs = {name: "+" if growth[name] > 0 else "-" for name in named}
+    return ", ".join(f"{name} {signs[name]}{show_seconds(abs(growth[name]))}" for name in named) or "as fast"
 
 
 def left_out_lines(left_out: Sequence[LeftOut]) -> list[str]:
