@@ -310,7 +310,7 @@ def test_no_circles_between_files() -> None:
         "plan --help",
         "inspect --help",
         "inspect configs/run/tiny.yaml",
-        "estimate --table oxen --json",
+        "estimate --model Qwen2.5-0.5B --json",
     ],
 )
 def test_light_commands_do_without_torch(command: str) -> None:

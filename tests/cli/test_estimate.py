@@ -100,15 +100,6 @@ def test_all_methods_of_a_model(estimate: Any) -> None:
     ]
 
 
-def test_the_table(estimate: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    found = estimate("--table", "oxen")
-    assert len(found["cells"]) == 20 and found["right"] == 19
-    assert {"model", "method", "bytes", "fits"} <= found["cells"][0].keys()
-    assert found["mean_error"] == pytest.approx(0.157, abs=0.001)
-    assert main(["estimate", "--table", "oxen"]) == 0
-    assert "86.0 / 69 !" in capsys.readouterr().out
-
-
 def test_text_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--model", "Qwen2.5-7B", "--method", "full", "--largest", "group"]) == 0
     text = capsys.readouterr().out
@@ -139,11 +130,7 @@ def test_text_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model configs/model/yuan2-m32.yaml --engine trl-0.14", "a mixture of experts"),
         ("--model configs/cluster/laptop.yaml", "laptop.yaml: a cluster file; wanted a model file, a name"),
         ("--model Qwen/Qwen9-1B", "no such file or model.* hf download Qwen/Qwen9-1B --local-dir Qwen9-1B"),
-        ("--table oxen --model Qwen2.5-7B", "leave --model out"),
-        ("--table oxen --engine yuan", "leave --engine out"),
-        ("--table oxen --reward-model Qwen2.5-7B", "leave --reward-model out"),
         ("--model Qwen2.5-7B --engine trl-0.14 --algorithm ppo", "without a critic or a reward model"),
-        ("--table oxen --group 8", "measured with group 4, prompt 256, new 786"),
     ],
 )
 def test_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

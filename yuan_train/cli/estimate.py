@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 METHODS = ("full", "adam8", "adam8+recompute", "lora")
 ENGINES = ("trl-0.14", "yuan")
 DEFAULT_CARD = "H100-80G"
+DEFAULT_SAMPLES = {"group": 4, "prompt": 256, "new": 786}
 LARGEST_LENGTH = 2**31
 
 _DESCRIPTION = """\
@@ -70,9 +71,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--largest", choices=("group", "new"), help="also find the largest of these that fits"
     )
     parser.add_argument(
-        "--table", choices=("oxen",), help="the 20 cells that Oxen.ai measured, ours beside them"
-    )
-    parser.add_argument(
         "--plan", metavar="F", help="an RL plan: every role's bytes on its cards, as its roles hold them"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -95,8 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"--card {arguments.card}: there is no such card{hint} (has: {', '.join(CATALOGUE)})"
         )
     arguments.card = card
-    if arguments.table:
-        return _print_table(arguments)
     if arguments.model is None:
         raise ConfigError("no --model; wanted a name such as Qwen2.5-7B, a config.json or a model file")
     cases = _cases(arguments)
@@ -124,7 +120,7 @@ def _print_roles(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.report.memory_text import roles_memory_json, roles_memory_text
     from yuan_train.planner.roles.memory import plan_memory
 
-    for name in ("model", "method", "engine", "algorithm", "largest", "table", "new"):
+    for name in ("model", "method", "engine", "algorithm", "largest", "new"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--plan has its own model, cards and slots; leave --{name} out")
     plan = load_rl_plan(arguments.plan)
@@ -136,28 +132,6 @@ def _print_roles(arguments: argparse.Namespace) -> int:
         print(json.dumps(roles_memory_json(found)))
     else:
         print(roles_memory_text(found))
-    return 0
-
-
-def _print_table(arguments: argparse.Namespace) -> int:
-    """The article's cells. Raises ConfigError if other cells are asked for."""
-    from yuan_train.config.errors import ConfigError
-    from yuan_train.planner.evaluate.oxen_table import OXEN_SAMPLES, oxen_table
-    from yuan_train.planner.report.memory_text import oxen_json, oxen_text
-
-    for name in ("model", "method", "largest", "algorithm", "reward_model"):
-        if getattr(arguments, name) is not None:
-            raise ConfigError(
-                f"--table {arguments.table} has models and methods of its own; leave "
-                f"--{name.replace('_', '-')} out"
-            )
-    if arguments.engine == "yuan":
-        raise ConfigError(f"--table {arguments.table} was measured with TRL 0.14; leave --engine out")
-    if _samples(arguments) != OXEN_SAMPLES:
-        wanted = f"group {OXEN_SAMPLES.group}, prompt {OXEN_SAMPLES.prompt}, new {OXEN_SAMPLES.new}"
-        raise ConfigError(f"--table {arguments.table} was measured with {wanted}; leave these options out")
-    cells = oxen_table(arguments.card)
-    print(json.dumps(oxen_json(cells)) if arguments.json else oxen_text(cells))
     return 0
 
 
@@ -209,10 +183,10 @@ def _reward_model(name: str | None) -> ModelConfig | None:
 
 
 def _samples(arguments: argparse.Namespace) -> Samples:
-    from yuan_train.planner.evaluate.oxen_table import OXEN_SAMPLES
+    from yuan_train.planner.costs.phases import Samples
 
     given = {name: getattr(arguments, name) for name in ("group", "prompt", "new")}
-    return replace(OXEN_SAMPLES, **{name: value for name, value in given.items() if value is not None})
+    return Samples(**DEFAULT_SAMPLES | {name: value for name, value in given.items() if value is not None})
 
 
 def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelShape | ModelConfig:

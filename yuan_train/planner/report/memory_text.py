@@ -15,7 +15,6 @@ from yuan_train.planner.evaluate.memory_fit import (
     remedies,
     with_length,
 )
-from yuan_train.planner.evaluate.oxen_table import OXEN_MODELS, Cell, mean_error
 from yuan_train.planner.roles.memory import StageBytes
 
 
@@ -112,36 +111,6 @@ def methods_json(cases: Sequence[MemoryCase]) -> dict[str, Any]:
     }
 
 
-def oxen_text(cells: Sequence[Cell]) -> str:
-    """The article's table, ours before its numbers."""
-    lines = [
-        f"{'GB, ours / measured':<20}" + "".join(f"{name.rpartition('-')[2]:>14}" for name in OXEN_MODELS)
-    ]
-    for start in range(0, len(cells), len(OXEN_MODELS)):
-        row = cells[start : start + len(OXEN_MODELS)]
-        lines.append(f"{row[0].case.method:<20}" + "".join(f"{_oxen_cell(cell):>14}" for cell in row))
-    right = sum(cell.right for cell in cells)
-    lines += [
-        f"{right} of {len(cells)} right as to fit (!: the others); mean error {mean_error(list(cells)):.1%}",
-        "measured: Oxen.ai, GRPO VRAM Requirements For the GPU Poor, TRL 0.14, H100 of 80 GB (cited)",
-    ]
-    return "\n".join(lines)
-
-
-def oxen_json(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The table as plain values."""
-    return {
-        "table": "oxen",
-        **_lengths_json(cells[0].case),
-        "cells": [
-            {**_cell_json(cell.case), "measured_bytes": cell.measured_bytes, "right": cell.right}
-            for cell in cells
-        ],
-        "right": sum(cell.right for cell in cells),
-        "mean_error": mean_error(list(cells)),
-    }
-
-
 def _cell_json(case: MemoryCase) -> dict[str, Any]:
     return {
         "model": case.model.name,
@@ -174,11 +143,6 @@ def _largest_words(case: MemoryCase, length: Length) -> str:
         return f"largest {length}: none; 1 needs {beyond} GB"
     needed = _gb(memory_of(with_length(case, length, value)).peak)
     return f"largest {length} that fits: {value} ({needed} GB; {value + 1} needs {beyond} GB)"
-
-
-def _oxen_cell(cell: Cell) -> str:
-    measured = "OOM" if cell.measured_bytes is None else str(cell.measured_bytes // 10**9)
-    return f"{_gb(memory_of(cell.case).peak)} / {measured}{'' if cell.right else ' !'}"
 
 
 def _categories(values: Mapping[str, float]) -> str:
