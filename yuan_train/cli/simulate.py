@@ -66,7 +66,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--sends",
-        choices=("overlapped", "blocking", "rendezvous"),
+        choices=("overlapped", "blocking"),
         help="who waits for a message between stages: nobody, its sender, or sender and receiver; if not "
         "given, as the cluster's library has it",
     )

@@ -141,7 +141,7 @@ class Library:
 
     sends: Sends = "overlapped"
     """Who waits for a message between stages: `overlapped`, nobody, as with this trainer; `blocking`, its
-    sender; `rendezvous`, sender and receiver, one message after the other."""
+    sender."""
 
 
 @dataclass(frozen=True)

@@ -268,8 +268,8 @@ class SearchConfig:
     overlap: bool = True
     """Sends overlap computation; false: as `sends: blocking`."""
     sends: Sends | None = None
-    """How messages between stages are sent, whatever `overlap` and the cluster's `library` say: `overlapped`,
-    `blocking` or `rendezvous`; None: as they say."""
+    """How messages between stages are sent, whatever `overlap` and the cluster's `library` say: `overlapped`
+    or `blocking`; None: as they say."""
     engine: Annotated[tuple[Engine, ...], MinLen(1)] | None = None
     """Only plans that one of these engines runs; ours runs all. None: the run's `engine`."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0

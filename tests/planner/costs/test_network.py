@@ -229,17 +229,17 @@ def test_the_clusters_library_says_who_waits_unless_the_run_does(tmp_path):
     path.write_text("{name: c, nodes: [{name: n, device: T4}], library: {sends: blocking}}")
     cluster = load_cluster(path)
     assert problem(cluster=cluster).send_mode == "blocking" and problem().send_mode == "overlapped"
-    assert problem(cluster=cluster, sends="rendezvous").send_mode == "rendezvous"
+    assert problem(cluster=cluster, sends="overlapped").send_mode == "overlapped"
     assert SearchConfig().send_mode is None and SearchConfig(overlap=False).send_mode == "blocking"
     assert SearchConfig(overlap=False, sends="overlapped").send_mode == "overlapped"
-    with pytest.raises(ConfigError, match="sends: wanted 'overlapped', 'blocking' or 'rendezvous'"):
+    with pytest.raises(ConfigError, match="sends: wanted 'overlapped' or 'blocking'"):
         load_cluster(path, ("library.sends=both",))
 
 
 def test_a_plan_takes_longer_where_more_wait_for_its_messages():
     c = nodes_of(1, count=3).cards
     seconds = []
-    for sends in ("overlapped", "blocking", "rendezvous"):
+    for sends in ("overlapped", "blocking"):
         costs = costs_of(nodes_of(1, count=3), sends=sends)
         seconds.append(cost_plan(costs, plan_of(costs, [c[:1]], [c[1:2]], [c[2:]])).compute_seconds)
     assert seconds == sorted(set(seconds))

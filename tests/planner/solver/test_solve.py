@@ -107,9 +107,9 @@ def test_as_good_as_brute_force(seed):
 
 
 @pytest.mark.parametrize("seed", [4, 6, 7, 31])
-def test_as_good_as_brute_force_where_both_ends_wait(seed):
+def test_as_good_as_brute_force_where_senders_wait(seed):
     case = random_case(seed)
-    instance = replace(case_instance(case), sends="rendezvous")
+    instance = replace(case_instance(case), sends="blocking")
     numbers = {name: getattr(instance, name)[0] for name in ("forward_seconds", "backward_seconds")}
 
     def step(case, order, counts):
@@ -124,7 +124,7 @@ def test_as_good_as_brute_force_where_both_ends_wait(seed):
                 send_gradient_seconds=tuple(instance.message_seconds[size, order[1:], order[:-1]]),
             ),
             num_micro_batches=case["num_microbatches"],
-            sends="rendezvous",
+            sends="blocking",
         ).step_seconds
 
     solution, best = solve(instance), brute_force(case, step)

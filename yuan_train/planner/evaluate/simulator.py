@@ -7,8 +7,6 @@ it arrives. `sends` says who else waits for that:
 
 - overlapped: nobody but the compute step that needs the message.
 - blocking: the sender.
-- rendezvous: sender and receiver, each with one message at a time. It begins when both are there: the sender
-  after its compute step, the receiver when it has ended the step before the one that needs the message.
 
 Between two stages of one worker (virtual stages) there is no message.
 
@@ -28,21 +26,28 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yuan_train.config.sends import Sends
 from yuan_train.planner.evaluate.copies import CopyClock, Groups, PartTimes
-from yuan_train.planner.evaluate.operations import Operation, order_operations, order_rendezvous
 from yuan_train.planner.evaluate.page_clock import PageClock, PageTimes
 from yuan_train.planner.native.pipelines import (
     NativeRun,
-    NativeSchedule,
+    Operation,
     Sent,
     native_schedule,
     run_many,
     run_rounds,
     run_schedule,
-    schedule_of,
 )
 from yuan_train.schedule.pages import PagedGroups
 from yuan_train.schedule.schedules import make_schedule
-from yuan_train.schedule.step import COMPUTE, Kind, Schedule, Step, Workers, num_workers, one_worker_each
+from yuan_train.schedule.step import (
+    COMPUTE,
+    Kind,
+    Schedule,
+    Step,
+    Workers,
+    num_workers,
+    one_worker_each,
+    worker_of,
+)
 from yuan_train.schedule.trace import TimedStep
 
 if TYPE_CHECKING:
@@ -174,8 +179,7 @@ def simulate(
     """Run a schedule in virtual time; by default stage s is on worker s. The schedule must have passed
     `schedule.check.check_schedule`."""
     workers = workers or one_worker_each(len(schedule))
-    order = order_rendezvous if sends == "rendezvous" else order_operations
-    return _run(order(schedule, workers), workers, times, sends=sends)
+    return _run(order_operations(schedule, workers), workers, times, sends=sends)
 
 
 def simulate_schedule(
@@ -196,9 +200,7 @@ def simulate_schedule(
     workers = workers or one_worker_each(times.num_stages)
 
     def run() -> Simulation:
-        operations = _operations(
-            schedule, workers, num_micro_batches, in_flight, sends == "rendezvous", group
-        )
+        operations = _operations(schedule, workers, num_micro_batches, in_flight, group)
         return _run(operations, workers, times, sends=sends, copies=copies, pages=pages)
 
     if group > 1 or copies or pages:
@@ -207,19 +209,9 @@ def simulate_schedule(
     if depths:
         found = run_rounds(depths, num_micro_batches, times.rows)
     else:
-        own = _native(schedule, workers, num_micro_batches, in_flight, sends)
+        own = native_schedule(schedule, workers, num_micro_batches, in_flight)
         found = run_schedule(own, times.rows, blocking=sends != "overlapped")
     return _simulation(found, times, lambda: run().played)
-
-
-def _native(
-    schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None, sends: Sends
-) -> NativeSchedule:
-    """A named schedule in the core."""
-    if sends != "rendezvous":
-        return native_schedule(schedule, workers, num_micro_batches, in_flight)
-    operations = _operations(schedule, workers, num_micro_batches, in_flight, True)
-    return schedule_of(operations, workers, num_micro_batches)
 
 
 def _simulation(found: NativeRun, times: StageTimes, play: Callable[[], Played]) -> Simulation:
@@ -255,12 +247,8 @@ def simulate_many(
     """
     weight = backward_seconds / 2 if weight_seconds is None else weight_seconds
     return run_many(
-        _native(
-            schedule,
-            workers or one_worker_each(forward_seconds.shape[1]),
-            num_micro_batches,
-            in_flight,
-            sends,
+        native_schedule(
+            schedule, workers or one_worker_each(forward_seconds.shape[1]), num_micro_batches, in_flight
         ),
         (forward_seconds, backward_seconds, weight, send_activation_seconds, send_gradient_seconds),
         blocking=sends != "overlapped",
@@ -273,13 +261,50 @@ def _operations(
     workers: Workers,
     num_micro_batches: int,
     in_flight: tuple[int, ...] | None,
-    rendezvous: bool,
-    group: int = 1,
+    group: int,
 ) -> tuple[Operation, ...]:
+    if group == 1:
+        return native_schedule(schedule, workers, num_micro_batches, in_flight).operations()
     programs = make_schedule(
         schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight, group=group
     )
-    return (order_rendezvous if rendezvous else order_operations)(programs, workers)
+    return order_operations(programs, workers)
+
+
+def order_operations(schedule: Schedule, workers: Workers | None = None) -> tuple[Operation, ...]:
+    """The schedule's compute and sends, in an order in which each follows what it waits for."""
+    workers = workers or one_worker_each(len(schedule))
+    operations: list[Operation] = []
+    position = [0] * len(schedule)
+    sent: set[tuple[bool, int, int]] = set()
+    awaited: set[tuple[bool, int, int]] = set()
+    ready = list(range(len(schedule)))
+    while ready:
+        worker = ready.pop()
+        steps = schedule[worker]
+        while position[worker] < len(steps):
+            step = steps[position[worker]]
+            kind, stage, micro_batch = step.kind, step.stage, step.micro_batch
+            if kind == "receive_activation" or kind == "receive_gradient":
+                awaited.add((kind == "receive_activation", stage, micro_batch))
+            elif kind in COMPUTE:
+                key = (kind == "forward", stage, micro_batch)
+                # The weight-gradient part of a backward waits for no message: the input part received it.
+                waits = kind != "backward_weight" and key in awaited
+                if waits and key not in sent:
+                    break
+                operations.append(Operation(kind, stage, micro_batch, worker, -1, waits))
+            else:
+                is_activation = kind == "send_activation"
+                target = stage + 1 if is_activation else stage - 1
+                peer = worker_of(workers, target, micro_batch)
+                operations.append(Operation(kind, stage, micro_batch, worker, peer, False))
+                sent.add((is_activation, target, micro_batch))
+                if peer not in ready:
+                    ready.append(peer)
+            position[worker] += 1
+    assert all(p == len(steps) for p, steps in zip(position, schedule, strict=True)), "deadlock"
+    return tuple(operations)
 
 
 def _prompt_depths(
@@ -329,16 +354,12 @@ def _run(
         else:
             link_free = links.get((worker, peer), 0.0)
             start = link_free if link_free > start else start
-            if waits and free[peer] > start:
-                start = free[peer]
             is_activation = kind == "send_activation"
             end = start + (activation_seconds[stage] if is_activation else gradient_seconds[stage])
             links[worker, peer] = end
             arrivals[is_activation, stage + 1 if is_activation else stage - 1, micro_batch] = end
             if sends != "overlapped":
                 free[worker] = end
-            if waits:
-                free[peer] = end
         spans.append((start, end))
     return Simulation(
         step_seconds=max(ends, default=0.0),

@@ -74,8 +74,6 @@ static inline void log_message(struct figures *figures, double start, double end
 
 /* NULL without memory, or if steps wait for each other in a circle. */
 struct schedule *make_schedule(const struct layout *layout);
-/* A schedule of operations that were put in order elsewhere. */
-struct schedule *copy_schedule(const struct schedule *from);
 void free_schedule(struct schedule *schedule);
 
 /* 0, or -1 without memory. */

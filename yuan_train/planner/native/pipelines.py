@@ -94,7 +94,6 @@ def _core() -> ctypes.CDLL:
     core = load_library()
     for name, result, arguments in (
         ("make_schedule", POINTER(_Schedule), [POINTER(_Layout)]),
-        ("copy_schedule", POINTER(_Schedule), [POINTER(_Schedule)]),
         ("free_schedule", None, [POINTER(_Schedule)]),
         ("run_schedule", c_int, [POINTER(_Schedule), POINTER(_Times), c_int, POINTER(_Figures)]),
         ("run_many", c_int, [POINTER(_Schedule), c_int32, POINTER(_Times), c_int, POINTER(c_double)]),
@@ -164,7 +163,7 @@ class NativeSchedule:
 def native_schedule(
     schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None
 ) -> NativeSchedule:
-    """What `schedule.make_schedule` and `operations.order_operations` make; of a schedule that is valid."""
+    """What `schedule.make_schedule` and `simulator.order_operations` make; of a schedule that is valid."""
     first, flat = [0], [worker for replicas in workers for worker in replicas]
     for replicas in workers:
         first.append(first[-1] + len(replicas))
@@ -178,17 +177,6 @@ def native_schedule(
         None if in_flight is None else _integers(in_flight),
     )
     return NativeSchedule(_core().make_schedule(byref(layout)))
-
-
-def schedule_of(operations: Sequence[Operation], workers: Workers, num_micro_batches: int) -> NativeSchedule:
-    """A schedule of operations that were put in order elsewhere."""
-    rows = (_Operation * max(len(operations), 1))()
-    number = {kind: i for i, kind in enumerate(KINDS)}
-    for row, (kind, *others) in zip(rows, operations, strict=False):
-        row.kind = number[kind]
-        row.stage, row.micro_batch, row.worker, row.peer, row.waits = others
-    own = _Schedule(len(workers), num_workers(workers), num_micro_batches, len(operations), 0, 0, rows, None)
-    return NativeSchedule(_core().copy_schedule(byref(own)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -321,12 +321,8 @@ static void count_held(const struct layout *layout, const struct program *progra
         }
 }
 
-/* What fills a schedule; a failure ends it by `longjmp`. */
-typedef void fill_schedule(struct schedule *schedule, const void *from, struct arena *arena);
-
-static void fill_from_layout(struct schedule *schedule, const void *from, struct arena *arena)
+static void fill(struct schedule *schedule, const struct layout *layout, struct arena *arena)
 {
-    const struct layout *layout = from;
     schedule->num_stages = layout->num_stages;
     schedule->num_workers = layout->num_workers;
     schedule->num_micro_batches = layout->num_micro_batches;
@@ -337,21 +333,10 @@ static void fill_from_layout(struct schedule *schedule, const void *from, struct
     count_held(layout, programs, schedule->held, arena);
     if (place_messages(layout, programs, is_deep(layout) ? SLOW_MESSAGE : FAST_MESSAGE, schedule, arena))
         longjmp(arena->failed, 1);
+    number_links(schedule, arena);
 }
 
-static void fill_from_schedule(struct schedule *schedule, const void *from, struct arena *arena)
-{
-    *schedule = *(const struct schedule *)from;
-    const struct operation *operations = schedule->operations;
-    size_t bytes = (size_t)schedule->num_operations * sizeof(struct operation);
-    schedule->held = NULL;
-    schedule->operations = malloc(bytes + 1);
-    if (!schedule->operations)
-        longjmp(arena->failed, 1);
-    memcpy(schedule->operations, operations, bytes);
-}
-
-static struct schedule *fill(fill_schedule *fill_from, const void *from)
+struct schedule *make_schedule(const struct layout *layout)
 {
     struct arena arena = {.blocks = NULL};
     struct schedule *volatile made = calloc(1, sizeof(struct schedule));
@@ -362,20 +347,9 @@ static struct schedule *fill(fill_schedule *fill_from, const void *from)
         free_schedule(made);
         return NULL;
     }
-    fill_from(made, from, &arena);
-    number_links(made, &arena);
+    fill(made, layout, &arena);
     release(&arena);
     return made;
-}
-
-struct schedule *make_schedule(const struct layout *layout)
-{
-    return fill(fill_from_layout, layout);
-}
-
-struct schedule *copy_schedule(const struct schedule *from)
-{
-    return fill(fill_from_schedule, from);
 }
 
 void free_schedule(struct schedule *schedule)

@@ -40,7 +40,6 @@ from yuan_train.planner.search.search_result import SearchResult
 SENDS: dict[Sends, str] = {
     "overlapped": "sends overlap compute",
     "blocking": "the sender waits for its messages",
-    "rendezvous": "sender and receiver wait for each message",
 }
 """How messages are sent, in words."""
 

@@ -130,7 +130,7 @@ def estimate_cuts(tables: CostTables, orders: Integers, bounds: Integers, *, hid
     The period is that of 1F1B, each stage's seconds w divided by its replicas: the slowest stage or transfer,
     or the slowest pair of neighbours, (w_s + w_{s+1} + messages both ways) / 2, for stage s holds only one
     micro-batch more than stage s + 1. With transfers `hidden` by deeper warm-ups the pairs do not count; with
-    sends that block, a stage's own sends (rendezvous: and receives) add to its seconds instead. For screening
+    sends that block, a stage's own sends add to its seconds instead. For screening
     only.
     """
     result = np.zeros(len(orders))
@@ -152,9 +152,6 @@ def _estimate_batch(tables: CostTables, orders: Integers, bounds: Integers, *, h
         with_sends = rate.copy()
         with_sends[:, :-1] += times.forward_sends
         with_sends[:, 1:] += times.backward_sends
-        if x.sends == "rendezvous":
-            with_sends[:, 1:] += times.forward_sends
-            with_sends[:, :-1] += times.backward_sends
         slowest_blocked = with_sends.max(axis=1)
         period = np.maximum(period, slowest if x.overlap else slowest_blocked)
     fill = work.sum(axis=1) + edge.sum(axis=1)
