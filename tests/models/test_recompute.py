@@ -100,7 +100,7 @@ def test_kept_bytes_of_a_rank_that_shares_experts(held, recompute, monkeypatch):
     for parameter in part.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     apply_expert_parallel(part, None, first_expert=0)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(collectives, "_all_reduce", lambda part, group: part.contiguous().clone())
+    monkeypatch.setattr(collectives, "_all_reduce", lambda part, *_: part.contiguous().clone())
     choice = torch.arange(2).repeat(96, 1)
     chosen = Choice(choice, choice.flatten().argsort(stable=True), (96, 96, 0, 0, 0))
     monkeypatch.setattr(Router, "_choose", lambda *_: replace(chosen, **fresh(chosen)))

@@ -38,7 +38,10 @@ def run(
         reducer.before_step(step)
         if step.kind in ("backward", "backward_weight"):
             for name in reversed(held.get(step.stage, {})):
-                torch.autograd.backward(held[step.stage][name], torch.ones(1))
+                if split:
+                    held[step.stage][name].on_main_gradient()  # pyright: ignore[reportAttributeAccessIssue]
+                else:
+                    torch.autograd.backward(held[step.stage][name], torch.ones(1))
         events.append(step)
         reducer.after_step(step)
     return events

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from yuan_kernels import ops
 
 from tests.support.models import VARIANTS, tiny_model
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import collectives
+from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+from yuan_train.parallel.shard import sharding_style
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel
 from yuan_train.planner.costs.unit_costs import card_costs
 
@@ -22,7 +28,7 @@ class Counter:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, part: torch.Tensor, group: Any) -> torch.Tensor:
+    def __call__(self, part: torch.Tensor, *_: Any) -> torch.Tensor:
         self.count += 1
         return part.clone()
 
@@ -75,3 +81,69 @@ def test_a_layer_makes_the_all_reduces_that_the_planner_prices(
         alone(hidden_alone).square().sum().backward()
         assert hidden.grad is not None and hidden_alone.grad is not None
         torch.testing.assert_close(hidden.grad, hidden_alone.grad, rtol=1e-5, atol=1e-5)
+
+
+class Reductions:
+    """Says when an all-reduce starts and is waited for; adds nothing."""
+
+    def __init__(self) -> None:
+        self.seen = ""
+
+    def all_reduce(self, total: torch.Tensor, *, group: Any, async_op: bool = False) -> Reductions | None:
+        self.seen += "s"
+        return self if async_op else None
+
+    def wait(self) -> None:
+        self.seen += "w"
+
+
+@pytest.mark.parametrize("variant", ["yuan", "llama", "qwen2"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_products_of_columns_run_beside_the_all_reduce_of_their_input(
+    variant: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its start and the wait, to the same bits as before its start, where the control has them."""
+    model = tiny_model(variant)
+    sharding, blocks = sharding_of(model)
+    reductions = Reductions()
+    monkeypatch.setattr(dist, "all_reduce", reductions.all_reduce)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    add = ops.add_product_
+
+    def add_product_(total: torch.Tensor, *factors: torch.Tensor) -> None:
+        reductions.seen += "p"
+        add(total, *factors)
+
+    monkeypatch.setattr(ops, "add_product_", add_product_)
+
+    def gradients(overlaps: bool) -> tuple[str, dict[str, torch.Tensor]]:
+        deferred = DeferredWeightGrads(reduces_inputs=overlaps)
+        part = Transformer(model, embedding=False, head=False, recompute=recompute)
+        init_weights(part, seed=0)
+        meanwhile = deferred.run_queued if overlaps else None
+        apply_tensor_parallel(part, ShardSpec(sharding, blocks), None, meanwhile=meanwhile)  # pyright: ignore
+        names = add_weight_grads(part, deferred, sharding)
+        arrived: list[str] = []
+        parameters = {name: p for name, p in part.named_parameters() if name in names}
+        for name, parameter in parameters.items():
+            parameter.main_gradient = torch.zeros_like(parameter)  # pyright: ignore
+            parameter.on_main_gradient = partial(arrived.append, name)  # pyright: ignore
+        generator = torch.Generator().manual_seed(2)
+        hidden_BSH = torch.randn(1, 16, model.hidden_size, generator=generator).requires_grad_()
+        output = part(hidden_BSH)
+        reductions.seen = ""
+        with deferred.splitting(0, False):
+            output.backward(torch.randn(output.shape, generator=generator))
+        assert not overlaps or sorted(arrived) == sorted(names)
+        found = {name: p.main_gradient for name, p in parameters.items()}  # pyright: ignore
+        return reductions.seen, found | {"input": hidden_BSH.grad}  # pyright: ignore
+
+    plain, wanted = gradients(overlaps=False)
+    beside, found = gradients(overlaps=True)
+    for name, gradient in found.items():
+        assert torch.equal(wanted[name], gradient) and bool(gradient.any()), name
+    # Of each layer the products of query, key and value, and of the two that begin the feed-forward.
+    paths = [path for path, _ in Transformer(model, device="meta").named_modules()]
+    columns = sum(sharding_style(path, sharding) == "column" for path in paths)
+    assert sum(map(len, re.findall("s(p+)w", beside))) == columns > 0
+    assert "w" not in plain and plain.count("p") == beside.count("p")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -194,7 +195,8 @@ def _start_before_the_last_backward(self: GradReducer, step: Step) -> None:
 
 def _skip_activations(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
     """An all-reduce that skips activations and their gradients, but reduces vectors such as norm and loss."""
-    return lambda tensor, *a, **k: all_reduce(tensor, *a, **k) if tensor.dim() < 3 else None
+    ended = SimpleNamespace(wait=lambda: True)
+    return lambda tensor, *a, **k: all_reduce(tensor, *a, **k) if tensor.dim() < 3 else ended
 
 
 def _zeros_of(recompute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -128,8 +128,7 @@ def parallelize(
     pipeline = grid.pipeline(coord)
     spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, len(grid.replica(coord)))
     modules, shards = _build_parts(grid, coord, parts, spec, device.torch)
-    _add_collectives(grid, coord, modules, spec, groups)
-    deferred = {stage: DeferredWeightGrads() for stage in modules}
+    deferred = _add_collectives(grid, coord, modules, spec, groups)
     added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]
     # A rank may hold none of a layer's experts: their weights are empty.
     parameters = {
@@ -197,16 +196,22 @@ def _buckets_of(buckets: Sequence[FlatBucket]) -> dict[str, list[int]]:
 
 def _add_collectives(
     grid: Grid, coord: RankCoord, modules: Mapping[int, torch.nn.Module], spec: ShardSpec, groups: Groups
-) -> None:
-    """Add the collectives of this rank's group to its parts: of shared experts, or of tensor parallelism."""
+) -> dict[int, DeferredWeightGrads]:
+    """Add the collectives of this rank's group to its parts: of shared experts, or of tensor parallelism.
+
+    Returns where each part's weight gradients wait: under tensor parallelism also beside those collectives.
+    """
+    deferred = {number: DeferredWeightGrads() for number in modules}
     if groups.tensor is None:
-        return
+        return deferred
     for number, module in modules.items():
         ranges = expert_ranges(grid.plan.model, grid.pipeline(coord).stages[number])
         if ranges is not None:
             apply_expert_parallel(module, groups.tensor, first_expert=ranges[coord.tensor_rank][0])
         else:
-            apply_tensor_parallel(module, spec, groups.tensor)
+            deferred[number] = DeferredWeightGrads(reduces_inputs=True)
+            apply_tensor_parallel(module, spec, groups.tensor, meanwhile=deferred[number].run_queued)
+    return deferred
 
 
 def _start_reduction(

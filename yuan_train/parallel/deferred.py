@@ -5,6 +5,9 @@ two (zero bubble, Qi et al. 2023), a backward computes the gradients of inputs a
 weights until `flush`. All other weight gradients (norms, embedding, head) are small, or were computed in the
 forward, and belong to the first part. Of the embedding's only the rows of a micro-batch's tokens are added:
 torch would write and add a whole matrix [V, H].
+
+Under tensor parallelism the products of column matrices wait for the all-reduce of their input's gradient,
+and run beside it (as in Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`).
 """
 
 from __future__ import annotations
@@ -25,9 +28,15 @@ WeightGrad = Callable[[], None]
 
 
 class DeferredWeightGrads:
-    """The deferred weight gradients of one stage, by micro-batch."""
+    """The deferred weight gradients of one stage, by micro-batch.
 
-    def __init__(self) -> None:
+    With `reduces_inputs` every backward all-reduces the gradients of the inputs of column matrices, and calls
+    `run_queued` meanwhile.
+    """
+
+    def __init__(self, *, reduces_inputs: bool = False) -> None:
+        self.reduces_inputs = reduces_inputs
+        self._queued: list[WeightGrad] = []
         self._deferred: dict[int, list[WeightGrad]] = {}
         self._recording: list[WeightGrad] | None = None
 
@@ -39,6 +48,7 @@ class DeferredWeightGrads:
             yield
         finally:
             self._recording = None
+        assert not self._queued, "a backward has not reduced the gradient of a column matrix's input"
 
     def flush(self, micro_batch: int) -> None:
         """Compute and accumulate the deferred weight gradients of a micro-batch, in the order of deferral."""
@@ -52,19 +62,32 @@ class DeferredWeightGrads:
         self._recording.append(weight_grad)
         return True
 
+    def queue(self, weight_grad: WeightGrad) -> bool:
+        """Keep `weight_grad` for `run_queued` if the backward will call it; else return False."""
+        if self.reduces_inputs:
+            self._queued.append(weight_grad)
+        return self.reduces_inputs
+
+    def run_queued(self) -> None:
+        """Compute and accumulate what is queued, in the order of queueing."""
+        queued, self._queued = self._queued, []
+        for weight_grad in queued:
+            weight_grad()
+
 
 def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:
     """Make the modules that multiply matrices add their weight gradients to the buckets themselves.
 
-    In split backwards they defer that. The linears are the modules whose style in `sharding` is column or
-    row, the experts those of style expert; routers and filters are known by their ops. Returns the names of
-    these parameters.
+    In split backwards they defer that. They call a weight's `on_main_gradient` when its gradient is there.
+    The linears are the modules whose style in `sharding` is column or row, the experts those of style expert;
+    routers and filters are known by their ops. Returns the names of these parameters.
     """
     added: set[str] = set()
     for path, module in model.named_modules():
-        if sharding_style(path, sharding) in ("column", "row"):
-            module.forward = _linear(module, deferred)
-        elif sharding_style(path, sharding) == "expert":
+        style = sharding_style(path, sharding)
+        if style in ("column", "row"):
+            module.forward = _linear(module, deferred, is_column=style == "column")
+        elif style == "expert":
             module.forward = _experts(module, deferred)
         if hasattr(module, "convolution"):
             module.convolution = _filter(deferred)
@@ -75,9 +98,15 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
     return added | {
         name
         for name, style in styles.items()
-        # The bias of a linear is added outside of it.
-        if style in ("filter", "expert") or (style in ("column", "row") and not name.endswith(".bias"))
+        if style in ("filter", "expert", "column", "row") and not _is_added_outside(name, style, deferred)
     }
+
+
+def _is_added_outside(name: str, style: str, deferred: DeferredWeightGrads) -> bool:
+    """Whether a parameter is the bias of a linear, or under tensor parallelism the filter's last one."""
+    return name.endswith(".bias") and (
+        style in ("column", "row") or (deferred.reduces_inputs and name.endswith("conv2.bias"))
+    )
 
 
 def add_embedding_rows(model: Any) -> None:
@@ -92,14 +121,14 @@ def _lookup(tokens_BS: Tensor, weight: Tensor) -> Tensor:
     return _Lookup.apply(tokens_BS, weight)  # pyright: ignore[reportReturnType]
 
 
-def _linear(module: Any, deferred: DeferredWeightGrads) -> Callable[[Tensor], Tensor]:
+def _linear(module: Any, deferred: DeferredWeightGrads, *, is_column: bool) -> Callable[[Tensor], Tensor]:
     def product(x: Tensor) -> Any:
         if module.weight.requires_grad:
-            return _Linear.apply(x, module.weight, deferred)
+            return _Linear.apply(x, module.weight, deferred, is_column)
         if module.lora_a is None:
             return _FrozenLinear.apply(x, module.weight)
         adapters = module.lora_a, module.lora_b, module.lora_scale
-        return _AdaptedLinear.apply(x, module.weight, *adapters, deferred)
+        return _AdaptedLinear.apply(x, module.weight, *adapters, deferred, is_column)
 
     def forward(x: Tensor) -> Tensor:
         y: Tensor = product(x)
@@ -126,19 +155,19 @@ def _filter(deferred: DeferredWeightGrads) -> Callable[..., Tensor]:
     return convolution
 
 
-def _add_or_defer(deferred: DeferredWeightGrads, weights: Sequence[Any], add: WeightGrad) -> None:
-    """Add the gradients of `weights`, or keep that for `flush`, which then says that they are there.
+def _add_or_defer(
+    deferred: DeferredWeightGrads, weights: Sequence[Any], add: WeightGrad, *, may_queue: bool = False
+) -> None:
+    """Add the gradients of `weights` and say that they are there; or keep that for `flush`, or if it
+    `may_queue` for the next all-reduce of an input's gradient."""
 
-    Without `flush`, torch says so: it calls a parameter's hook also after an op that returns no gradient.
-    """
-
-    def add_later() -> None:
+    def add_now() -> None:
         add()
         for weight in weights:
             weight.on_main_gradient()
 
-    if not deferred.defer(add_later):
-        add()
+    if not (deferred.defer(add_now) or (may_queue and deferred.queue(add_now))):
+        add_now()
 
 
 class _Lookup(torch.autograd.Function):
@@ -162,10 +191,12 @@ class _Lookup(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeightGrads) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeightGrads, is_column: bool
+    ) -> Tensor:
         # Not a saved tensor: under recompute that comes back as a copy, without the bucket's view.
         ctx.save_for_backward(x)
-        ctx.weight, ctx.deferred = weight, deferred
+        ctx.weight, ctx.deferred, ctx.is_column = weight, deferred, is_column
         return ops.linear(x, weight)
 
     @staticmethod
@@ -177,8 +208,8 @@ class _Linear(torch.autograd.Function):
             ops.add_product_(weight.main_gradient, dy.flatten(0, -2).T, x.flatten(0, -2))
 
         dx = ops.linear(dy, weight.T) if ctx.needs_input_grad[0] else None
-        _add_or_defer(ctx.deferred, [weight], add)
-        return dx, None, None
+        _add_or_defer(ctx.deferred, [weight], add, may_queue=ctx.is_column and dx is not None)
+        return dx, None, None, None
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -202,13 +233,21 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, deferred: DeferredWeightGrads
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        deferred: DeferredWeightGrads,
+        is_column: bool,
     ) -> Tensor:
         inner = scale * ops.linear(x, a)
         y = ops.linear(x, weight)
         ops.add_product_(_rows(y), inner.flatten(0, -2), b.T)
         ctx.save_for_backward(x, inner)
-        ctx.weights, ctx.scale, ctx.deferred = (weight, a, b), scale, deferred
+        ctx.weights, ctx.scale = (weight, a, b), scale
+        ctx.deferred, ctx.is_column = deferred, is_column
         return y
 
     @staticmethod
@@ -225,8 +264,8 @@ class _AdaptedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = ops.linear(dy, weight.T)
             ops.add_product_(_rows(dx), dinner.flatten(0, -2), a)
-        _add_or_defer(ctx.deferred, [a, b], add)
-        return dx, None, None, None, None, None
+        _add_or_defer(ctx.deferred, [a, b], add, may_queue=ctx.is_column and dx is not None)
+        return dx, None, None, None, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -188,6 +188,7 @@ def _move(parameter: torch.nn.Parameter, weights: torch.Tensor, gradient: torch.
     parameter.data = weights
     # The head adds its gradient here in the forward, linears and filters in their backward.
     parameter.main_gradient = gradient  # pyright: ignore[reportAttributeAccessIssue]
+    parameter.on_main_gradient = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     if parameter.dtype not in _LOW_PRECISION:
         parameter.grad = gradient
         return

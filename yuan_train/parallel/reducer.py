@@ -60,9 +60,10 @@ class GradReducer:
         self._ended: set[int] = set()
         """Stages whose closing step has ended since the last compute step."""
         for name, parameter in {n: p for held in parameters.values() for n, p in held.items()}.items():
-            parameter.register_post_accumulate_grad_hook(self._hook(name))
-            # For gradients that a split backward adds later, without a backward of torch.
+            # Ops that add their weights' gradients say when: at once, or later.
             parameter.on_main_gradient = partial(self.arrived, name)  # pyright: ignore
+            if name not in self._deferred:
+                parameter.register_post_accumulate_grad_hook(self._hook(name))
 
     def follow(self, program: RankProgram) -> None:
         """From the next optimizer step on, gradients are those of this program of the same stages."""

@@ -81,17 +81,20 @@ def shard_parameters(
     return shards
 
 
-def apply_tensor_parallel(model: Any, spec: ShardSpec, group: dist.ProcessGroup) -> None:
+def apply_tensor_parallel(
+    model: Any, spec: ShardSpec, group: dist.ProcessGroup, *, meanwhile: Callable[[], None] | None = None
+) -> None:
     """Add the collectives of a tensor-parallel group to the modules of a sharded model.
 
     Hooks copy the inputs of column and reduce the outputs of row modules; the filter, the vocabulary lookup
-    and the loss are replaced by their parallel forms.
+    and the loss are replaced by their parallel forms. `meanwhile` is called in the backward beside each
+    all-reduce of an input's gradient.
     """
     inputs_of: dict[str, _LayerInputs] = {}
     """By layer: the first two parts of its modules' names."""
     for path, module in model.named_modules():
         style = sharding_style(path, spec.sharding)
-        inputs = inputs_of.setdefault(".".join(path.split(".")[:2]), _LayerInputs(group))
+        inputs = inputs_of.setdefault(".".join(path.split(".")[:2]), _LayerInputs(group, meanwhile))
         if style == "column":
             module.register_forward_pre_hook(_copy_input_hook(inputs))
         elif style == "row":
@@ -137,15 +140,16 @@ class _LayerInputs:
     all-reduces them. Kept until a row module has run: by then, all modules beside it have their inputs.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, meanwhile: Callable[[], None] | None) -> None:
         self._group = group
+        self._meanwhile = meanwhile
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def copy(self, x: Tensor) -> Tensor:
         for original, copy in self._copies:
             if original is x:
                 return copy
-        copy = copy_to_tp(x, self._group)
+        copy = copy_to_tp(x, self._group, meanwhile=self._meanwhile)
         self._copies.append((x, copy))
         return copy
 

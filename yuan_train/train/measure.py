@@ -239,11 +239,11 @@ class _Unit:
         shards = shard_parameters(self.part, spec, device=case.device.torch)
         for name, parameter in self.part.named_parameters():
             init_shard(name, parameter, shards[name], partial(initial_rows, case.model, seed=0))
+        deferred = DeferredWeightGrads(reduces_inputs=case.group is not None)
         if case.group is not None:
-            apply_tensor_parallel(self.part, spec, case.group)
+            apply_tensor_parallel(self.part, spec, case.group, meanwhile=deferred.run_queued)
         if bare:
             remove_experts(self.part)
-        deferred = DeferredWeightGrads()
         add_embedding_rows(self.part)
         if case.compile:
             # Another case's graphs count towards the compiler's limit of graphs for one function.
