@@ -5,8 +5,8 @@
 Each line is one optimizer step of one worker. The copies are real, between anonymous memory (the "card") and
 the host's slab, over links that take as long as their rate says; the compute of a part is a sleep, so that a
 machine with other work on it measures the same. On a card it would not: its copies keep its compute waiting,
-and not the host, which sleeps here. `yuan_train/planner/evaluate/copies.py` forecasts the step; with
-`--pages`, of parameters in pages instead of activations, `yuan_train/planner/evaluate/page_clock.py`.
+and not the host, which sleeps here. `yuan_train/planner/evaluate/clocks.py` forecasts the step; with
+`--pages`, of parameters in pages instead of activations, `yuan_train/planner/evaluate/clocks.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.tiers.slab import HostSlab
-from yuan_train.planner.evaluate.copies import PartTimes
-from yuan_train.planner.evaluate.page_clock import PageTimes
+from yuan_train.planner.evaluate.clocks import PageTimes, PartTimes
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.schedule.copies import Offload, Offloads, group_copies, with_copies
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, with_pages

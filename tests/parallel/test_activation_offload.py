@@ -18,7 +18,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.planner.costs.plan_problem import make_costs
-from yuan_train.planner.evaluate.activation_tiers import leaving_activations
+from yuan_train.planner.evaluate.tiers import leaving_activations
 from yuan_train.train import build
 
 OVERRIDES = ("train.steps=2", "data.sequence_length=48", "validation.every=2", "optimizer.bucket_size=1")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yuan_train.config.plan import Plan
+    from yuan_train.config.cluster import Card, Cluster
+    from yuan_train.config.model import ModelConfig
+    from yuan_train.config.plan import PipelinePlan, Plan
     from yuan_train.config.sends import Sends
+    from yuan_train.planner.costs.plan_problem import PlanProblem
     from yuan_train.planner.evaluate.plan_cost import PlanCost
     from yuan_train.planner.evaluate.simulator import Simulation, StageTimes
 
@@ -142,8 +148,9 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     from yuan_train.cli.plan import read_run_config
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.errors import ConfigError, PlanError
-    from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+    from yuan_train.config.plan import PipelinePlan, StagePlan
     from yuan_train.config.plan_constraints import validate_plan
+    from yuan_train.planner.costs.plan_problem import plan_on_cards
     from yuan_train.planner.report.notations import read_blocks, read_layout
 
     if not arguments.cluster:
@@ -163,28 +170,24 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     cards = cluster.cards[: len(counts)]
     if len(cards) < len(counts):
         raise PlanError(f"{len(counts)} stages, but cluster {cluster.name!r} has {len(cards)} cards")
-    ends = [sum(counts[: s + 1]) for s in range(len(counts))]
-    size = run_config.train.micro_batch_size
-    stages = tuple(
-        StagePlan(
-            replicas=((s,),),
-            layers=(end - count, end),
-            embedding=s == 0,
-            head=s == len(counts) - 1,
+    size, batch = run_config.train.micro_batch_size, run_config.train.global_batch_size
+    ends = list(itertools.accumulate(counts))
+
+    def pipelines(rank_of: Mapping[Card, int]) -> list[PipelinePlan]:
+        stages = tuple(
+            StagePlan(
+                replicas=((rank_of[card],),),
+                layers=(end - count, end),
+                embedding=s == 0,
+                head=s == len(counts) - 1,
+            )
+            for s, (card, count, end) in enumerate(zip(cards, counts, ends, strict=True))
         )
-        for s, (count, end) in enumerate(zip(counts, ends, strict=True))
-    )
-    batch = run_config.train.global_batch_size
-    plan = Plan(
-        cluster=cluster.name,
-        model=run_config.model,
-        sequence_length=run_config.data.sequence_length,
-        global_batch_size=batch,
-        schedule=(run_config.search.schedule or ("1f1b",))[0],
-        ranks=tuple(RankPlan(rank=r, device=card.name, type=card.type) for r, card in enumerate(cards)),
-        pipelines=(PipelinePlan(micro_batch_size=size, num_micro_batches=batch // size, stages=stages),),
-        device_types=uncatalogued_types(cluster, {card.type for card in cards}),
-    )
+        return [PipelinePlan(micro_batch_size=size, num_micro_batches=batch // size, stages=stages)]
+
+    problem = _problem(arguments, cluster, run_config.model, run_config.data.sequence_length, batch)
+    schedule = (run_config.search.schedule or ("1f1b",))[0]
+    plan = plan_on_cards(problem, set(cards), pipelines, schedule=schedule, sharded=False)
     violations = [violation.message for violation in validate_plan(plan)]
     if violations:
         raise PlanError("\n".join(violations))
@@ -204,27 +207,35 @@ def _check_schedule(plan: Plan) -> None:
 def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.merge_profiles import read_profiles
-    from yuan_train.config.run import BUCKET_SIZE
-    from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+    from yuan_train.planner.costs.plan_problem import make_costs
     from yuan_train.planner.evaluate.plan_cost import cost_plan
 
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile, cluster)
-    problem = PlanProblem(
+    problem = _problem(arguments, cluster, plan.model, plan.sequence_length, plan.global_batch_size)
+    # A plan does not say whether its run compiles the layers.
+    compiled = profile is not None and profile.compile
+    return cost_plan(make_costs(replace(problem, profile=profile, compile=compiled)), plan)
+
+
+def _problem(
+    arguments: argparse.Namespace, cluster: Cluster, model: ModelConfig, length: int, batch: int
+) -> PlanProblem:
+    """What the arguments say; without a profile."""
+    from yuan_train.config.run import BUCKET_SIZE
+    from yuan_train.planner.costs.plan_problem import PlanProblem
+
+    return PlanProblem(
         cluster=cluster,
-        model=plan.model,
-        sequence_length=plan.sequence_length,
-        global_batch_size=plan.global_batch_size,
+        model=model,
+        sequence_length=length,
+        global_batch_size=batch,
         precision=arguments.precision or "bf16",
-        profile=profile,
         sends=arguments.sends,
         reduce_dtype=arguments.reduce_dtype or "fp32",
         bucket_size=arguments.bucket_size or BUCKET_SIZE,
         late_updates=arguments.update == "delayed",
-        # A plan does not say whether its run compiles the layers.
-        compile=profile is not None and profile.compile,
     )
-    return cost_plan(make_costs(problem), plan)
 
 
 def simulate_forecast(plan: Plan, *, sends: Sends = "overlapped") -> list[Simulation]:

@@ -8,7 +8,7 @@ from tests.planner.search.test_search import MODEL, card, cluster, problem
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.planner.costs.plan_problem import make_costs
-from yuan_train.planner.evaluate.copies import PartTimes
+from yuan_train.planner.evaluate.clocks import PartTimes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
 from yuan_train.schedule import copies

@@ -7,7 +7,7 @@ import pytest
 from tests.planner.search.test_search import MODEL, card, cluster, problem
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.planner.costs.plan_problem import make_costs
-from yuan_train.planner.evaluate.page_clock import PageTimes
+from yuan_train.planner.evaluate.clocks import PageTimes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
 from yuan_train.schedule.pages import Paging, by_group, with_pages

@@ -25,15 +25,13 @@ from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_se
 from yuan_train.planner.costs.owners import PlanCards, state_shares
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import Source
-from yuan_train.planner.evaluate.activation_tiers import pipeline_copies
-from yuan_train.planner.evaluate.copies import PartTimes
+from yuan_train.planner.evaluate.clocks import PageTimes, PartTimes
 from yuan_train.planner.evaluate.flows import MessageFlow
 from yuan_train.planner.evaluate.messages import EdgeFlows, edge_seconds, message_flows, plan_edge_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
-from yuan_train.planner.evaluate.page_clock import PageTimes
-from yuan_train.planner.evaluate.page_tiers import pipeline_pages
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of, stage_cost, sum_over_cards
+from yuan_train.planner.evaluate.tiers import pipeline_copies, pipeline_pages
 from yuan_train.schedule.step import Workers
 
 

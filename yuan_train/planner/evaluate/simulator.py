@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from yuan_train.config.sends import Sends
-from yuan_train.planner.evaluate.copies import CopyClock, Groups, PartTimes
-from yuan_train.planner.evaluate.page_clock import PageClock, PageTimes
+from yuan_train.planner.evaluate.clocks import CopyClock, Groups, PageClock, PageTimes, PartTimes
 from yuan_train.planner.native.pipelines import (
     NativeRun,
     Operation,

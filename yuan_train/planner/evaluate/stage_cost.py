@@ -19,8 +19,13 @@ from yuan_train.planner.costs.owners import StateShares
 from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
 from yuan_train.planner.costs.unit_costs import Source, UnitCost
 from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.planner.evaluate.activation_tiers import LeavingActivations, leaving_activations
-from yuan_train.planner.evaluate.page_tiers import LeavingParameters, group_bytes, leaving_parameters
+from yuan_train.planner.evaluate.tiers import (
+    LeavingActivations,
+    LeavingParameters,
+    group_bytes,
+    leaving_activations,
+    leaving_parameters,
+)
 from yuan_train.planner.native.pipelines import native_schedule
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.in_flight import in_flight
