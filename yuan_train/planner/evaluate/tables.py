@@ -39,6 +39,7 @@ from yuan_train.planner.native.evaluator import (
     UnitTable,
 )
 from yuan_train.planner.native.pipelines import NAMES
+from yuan_train.schedule.copies import DEFAULT_AHEAD
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recompute, by their numbers in the core."""
@@ -110,6 +111,7 @@ def _fill_pools(
         row.host_bytes = host.memory_bytes
         row.host_seconds = host_step_seconds(host, problem.precision)
         row.host_bytes_each = host_bytes(problem.precision)
+        row.host_link = host.link_bytes_per_second
     table.pools = rows
 
 
@@ -133,6 +135,8 @@ def _unit_table(costs: Costs, part: CardCosts) -> UnitTable:
     row.boundary_bytes = part.boundary_bytes
     traffic = STATE_BYTES[costs.problem.precision].update_traffic
     row.update_seconds = traffic / part.update_bytes_per_second
+    row.half_seconds[:] = [half.seconds for half in part.halves]
+    row.half_activations[:] = [half.activations for half in part.halves]
     return row
 
 
@@ -220,6 +224,8 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
         row.may_offload = stage.optimizer_offload > 0
         row.recompute, row.num_recomputed = RECOMPUTES.index(stage.recompute), int(stage.num_recomputed)
         row.offload, row.share = stage.optimizer_offload, stage.optimizer_share
+        row.away, row.resident = stage.activation_offload, stage.resident_parts or 1
+        row.ahead = stage.fetch_ahead or DEFAULT_AHEAD
         for r, replica in enumerate(stage.replicas):
             own = {tables.pool_of[plan.ranks[rank].device] for rank in replica}
             if len(own) > 1:
@@ -250,7 +256,7 @@ def _fill_deeper(rows: Sequence[StageRow]) -> None:
 
 def _is_special(stage: StagePlan) -> bool:
     halves = any(border % 1 for border in stage.layers)
-    tiers = stage.optimizer_disk or stage.activation_offload or stage.parameter_offload
+    tiers = stage.optimizer_disk or stage.parameter_offload
     return bool(halves or tiers or stage.experts)
 
 
@@ -308,5 +314,9 @@ def _stages_of(
             recompute_layers=recomputed if 0 < recomputed < row.layers else None,
             in_flight=row.depth or None,
             optimizer_offload=row.offload,
+            optimizer_share=row.share if draft.is_sharded else 1.0,
+            activation_offload=row.away,
+            resident_parts=row.resident if row.away else None,
+            fetch_ahead=row.ahead if row.away else None,
         )
         first += row.layers

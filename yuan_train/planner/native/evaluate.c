@@ -137,8 +137,7 @@ const struct schedule *find_schedule(struct evaluator *evaluator, const struct d
     return known->schedule;
 }
 
-static void find_depths(struct evaluator *evaluator, const struct draft *draft,
-                        const struct draft_pipeline *pipeline)
+void find_depths(struct evaluator *evaluator, const struct draft *draft, const struct draft_pipeline *pipeline)
 {
     int32_t rest = 0;
     for (int32_t s = pipeline->num_stages - 1; s >= 0; s--) {
@@ -154,7 +153,7 @@ static int is_prompt(const struct evaluator *evaluator, const struct draft *draf
                      const struct draft_pipeline *pipeline)
 {
     enum { PROMPT_DEPTHS = 4 };
-    if (draft->schedule != ONE_F_ONE_B)
+    if (draft->schedule != ONE_F_ONE_B || sends_away(draft, pipeline))
         return 0;
     for (int32_t s = 0; s < pipeline->num_stages; s++) {
         int32_t n = draft->stages[pipeline->first_stage + s].num_replicas;
@@ -163,6 +162,17 @@ static int is_prompt(const struct evaluator *evaluator, const struct draft *draf
             return 0;
     }
     return 1;
+}
+
+/* Whether two stages with as many layers away copy the same at the same rate. */
+static int copy_alike(const struct evaluator *evaluator, const struct draft *draft, int32_t a, int32_t b)
+{
+    const struct pool *pools = evaluator->problem->pools;
+    const struct draft_stage *x = &draft->stages[a], *y = &draft->stages[b];
+    const struct stage_price *own = &evaluator->prices[a], *other = &evaluator->prices[b];
+    return x->resident == y->resident && x->ahead == y->ahead && x->layers == y->layers && x->width == y->width &&
+           x->recompute == y->recompute && x->num_recomputed == y->num_recomputed &&
+           own->first_unit == other->first_unit && pools[own->slowest].kind == pools[other->slowest].kind;
 }
 
 static int is_alike(const struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t q)
@@ -177,10 +187,13 @@ static int is_alike(const struct evaluator *evaluator, const struct draft *draft
         memcmp(evaluator->send_activation + i, evaluator->send_activation + j, edges) ||
         memcmp(evaluator->send_gradient + i, evaluator->send_gradient + j, edges))
         return 0;
-    for (int32_t s = 0; s < a->num_stages; s++)
-        if (draft->stages[i + s].num_replicas != draft->stages[j + s].num_replicas ||
-            draft->stages[i + s].depth != draft->stages[j + s].depth)
+    for (int32_t s = 0; s < a->num_stages; s++) {
+        const struct draft_stage *x = &draft->stages[i + s], *y = &draft->stages[j + s];
+        if (x->num_replicas != y->num_replicas || x->depth != y->depth || x->away != y->away)
             return 0;
+        if (x->away && !copy_alike(evaluator, draft, i + s, j + s))
+            return 0;
+    }
     return 1;
 }
 
@@ -223,7 +236,7 @@ static int play(struct evaluator *evaluator, const struct draft *draft, int32_t 
     struct played *played = &evaluator->played[p];
     int32_t i = pipeline->first_stage, stages = pipeline->num_stages;
     struct times times = {evaluator->forward + i, evaluator->backward + i, evaluator->weight + i,
-                          evaluator->send_activation + i, evaluator->send_gradient + i};
+                          evaluator->send_activation + i, evaluator->send_gradient + i, NULL};
     struct figures figures = {evaluator->start + i, evaluator->end + i, evaluator->busy, evaluator->worker_end,
                               NULL, 0, 0, 0.0};
     int failed = 1;
@@ -240,7 +253,13 @@ static int play(struct evaluator *evaluator, const struct draft *draft, int32_t 
         else
             failed = run_replicated_rounds(stages, count, evaluator->first, evaluator->depths, &times, &figures);
     }
-    if (failed == 1 && !(evaluator->is_searching && draft->schedule == ONE_F_ONE_B))
+    if (sends_away(draft, pipeline)) {
+        if ((failed = set_clocks(evaluator, draft, p)))
+            return failed;
+        times.clocks = evaluator->clocks;
+        failed = 1;
+    }
+    if (failed == 1 && (times.clocks || !(evaluator->is_searching && draft->schedule == ONE_F_ONE_B)))
         failed = play_schedule(evaluator, draft, p, &times, &figures);
     played->num_messages = figures.num_sent;
     played->from = figures.sent_from;
@@ -633,6 +652,11 @@ static void take_memory(struct evaluator *evaluator)
     for (size_t i = 0; i < sizeof of_cards / sizeof *of_cards; i++)
         *of_cards[i] = TAKE(arena, cards, int32_t);
     evaluator->prices = TAKE(arena, cards, struct stage_price);
+    evaluator->part_forward = TAKE(arena, 2 * units, double);
+    evaluator->part_backward = TAKE(arena, 2 * units, double);
+    evaluator->part_bytes = TAKE(arena, 2 * units, double);
+    evaluator->placed = TAKE(arena, cards, struct placement);
+    evaluator->clocks = TAKE(arena, cards, struct copy_clock);
     evaluator->stage_of = TAKE(arena, (size_t)cards * units, int32_t);
     evaluator->holders = TAKE(arena, units, int32_t);
     evaluator->slices = TAKE(arena, units, int32_t);
@@ -666,6 +690,8 @@ void free_evaluator(struct evaluator *evaluator)
         return;
     for (int32_t p = 0; evaluator->played && p < evaluator->problem->num_cards + 1; p++)
         free(evaluator->played[p].messages);
+    for (int32_t i = 0; evaluator->placed && i < evaluator->problem->num_cards + 1; i++)
+        free(evaluator->placed[i].memory);
     for (int32_t i = 0; i < NUM_KNOWN; i++) {
         free_schedule(evaluator->known[i].schedule);
         free(evaluator->known[i].key);

@@ -19,6 +19,7 @@ struct unit_table {
     double start_forward, start_backward; /* of a stage, besides its units */
     double boundary_bytes;
     double update_seconds; /* of a parameter, on the card itself */
+    double half_seconds[2], half_activations[2]; /* what attention and feed-forward take of a layer */
 };
 
 /* Cards of one type in one node. */
@@ -30,6 +31,7 @@ struct pool {
     double limit;      /* bytes that a plan may fill, those that are reserved among them */
     double host_bytes; /* of a card's share of the host; infinite if not known */
     double host_seconds, host_bytes_each; /* of a parameter whose optimizer state is on the host */
+    double host_link;  /* bytes per second, each way */
 };
 
 struct route {
@@ -58,6 +60,7 @@ struct draft_stage {
     int16_t layers, width, num_replicas;
     int16_t depth;                     /* micro-batches in flight under 1F1B; 0: as it comes */
     int16_t recompute, num_recomputed; /* kind, and of how many layers, the first ones */
+    int16_t away, resident, ahead;     /* layers whose activations leave, the first ones; see `schedule/copies.py` */
     int16_t pools[MAX_REPLICAS];       /* of each replica */
     double offload, share;             /* of the optimizer state on hosts; weight among its owners */
     int16_t deeper, may_offload;       /* what `realise_draft` makes `depth` and `offload` of */

@@ -2,6 +2,7 @@
 #ifndef YUAN_EVALUATOR_H
 #define YUAN_EVALUATOR_H
 
+#include "copies.h"
 #include "evaluate.h"
 #include "memory.h"
 
@@ -57,6 +58,9 @@ struct evaluator {
     double *busy, *worker_end;            /* [cards]: scratch */
     double *complete, *complete_early, *needed; /* [units] */
     int32_t *depths, *first, *workers;    /* [cards + 1]: scratch of one pipeline */
+    double *part_forward, *part_backward, *part_bytes; /* [2 units]: of the parts of one pipeline's layers */
+    struct placement *placed;             /* [replicas]: those that were placed last */
+    struct copy_clock *clocks;            /* [cards]: of one pipeline's workers */
     struct played *played;                /* [pipelines] */
     struct known known[NUM_KNOWN];
     struct change *changes;
@@ -78,8 +82,14 @@ int find_holders(struct evaluator *evaluator, const struct draft *draft);
 int32_t common_multiple(int32_t a, int32_t b);
 /* Micro-batches in flight of 1F1B and GPipe, by formula; see `schedule/in_flight.py`. */
 void find_in_flight(const struct draft *draft, const struct draft_pipeline *pipeline, struct stage_price *prices);
-/* Of one stage, whose holders and micro-batches in flight are known; 1 if one of its groups cannot be. */
+/* Of one stage, whose holders and micro-batches in flight are known; 1 if one of its groups cannot be, or if too few
+ * parts may stay on its cards; -1 without memory. */
 int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s);
+/* How deep the stages of a pipeline are under 1F1B, into `depths`. */
+void find_depths(struct evaluator *evaluator, const struct draft *draft, const struct draft_pipeline *pipeline);
+int sends_away(const struct draft *draft, const struct draft_pipeline *pipeline);
+/* The clocks of a pipeline's workers, into `clocks`; 0, or as `price_stage`. */
+int set_clocks(struct evaluator *evaluator, const struct draft *draft, int32_t p);
 /* A schedule of the pipeline's shape, made once; NULL without memory. `depths` must be found under 1F1B. */
 const struct schedule *find_schedule(struct evaluator *evaluator, const struct draft *draft,
                                      const struct draft_pipeline *pipeline);

@@ -32,6 +32,7 @@ class UnitTable(ctypes.Structure):
             (name, c_double)
             for name in ("start_forward", "start_backward", "boundary_bytes", "update_seconds")
         ),
+        *((name, c_double * 2) for name in ("half_seconds", "half_activations")),
     ]
 
 
@@ -42,7 +43,10 @@ class Pool(ctypes.Structure):
         *((name, c_int32) for name in ("node", "count", "kind", "type")),
         *(
             (name, c_double)
-            for name in ("reserved", "limit", "host_bytes", "host_seconds", "host_bytes_each")
+            for name in (
+                *("reserved", "limit", "host_bytes", "host_seconds", "host_bytes_each"),
+                "host_link",
+            )
         ),
     ]
 
@@ -95,6 +99,9 @@ class StageRow(ctypes.Structure):
     depth: int
     recompute: int
     num_recomputed: int
+    away: int
+    resident: int
+    ahead: int
     pools: Any
     offload: float
     share: float
@@ -102,7 +109,7 @@ class StageRow(ctypes.Structure):
     may_offload: int
     _fields_ = [
         *((name, c_int16) for name in ("layers", "width", "num_replicas", "depth")),
-        *((name, c_int16) for name in ("recompute", "num_recomputed")),
+        *((name, c_int16) for name in ("recompute", "num_recomputed", "away", "resident", "ahead")),
         ("pools", c_int16 * MAX_REPLICAS),
         *((name, c_double) for name in ("offload", "share")),
         *((name, c_int16) for name in ("deeper", "may_offload")),

@@ -37,9 +37,12 @@ struct schedule {
     int32_t *held; /* [stages]: the most micro-batches in flight on one of its workers */
 };
 
+struct copy_clock;
+
 /* Seconds of a micro-batch: compute of each stage; messages over edge s, between stages s and s + 1. */
 struct times {
     const double *forward, *backward, *weight, *send_activation, *send_gradient;
+    struct copy_clock *clocks; /* [workers]: of what they copy to hosts, see `copies.h`; NULL: nothing */
 };
 
 struct message {

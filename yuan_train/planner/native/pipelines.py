@@ -70,8 +70,11 @@ class _Schedule(ctypes.Structure):
 
 class _Times(ctypes.Structure):
     _fields_ = [
-        (name, POINTER(c_double))
-        for name in ("forward", "backward", "weight", "send_activation", "send_gradient")
+        *(
+            (name, POINTER(c_double))
+            for name in ("forward", "backward", "weight", "send_activation", "send_gradient")
+        ),
+        ("clocks", c_void_p),
     ]
 
 

@@ -1,6 +1,7 @@
 /* A schedule in virtual time, as `evaluate/simulator.py` defines it. */
 #include <math.h>
 
+#include "copies.h"
 #include "memory.h"
 #include "pipeline.h"
 
@@ -39,8 +40,8 @@ static double seconds_of(const struct times *times, const struct operation *oper
     }
 }
 
-static void run_compute(const struct schedule *schedule, const struct operation *operation,
-                        struct clock *clock, double seconds, struct figures *figures)
+static void run_compute(const struct schedule *schedule, const struct operation *operation, struct clock *clock,
+                        double seconds, struct copy_clock *copies, struct figures *figures)
 {
     int32_t stage = operation->stage, worker = operation->worker;
     double start = clock->free[worker];
@@ -49,7 +50,7 @@ static void run_compute(const struct schedule *schedule, const struct operation 
         double arrived = inputs[(size_t)stage * schedule->num_micro_batches + operation->micro_batch];
         start = arrived > start ? arrived : start;
     }
-    double end = start + seconds;
+    double end = copies && copies[worker].placement ? run_parts(&copies[worker], start, seconds) : start + seconds;
     clock->free[worker] = figures->worker_end[worker] = end;
     figures->busy[worker] += seconds;
     if (end > figures->stage_end[stage])
@@ -93,7 +94,7 @@ static void run_operations(const struct schedule *schedule, const struct times *
         const struct operation *operation = &schedule->operations[i];
         double seconds = seconds_of(times, operation);
         if (operation->peer < 0)
-            run_compute(schedule, operation, clock, seconds, figures);
+            run_compute(schedule, operation, clock, seconds, times->clocks, figures);
         else
             run_send(schedule, operation, clock, seconds, sends, figures);
     }
@@ -132,7 +133,7 @@ int run_many(const struct schedule *schedule, int32_t count, const struct times 
     for (size_t i = 0; i < (size_t)count; i++) {
         struct times own = {
             times->forward + i * stages, times->backward + i * stages, times->weight + i * stages,
-            times->send_activation + i * (stages - 1), times->send_gradient + i * (stages - 1),
+            times->send_activation + i * (stages - 1), times->send_gradient + i * (stages - 1), NULL,
         };
         figures.stage_end = stage_end + i * stages;
         run_operations(schedule, &own, sends, &clock, &figures);

@@ -205,6 +205,142 @@ static void price_update(const struct problem *problem, int32_t size,
     price->update = owned * (x > 0.0 ? fmax((1.0 - x) * slowest, x * host) : slowest);
 }
 
+/* Seconds of the parts of a stage as shares of a step, and the bytes that those that leave keep: into the evaluator's
+ * parts, from place `first` on. */
+static void find_parts(struct evaluator *evaluator, const struct draft_stage *stage,
+                       const struct stage_units *units, int32_t first)
+{
+    int32_t last = evaluator->problem->num_units - 1, first_layer = units->first ? units->first : 1, next = first;
+    double *forward = evaluator->part_forward, *backward = evaluator->part_backward, sums[2] = {0.0, 0.0};
+    for (int32_t u = units->first; u < units->end; u++) {
+        const struct unit_table *table = u < units->kept ? units->part : units->plain;
+        int starts = u == units->end - 1, is_layer = u > 0 && u < last;
+        double seconds[2] = {table->forward[u + 1] - table->forward[u], table->backward[u + 1] - table->backward[u]};
+        seconds[0] += starts ? units->part->start_forward : 0.0;
+        seconds[1] += starts ? units->part->start_backward : 0.0;
+        sums[0] += seconds[0];
+        sums[1] += seconds[1];
+        if (u == last) {
+            forward[next - 1] += seconds[0];
+            backward[next - 1] += seconds[1];
+        }
+        for (int32_t half = 0; is_layer && half < 2; half++, next++) {
+            double share = table->half_seconds[half];
+            forward[next] = seconds[0] * share;
+            backward[next] = seconds[1] * share;
+            if (u < first_layer + stage->away)
+                evaluator->part_bytes[next] = (table->activation_bytes[u + 1] - table->activation_bytes[u]) *
+                                              table->half_activations[half];
+        }
+    }
+    if (units->first == 0) {
+        forward[first] += units->part->forward[1] - units->part->forward[0];
+        backward[first] += units->part->backward[1] - units->part->backward[0];
+    } else {
+        /* What the stage received stays: its gradient is sent back. */
+        evaluator->part_bytes[first] = fmax(0.0, evaluator->part_bytes[first] - units->part->boundary_bytes);
+    }
+    for (int32_t i = first; i < next; i++) {
+        forward[i] /= sums[0];
+        backward[i] /= sums[1];
+    }
+}
+
+/* Where a stage has its parts. */
+static int32_t first_part(const struct stage_price *price)
+{
+    return 2 * (price->first_unit ? price->first_unit : 1);
+}
+
+/* Place the copies of a stage's replicas; 0, 1 if too few parts may stay, or if it has no schedule; -1 without
+ * memory. */
+static int place_stage(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s)
+{
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    int32_t number = pipeline->first_stage + s, first = evaluator->first_replica[number];
+    const struct draft_stage *stage = &draft->stages[number];
+    struct sending what = {2 * stage->layers, 2 * stage->away, stage->resident, stage->ahead};
+    find_depths(evaluator, draft, pipeline);
+    const struct schedule *schedule = find_schedule(evaluator, draft, pipeline);
+    if (!schedule)
+        return 1;
+    for (int32_t r = 0; r < stage->num_replicas; r++) {
+        int32_t worker = first + r - evaluator->first_replica[pipeline->first_stage];
+        struct placement *placement = &evaluator->placed[first + r];
+        if (place_copies(placement, &what, schedule, worker, stage->num_replicas))
+            return -1;
+        if (!placement->fits)
+            return 1;
+    }
+    return 0;
+}
+
+/* What leaves a stage: its cards hold less, its hosts more. */
+static int price_away(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s,
+                      const struct stage_units *units)
+{
+    int32_t number = draft->pipelines[p].first_stage + s;
+    const struct draft_stage *stage = &draft->stages[number];
+    struct stage_price *price = &evaluator->prices[number];
+    const double *bytes = evaluator->part_bytes + first_part(price);
+    struct kept_bytes most = {0.0, 0.0};
+    double all = 0.0, kept = price->in_flight * SUM(activation_bytes, units);
+    find_parts(evaluator, stage, units, first_part(price));
+    int failed = place_stage(evaluator, draft, p, s);
+    if (failed)
+        return failed;
+    for (int32_t i = 0; i < 2 * stage->away; i++)
+        all += bytes[i];
+    for (int32_t r = 0; r < stage->num_replicas; r++) {
+        struct kept_bytes own = find_kept(&evaluator->placed[evaluator->first_replica[number] + r], bytes);
+        most.card = fmax(most.card, own.card);
+        most.host = fmax(most.host, own.host);
+        price->host_capacity =
+            fmin(price->host_capacity, evaluator->problem->pools[stage->pools[r]].host_bytes);
+    }
+    price->memory -= fmin(kept, price->in_flight * all - most.card);
+    price->host_bytes += most.host;
+    return 0;
+}
+
+int sends_away(const struct draft *draft, const struct draft_pipeline *pipeline)
+{
+    for (int32_t s = pipeline->first_stage; s < pipeline->first_stage + pipeline->num_stages; s++)
+        if (draft->stages[s].away)
+            return 1;
+    return 0;
+}
+
+int set_clocks(struct evaluator *evaluator, const struct draft *draft, int32_t p)
+{
+    const struct problem *problem = evaluator->problem;
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    struct copy_clock *clock = evaluator->clocks;
+    for (int32_t s = 0; s < pipeline->num_stages; s++) {
+        int32_t number = pipeline->first_stage + s, failed;
+        const struct draft_stage *stage = &draft->stages[number];
+        const struct stage_price *price = &evaluator->prices[number];
+        int32_t first = first_part(price);
+        struct stage_units units;
+        if (stage->away) {
+            if (find_units(problem, pipeline->size, stage, price, price->slowest, &units))
+                return 1;
+            find_parts(evaluator, stage, &units, first);
+            if ((failed = place_stage(evaluator, draft, p, s)))
+                return failed;
+        }
+        for (int32_t r = 0; r < stage->num_replicas; r++, clock++) {
+            *clock = (struct copy_clock){.placement = NULL};
+            if (stage->away)
+                *clock = (struct copy_clock){
+                    .placement = &evaluator->placed[evaluator->first_replica[number] + r],
+                    .forward = evaluator->part_forward + first, .backward = evaluator->part_backward + first,
+                    .bytes = evaluator->part_bytes + first, .rate = problem->pools[price->slowest].host_link};
+        }
+    }
+    return 0;
+}
+
 int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s)
 {
     const struct problem *problem = evaluator->problem;
@@ -232,7 +368,7 @@ int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t 
     find_shares(evaluator, draft, stage, price);
     price_memory(problem, stage, &units, is_twice, price);
     price_update(problem, pipeline->size, stage, &units, is_twice, price);
-    return 0;
+    return stage->away ? price_away(evaluator, draft, p, s, &units) : 0;
 }
 
 void find_in_flight(const struct draft *draft, const struct draft_pipeline *pipeline, struct stage_price *prices)
@@ -257,9 +393,9 @@ int price_stages(struct evaluator *evaluator, const struct draft *draft)
         const struct draft_pipeline *pipeline = &draft->pipelines[p];
         if (draft->schedule == ONE_F_ONE_B || draft->schedule == GPIPE)
             find_in_flight(draft, pipeline, evaluator->prices);
-        for (int32_t s = 0; s < pipeline->num_stages; s++)
-            if (price_stage(evaluator, draft, p, s))
-                return 1;
+        for (int32_t s = 0, failed; s < pipeline->num_stages; s++)
+            if ((failed = price_stage(evaluator, draft, p, s)))
+                return failed;
     }
     return 0;
 }

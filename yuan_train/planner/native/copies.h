@@ -1,0 +1,49 @@
+/* Activations that leave the card between a forward and its backward: where `schedule/copies.py` places their copies,
+ * and the time that `evaluate/clocks.py` says they take. A part is half of a layer. */
+#ifndef YUAN_COPIES_H
+#define YUAN_COPIES_H
+
+#include "pipeline.h"
+
+/* What a stage sends away: as `Offload` in `schedule/copies.py`. */
+struct sending {
+    int32_t parts, leaving, resident, ahead;
+};
+
+/* The steps of a worker in parts, and the copies between them. */
+struct placement {
+    struct sending what;
+    int32_t num_steps, num_positions, num_copies, fits;
+    double *down, *up;             /* [micro-batches, leaving]: ends of copies in a run */
+    int32_t *steps;                /* [steps]: kind, and number of the micro-batch among the worker's own */
+    int32_t *first;                /* [steps]: position of its first part */
+    int32_t *forwards, *backwards; /* [micro-batches]: the same of these */
+    int32_t *step_at, *ends;       /* [positions]: its step; end of the copies before it */
+    int32_t *copies;               /* kind of copy, and what it copies */
+    int32_t *state, *queue;        /* [micro-batches, leaving]: scratch */
+    void *memory;
+    size_t room;
+};
+
+/* The two links of a worker in a run. */
+struct copy_clock {
+    struct placement *placement;             /* NULL: nothing leaves */
+    const double *forward, *backward, *bytes; /* [parts]: shares of a step; [leaving] */
+    double rate, down_free, up_free;
+    int32_t step, copy; /* the next ones */
+};
+
+/* The most bytes of what leaves that are on card and host at once. */
+struct kept_bytes {
+    double card, host;
+};
+
+/* Place the copies of a worker of a stage of n replicas, unless they are; 0, or -1 without memory. `fits` says whether
+ * `resident` parts are enough. */
+int place_copies(struct placement *placement, const struct sending *what, const struct schedule *schedule,
+                 int32_t worker, int32_t n);
+struct kept_bytes find_kept(const struct placement *placement, const double *bytes);
+/* The end of the worker's next step. */
+double run_parts(struct copy_clock *clock, double start, double seconds);
+
+#endif
