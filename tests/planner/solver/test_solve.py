@@ -15,7 +15,7 @@ from yuan_train.planner.solver.cost_tables import CostTables
 from yuan_train.planner.solver.dynamic_program import threshold_bounds
 from yuan_train.planner.solver.proof import promising_cuts, promising_orders
 from yuan_train.planner.solver.seeds import count_order, slot_classes
-from yuan_train.planner.solver.solve import nearest_miss, solve
+from yuan_train.planner.solver.solve import solve
 
 
 def two_cards(**changes):
@@ -188,16 +188,6 @@ def test_interchangeable_cards_are_one_class():
     skewed = dict(case["links"], latency=[row[:] for row in case["links"]["latency"]])
     skewed["latency"][0][2] = 1.0
     assert slot_classes(case_instance(case | {"links": skewed})).tolist() == [0, 1, 2, 3]
-
-
-def test_nearest_miss_names_the_smallest_shortfall():
-    # 60 bytes of weights on two cards of 20 bytes: at best 3 units each, and the first stage needs 3 * 12
-    # bytes.
-    devices = [{"type": kind, "mem_bytes": 20, "reserved_bytes": 0} for kind in ("A", "B")]
-    _, miss = nearest_miss(case_instance(two_cards(devices=devices)))
-    assert miss.capacity_bytes == 20
-    assert miss.needed_bytes == pytest.approx(36)
-    assert miss.stage == 0
 
 
 def test_same_instance_same_cuts():

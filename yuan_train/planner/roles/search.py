@@ -44,7 +44,7 @@ from yuan_train.planner.roles.placement import (
 )
 from yuan_train.planner.search.bounds import lower_bound
 from yuan_train.planner.search.search import search_plan, usable_cards
-from yuan_train.planner.search.shapes import WIDTHS, read_options
+from yuan_train.planner.search.shapes import WIDTHS, groups_of, read_options
 
 Split = tuple[tuple[int, int, int], ...]
 """Cards of each group of nodes for policy, generation and reward."""
@@ -539,11 +539,3 @@ class EngineWays:
                 return None
             engines.append(engine)
         return tuple(engines)
-
-
-def groups_of(cards: Sequence[Card], width: int) -> Iterator[tuple[Card, ...]]:
-    """Groups of `width` cards of one node and type, in order; what is left over is idle."""
-    for _, same in itertools.groupby(cards, key=lambda card: (card.node, card.type)):
-        own = list(same)
-        for first in range(0, len(own) - width + 1, width):
-            yield tuple(own[first : first + width])

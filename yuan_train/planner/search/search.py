@@ -243,7 +243,7 @@ def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchSto
         )
     if plans.any_fits:
         return NoPlanFits(NO_VIRTUAL_STAGES)
-    return NoPlanFits(describe_shortfall(space.costs, space.any_shapes, space.cards, space.options))
+    return NoPlanFits(describe_shortfall(space.costs, space.cards, space.options))
 
 
 def _bounded(space: _Space, plans: _Plans) -> tuple[bool, float, Bound | None]:

@@ -213,6 +213,14 @@ def _allowed(key: str, given: Sequence[T] | None, known: tuple[T, ...], add: str
     return kept
 
 
+def groups_of(cards: Sequence[Card], width: int) -> Iterator[tuple[Card, ...]]:
+    """Groups of `width` cards of one node and type, in order; what is left over is idle."""
+    for _, same in itertools.groupby(cards, key=lambda card: (card.node, card.type)):
+        own = list(same)
+        for first in range(0, len(own) - width + 1, width):
+            yield tuple(own[first : first + width])
+
+
 # --- assigning cards -------------------------------------------------------------------------------------
 
 

@@ -3,59 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.config.units import show_bytes
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, Replica
-from yuan_train.planner.search.instances import make_instance
+from yuan_train.planner.costs.away import most_away
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, Replica, plan_on_cards
+from yuan_train.planner.evaluate.plan_cost import cost_stages
+from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.paged import pages_fit
-from yuan_train.planner.search.shapes import Options, Shape
-from yuan_train.planner.solver.cost_tables import CostTables
-from yuan_train.planner.solver.instance import Shortfall
-from yuan_train.planner.solver.solve import nearest_miss
-
-MAX_MISSES = 24
-"""Shapes among which the nearest miss is searched."""
+from yuan_train.planner.search.shapes import Options, groups_of
 
 
-def describe_shortfall(costs: Costs, shapes: Sequence[Shape], cards: Sequence[Card], options: Options) -> str:
-    """The nearest miss over the shapes with most memory: which stage needs how much, and what would help."""
-    on_host = replace(options, host_seconds=math.inf)
-    if options.offload:
-        options = on_host
-    shape, miss = _nearest(costs, shapes, options)
-    slot = miss.order[miss.stage]
-    replica = shape.slots[slot][0][0]
-    card = replica[0]
-    name = card.name + (f" and {len(replica) - 1} more" if len(replica) > 1 else "")
-    device = costs.problem.cluster.device_type(card.type)
-    first, end = miss.bounds[miss.stage], miss.bounds[miss.stage + 1]
+@dataclass(frozen=True)
+class _Miss:
+    """A plan that does not fit, and the stage that lacks most."""
+
+    plan: Plan
+    stage: StageCost
+
+    @property
+    def ratio(self) -> float:
+        """What the stage needs, in parts of what a plan may fill of its card."""
+        return self.stage.memory.total / max(self.stage.capacity_bytes, 1.0)
+
+
+def describe_shortfall(costs: Costs, cards: Sequence[Card], options: Options) -> str:
+    """The nearest miss: which stage of which plan needs how much, and what would help."""
+    misses = _misses(costs, cards, options, on_hosts=options.offload)
+    miss = min(misses, key=lambda miss: miss.ratio, default=None)
+    advice = ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
+    if miss is None:
+        return f"no plan fits: no cards make groups of search.tensor: {list(options.tensor)}{advice}"
+    stage, replica = miss.stage, miss.stage.replicas[0]
+    name = stage.card.name + (f" and {len(replica) - 1} more" if len(replica) > 1 else "")
+    count = len(miss.plan.pipelines[0].stages)
     text = (
-        f"no plan fits. Nearest: {len(miss.order)} stage{'s' * (len(miss.order) > 1)}; stage {miss.stage} "
-        f"({name}, {card.type}, {_unit_words(costs, first, end)}) needs "
-        f"{show_bytes(miss.needed_bytes + device.reserved)} of {_memory_words(costs, card)}"
+        f"no plan fits. Nearest: {count} stage{'s' * (count > 1)}; stage {stage.stage} ({name}, "
+        f"{stage.card.type}, {_unit_words(stage)}) needs {show_bytes(stage.memory.total)} of "
+        f"{_memory_words(costs, stage.card)}"
     )
     if options.offload:
         text += " with its optimizer state on the host"
         text += _host_words(costs, replica)
-    advice = ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
-    if not options.offload:
-        _, on_hosts = _nearest(costs, shapes, on_host)
-        if on_hosts.needed_bytes <= on_hosts.capacity_bytes:
-            free = "search.engine: [yuan] and " if options.expressible else ""
-            advice += f", or allow {free}search.offload: [optimizer], with which a plan fits"
-        elif not options.expressible:
-            advice += _page_words(costs, cards, options)
-    else:
+    if not options.offload and any(own.ratio <= 1 for own in _misses(costs, cards, options, on_hosts=True)):
+        free = "search.engine: [yuan] and " if options.expressible else ""
+        advice += f", or allow {free}search.offload: [optimizer], with which a plan fits"
+    elif options.offload or not options.expressible:
         advice += _page_words(costs, cards, options)
-    if options.recompute[miss.choice] == "full":
+    if stage.recompute == "full":
         return f"{text} with recompute: full{advice}"
     kinds: tuple[Recompute, ...] = ("selective", "full")
-    needs = {kind: _with_recompute(costs, shape, options, miss, kind) for kind in kinds}
-    helping = {kind: needed for kind, needed in needs.items() if needed < miss.needed_bytes + device.reserved}
+    needs = {kind: _with_recompute(costs, miss, kind) for kind in kinds}
+    helping = {kind: needed for kind, needed in needs.items() if needed < stage.memory.total}
     if helping:
         words = (f"recompute: {kind} it needs {show_bytes(needed)}" for kind, needed in helping.items())
         text += "; with " + ", with ".join(words)
@@ -64,15 +67,78 @@ def describe_shortfall(costs: Costs, shapes: Sequence[Shape], cards: Sequence[Ca
     return text + advice
 
 
-def _nearest(costs: Costs, shapes: Sequence[Shape], options: Options) -> tuple[Shape, Shortfall]:
-    """The nearest miss, and its shape."""
-    misses: list[tuple[float, int, Shortfall]] = []
-    roomiest = _roomiest(costs, shapes)
-    for i, shape in enumerate(roomiest):
-        _, miss = nearest_miss(make_instance(costs, shape, options))
-        misses.append((miss.needed_bytes / max(miss.capacity_bytes, 1.0), i, miss))
-    _, i, miss = min(misses, key=lambda item: item[:2])
-    return roomiest[i], miss
+def _misses(costs: Costs, cards: Sequence[Card], options: Options, *, on_hosts: bool) -> Iterator[_Miss]:
+    """Plans that come near: as few pipelines as may be, layers dealt by what is left of the cards' memory;
+    with `on_hosts`, as much optimizer state as their hosts take."""
+    for width in options.tensor:
+        for order in _orders(list(groups_of(cards, width)), costs, options):
+            for recompute in options.recompute:
+                plan = _plan(costs, order, options, recompute)
+                if on_hosts:
+                    plan = _with_hosts(costs, plan, options)
+                stages = cost_stages(costs, plan)
+                yield max((_Miss(plan, stage) for stage in stages), key=lambda miss: miss.ratio)
+
+
+def _orders(groups: Sequence[Replica], costs: Costs, options: Options) -> Iterator[list[Replica]]:
+    """The groups of a pipeline: of more than it can have stages, those with most memory."""
+    count = min(options.pipelines or (1,))
+    roomiest = sorted(groups, key=lambda group: -costs.problem.room_bytes(group[0].type))
+    chosen = set(roomiest[: min(len(groups) // count, costs.problem.model.num_layers)])
+    order = [group for group in groups if group in chosen]
+    if order:
+        yield order
+        if not options.fixed_order:
+            yield [group for group in roomiest if group in chosen]
+
+
+def _plan(costs: Costs, order: Sequence[Replica], options: Options, recompute: Recompute) -> Plan:
+    """A pipeline of these groups, whose layers go one by one to where least is needed for what there is. Of
+    several pipelines, which would be alike, one stands for all."""
+    problem, last = costs.problem, len(order) - 1
+    size = min(options.micro_batch_sizes)
+    count = max(problem.global_batch_size // (min(options.pipelines or (1,)) * size), 1)
+    parts = [costs.of_replica(replica, size, recompute) for replica in order]
+    each = [
+        part.layer.state_bytes + min(last + 1 - s, count) * part.layer.activation_bytes
+        for s, part in enumerate(parts)
+    ]
+    held = [0.0 for _ in order]
+    held[0] += parts[0].units[0].state_bytes
+    held[last] += parts[last].units[-1].state_bytes + parts[last].units[-1].transient_bytes
+    rooms = [problem.room_bytes(replica[0].type) for replica in order]
+    layers = [0 for _ in order]
+    for _ in range(problem.model.num_layers):
+        s = min(range(last + 1), key=lambda s: ((held[s] + each[s]) / max(rooms[s], 1.0), s))
+        held[s] += each[s]
+        layers[s] += 1
+
+    def pipelines(rank_of: Mapping[Card, int]) -> Iterator[PipelinePlan]:
+        stages = tuple(
+            StagePlan(
+                replicas=(tuple(rank_of[card] for card in replica),),
+                layers=(sum(layers[:s]), sum(layers[: s + 1])),
+                embedding=s == 0,
+                head=s == last,
+                recompute=recompute if layers[s] else "none",
+            )
+            for s, replica in enumerate(order)
+        )
+        yield PipelinePlan(micro_batch_size=size, num_micro_batches=count, stages=stages)
+
+    used = {card for replica in order for card in replica}
+    return plan_on_cards(problem, used, pipelines, schedule="1f1b", sharded=False)
+
+
+def _with_hosts(costs: Costs, plan: Plan, options: Options) -> Plan:
+    """The plan with as much optimizer state on hosts as they take."""
+    (pipeline,) = plan.pipelines
+    stages: list[StagePlan] = []
+    for stage, cost in zip(pipeline.stages, cost_stages(costs, plan), strict=True):
+        most = min(most_away(costs, card, math.inf, on_disk=options.offload_disk) for card in cost.cards)
+        parameters = sum(unit.parameters for unit in cost.units)
+        stages.append(replace(stage, optimizer_offload=min(most / parameters, 1.0) if parameters else 0.0))
+    return replace(plan, pipelines=(replace(pipeline, stages=tuple(stages)),))
 
 
 def _host_words(costs: Costs, replica: Replica) -> str:
@@ -102,34 +168,21 @@ def _page_words(costs: Costs, cards: Sequence[Card], options: Options) -> str:
     return ", or allow search.offload: [optimizer, parameters], with which a plan fits"
 
 
-def _roomiest(costs: Costs, shapes: Sequence[Shape]) -> list[Shape]:
-    """The MAX_MISSES shapes with the most memory per pipeline, which should come closest to fitting."""
-
-    def memory(shape: Shape) -> float:
-        rooms = [costs.problem.usable_bytes(slot[0][0][0].type) for slot in shape.slots]
-        return sum(room * len(slot[0][0]) for room, slot in zip(rooms, shape.slots, strict=True))
-
-    ranked = sorted(range(len(shapes)), key=lambda i: (-memory(shapes[i]), i))
-    return [shapes[i] for i in ranked[:MAX_MISSES]]
+def _with_recompute(costs: Costs, miss: _Miss, kind: Recompute) -> float:
+    """Bytes that the stage would need with this recompute."""
+    stage = miss.plan.pipelines[0].stages[miss.stage.stage]
+    if not stage.num_layers:
+        return math.inf
+    return change_stage(costs, miss.plan, miss.stage, replace(stage, recompute=kind)).memory.total
 
 
-def _with_recompute(costs: Costs, shape: Shape, options: Options, miss: Shortfall, kind: Recompute) -> float:
-    """Bytes that the stage would need with this recompute, including the reserve."""
-    tables = CostTables(make_instance(costs, shape, replace(options, recompute=(kind,))))
-    slot = miss.order[miss.stage]
-    needed = tables.needed_bytes(slot, tables.in_flights(miss.order)[miss.stage])
-    device = costs.problem.cluster.device_type(shape.slots[slot][0][0][0].type)
-    return float(needed[0, miss.bounds[miss.stage], miss.bounds[miss.stage + 1]]) + device.reserved
-
-
-def _unit_words(costs: Costs, first: int, end: int) -> str:
-    """A stage's units [first, end) as text, such as `embedding and layers 0 to 3`."""
-    num_layers = costs.problem.model.num_layers
-    low, high = max(first - 1, 0), min(end - 1, num_layers)
-    words = ["embedding"] * (first == 0)
-    if high > low:
-        words.append(f"layer {low}" if high == low + 1 else f"layers {low} to {high - 1}")
-    return " and ".join(words + ["head"] * (end == num_layers + 2))
+def _unit_words(stage: StageCost) -> str:
+    """What a stage holds as text, such as `embedding and layers 0 to 3`."""
+    first, end = map(int, stage.layers)
+    words = ["embedding"] * stage.embedding
+    if end > first:
+        words.append(f"layer {first}" if end == first + 1 else f"layers {first} to {end - 1}")
+    return " and ".join(words + ["head"] * stage.head) or "no layer"
 
 
 def describe_no_shape(problem: PlanProblem, options: Options, cards: Sequence[Card]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from yuan_train.planner.solver.cost_tables import CostTables
-from yuan_train.planner.solver.instance import Floats, Integers, Shortfall
+from yuan_train.planner.solver.instance import Floats, Integers
 
 
 def threshold_bounds(tables: CostTables, order: Sequence[int], *, limit: int = 24) -> list[tuple[int, ...]]:
@@ -119,31 +119,3 @@ def _minimal_sum(
     for end in reversed(ends):
         bounds.append(int(end[bounds[-1]]))
     return float(best[0]), tuple(bounds)
-
-
-def find_shortfall(tables: CostTables, order: Sequence[int]) -> Shortfall:
-    """Of all cuts of an order, the one whose worst stage needs the smallest multiple of its slot's memory."""
-    x = tables.instance
-    in_flight = tables.in_flights(order)
-    needed = [tables.needed_bytes(slot, n) for slot, n in zip(order, in_flight, strict=True)]
-    ratio = [n.min(axis=0) / max(x.capacity_bytes[slot], 1.0) for n, slot in zip(needed, order, strict=True)]
-    best = np.full(x.num_units + 1, np.inf)
-    best[x.num_units] = 0.0
-    ends: list[Integers] = []
-    for stage_ratio in reversed(ratio):
-        total = np.maximum(stage_ratio, best)
-        ends.append(total.argmin(axis=1))
-        best = total.min(axis=1)
-    bounds = [0]
-    for end in reversed(ends):
-        bounds.append(int(end[bounds[-1]]))
-    worst = max(range(len(order)), key=lambda s: (ratio[s][bounds[s], bounds[s + 1]], -s))
-    options = needed[worst][:, bounds[worst], bounds[worst + 1]]
-    return Shortfall(
-        order=tuple(order),
-        bounds=tuple(bounds),
-        stage=worst,
-        choice=int(options.argmin()),
-        needed_bytes=float(options.min()),
-        capacity_bytes=float(x.capacity_bytes[order[worst]]),
-    )

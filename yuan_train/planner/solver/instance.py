@@ -129,17 +129,5 @@ class Cut:
     step_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shortfall:
-    """The stage that exceeds its slot's memory by the largest factor, in the cut that exceeds it least."""
-
-    order: tuple[int, ...]
-    bounds: tuple[int, ...]
-    stage: int
-    choice: int
-    needed_bytes: float
-    capacity_bytes: float
-
-
 SPLIT_SCHEDULES = ("zero_bubble",)
 """Schedules that split the backward: its weight-gradient part runs in the bubble of the filling pipeline."""

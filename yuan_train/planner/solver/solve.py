@@ -16,9 +16,9 @@ import numpy as np
 
 from yuan_train.planner.solver.area_bound import area_bound_seconds
 from yuan_train.planner.solver.cost_tables import CostTables, make_cut
-from yuan_train.planner.solver.dynamic_program import find_shortfall, threshold_bounds
+from yuan_train.planner.solver.dynamic_program import threshold_bounds
 from yuan_train.planner.solver.estimate import SIMULATION_ROWS, simulate_cuts
-from yuan_train.planner.solver.instance import SPLIT_SCHEDULES, Cut, Instance, Integers, Shortfall
+from yuan_train.planner.solver.instance import SPLIT_SCHEDULES, Cut, Instance, Integers
 from yuan_train.planner.solver.moves import neighbours
 from yuan_train.planner.solver.proof import Orders, promising_cuts, promising_orders
 from yuan_train.planner.solver.seeds import lengths, seed_orders, slot_classes
@@ -133,14 +133,6 @@ def solve(
 def is_small(instance: Instance) -> bool:
     """Whether a proof over all orders of an instance is within reach and has bounds for its schedule."""
     return instance.num_slots <= MAX_SMALL_SLOTS and instance.schedule not in SPLIT_SCHEDULES
-
-
-def nearest_miss(instance: Instance) -> tuple[CostTables, Shortfall]:
-    """(cost tables, shortfall of the seed order that comes closest to fitting)."""
-    tables = CostTables(instance)
-    orders = seed_orders(tables, slot_classes(instance))
-    shortfalls = [find_shortfall(tables, order) for order in orders]
-    return tables, min(shortfalls, key=lambda s: (s.needed_bytes / max(s.capacity_bytes, 1.0), s.order))
 
 
 def _improve(pool: _Pool, classes: Integers, stopped: Callable[[], bool]) -> bool:
