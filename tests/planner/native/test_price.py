@@ -49,11 +49,12 @@ def random_problem(draw: random.Random) -> PlanProblem:
 
 
 def random_stage(
-    draw: random.Random, groups: list[tuple[int, ...]], layers: tuple[int, int], *, sharded: bool
+    draw: random.Random, groups: list[tuple[int, ...]], layers: tuple[int, int], *, may_send: bool
 ) -> StagePlan:
     kind, count = draw.choice(("none", "none", "selective", "full")), layers[1] - layers[0]
     some = draw.randint(1, count) if kind != "none" and count > 1 and draw.random() < 0.5 else None
-    away = draw.randint(1, count) if count and kind != "full" and draw.random() < 0.5 else 0
+    may_send = may_send and count > 0 and kind != "full" and draw.random() < 0.5
+    away = draw.randint(1, count) if may_send else 0
     return StagePlan(
         activation_offload=away,
         resident_parts=draw.choice((2, 6, 12, 30)) if away else None,
@@ -63,7 +64,6 @@ def random_stage(
         recompute=kind,
         recompute_layers=some,
         optimizer_offload=draw.choice((0.0, 0.0, 0.3, 1.0)),
-        optimizer_share=draw.choice((1.0, 1.0, 2.0)) if sharded else 1.0,
     )
 
 
@@ -78,7 +78,8 @@ def lawful(draw: random.Random, replicas: list[int]) -> list[int | None]:
 
 def random_plan(draw: random.Random, problem: PlanProblem) -> Plan:
     """Pipelines of some of the cards, in groups inside nodes, some of them with state on hosts."""
-    schedule, sharded = draw.choice(("1f1b", "1f1b", "gpipe", "zero_bubble")), draw.random() < 0.5
+    names = ("1f1b", "1f1b", "gpipe", "zero_bubble", "interleaved_1f1b")
+    schedule, sharded = draw.choice(names), draw.random() < 0.5
     free = [list(own) for _, own in itertools.groupby(problem.cluster.cards, key=lambda own: own.node)]
     number = {own.name: i for i, own in enumerate(problem.cluster.cards)}
     size, pipelines = draw.choice(SIZES), draw.choice((1, 1, 2, 3))
@@ -90,12 +91,17 @@ def random_plan(draw: random.Random, problem: PlanProblem) -> Plan:
             groups += [own] if own else []
         if not groups:
             continue
+        num_workers = len(groups)
+        if schedule in ("zero_bubble", "interleaved_1f1b") and draw.random() < 0.7:
+            groups = _with_virtual_stages(draw, groups)
         cuts = sorted(draw.randint(0, problem.model.num_layers) for _ in groups[1:])
         borders = list(itertools.pairwise([0, *cuts, problem.model.num_layers]))
+        shares = {tuple(own): draw.choice((1.0, 1.0, 2.0)) for own in groups}
         depths = lawful(draw, [len(own) for own in groups]) if schedule == "1f1b" else [None] * len(groups)
         stages = [
             replace(
-                random_stage(draw, own, layers, sharded=sharded),
+                random_stage(draw, own, layers, may_send=len(groups) <= num_workers),
+                optimizer_share=shares[tuple(own)] if sharded else 1.0,
                 embedding=s == 0,
                 head=s == len(groups) - 1,
                 in_flight=depth,
@@ -106,6 +112,14 @@ def random_plan(draw: random.Random, problem: PlanProblem) -> Plan:
             PipelinePlan(micro_batch_size=size, num_micro_batches=draw.randint(1, 9), stages=tuple(stages))
         )
     return _numbered(problem, made, schedule, sharded)
+
+
+def _with_virtual_stages(draw: random.Random, groups: list[list[tuple[int, ...]]]):
+    """The same workers in rounds, to and fro, or anyhow."""
+    how = draw.randrange(3)
+    if how == 2:
+        return [*groups, *draw.choices(groups, k=draw.randint(1, 5))]
+    return groups * draw.randint(2, 3) if how else groups + groups[::-1]
 
 
 def _draw_groups(draw: random.Random, free: list[list[Card]], number: dict[str, int]):
@@ -179,6 +193,33 @@ def test_the_core_prices_a_step_as_it_is_defined(seed: int) -> None:
             check(costs, tables, plan)
             priced += 1
     assert priced >= 5
+
+
+def test_stages_of_one_worker_share_its_card() -> None:
+    problem = replace(random_problem(random.Random(3)), global_batch_size=24)
+    tables = make_tables(make_costs(problem), SIZES, WIDTHS)
+    assert tables is not None
+    layers = problem.model.num_layers
+    borders = list(itertools.pairwise(layers * i // 4 for i in range(5)))
+
+    def priced(cards: tuple[int, ...]):
+        stages = tuple(
+            StagePlan(replicas=((card,),), layers=own, embedding=s == 0, head=s == 3)
+            for s, (card, own) in enumerate(zip(cards, borders, strict=True))
+        )
+        made = [PipelinePlan(micro_batch_size=1, num_micro_batches=24, stages=stages)]
+        plan = _numbered(problem, made, "interleaved_1f1b", False)
+        check(tables.costs, tables, plan)
+        draft = draft_of(tables, plan)
+        assert draft is not None
+        assert plan_of(tables, draft).pipelines == plan.pipelines
+        found = tables.evaluator.price(draft)
+        assert found is not None
+        return found.stage_memory_bytes
+
+    looped, straight = priced((0, 1, 0, 1)), priced((0, 0, 1, 1))
+    assert looped[0] == looped[2] != looped[1] == looped[3]
+    assert straight[0] == straight[1] and straight != looped
 
 
 def test_a_price_depends_on_every_layer_and_card() -> None:

@@ -214,10 +214,13 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
         or any(pipeline.page_group > 1 for pipeline in plan.pipelines)
     ):
         return None
-    if any(len(set(pipeline.worker_replicas)) < len(pipeline.worker_replicas) for pipeline in plan.pipelines):
+    workers = list(itertools.chain.from_iterable(map(_workers_of, plan.pipelines)))
+    most = 4 * tables.problem.num_cards + 2 * tables.problem.num_units
+    if None in workers or sum(len(stage.replicas) for stage in stages) > most:
         return None
     rows = (StageRow * len(stages))()
-    for row, stage in zip(rows, stages, strict=True):
+    for row, stage, worker in zip(rows, stages, workers, strict=True):
+        row.worker = worker
         row.layers, row.width = int(stage.num_layers), len(stage.replicas[0])
         row.num_replicas = len(stage.replicas)
         row.depth = stage.in_flight or 0
@@ -246,6 +249,18 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
     return draft
 
 
+def _workers_of(pipeline: PipelinePlan) -> Iterator[int | None]:
+    """Of each stage, 0 if its replicas have no stage before it, else 1 more than the number of their first
+    one; None where they have different ones, or activations leave a card with several stages."""
+    sends = any(stage.activation_offload for stage in pipeline.stages)
+    first: dict[tuple[int, ...], int] = {}
+    for s, stage in enumerate(pipeline.stages):
+        before = {first.setdefault(replica, s) for replica in stage.replicas}
+        is_same = pipeline.stages[min(before)].replicas == stage.replicas
+        worker = 0 if s in before else 1 + min(before)
+        yield worker if is_same and len(before) == 1 and not (worker and sends) else None
+
+
 def _fill_deeper(rows: Sequence[StageRow]) -> None:
     """By how much the stages of a pipeline are deeper than they need be."""
     rest = 0
@@ -269,9 +284,9 @@ def plan_of(tables: Tables, draft: DraftTable) -> Plan:
         own: list[list[tuple[Card, ...]]] = []
         rows: list[StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
         for row in rows:
-            groups: list[tuple[Card, ...]] = []
+            groups: list[tuple[Card, ...]] = list(own[row.worker - 1]) if row.worker else []
             pools: list[int] = row.pools[: row.num_replicas]
-            for pool in pools:
+            for pool in pools if not row.worker else ():
                 groups.append(tuple(free[pool][: row.width]))
                 del free[pool][: row.width]
             own.append(groups)

@@ -49,6 +49,9 @@ static double edge_seconds(const struct evaluator *evaluator, const struct draft
     const struct draft_stage *from = is_activation ? stage : stage + 1, *to = is_activation ? stage + 1 : stage;
     const struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
     double bytes = problem->hidden_bytes[pipeline->size], slowest = 0.0;
+    const int32_t *first = evaluator->first_replica + pipeline->first_stage + s;
+    if (first[0] == first[1])
+        return 0.0; /* The same cards. */
     if (price->first_unit < price->end_unit) {
         /* The first replica's last unit, which is recomputed if all layers are. */
         int is_part = stage->num_recomputed == 0 || stage->num_recomputed == stage->layers;
@@ -109,7 +112,7 @@ const struct schedule *find_schedule(struct evaluator *evaluator, const struct d
     key[2] = stages;
     for (int32_t s = 0; s < stages; s++) {
         key[3 + 2 * s] = own[s].num_replicas;
-        key[4 + 2 * s] = draft->schedule == ONE_F_ONE_B ? evaluator->depths[s] : 0;
+        key[4 + 2 * s] = draft->schedule == ONE_F_ONE_B ? evaluator->depths[s] : own[s].worker;
     }
     for (int32_t i = 0; i < size; i++)
         hash = (hash ^ (uint32_t)key[i]) * 16777619u;
@@ -117,10 +120,16 @@ const struct schedule *find_schedule(struct evaluator *evaluator, const struct d
     if (known->schedule && known->key[2] == stages && !memcmp(known->key, key, sizeof key))
         return known->schedule;
     number_workers(evaluator, draft, pipeline);
-    for (int32_t i = 0; i < evaluator->first[stages]; i++)
-        evaluator->workers[i] = i;
+    const int32_t *replicas = evaluator->first_replica + pipeline->first_stage;
+    int32_t count = 0;
+    for (int32_t s = 0; s < stages; s++)
+        for (int32_t r = 0; r < own[s].num_replicas; r++) {
+            int32_t worker = replicas[s] - replicas[0] + r;
+            evaluator->workers[evaluator->first[s] + r] = worker;
+            count = worker < count ? count : worker + 1;
+        }
     struct layout layout = {
-        stages, evaluator->first[stages], pipeline->num_micro_batches, draft->schedule,
+        stages, count, pipeline->num_micro_batches, draft->schedule,
         evaluator->first, evaluator->workers,
         draft->schedule == ONE_F_ONE_B ? evaluator->depths : NULL,
     };
@@ -189,7 +198,7 @@ static int is_alike(const struct evaluator *evaluator, const struct draft *draft
         return 0;
     for (int32_t s = 0; s < a->num_stages; s++) {
         const struct draft_stage *x = &draft->stages[i + s], *y = &draft->stages[j + s];
-        if (x->num_replicas != y->num_replicas || x->depth != y->depth || x->away != y->away)
+        if (x->num_replicas != y->num_replicas || x->depth != y->depth || x->worker != y->worker || x->away != y->away)
             return 0;
         if (x->away && !copy_alike(evaluator, draft, i + s, j + s))
             return 0;
@@ -357,8 +366,9 @@ static int starts_run(const struct evaluator *evaluator, const struct draft *dra
     int32_t units = evaluator->problem->num_units;
     if (u == 0 || (evaluator->problem->is_tied && u == 1))
         return 1;
+    const int32_t *first = evaluator->first_replica, *stage_of = evaluator->stage_of;
     for (int32_t p = 0; p < draft->num_pipelines; p++)
-        if (evaluator->stage_of[(size_t)p * units + u - 1] != evaluator->stage_of[(size_t)p * units + u])
+        if (first[stage_of[(size_t)p * units + u - 1]] != first[stage_of[(size_t)p * units + u]])
             return 1;
     return 0;
 }
@@ -540,7 +550,7 @@ static double tied_seconds(struct evaluator *evaluator, const struct draft *draf
     for (int end = 0; end < 2; end++)
         for (int32_t p = 0; p < draft->num_pipelines; p++) {
             const struct draft_pipeline *pipeline = &draft->pipelines[p];
-            if (end && pipeline->num_stages == 1)
+            if (end && has_both_ends(evaluator, pipeline))
                 continue;
             int32_t number = pipeline->first_stage + (end ? pipeline->num_stages - 1 : 0);
             const struct draft_stage *stage = &draft->stages[number];
@@ -609,7 +619,8 @@ int price_draft(struct evaluator *evaluator, const struct draft *draft, double l
     price_messages(evaluator, draft);
     if ((failed = play_all(evaluator, draft)))
         return failed;
-    if (draft->schedule != ONE_F_ONE_B && draft->schedule != GPIPE && (failed = price_stages(evaluator, draft)))
+    if (draft->schedule != ONE_F_ONE_B && draft->schedule != GPIPE &&
+        ((failed = price_stages(evaluator, draft)) || (failed = sum_over_workers(evaluator, draft))))
         return failed;
     sum_up(evaluator, draft, price);
     price->step = price->compute + price->update;
@@ -635,11 +646,12 @@ static void take_memory(struct evaluator *evaluator)
     const struct problem *problem = evaluator->problem;
     struct arena *arena = &evaluator->arena;
     int32_t cards = problem->num_cards + 1, units = problem->num_units + 1, nodes = problem->num_nodes;
+    int32_t stages = most_stages(problem) + 1;
     double **rows[] = {&evaluator->forward, &evaluator->backward, &evaluator->weight, &evaluator->send_activation,
                        &evaluator->send_gradient, &evaluator->start, &evaluator->end, &evaluator->busy,
                        &evaluator->worker_end};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        *rows[i] = TAKE(arena, cards, double);
+        *rows[i] = TAKE(arena, stages, double);
     double **of_units[] = {&evaluator->weights, &evaluator->complete, &evaluator->complete_early,
                            &evaluator->needed};
     for (size_t i = 0; i < sizeof of_units / sizeof *of_units; i++)
@@ -647,16 +659,16 @@ static void take_memory(struct evaluator *evaluator)
     int32_t **of_nodes[] = {&evaluator->leaving, &evaluator->entering, &evaluator->counts, &evaluator->flows};
     for (size_t i = 0; i < sizeof of_nodes / sizeof *of_nodes; i++)
         *of_nodes[i] = TAKE(arena, nodes, int32_t);
-    int32_t **of_cards[] = {&evaluator->depths, &evaluator->first, &evaluator->workers, &evaluator->first_replica,
-                            &evaluator->pool_of};
-    for (size_t i = 0; i < sizeof of_cards / sizeof *of_cards; i++)
-        *of_cards[i] = TAKE(arena, cards, int32_t);
-    evaluator->prices = TAKE(arena, cards, struct stage_price);
+    int32_t **of_stages[] = {&evaluator->depths, &evaluator->first, &evaluator->workers,
+                             &evaluator->first_replica, &evaluator->pool_of};
+    for (size_t i = 0; i < sizeof of_stages / sizeof *of_stages; i++)
+        *of_stages[i] = TAKE(arena, stages, int32_t);
+    evaluator->prices = TAKE(arena, stages, struct stage_price);
     evaluator->part_forward = TAKE(arena, 2 * units, double);
     evaluator->part_backward = TAKE(arena, 2 * units, double);
     evaluator->part_bytes = TAKE(arena, 2 * units, double);
-    evaluator->placed = TAKE(arena, cards, struct placement);
-    evaluator->clocks = TAKE(arena, cards, struct copy_clock);
+    evaluator->placed = TAKE(arena, stages, struct placement);
+    evaluator->clocks = TAKE(arena, stages, struct copy_clock);
     evaluator->stage_of = TAKE(arena, (size_t)cards * units, int32_t);
     evaluator->holders = TAKE(arena, units, int32_t);
     evaluator->slices = TAKE(arena, units, int32_t);

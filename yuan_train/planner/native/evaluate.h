@@ -64,6 +64,7 @@ struct draft_stage {
     int16_t pools[MAX_REPLICAS];       /* of each replica */
     double offload, share;             /* of the optimizer state on hosts; weight among its owners */
     int16_t deeper, may_offload;       /* what `realise_draft` makes `depth` and `offload` of */
+    int16_t worker; /* 0: replicas of its own; k: those of stage k - 1 of its pipeline, which is before it */
 };
 
 struct draft_pipeline {
@@ -82,6 +83,7 @@ struct stage_price {
     double memory, capacity; /* bytes on its tightest card: forecast, and what may be filled */
     double host_bytes, host_capacity;
     double optimizer_share, packed_share;
+    double activations, reserved; /* of `memory` */
     int32_t in_flight, slowest, first_unit, end_unit; /* `slowest`: the pool of its slowest replica */
 };
 
@@ -98,6 +100,12 @@ struct space {
     int32_t may_offload, uses_all;
     int32_t like_owners; /* whether what is not sharded may be stepped by owners alone that compute alike */
 };
+
+/* Stages of a draft, and replicas of all of them, that there is memory for: workers may have several stages. */
+static inline int32_t most_stages(const struct problem *problem)
+{
+    return 4 * problem->num_cards + 2 * problem->num_units;
+}
 
 struct evaluator; /* a problem, and memory to price its drafts */
 

@@ -48,16 +48,16 @@ struct evaluator {
     struct arena arena;
     int64_t num_played;                   /* drafts that were simulated */
     int is_searching;                     /* refuse pipelines under 1F1B whose schedule would have to be made */
-    struct stage_price *prices;           /* [cards], by stage, as all below that say stages */
+    struct stage_price *prices;           /* [stages], `most_stages` as all below that say stages */
     int32_t *stage_of;                    /* [pipelines, units] */
-    int32_t *first_replica, *pool_of, num_replicas; /* [stages]; [replicas] */
+    int32_t *first_replica, *pool_of, num_replicas; /* [stages]; [replicas], those of several stages once */
     int32_t *holders, *slices;            /* [units]: replicas; least common multiple of their widths */
     double *weights;                      /* [units]: of the owners, together */
     double *forward, *backward, *weight;  /* [stages]: seconds, as the simulation takes them */
     double *send_activation, *send_gradient, *start, *end; /* [stages] */
     double *busy, *worker_end;            /* [cards]: scratch */
     double *complete, *complete_early, *needed; /* [units] */
-    int32_t *depths, *first, *workers;    /* [cards + 1]: scratch of one pipeline */
+    int32_t *depths, *first, *workers;    /* [stages + 1]: scratch of one pipeline */
     double *part_forward, *part_backward, *part_bytes; /* [2 units]: of the parts of one pipeline's layers */
     struct placement *placed;             /* [replicas]: those that were placed last */
     struct copy_clock *clocks;            /* [cards]: of one pipeline's workers */
@@ -80,6 +80,16 @@ enum collective { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER };
 /* Who holds each unit; 1 if the stages of a pipeline do not make up the model. */
 int find_holders(struct evaluator *evaluator, const struct draft *draft);
 int32_t common_multiple(int32_t a, int32_t b);
+/* Whether the first and the last stage have the same cards. Holders must be found. */
+int has_both_ends(const struct evaluator *evaluator, const struct draft_pipeline *pipeline);
+/* Whether a worker of the pipeline has several stages. */
+int has_virtual_stages(const struct draft *draft, const struct draft_pipeline *pipeline);
+/* Bytes of the worker whose first stage is `leader`, by the prices of its stages. */
+double memory_of_worker(const struct evaluator *evaluator, const struct draft_pipeline *pipeline,
+                        const struct schedule *schedule, int32_t leader);
+/* Let the price of each stage have what all stages of its worker take together, as `stage_cost.sum_over_cards`; 0, or 1
+ * for a draft that has no schedule. */
+int sum_over_workers(struct evaluator *evaluator, const struct draft *draft);
 /* Micro-batches in flight of 1F1B and GPipe, by formula; see `schedule/in_flight.py`. */
 void find_in_flight(const struct draft *draft, const struct draft_pipeline *pipeline, struct stage_price *prices);
 /* Of one stage, whose holders and micro-batches in flight are known; 1 if one of its groups cannot be, or if too few

@@ -107,12 +107,13 @@ class StageRow(ctypes.Structure):
     share: float
     deeper: int
     may_offload: int
+    worker: int
     _fields_ = [
         *((name, c_int16) for name in ("layers", "width", "num_replicas", "depth")),
         *((name, c_int16) for name in ("recompute", "num_recomputed", "away", "resident", "ahead")),
         ("pools", c_int16 * MAX_REPLICAS),
         *((name, c_double) for name in ("offload", "share")),
-        *((name, c_int16) for name in ("deeper", "may_offload")),
+        *((name, c_int16) for name in ("deeper", "may_offload", "worker")),
     ]
 
 
@@ -151,6 +152,7 @@ class StagePrice(ctypes.Structure):
             for name in (
                 *("forward", "backward", "weight", "update", "memory", "capacity"),
                 *("host_bytes", "host_capacity", "optimizer_share", "packed_share"),
+                *("activations", "reserved"),
             )
         ),
         *((name, c_int32) for name in ("in_flight", "slowest", "first_unit", "end_unit")),

@@ -35,6 +35,9 @@ struct schedule {
     int32_t num_stages, num_workers, num_micro_batches, num_operations, num_links, num_messages;
     struct operation *operations;
     int32_t *held; /* [stages]: the most micro-batches in flight on one of its workers */
+    /* Where workers have several stages: micro-batches that one has in flight of each at once, [peaks, stages], but for
+     * peaks with fewer of each; and its number. */
+    int32_t *peaks, *peak_workers, num_peaks;
 };
 
 struct copy_clock;

@@ -306,11 +306,51 @@ static int is_deep(const struct layout *layout)
     return 0;
 }
 
-/* The most micro-batches in flight on a worker of each stage: forward begun, backward not ended. */
-static void count_held(const struct layout *layout, const struct program *programs, int32_t *held,
+/* Whether a peak of a worker has at least as many micro-batches of each stage in flight; peaks that have fewer go. */
+static int is_below_peak(struct schedule *schedule, int32_t worker, const int32_t *alive)
+{
+    int32_t stages = schedule->num_stages, left = 0;
+    for (int32_t i = 0; i < schedule->num_peaks; i++) {
+        int32_t *peak = schedule->peaks + (size_t)i * stages, more = 0, fewer = 0;
+        for (int32_t s = 0; s < stages; s++) {
+            more |= alive[s] > peak[s];
+            fewer |= alive[s] < peak[s];
+        }
+        if (schedule->peak_workers[i] == worker && !more)
+            return 1;
+        if (schedule->peak_workers[i] == worker && !fewer)
+            continue;
+        memmove(schedule->peaks + (size_t)left * stages, peak, sizeof(int32_t) * (size_t)stages);
+        schedule->peak_workers[left++] = schedule->peak_workers[i];
+    }
+    schedule->num_peaks = left;
+    return 0;
+}
+
+static void add_peak(struct schedule *schedule, int32_t worker, const int32_t *alive, struct arena *arena)
+{
+    if (is_below_peak(schedule, worker, alive))
+        return;
+    size_t count = (size_t)schedule->num_peaks, stages = (size_t)schedule->num_stages;
+    int32_t *peaks = realloc(schedule->peaks, sizeof(int32_t) * (count + 1) * stages);
+    if (peaks)
+        schedule->peaks = peaks;
+    int32_t *workers = realloc(schedule->peak_workers, sizeof(int32_t) * (count + 1));
+    if (workers)
+        schedule->peak_workers = workers;
+    if (!peaks || !workers)
+        longjmp(arena->failed, 1);
+    memcpy(peaks + count * stages, alive, sizeof(int32_t) * stages);
+    workers[schedule->num_peaks++] = worker;
+}
+
+/* The most micro-batches in flight on a worker of each stage: forward begun, backward not ended. Where workers have
+ * several stages, also what each has of all of them before it turns from forwards to backwards. */
+static void count_held(struct schedule *schedule, const struct layout *layout, const struct program *programs,
                        struct arena *arena)
 {
-    int32_t *alive = TAKE(arena, layout->num_stages, int32_t);
+    int32_t *alive = TAKE(arena, layout->num_stages, int32_t), *held = schedule->held;
+    int is_virtual = layout->first[layout->num_stages] > layout->num_workers;
     int32_t last = layout->name == ZERO_BUBBLE ? BACKWARD_WEIGHT : BACKWARD;
     for (int32_t worker = 0; worker < layout->num_workers; worker++)
         for (int32_t i = 0; i < programs[worker].count; i++) {
@@ -318,6 +358,8 @@ static void count_held(const struct layout *layout, const struct program *progra
             alive[step.stage] += (step.kind == FORWARD) - (step.kind == last);
             if (alive[step.stage] > held[step.stage])
                 held[step.stage] = alive[step.stage];
+            if (is_virtual && step.kind == FORWARD && programs[worker].steps[i + 1].kind != FORWARD)
+                add_peak(schedule, worker, alive, arena);
         }
 }
 
@@ -330,7 +372,7 @@ static void fill(struct schedule *schedule, const struct layout *layout, struct 
     if (!schedule->held)
         longjmp(arena->failed, 1);
     struct program *programs = compute_programs(layout, arena);
-    count_held(layout, programs, schedule->held, arena);
+    count_held(schedule, layout, programs, arena);
     if (place_messages(layout, programs, is_deep(layout) ? SLOW_MESSAGE : FAST_MESSAGE, schedule, arena))
         longjmp(arena->failed, 1);
     number_links(schedule, arena);
@@ -357,6 +399,8 @@ void free_schedule(struct schedule *schedule)
     if (schedule) {
         free(schedule->operations);
         free(schedule->held);
+        free(schedule->peaks);
+        free(schedule->peak_workers);
         free(schedule);
     }
 }

@@ -51,8 +51,9 @@ int find_holders(struct evaluator *evaluator, const struct draft *draft)
             const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
             struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
             price->first_unit = s ? next : 0;
-            evaluator->first_replica[pipeline->first_stage + s] = replicas;
-            for (int32_t r = 0; r < stage->num_replicas; r++)
+            evaluator->first_replica[pipeline->first_stage + s] =
+                stage->worker ? evaluator->first_replica[pipeline->first_stage + stage->worker - 1] : replicas;
+            for (int32_t r = 0; r < stage->num_replicas && !stage->worker; r++)
                 evaluator->pool_of[replicas++] = stage->pools[r];
             next += stage->layers;
             price->end_unit = s == pipeline->num_stages - 1 ? units : next;
@@ -72,6 +73,12 @@ int find_holders(struct evaluator *evaluator, const struct draft *draft)
     return 0;
 }
 
+int has_both_ends(const struct evaluator *evaluator, const struct draft_pipeline *pipeline)
+{
+    const int32_t *first = evaluator->first_replica + pipeline->first_stage;
+    return first[0] == first[pipeline->num_stages - 1];
+}
+
 /* The share of its gradients that a stage has in common with other owners. */
 static double reduced_share(const struct evaluator *evaluator, const struct draft *draft,
                             const struct stage_price *price)
@@ -82,7 +89,7 @@ static double reduced_share(const struct evaluator *evaluator, const struct draf
         const struct draft_pipeline *pipeline = &draft->pipelines[p];
         const struct draft_stage *stage = &draft->stages[pipeline->first_stage];
         ends += stage->num_replicas;
-        if (pipeline->num_stages > 1)
+        if (!has_both_ends(evaluator, pipeline))
             ends += stage[pipeline->num_stages - 1].num_replicas;
     }
     double all = 0.0, several = 0.0;
@@ -176,9 +183,11 @@ static void price_memory(const struct problem *problem, const struct draft_stage
     double buffers = most_transient(units, units->first, units->end - has_head) +
                      units->part->boundary_bytes *
                          ((has_head ? 0 : price->in_flight) + edges * MESSAGES_PER_EDGE);
+    price->activations = price->in_flight * SUM(activation_bytes, units);
+    price->reserved = tightest->reserved;
     price->memory = parameters + (1.0 + price->packed_share) * gradients +
                     price->optimizer_share * (1.0 - stage->offload) * optimizer +
-                    price->in_flight * SUM(activation_bytes, units) + logits + buffers + tightest->reserved;
+                    price->activations + logits + buffers + price->reserved;
     price->capacity = tightest->limit;
 }
 
@@ -364,7 +373,7 @@ int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t 
         price->backward = backward;
         price->weight = SUM(weight, &own);
     }
-    int is_twice = problem->is_tied && pipeline->num_stages == 1;
+    int is_twice = problem->is_tied && s == 0 && has_both_ends(evaluator, pipeline);
     find_shares(evaluator, draft, stage, price);
     price_memory(problem, stage, &units, is_twice, price);
     price_update(problem, pipeline->size, stage, &units, is_twice, price);
@@ -396,6 +405,89 @@ int price_stages(struct evaluator *evaluator, const struct draft *draft)
         for (int32_t s = 0, failed; s < pipeline->num_stages; s++)
             if ((failed = price_stage(evaluator, draft, p, s)))
                 return failed;
+    }
+    return 0;
+}
+
+/* --- workers with several stages -------------------------------------------------------------------------- */
+
+int has_virtual_stages(const struct draft *draft, const struct draft_pipeline *pipeline)
+{
+    int has = 0;
+    for (int32_t s = 0; s < pipeline->num_stages; s++)
+        has |= draft->stages[pipeline->first_stage + s].worker > 0;
+    return has;
+}
+
+/* The activations of all stages of a worker at the time when there are most. */
+static double activations_of_worker(const struct evaluator *evaluator, const struct draft_pipeline *pipeline,
+                                    const struct schedule *schedule, int32_t leader)
+{
+    const struct stage_price *prices = evaluator->prices + pipeline->first_stage;
+    const int32_t *first = evaluator->first_replica + pipeline->first_stage, *peak;
+    int32_t worker = first[leader] - first[0], stages = pipeline->num_stages;
+    double most = 0.0, each[stages];
+    for (int32_t s = 0; s < stages; s++) {
+        int32_t held = 1;
+        for (int32_t i = 0; i < schedule->num_peaks; i++) {
+            peak = schedule->peaks + (size_t)i * stages;
+            held = schedule->peak_workers[i] == worker && peak[s] > held ? peak[s] : held;
+        }
+        each[s] = prices[s].activations / held;
+    }
+    for (int32_t i = 0; i < schedule->num_peaks; i++) {
+        double sum = 0.0;
+        peak = schedule->peaks + (size_t)i * stages;
+        for (int32_t s = 0; schedule->peak_workers[i] == worker && s < stages; s++)
+            sum += peak[s] * each[s];
+        most = fmax(most, sum);
+    }
+    return most;
+}
+
+double memory_of_worker(const struct evaluator *evaluator, const struct draft_pipeline *pipeline,
+                        const struct schedule *schedule, int32_t leader)
+{
+    const struct stage_price *prices = evaluator->prices + pipeline->first_stage;
+    const int32_t *first = evaluator->first_replica + pipeline->first_stage;
+    double memory = prices[leader].reserved + activations_of_worker(evaluator, pipeline, schedule, leader);
+    for (int32_t s = leader; s < pipeline->num_stages; s++)
+        if (first[s] == first[leader])
+            memory += prices[s].memory - prices[s].activations - prices[s].reserved;
+    return memory;
+}
+
+static void sum_over_worker(struct evaluator *evaluator, const struct draft_pipeline *pipeline,
+                            const struct schedule *schedule, int32_t leader)
+{
+    struct stage_price *prices = evaluator->prices + pipeline->first_stage;
+    const int32_t *first = evaluator->first_replica + pipeline->first_stage;
+    double memory = memory_of_worker(evaluator, pipeline, schedule, leader), update = 0.0, host = 0.0;
+    for (int32_t s = leader; s < pipeline->num_stages; s++)
+        if (first[s] == first[leader]) {
+            update += prices[s].update;
+            host += prices[s].host_bytes;
+        }
+    for (int32_t s = leader; s < pipeline->num_stages; s++)
+        if (first[s] == first[leader]) {
+            prices[s].memory = memory;
+            prices[s].update = update;
+            prices[s].host_bytes = host;
+        }
+}
+
+int sum_over_workers(struct evaluator *evaluator, const struct draft *draft)
+{
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        if (!has_virtual_stages(draft, pipeline))
+            continue;
+        const struct schedule *schedule = find_schedule(evaluator, draft, pipeline);
+        if (!schedule)
+            return 1;
+        for (int32_t s = 0; s < pipeline->num_stages; s++)
+            if (!draft->stages[pipeline->first_stage + s].worker)
+                sum_over_worker(evaluator, pipeline, schedule, s);
     }
     return 0;
 }
