@@ -36,7 +36,9 @@ for _ in range(400):
     depths = tuple(sorted((draw.randint(1, 12) for _ in range(stages)), reverse=True))
     pipelines.run_rounds(depths, draw.choice((count, 10 * count)), times)
 test_price.test_the_core_prices_a_step_as_it_is_defined(0)
-test_price.test_found_drafts_are_lawful_plans_of_the_price_they_say(1)
+test_price.test_profiles_and_other_libraries_are_priced_as_defined(100)
+test_price.test_profiles_and_other_libraries_are_priced_as_defined(101)
+test_price.test_found_drafts_are_lawful_plans_of_the_price_they_say(1, True)
 print("done")
 """
 

@@ -13,6 +13,14 @@ from tests.planner.search.test_search import MODEL, card
 from yuan_train.config.cluster import Card, Cluster, Host, Link, NodeGroup
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.profile import (
+    LinkProfile,
+    NodeLinkProfile,
+    Profile,
+    ProfileEntry,
+    StageStart,
+    UnitProfile,
+)
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import Tables, draft_of, make_tables, plan_of
@@ -45,7 +53,71 @@ def random_problem(draw: random.Random) -> PlanProblem:
         reduce_dtype=draw.choice(("fp32", "bf16")),
         bucket_size=draw.choice((1 << 18, 1 << 21, 1 << 26)),
         memory_fraction=draw.choice((0.95, 1.0)),
+        sends=draw.choice((None, None, "blocking")),
     )
+
+
+def with_profile(draw: random.Random, problem: PlanProblem) -> PlanProblem:
+    """The same with seconds and bytes of each layer, in part, most links, and rates between nodes."""
+    cluster, num_layers = problem.cluster, problem.model.num_layers
+    whole = draw.random() < 0.3
+
+    def unit() -> UnitProfile:
+        return UnitProfile(
+            forward_seconds=draw.uniform(0.001, 0.01),
+            backward_seconds=draw.uniform(0.002, 0.02),
+            state_bytes=draw.uniform(1e6, 2e8),
+            activation_bytes=draw.uniform(1e6, 5e7),
+            output_bytes=1e6,
+            transient_bytes=None if whole else draw.uniform(0.0, 1e7),
+        )
+
+    entries = [
+        ProfileEntry(
+            device_type=name,
+            embedding=unit(),
+            layers=tuple(unit() for _ in range(draw.choice((1, num_layers)))),
+            head=unit(),
+            start=StageStart(forward_seconds=draw.choice((0.0, 0.001)), backward_seconds=0.0),
+        )
+        for name in list(cluster.device_types)[: draw.choice((2, 3))]
+    ]
+    links = [
+        LinkProfile(
+            from_=a.name,
+            to=b.name,
+            message_bytes=(1e3, 1e6, 1e7),
+            seconds=(draw.uniform(1e-6, 1e-5), draw.uniform(1e-5, 1e-3), draw.uniform(1e-3, 1e-2)),
+            compute_seconds_per_byte=draw.choice((0.0, 1e-10, 1e-9)),
+        )
+        for a, b in itertools.permutations(cluster.cards, 2)
+        if draw.random() < 0.9
+    ]
+    nodes = dict.fromkeys(own.node for own in cluster.cards)
+    rates = [
+        NodeLinkProfile(from_=a, to=b, bytes_per_second=draw.uniform(1e8, 1e10))
+        for a, b in itertools.permutations(nodes, 2)
+        if draw.random() < 0.8
+    ]
+    profile = Profile(
+        sequence_length=problem.sequence_length,
+        precision=problem.precision,
+        entries=tuple(entries) if draw.random() < 0.7 else (),
+        links=tuple(links) if draw.random() < 0.8 else (),
+        node_links=tuple(rates) if draw.random() < 0.5 else (),
+    )
+    return replace(problem, profile=profile)
+
+
+def with_gloo(draw: random.Random, problem: PlanProblem) -> PlanProblem:
+    """The same with simulated cards, cards of gloo's, and such of unlike libraries."""
+    every = draw.choice(({"slowdown": 3.0}, {"backend": "gloo"}, None))
+    kinds = ({"backend": "gloo"}, {"slowdown": 2.0}, {}, {"backend": "hccl"})
+    types = {
+        name: replace(device, **(every or draw.choice(kinds)))
+        for name, device in problem.cluster.device_types.items()
+    }
+    return replace(problem, cluster=replace(problem.cluster, device_types=types))
 
 
 def random_stage(
@@ -222,6 +294,22 @@ def test_stages_of_one_worker_share_its_card() -> None:
     assert straight[0] == straight[1] and straight != looped
 
 
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_profiles_and_other_libraries_are_priced_as_defined(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = random_problem(draw)
+    if draw.random() < 0.7:
+        problem = with_profile(draw, problem)
+    if draw.random() < 0.5:
+        problem = with_gloo(draw, problem)
+    costs = make_costs(problem)
+    tables = make_tables(costs, SIZES, WIDTHS)
+    assert tables is not None
+    for plan in (random_plan(draw, problem) for _ in range(40)):
+        if plan.pipelines and next(validate_plan(plan), None) is None:
+            check(costs, tables, plan)
+
+
 def test_a_price_depends_on_every_layer_and_card() -> None:
     draw = random.Random(3)
     problem = random_problem(draw)
@@ -251,9 +339,12 @@ def search(tables: Tables, *, seed: int = 1, budget: int = 3_000):
     return tables.evaluator.search(space, [], budget=budget, seed=seed, room=8)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 5])
-def test_found_drafts_are_lawful_plans_of_the_price_they_say(seed: int) -> None:
-    problem = random_problem(random.Random(seed))
+@pytest.mark.parametrize(("seed", "is_measured"), [(0, False), (1, True), (2, False), (5, True)])
+def test_found_drafts_are_lawful_plans_of_the_price_they_say(seed: int, is_measured: bool) -> None:
+    draw = random.Random(seed)
+    problem = random_problem(draw)
+    if is_measured:
+        problem = with_gloo(draw, with_profile(draw, problem))
     costs = make_costs(problem)
     tables = make_tables(costs, SIZES, WIDTHS)
     assert tables is not None

@@ -103,7 +103,7 @@ class _Bucket:
 
 def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> list[_Bucket]:
     """All buckets of a plan, in the model's order."""
-    sizes = unit_parameters(costs.problem.model, plan_unit_parameters(plan))
+    sizes = unit_parameters(costs, plan_unit_parameters(plan))
     if divides_experts(plan):
         return _with_experts(costs, plan, holders, sizes)
     if max(map(len, holders)) == 1:
@@ -180,9 +180,9 @@ def bucket_units(
     A tied embedding is a bucket of its own: the first and the last stages hold it.
     """
     problem = costs.problem
-    if problem.model.tie_embeddings:
+    if costs.ties:
         owners = [None, *owners[1:]]
-    sizes = unit_parameters(problem.model) if parameters is None else parameters
+    sizes = unit_parameters(costs) if parameters is None else parameters
     return group_units(owners, sizes, bucket_size=problem.bucket_size)
 
 
@@ -303,8 +303,9 @@ def _slowest_ring_seconds(
     return max(map(seconds, slice_rings(owners)))
 
 
-def unit_parameters(model: ModelConfig, units: Sequence[int] | None = None) -> list[float]:
+def unit_parameters(costs: Costs, units: Sequence[int] | None = None) -> list[float]:
     """Parameters whose gradients the owners reduce, by unit (`units`, or the model's); a tied embedding is
     reduced separately, over all that hold it."""
-    embedding, *others = map(float, model.trained_unit_parameters if units is None else units)
-    return [0.0 if model.tie_embeddings else embedding, *others]
+    own = costs.problem.model.trained_unit_parameters if units is None else units
+    embedding, *others = map(float, own)
+    return [0.0 if costs.ties else embedding, *others]

@@ -34,14 +34,14 @@ class StateShares:
 
 
 def state_shares(
-    plan: Plan, cards: PlanCards, *, reduce_copy_share: float
+    plan: Plan, cards: PlanCards, *, reduce_copy_share: float, ties: bool
 ) -> dict[tuple[int, int], StateShares]:
     """The shares of the cards of each stage, by pipeline and stage."""
     if divides_experts(plan):
         return _shares_of_ranks(plan, reduce_copy_share)
     optimizer = optimizer_shares(plan, cards)
-    packed = packed_shares(plan, cards, reduce_copy_share=reduce_copy_share)
-    lasting = packed_shares(plan, cards, reduce_copy_share=0.0) if reduce_copy_share else packed
+    packed = packed_shares(plan, cards, reduce_copy_share=reduce_copy_share, ties=ties)
+    lasting = packed_shares(plan, cards, reduce_copy_share=0.0, ties=ties) if reduce_copy_share else packed
     return {
         key: StateShares(
             optimizer=optimizer[key],
@@ -107,7 +107,9 @@ def optimizer_shares(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], floa
     }
 
 
-def packed_shares(plan: Plan, cards: PlanCards, *, reduce_copy_share: float) -> dict[tuple[int, int], float]:
+def packed_shares(
+    plan: Plan, cards: PlanCards, *, reduce_copy_share: float, ties: bool
+) -> dict[tuple[int, int], float]:
     """The share of its gradients that each card of a stage holds twice, because their reduction runs in
     buffers of its own; by pipeline and stage.
 
@@ -119,7 +121,7 @@ def packed_shares(plan: Plan, cards: PlanCards, *, reduce_copy_share: float) -> 
     # The slices of a unit are as many as the least common multiple of its owners' sizes.
     slices = [math.lcm(*(len(replica) for replica in replicas)) for replicas in holders]
     shares = optimizer_shares(plan, cards)
-    reduced = _reduced_shares(plan, holders) if reduce_copy_share else dict.fromkeys(stages, 0.0)
+    reduced = _reduced_shares(plan, holders, ties=ties) if reduce_copy_share else dict.fromkeys(stages, 0.0)
     return {
         (p, s): reduce_copy_share * reduced[p, s]
         + (
@@ -131,13 +133,15 @@ def packed_shares(plan: Plan, cards: PlanCards, *, reduce_copy_share: float) -> 
     }
 
 
-def _reduced_shares(plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> dict[tuple[int, int], float]:
+def _reduced_shares(
+    plan: Plan, holders: Sequence[tuple[Replica, ...]], *, ties: bool
+) -> dict[tuple[int, int], float]:
     """The share of its gradients that a stage has in common with other owners, by pipeline and stage. A tied
     embedding is held by the first and the last stages."""
     model, last = plan.model, num_units(plan) - 1
     *sizes, head = plan_unit_parameters(plan)
     sizes.append(head if model.lora is not None else model.head_parameters)
-    tied = len({*holders[0], *holders[last]}) if model.tie_embeddings else 0
+    tied = len({*holders[0], *holders[last]}) if ties else 0
     several = [len(replicas) > 1 or (tied > 1 and u in (0, last)) for u, replicas in enumerate(holders)]
     return {
         key: sum(sizes[u] for u in units if several[u]) / max(sum(sizes[u] for u in units), 1)

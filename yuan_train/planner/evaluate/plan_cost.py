@@ -183,7 +183,7 @@ def _cards(costs: Costs, plan: Plan) -> PlanCards:
 
 def _stage_rows(costs: Costs, plan: Plan, cards: PlanCards) -> list[list[StageCost]]:
     """The stages of each pipeline."""
-    shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share)
+    shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share, ties=costs.ties)
     rows: list[list[StageCost]] = []
     for p, pipeline in enumerate(plan.pipelines):
         row = [

@@ -1,8 +1,11 @@
 """A plan problem in the tables of the compiled core, and plans as its drafts.
 
-The core prices what a search makes by the thousand: whole layers, replicas of cards of one type inside a
-node, links that were not measured, and one communication library for all. `make_tables` says of which
-problems that is all there is; of others, and of all that is special in a plan, `cost_plan` is the price.
+The core prices what a search makes by the thousand: whole layers, and replicas of cards of one type inside a
+node. `make_tables` says of which problems that is all there is; of others, and of all that is special in a
+plan, `cost_plan` is the price.
+
+Where links were measured the cards of a node are not alike: a draft's replicas take the next cards of their
+pools in order, and are priced by the links of these.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
+from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.grad_reduce import half_parts, unit_parameters
 from yuan_train.planner.costs.host import host_bytes, host_step_seconds
 from yuan_train.planner.costs.plan_problem import Costs, plan_on_cards
-from yuan_train.planner.costs.topology import find_route, uses_gloo
+from yuan_train.planner.costs.topology import Route, copy_seconds_per_byte, find_route
 from yuan_train.planner.costs.unit_costs import CardCosts
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.native.evaluator import (
@@ -43,6 +47,8 @@ from yuan_train.schedule.copies import DEFAULT_AHEAD
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recompute, by their numbers in the core."""
+SENDS: tuple[Sends, ...] = ("overlapped", "blocking")
+"""The same of `enum sends`."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,7 @@ def make_tables(costs: Costs, sizes: Sequence[int], widths: Sequence[int]) -> Ta
     the core does not price whole."""
     problem, topology = costs.problem, costs.topology
     cards = [card for card in problem.cluster.cards if _has_precision(costs, card)]
-    special = topology.measured or problem.critic or problem.late_updates
-    if special or problem.send_mode != "overlapped" or len(sizes) > NUM_SIZES or not cards:
-        return None
-    if uses_gloo(topology, cards) or len({topology.types[card.type].backend for card in cards}) > 1:
+    if problem.critic or problem.late_updates or len(sizes) > NUM_SIZES or not cards:
         return None
     pools = tuple(tuple(own) for _, own in itertools.groupby(cards, key=lambda card: (card.node, card.type)))
     table = ProblemTable()
@@ -76,6 +79,8 @@ def make_tables(costs: Costs, sizes: Sequence[int], widths: Sequence[int]) -> Ta
     table.num_units, table.num_pools = problem.model.num_layers + 2, len(pools)
     table.num_nodes, table.num_cards = len(nodes), len(cards)
     table.global_batch_size, table.is_tied = problem.global_batch_size, costs.ties
+    table.sends, table.is_measured = SENDS.index(problem.send_mode), bool(topology.measured)
+    table.num_places = table.num_cards if table.is_measured else table.num_pools
     table.sizes[: len(sizes)] = list(sizes)
     table.hidden_bytes[: len(sizes)] = [costs.hidden_bytes(size) for size in sizes]
     _fill_pools(costs, pools, nodes, table)
@@ -98,6 +103,8 @@ def _fill_pools(
     rows = (Pool * len(pools))()
     kinds: dict[object, int] = {}
     types: dict[str, int] = {}
+    backends: dict[str, int] = {"gloo": 0}
+    place = 0
     for row, (card, *others) in zip(rows, pools, strict=True):
         device, host = problem.cluster.device_type(card.type), costs.host_of(card)
         group = costs.topology.groups[card.node]
@@ -106,6 +113,11 @@ def _fill_pools(
         row.kind = kinds.setdefault(kind, len(kinds))
         row.type = types.setdefault(card.type, len(types))
         row.node, row.count = nodes[card.node], 1 + len(others)
+        row.first_place, row.place_step = place, table.is_measured
+        place += row.count if table.is_measured else 1
+        row.backend = backends.setdefault(device.backend, len(backends))
+        row.is_simulated = device.slowdown is not None
+        row.copy_seconds = copy_seconds_per_byte(costs.topology, [card])
         row.limit = problem.usable_bytes(card.type)
         row.reserved = float(device.reserved)
         row.host_bytes = host.memory_bytes
@@ -150,48 +162,59 @@ def _fill_units(
     found: list[UnitTable] = []
     numbers: dict[int, int] = {}
     kept: list[CardCosts] = []
-    shape = (len(pools), NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES)
-    places = (c_int32 * math.prod(shape))(*[-1] * math.prod(shape))
-    for p, pool in enumerate(pools):
-        for width in widths:
-            if width > len(pool) or width.bit_count() != 1 or width >= 1 << NUM_WIDTHS:
-                continue
-            for b, size in enumerate(sizes):
-                for r, kind in enumerate(RECOMPUTES):
-                    part = costs.of_replica(tuple(pool[:width]), size, kind)
-                    if id(part) not in numbers:
-                        numbers[id(part)] = len(found)
-                        kept.append(part)
-                        found.append(_unit_table(costs, part))
-                    place = width.bit_length() - 1
-                    places[((p * shape[1] + place) * shape[2] + b) * shape[3] + r] = numbers[id(part)]
+    shape = (table.num_places, NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES)
+    rows = (c_int32 * math.prod(shape))(*[-1] * math.prod(shape))
+    widths = [width for width in widths if width.bit_count() == 1 and width < 1 << NUM_WIDTHS]
+    wanted = itertools.product(_places(pools, table), widths, enumerate(sizes), enumerate(RECOMPUTES))
+    for (p, mates), width, (b, size), (r, kind) in wanted:
+        if width > len(mates) or (width > 1 and costs.topology.types[mates[0].type].backend == "gloo"):
+            continue
+        part = costs.of_replica(tuple(mates[:width]), size, kind)
+        if id(part) not in numbers:
+            numbers[id(part)] = len(found)
+            kept.append(part)
+            found.append(_unit_table(costs, part))
+        place = width.bit_length() - 1
+        rows[((p * shape[1] + place) * shape[2] + b) * shape[3] + r] = numbers[id(part)]
     table.tables = (UnitTable * max(len(found), 1))(*found)
-    table.table_of = places
+    table.table_of = rows
+
+
+def _places(pools: Sequence[Sequence[Card]], table: ProblemTable) -> Iterator[tuple[int, Sequence[Card]]]:
+    """Each place, and the cards from there on in its pool."""
+    each = (pool[i:] for pool in pools for i in range(len(pool) if table.is_measured else 1))
+    yield from enumerate(each)
 
 
 def _fill_routes(costs: Costs, pools: Sequence[Sequence[Card]], table: ProblemTable) -> None:
-    rows = (RouteTable * (len(pools) ** 2))()
-    sizes: dict[str, list[Card]] = {}
+    rows = (RouteTable * table.num_places**2)()
+    mates: dict[str, list[Card]] = {}
     for pool in pools:
-        sizes.setdefault(pool[0].node, []).extend(pool)
-    for i, a in enumerate(pools):
-        for j, b in enumerate(pools):
-            source, target = a[0], b[0]
-            if i == j:
-                mates = [card for card in sizes[source.node] if card != source]
-                if not mates:
-                    continue
-                target = mates[0]
-            route = find_route(costs.topology, source, target)
-            row = rows[i * len(pools) + j]
-            row.latency, row.stream_rate = route.latency_seconds, route.stream_bytes_per_second
-            row.rate, row.is_shared = route.bytes_per_second, route.shared
+        mates.setdefault(pool[0].node, []).extend(pool)
+    places = list(_places(pools, table))
+    for (i, (source, *_)), (j, (target, *_)) in itertools.product(places, places):
+        if i == j:
+            others = [card for card in mates[source.node] if card != source]
+            if table.is_measured or not others:
+                continue
+            target = others[0]
+        _fill_route(find_route(costs.topology, source, target), rows[i * len(places) + j])
     table.routes = rows
+
+
+def _fill_route(route: Route, row: RouteTable) -> None:
+    row.latency, row.stream_rate = route.latency_seconds, route.stream_bytes_per_second
+    row.rate, row.is_shared = route.bytes_per_second, route.shared
+    row.shared_rate, row.copy_seconds = route.shared_bytes_per_second or 0.0, route.copy_seconds_per_byte
+    if route.measured is not None:
+        sizes, seconds = route.measured.message_bytes, route.measured.seconds
+        row.num_sizes, row.compute_seconds = len(sizes), route.measured.compute_seconds_per_byte
+        row.sizes, row.seconds = (c_double * len(sizes))(*sizes), (c_double * len(sizes))(*seconds)
 
 
 def _fill_reductions(costs: Costs, model: ModelConfig, table: ProblemTable) -> None:
     problem, state = costs.problem, STATE_BYTES[costs.problem.precision]
-    reduced = unit_parameters(model)
+    reduced = unit_parameters(costs)
     table.reduced = (c_double * len(reduced))(*reduced)
     *held, head = map(float, model.trained_unit_parameters)
     held.append(head if model.lora is not None else float(model.head_parameters))

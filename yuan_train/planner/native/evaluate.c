@@ -40,6 +40,19 @@ static void count_flows(struct evaluator *evaluator, const struct draft *draft, 
     }
 }
 
+/* Seconds of a message from the first card of a group to the others. */
+static double broadcast_seconds(const struct problem *problem, int32_t place, int32_t step, int32_t width, double bytes)
+{
+    double slowest = 0.0;
+    for (int32_t i = 1; i < width; i++) {
+        const struct route *route = &problem->routes[place * problem->num_places + place + i * step];
+        slowest = fmax(slowest, message_seconds(route, bytes, 1));
+        if (!step)
+            break;
+    }
+    return slowest;
+}
+
 static double edge_seconds(const struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s,
                            int is_activation)
 {
@@ -47,26 +60,27 @@ static double edge_seconds(const struct evaluator *evaluator, const struct draft
     const struct draft_pipeline *pipeline = &draft->pipelines[p];
     const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
     const struct draft_stage *from = is_activation ? stage : stage + 1, *to = is_activation ? stage + 1 : stage;
+    const int32_t *first = &evaluator->first_replica[pipeline->first_stage + s];
+    const int32_t *sources = evaluator->place_of + first[!is_activation];
+    const int32_t *targets = evaluator->place_of + first[is_activation];
     const struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
     double bytes = problem->hidden_bytes[pipeline->size], slowest = 0.0;
-    const int32_t *first = evaluator->first_replica + pipeline->first_stage + s;
     if (first[0] == first[1])
         return 0.0; /* The same cards. */
     if (price->first_unit < price->end_unit) {
         /* The first replica's last unit, which is recomputed if all layers are. */
         int is_part = stage->num_recomputed == 0 || stage->num_recomputed == stage->layers;
         int32_t kind = is_part ? stage->recompute : 0;
-        bytes = table_of(problem, pool_of(stage, 0), stage->width, pipeline->size, kind)
+        bytes = table_of(problem, evaluator->place_of[first[0]], stage->width, pipeline->size, kind)
                     ->output[price->end_unit - 1];
     }
     for (int32_t i = 0, pairs = num_pairs(from, to); i < pairs; i++) {
-        int32_t a = pool_of(from, i), b = pool_of(to, i);
-        int32_t x = problem->pools[a].node, y = problem->pools[b].node;
+        int32_t a = sources[i % from->num_replicas], b = targets[i % to->num_replicas];
+        int32_t x = problem->pools[pool_of(from, i)].node, y = problem->pools[pool_of(to, i)].node;
         int32_t sharers = evaluator->leaving[x] > evaluator->entering[y] ? evaluator->leaving[x]
                                                                          : evaluator->entering[y];
-        double own = message_seconds(&problem->routes[a * problem->num_pools + b], bytes, x == y ? 1 : sharers);
-        if (to->width > 1)
-            own += message_seconds(&problem->routes[b * problem->num_pools + b], bytes, 1);
+        double own = message_seconds(&problem->routes[a * problem->num_places + b], bytes, x == y ? 1 : sharers);
+        own += broadcast_seconds(problem, b, problem->pools[pool_of(to, i)].place_step, to->width, bytes);
         slowest = own > slowest ? own : slowest;
     }
     return slowest;
@@ -162,7 +176,7 @@ static int is_prompt(const struct evaluator *evaluator, const struct draft *draf
                      const struct draft_pipeline *pipeline)
 {
     enum { PROMPT_DEPTHS = 4 };
-    if (draft->schedule != ONE_F_ONE_B || sends_away(draft, pipeline))
+    if (draft->schedule != ONE_F_ONE_B || sends_away(draft, pipeline) || evaluator->problem->sends != OVERLAPPED)
         return 0;
     for (int32_t s = 0; s < pipeline->num_stages; s++) {
         int32_t n = draft->stages[pipeline->first_stage + s].num_replicas;
@@ -234,7 +248,7 @@ static int play_schedule(struct evaluator *evaluator, const struct draft *draft,
         return -1;
     figures->sent = played->messages;
     figures->room = played->room;
-    return run_schedule(schedule, times, OVERLAPPED, figures);
+    return run_schedule(schedule, times, evaluator->problem->sends, figures);
 }
 
 /* Run pipeline p, if it can be without its schedule and if that keeps the messages that are wanted. */
@@ -268,7 +282,8 @@ static int play(struct evaluator *evaluator, const struct draft *draft, int32_t 
         times.clocks = evaluator->clocks;
         failed = 1;
     }
-    if (failed == 1 && (times.clocks || !(evaluator->is_searching && draft->schedule == ONE_F_ONE_B)))
+    int is_prompt_alone = evaluator->is_searching && draft->schedule == ONE_F_ONE_B && !times.clocks;
+    if (failed == 1 && !(is_prompt_alone && evaluator->problem->sends == OVERLAPPED))
         failed = play_schedule(evaluator, draft, p, &times, &figures);
     played->num_messages = figures.num_sent;
     played->from = figures.sent_from;
@@ -303,14 +318,53 @@ static int play_all(struct evaluator *evaluator, const struct draft *draft)
 
 /* --- buckets ---------------------------------------------------------------------------------------------- */
 
+/* The links of rings that were measured: of each ring all of them, node by node. */
+static void add_measured(struct evaluator *evaluator, const int32_t *replicas, struct ring *ring)
+{
+    const struct problem *problem = evaluator->problem;
+    int32_t *order = evaluator->workers, count = 0;
+    for (int32_t n = 0; n < ring->num_nodes; n++)
+        for (int32_t i = 0; i < ring->num_cards; i++)
+            if (problem->pools[evaluator->pool_of[replicas[i]]].node == ring->nodes[n])
+                order[count++] = replicas[i];
+    ring->num_ways = ring->num_rings;
+    ring->num_routes = count;
+    for (int32_t way = 0; way < ring->num_ways; way++)
+        for (int32_t i = 0; i < count; i++) {
+            int32_t places[4] = {order[i], order[(i + 1) % count], replicas[i], replicas[(i + 1) % count]};
+            for (int32_t k = 0; k < 4; k++) {
+                int32_t slice = way * evaluator->width_of[places[k]] / ring->num_rings;
+                places[k] = evaluator->place_of[places[k]] + slice;
+            }
+            ring->routes[way * count + i] = &problem->routes[places[0] * problem->num_places + places[1]];
+            /* What a reduction takes of the compute goes by the owners' order. */
+            double own = problem->routes[places[2] * problem->num_places + places[3]].compute_seconds;
+            ring->compute_seconds = fmax(ring->compute_seconds, count > 1 ? own : 0.0);
+        }
+}
+
+/* Whether its library is gloo, and what that copies. */
+static void find_library(const struct evaluator *evaluator, const int32_t *replicas, struct ring *ring)
+{
+    const struct pool *pools = evaluator->problem->pools, *first = &pools[evaluator->pool_of[replicas[0]]];
+    int has_two = 0, is_simulated = 1;
+    for (int32_t i = 0; i < ring->num_cards; i++) {
+        const struct pool *pool = &pools[evaluator->pool_of[replicas[i]]];
+        has_two |= pool->backend != first->backend;
+        is_simulated &= pool->is_simulated;
+        ring->copy_seconds = fmax(ring->copy_seconds, pool->copy_seconds);
+    }
+    ring->is_gloo = is_simulated || has_two || !first->backend;
+}
+
 /* The links of a ring of these replicas' cards, node by node. */
 static void make_ring(struct evaluator *evaluator, const int32_t *replicas, int32_t count,
                       int32_t narrowest, struct ring *ring)
 {
     const struct problem *problem = evaluator->problem;
     int32_t *counts = evaluator->counts, *nodes = evaluator->ring_nodes + evaluator->num_ring_nodes;
-    *ring = (struct ring){.num_cards = count, .num_rings = narrowest, .nodes = nodes,
-                          .routes = evaluator->ring_routes + 2 * evaluator->num_ring_nodes};
+    *ring = (struct ring){.num_cards = count, .num_rings = narrowest, .num_ways = 1, .nodes = nodes,
+                          .routes = evaluator->ring_routes + evaluator->num_ring_routes};
     for (int32_t i = 0; i < count; i++) {
         const struct pool *pool = &problem->pools[evaluator->pool_of[replicas[i]]];
         if (!counts[pool->node]++)
@@ -318,7 +372,7 @@ static void make_ring(struct evaluator *evaluator, const int32_t *replicas, int3
         if (counts[pool->node] > ring->most_in_node)
             ring->most_in_node = counts[pool->node];
     }
-    for (int32_t i = 0; i < ring->num_nodes; i++) {
+    for (int32_t i = 0; !problem->is_measured && i < ring->num_nodes; i++) {
         int32_t pool = nodes[i], next = nodes[(i + 1) % ring->num_nodes];
         if (counts[problem->pools[pool].node] > 1)
             ring->routes[ring->num_routes++] = &problem->routes[pool * problem->num_pools + pool];
@@ -329,7 +383,20 @@ static void make_ring(struct evaluator *evaluator, const int32_t *replicas, int3
         nodes[i] = problem->pools[nodes[i]].node;
         counts[nodes[i]] = 0;
     }
+    find_library(evaluator, replicas, ring);
+    if (problem->is_measured)
+        add_measured(evaluator, replicas, ring);
     evaluator->num_ring_nodes += ring->num_nodes;
+    evaluator->num_ring_routes += ring->num_ways * ring->num_routes;
+}
+
+/* Seconds of its owners' compute that the reduction of so many parameters takes while it is hidden behind it. */
+static double compute_beside(const struct problem *problem, const struct draft *draft, const struct ring *ring,
+                             double parameters)
+{
+    int32_t k = ring->num_cards, is_whole = !draft->is_sharded || (k == 2 && ring->is_gloo);
+    double bytes = parameters * problem->reduce_bytes / ring->num_rings;
+    return (is_whole ? 2.0 : 1.0) * (k - 1) / k * bytes * ring->compute_seconds;
 }
 
 /* A bucket of units [first, end), in one transfer or in two halves. */
@@ -353,11 +420,13 @@ static void add_bucket(struct evaluator *evaluator, const struct draft *draft, i
     if (can_halve && parameters > problem->bucket_size) {
         double attention = rint(parameters * problem->half_parameters);
         transfer.parameters = parameters - attention;
+        transfer.compute = compute_beside(problem, draft, ring, transfer.parameters);
         transfer.early = problem->half_seconds;
         evaluator->transfers[evaluator->num_transfers++] = transfer;
         transfer.parameters = attention;
         transfer.early = 0.0;
     }
+    transfer.compute = compute_beside(problem, draft, ring, transfer.parameters);
     evaluator->transfers[evaluator->num_transfers++] = transfer;
 }
 
@@ -381,7 +450,8 @@ static void make_buckets(struct evaluator *evaluator, const struct draft *draft)
     double size = 0.0, largest = 0.0;
     for (int32_t u = 0; u < problem->num_units; u++)
         largest = fmax(largest, problem->reduced[u]);
-    evaluator->num_transfers = evaluator->num_rings = evaluator->num_owners = evaluator->num_ring_nodes = 0;
+    evaluator->num_transfers = evaluator->num_rings = evaluator->num_owners = 0;
+    evaluator->num_ring_nodes = evaluator->num_ring_routes = 0;
     for (int32_t u = problem->num_units - 1; u >= 0; u--) {
         size += problem->reduced[u];
         if (!starts_run(evaluator, draft, u) && size + problem->reduced[u - 1] <= problem->bucket_size)
@@ -402,7 +472,7 @@ static const struct unit_table *table_of_unit(const struct problem *problem, con
     int32_t first_layer = price->first_unit ? price->first_unit : 1;
     int is_part = stage->num_recomputed == 0 || stage->num_recomputed == stage->layers ||
                   u < first_layer + stage->num_recomputed;
-    return table_of(problem, price->slowest, stage->width, pipeline->size, is_part ? stage->recompute : 0);
+    return table_of(problem, price->place, stage->width, pipeline->size, is_part ? stage->recompute : 0);
 }
 
 /* When each unit, and the feed-forward of each layer, is complete on all its owners; and when forwards need it. */
@@ -468,11 +538,12 @@ static int add_messages(struct evaluator *evaluator, const struct draft *draft, 
         return -1;
     /* Workers are the pipeline's replicas, in order. */
     const int32_t *pools = evaluator->pool_of + evaluator->first_replica[pipeline->first_stage];
+    const int32_t *places = evaluator->place_of + evaluator->first_replica[pipeline->first_stage];
     for (int32_t i = 0; i < played->num_messages; i++) {
         const struct message *message = &played->messages[i];
         int32_t a = pools[message->worker], b = pools[message->peer];
         if (message->end <= after || message->end <= message->start ||
-            !problem->routes[a * problem->num_pools + b].is_shared)
+            !problem->routes[places[message->worker] * problem->num_places + places[message->peer]].is_shared)
             continue;
         int32_t nodes[2] = {problem->pools[a].node, problem->pools[b].node};
         for (int end = 0; end < 2; end++)
@@ -510,11 +581,18 @@ static int reduce_gradients(struct evaluator *evaluator, const struct draft *dra
             transfer->ready = fmax(transfer->ready, complete[u]);
         first = fmin(first, transfer->ready);
     }
+    memset(evaluator->work_end, 0, sizeof(double) * (size_t)evaluator->num_replicas);
+    for (int32_t s = 0; s < draft->num_stages; s++)
+        for (int32_t r = 0; r < draft->stages[s].num_replicas; r++)
+            evaluator->work_end[evaluator->first_replica[s] + r] =
+                fmax(evaluator->work_end[evaluator->first_replica[s] + r], evaluator->end[s]);
     if (find_changes(evaluator, draft, first) ||
         run_transfers(evaluator, draft->is_sharded ? REDUCE_SCATTER : ALL_REDUCE))
         return -1;
     for (int32_t i = 0; i < evaluator->num_transfers; i++)
         *end = fmax(*end, evaluator->transfers[i].end);
+    for (int32_t i = 0; i < evaluator->num_replicas; i++)
+        *end = fmax(*end, evaluator->work_end[i] + evaluator->slowed[i]);
     return 0;
 }
 
@@ -528,7 +606,7 @@ static int gather_weights(struct evaluator *evaluator, double *wait)
         evaluator->transfers[count - 1 - i] = other;
     }
     for (int32_t i = 0; i < count; i++)
-        evaluator->transfers[i].ready = 0.0;
+        evaluator->transfers[i].ready = evaluator->transfers[i].compute = 0.0;
     evaluator->num_changes = 0;
     if (run_transfers(evaluator, ALL_GATHER))
         return -1;
@@ -559,7 +637,7 @@ static double tied_seconds(struct evaluator *evaluator, const struct draft *draf
                 owners[count++] = evaluator->first_replica[number] + r;
         }
     struct ring *ring = &evaluator->rings[0];
-    evaluator->num_ring_nodes = 0;
+    evaluator->num_ring_nodes = evaluator->num_ring_routes = 0;
     make_ring(evaluator, owners, count, narrowest, ring);
     int32_t sharers = ring->num_nodes > 1 ? narrowest : 1;
     double size = problem->embedding_parameters;
@@ -649,7 +727,7 @@ static void take_memory(struct evaluator *evaluator)
     int32_t stages = most_stages(problem) + 1;
     double **rows[] = {&evaluator->forward, &evaluator->backward, &evaluator->weight, &evaluator->send_activation,
                        &evaluator->send_gradient, &evaluator->start, &evaluator->end, &evaluator->busy,
-                       &evaluator->worker_end};
+                       &evaluator->worker_end, &evaluator->slowed, &evaluator->work_end};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         *rows[i] = TAKE(arena, stages, double);
     double **of_units[] = {&evaluator->weights, &evaluator->complete, &evaluator->complete_early,
@@ -660,9 +738,11 @@ static void take_memory(struct evaluator *evaluator)
     for (size_t i = 0; i < sizeof of_nodes / sizeof *of_nodes; i++)
         *of_nodes[i] = TAKE(arena, nodes, int32_t);
     int32_t **of_stages[] = {&evaluator->depths, &evaluator->first, &evaluator->workers,
-                             &evaluator->first_replica, &evaluator->pool_of};
+                             &evaluator->first_replica, &evaluator->pool_of, &evaluator->place_of,
+                             &evaluator->width_of};
     for (size_t i = 0; i < sizeof of_stages / sizeof *of_stages; i++)
         *of_stages[i] = TAKE(arena, stages, int32_t);
+    evaluator->taken = TAKE(arena, problem->num_pools, int32_t);
     evaluator->prices = TAKE(arena, stages, struct stage_price);
     evaluator->part_forward = TAKE(arena, 2 * units, double);
     evaluator->part_backward = TAKE(arena, 2 * units, double);
@@ -675,10 +755,11 @@ static void take_memory(struct evaluator *evaluator)
     evaluator->played = TAKE(arena, cards, struct played);
     evaluator->rings = TAKE(arena, units, struct ring);
     evaluator->transfers = TAKE(arena, 2 * units, struct transfer);
-    /* A unit has at most one owner a card; a ring passes each node of theirs once, over two links. */
+    /* A unit has at most one owner a card; a ring passes each node of theirs once, over two links, or has one a card. */
     evaluator->owners = TAKE(arena, (size_t)units * cards, int32_t);
     evaluator->ring_nodes = TAKE(arena, (size_t)units * nodes, int32_t);
-    evaluator->ring_routes = TAKE(arena, 2 * (size_t)units * nodes, const struct route *);
+    int32_t links = problem->is_measured ? cards : 2 * nodes;
+    evaluator->ring_routes = TAKE(arena, (size_t)units * links, const struct route *);
     evaluator->run = make_run(problem, arena);
 }
 

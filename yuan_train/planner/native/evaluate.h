@@ -1,5 +1,5 @@
 /* The price of a whole step of a plan, as `evaluate/plan_cost.py` defines it, for plans that a search makes by the
- * thousand: whole layers, replicas inside a node, links that were not measured, one communication library.
+ * thousand: whole layers, replicas inside a node.
  *
  * Bytes, seconds and parameters are double. Units are the embedding, the layers and the head; arrays of `units + 1`
  * sums have at u what the units before u take together.
@@ -27,25 +27,34 @@ struct pool {
     int32_t node, count;
     int32_t kind; /* the same for pools that differ in their names alone */
     int32_t type; /* of the cards */
+    int32_t first_place, place_step; /* place of card i: first_place + i place_step; a step of 0: all are one place */
+    int32_t backend, is_simulated;   /* backend 0 is gloo */
     double reserved;
     double limit;      /* bytes that a plan may fill, those that are reserved among them */
     double host_bytes; /* of a card's share of the host; infinite if not known */
     double host_seconds, host_bytes_each; /* of a parameter whose optimizer state is on the host */
-    double host_link;  /* bytes per second, each way */
+    double host_link;    /* bytes per second, each way */
+    double copy_seconds; /* of a byte between a card and its host, for groups without a library of their own */
 };
 
 struct route {
     double latency, stream_rate, rate; /* bytes per second of one message, and of all together */
-    int32_t is_shared;
+    double shared_rate;  /* bytes per second that all flows between the two nodes were measured to get; 0: not known */
+    double copy_seconds; /* of a byte of a message between cards without a common library */
+    double compute_seconds;        /* that a byte of a reduction takes from the compute beside it */
+    const double *sizes, *seconds; /* [num_sizes]: what messages were measured to take */
+    int32_t num_sizes, is_shared;
 };
 
+/* Places tell links apart: pools, or where links were measured cards. */
 struct problem {
     int32_t num_units, num_pools, num_nodes, num_cards, global_batch_size, is_tied;
+    int32_t num_places, sends, is_measured;
     int32_t sizes[NUM_SIZES]; /* micro-batch sizes, in the order of the tables; 0: none */
     const struct pool *pools;
     const struct unit_table *tables;
-    const int32_t *table_of; /* [pools, widths, sizes, recomputes]: a table, or -1; width 2^i at place i */
-    const struct route *routes; /* [pools, pools]: between first cards; on the diagonal between two of a pool */
+    const int32_t *table_of; /* [places, widths, sizes, recomputes] of the first card: a table, or -1; width 2^i: i */
+    const struct route *routes; /* [places, places]; on the diagonal between two cards of a pool */
     const double *reduced;      /* [units]: parameters that owners reduce; 0 for a tied embedding */
     const double *held;         /* [units]: parameters that are held, for shares of a packed reduction */
     double bucket_size, half_parameters, half_seconds, embedding_parameters;
@@ -84,7 +93,8 @@ struct stage_price {
     double host_bytes, host_capacity;
     double optimizer_share, packed_share;
     double activations, reserved; /* of `memory` */
-    int32_t in_flight, slowest, first_unit, end_unit; /* `slowest`: the pool of its slowest replica */
+    int32_t in_flight, first_unit, end_unit;
+    int32_t slowest, place; /* the pool and the place of its slowest replica */
 };
 
 struct price {

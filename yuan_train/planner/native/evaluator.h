@@ -6,17 +6,19 @@
 #include "evaluate.h"
 #include "memory.h"
 
-/* One card of each owner of a bucket, by node as communication libraries go: what its links are. */
+/* One card of each owner of a bucket, by node as communication libraries go: what its links are. There are as many
+ * rings as the narrowest owner has cards, and as many ways as rings that may take unlike times. */
 struct ring {
-    int32_t num_cards, num_nodes, most_in_node, num_routes, num_rings;
-    int32_t *nodes;                 /* that it passes, each once */
-    const struct route **routes;    /* of its links, those that are alike once */
+    int32_t num_cards, num_nodes, most_in_node, num_routes, num_rings, num_ways, is_gloo;
+    double copy_seconds, compute_seconds; /* of a byte: the slowest card's copy to its host; of the compute beside it */
+    int32_t *nodes;              /* that it passes, each once */
+    const struct route **routes; /* [num_ways, num_routes] of its links; where none was measured, those alike once */
 };
 
 /* A bucket on its way between its owners. */
 struct transfer {
     const struct ring *ring;
-    double parameters, early;
+    double parameters, early, compute; /* `compute`: seconds that it takes of its owners' work while that hides it */
     int32_t first_unit, end_unit;
     double ready, start, end;
     const int32_t *replicas; /* of the draft: its owners, `ring->num_cards` of them */
@@ -50,7 +52,10 @@ struct evaluator {
     int is_searching;                     /* refuse pipelines under 1F1B whose schedule would have to be made */
     struct stage_price *prices;           /* [stages], `most_stages` as all below that say stages */
     int32_t *stage_of;                    /* [pipelines, units] */
-    int32_t *first_replica, *pool_of, num_replicas; /* [stages]; [replicas], those of several stages once */
+    int32_t *first_replica, num_replicas; /* [stages]; of all stages, those of several stages once */
+    int32_t *pool_of, *place_of, *width_of; /* [replicas] */
+    int32_t *taken;                       /* [pools]: cards */
+    double *slowed, *work_end; /* [replicas]: seconds that reductions take of their work; its end without these */
     int32_t *holders, *slices;            /* [units]: replicas; least common multiple of their widths */
     double *weights;                      /* [units]: of the owners, together */
     double *forward, *backward, *weight;  /* [stages]: seconds, as the simulation takes them */
@@ -70,7 +75,7 @@ struct evaluator {
     struct transfer *transfers;           /* [2 units] */
     int32_t num_transfers, num_rings;
     int32_t *owners, num_owners;          /* of all transfers, one after another */
-    int32_t *ring_nodes, num_ring_nodes;
+    int32_t *ring_nodes, num_ring_nodes, num_ring_routes;
     const struct route **ring_routes;
     struct run *run;
 };
@@ -105,7 +110,8 @@ const struct schedule *find_schedule(struct evaluator *evaluator, const struct d
                                      const struct draft_pipeline *pipeline);
 /* 0, or 1 for a draft that has no price. */
 int price_stages(struct evaluator *evaluator, const struct draft *draft);
-const struct unit_table *table_of(const struct problem *problem, int32_t pool, int32_t width, int32_t size,
+/* Of a group whose first card is at this place. */
+const struct unit_table *table_of(const struct problem *problem, int32_t place, int32_t width, int32_t size,
                                   int32_t recompute);
 double message_seconds(const struct route *route, double bytes, int32_t sharers);
 double ring_seconds(const struct problem *problem, const struct ring *ring, enum collective collective,

@@ -41,13 +41,9 @@ class Pool(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("node", "count", "kind", "type")),
-        *(
-            (name, c_double)
-            for name in (
-                *("reserved", "limit", "host_bytes", "host_seconds", "host_bytes_each"),
-                "host_link",
-            )
-        ),
+        *((name, c_int32) for name in ("first_place", "place_step", "backend", "is_simulated")),
+        *((name, c_double) for name in ("reserved", "limit", "host_bytes", "host_seconds")),
+        *((name, c_double) for name in ("host_bytes_each", "host_link", "copy_seconds")),
     ]
 
 
@@ -55,10 +51,10 @@ class RouteTable(ctypes.Structure):
     """`struct route`."""
 
     _fields_ = [
-        ("latency", c_double),
-        ("stream_rate", c_double),
-        ("rate", c_double),
-        ("is_shared", c_int32),
+        *((name, c_double) for name in ("latency", "stream_rate", "rate", "shared_rate")),
+        *((name, c_double) for name in ("copy_seconds", "compute_seconds")),
+        *((name, DOUBLES) for name in ("sizes", "seconds")),
+        *((name, c_int32) for name in ("num_sizes", "is_shared")),
     ]
 
 
@@ -70,6 +66,7 @@ class ProblemTable(ctypes.Structure):
             (name, c_int32)
             for name in (
                 *("num_units", "num_pools", "num_nodes", "num_cards", "global_batch_size", "is_tied"),
+                *("num_places", "sends", "is_measured"),
             )
         ),
         ("sizes", c_int32 * NUM_SIZES),
@@ -155,7 +152,7 @@ class StagePrice(ctypes.Structure):
                 *("activations", "reserved"),
             )
         ),
-        *((name, c_int32) for name in ("in_flight", "slowest", "first_unit", "end_unit")),
+        *((name, c_int32) for name in ("in_flight", "first_unit", "end_unit", "slowest", "place")),
     ]
 
 

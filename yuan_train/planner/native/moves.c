@@ -125,8 +125,8 @@ static void count_free(struct search *search, const struct draft *draft)
 
 static int can_be(const struct search *search, int32_t pool, int32_t width, int32_t size)
 {
-    return width <= search->problem->pools[pool].count &&
-           table_of(search->problem, pool, width, size, 0) != NULL;
+    const struct pool *own = &search->problem->pools[pool];
+    return width <= own->count && table_of(search->problem, own->first_place, width, size, 0) != NULL;
 }
 
 static int32_t draw_width(struct search *search)

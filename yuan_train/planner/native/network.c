@@ -4,46 +4,97 @@
 
 #include "evaluator.h"
 
-double message_seconds(const struct route *route, double bytes, int32_t sharers)
+/* Linear between measured sizes; below them the smallest one's time, above them the last slope. */
+static double interpolate(const struct route *route, double bytes)
 {
-    int32_t flows = route->is_shared && sharers > 1 ? sharers : 1;
-    double alone = route->latency + bytes / route->stream_rate;
-    if (flows == 1)
-        return alone;
-    double together = fmin((alone - route->latency) * flows, bytes * flows / route->rate);
-    return route->latency + fmax(alone - route->latency, together);
+    const double *sizes = route->sizes, *seconds = route->seconds;
+    int32_t last = route->num_sizes - 1, after = 0;
+    if (bytes <= sizes[0])
+        return seconds[0];
+    if (!last)
+        return sizes[0] > 0.0 ? seconds[0] * bytes / sizes[0] : seconds[0];
+    while (after < last && sizes[after] < bytes)
+        after++;
+    double slope = (seconds[after] - seconds[after - 1]) / (sizes[after] - sizes[after - 1]);
+    if (bytes > sizes[last])
+        return seconds[last] + fmax(slope, 0.0) * (bytes - sizes[last]);
+    return seconds[after - 1] + slope * (bytes - sizes[after - 1]);
 }
 
-static double slowest_link(const struct ring *ring, double bytes, int32_t sharers)
+static double wire_seconds(const struct route *route, double bytes, int32_t sharers)
 {
+    int32_t flows = route->is_shared && sharers > 1 ? sharers : 1;
+    double start = route->latency, alone = start + bytes / route->stream_rate, together;
+    if (route->num_sizes) {
+        alone = interpolate(route, bytes);
+        start = fmin(alone, route->seconds[0]);
+    }
+    if (flows == 1)
+        return alone;
+    if (route->shared_rate > 0.0)
+        together = bytes * flows / route->shared_rate;
+    else
+        together = fmin((alone - start) * flows, bytes * flows / route->rate);
+    return start + fmax(alone - start, together);
+}
+
+double message_seconds(const struct route *route, double bytes, int32_t sharers)
+{
+    double seconds = wire_seconds(route, bytes, sharers);
+    return route->num_sizes ? seconds : seconds + bytes * route->copy_seconds;
+}
+
+static double slowest_link(const struct ring *ring, int32_t way, double bytes, int32_t sharers)
+{
+    const struct route **routes = ring->routes + way * ring->num_routes;
     double slowest = 0.0;
     for (int32_t i = 0; i < ring->num_routes; i++) {
-        double own = message_seconds(ring->routes[i], bytes, sharers);
+        double own = wire_seconds(routes[i], bytes, sharers);
         slowest = own > slowest ? own : slowest;
     }
     return slowest;
+}
+
+/* As libraries reduce, or gather: see `costs/links.py`. */
+static double wire_of_ring(const struct ring *ring, int32_t way, enum collective collective, double bytes,
+                           int32_t sharers)
+{
+    static const double GLOO_REDUCED_ONCE = 1.8e6;
+    double k = ring->num_cards;
+    if (collective == REDUCE_SCATTER && ring->is_gloo && ring->num_cards > 2) {
+        double again = fmax(0.0, bytes / k - GLOO_REDUCED_ONCE * k);
+        return k * slowest_link(ring, way, ((k * k - 1) / (k * k) * bytes + again) / k, sharers);
+    }
+    double around = (k - 1) * slowest_link(ring, way, bytes / k, sharers);
+    if (collective == ALL_GATHER || (collective == REDUCE_SCATTER && !ring->is_gloo))
+        return around;
+    if (ring->num_nodes == 1 || ring->is_gloo)
+        return 2 * around;
+    int32_t levels = 0;
+    while (((int64_t)1 << levels) < ring->num_nodes)
+        levels++;
+    int32_t hops = levels + ring->most_in_node - 1;
+    double last = slowest_link(ring, way, bytes, sharers), start = slowest_link(ring, way, 0.0, sharers);
+    return fmin(2 * around, 2 * (last + (hops - 1) * start));
 }
 
 double ring_seconds(const struct problem *problem, const struct ring *ring, enum collective collective,
                     double parameters, int32_t sharers)
 {
     double each = collective == ALL_GATHER ? problem->weight_bytes : problem->reduce_bytes;
-    double bytes = parameters * each / ring->num_rings;
-    int32_t k = ring->num_cards;
-    if (k < 2 || bytes <= 0.0)
+    double bytes = parameters * each / ring->num_rings, slowest = 0.0;
+    if (ring->num_cards < 2 || bytes <= 0.0)
         return 0.0;
-    double around = slowest_link(ring, bytes / k, sharers);
-    if (collective != ALL_REDUCE)
-        return (k - 1) * around;
-    around *= 2 * (k - 1);
-    if (ring->num_nodes == 1)
-        return around;
-    int32_t levels = 0;
-    while (((int64_t)1 << levels) < ring->num_nodes)
-        levels++;
-    int32_t hops = levels + ring->most_in_node - 1;
-    double tree = 2 * (slowest_link(ring, bytes, sharers) + (hops - 1) * slowest_link(ring, 0.0, sharers));
-    return fmin(around, tree);
+    for (int32_t way = 0; way < ring->num_ways; way++) {
+        double own = wire_of_ring(ring, way, collective, bytes, sharers);
+        int has_measured = 0;
+        for (int32_t i = 0; problem->is_measured && i < ring->num_routes; i++)
+            has_measured |= ring->routes[way * ring->num_routes + i]->num_sizes > 0;
+        if (ring->is_gloo && !has_measured)
+            own += 2 * bytes * ring->copy_seconds;
+        slowest = own > slowest ? own : slowest;
+    }
+    return slowest;
 }
 
 /* Transfers at a time of their run; see `_Run` in `evaluate/flows.py`. */
@@ -51,7 +102,7 @@ struct run {
     int32_t num_waiting, num_active, next_change;
     double now;
     int32_t *before;          /* transfers before each, on its replicas, that are not through */
-    int32_t *waiting, *active;
+    int32_t *waiting, *active, *through;
     double *due;              /* of those that wait: when they may start */
     double *remaining, *done; /* of those under way */
     double *seconds;          /* of each, with so many `sharers`; 0: not known yet */
@@ -68,6 +119,7 @@ struct run *make_run(const struct problem *problem, struct arena *arena)
     run->before = TAKE(arena, most, int32_t);
     run->waiting = TAKE(arena, most, int32_t);
     run->active = TAKE(arena, most, int32_t);
+    run->through = TAKE(arena, most, int32_t);
     run->due = TAKE(arena, most, double);
     run->remaining = TAKE(arena, most, double);
     run->done = TAKE(arena, most, double);
@@ -140,9 +192,28 @@ static void add_flows(struct evaluator *evaluator, const struct transfer *transf
         evaluator->flows[ring->nodes[i]] += sign * ring->num_rings;
 }
 
+/* What a transfer that is through took of its owners' compute, as far as that hid it. */
+static void slow_down(struct evaluator *evaluator, const struct transfer *transfer)
+{
+    double seconds = transfer->end - transfer->start;
+    if (transfer->compute <= 0.0 || seconds <= 0.0)
+        return;
+    for (int32_t c = 0; c < transfer->ring->num_cards; c++) {
+        int32_t replica = transfer->replicas[c];
+        double *slowed = &evaluator->slowed[replica];
+        double hidden = seconds - fmax(0.0, transfer->end - evaluator->work_end[replica] - *slowed);
+        *slowed += transfer->compute * fmax(0.0, hidden) / seconds;
+    }
+}
+
+/* Its owners are free: it may start when its gradients are complete. */
 static void wait_until(struct run *run, const struct evaluator *evaluator, int32_t i)
 {
-    double ready = evaluator->transfers[i].ready;
+    const struct transfer *transfer = &evaluator->transfers[i];
+    double slowed = 0.0;
+    for (int32_t c = 0; evaluator->problem->is_measured && c < transfer->ring->num_cards; c++)
+        slowed = fmax(slowed, evaluator->slowed[transfer->replicas[c]]);
+    double ready = transfer->ready + slowed;
     run->due[run->num_waiting] = run->now > ready ? run->now : ready;
     run->waiting[run->num_waiting++] = i;
 }
@@ -224,11 +295,13 @@ static int32_t advance(struct evaluator *evaluator, enum collective collective)
         }
         evaluator->transfers[number].end = until;
         add_flows(evaluator, &evaluator->transfers[number], -1);
-        through++;
-        for (int32_t edge = run->first_edge[number]; edge >= 0; edge = run->next_edge[edge])
+        slow_down(evaluator, &evaluator->transfers[number]);
+        run->through[through++] = number;
+    }
+    for (int32_t i = 0; i < through; i++)
+        for (int32_t edge = run->first_edge[run->through[i]]; edge >= 0; edge = run->next_edge[edge])
             if (!--run->before[run->edge_target[edge]])
                 wait_until(run, evaluator, run->edge_target[edge]);
-    }
     run->num_active = left;
     return through;
 }
@@ -237,6 +310,7 @@ int run_transfers(struct evaluator *evaluator, enum collective collective)
 {
     struct run *run = evaluator->run;
     memset(evaluator->flows, 0, sizeof(int32_t) * (size_t)evaluator->problem->num_nodes);
+    memset(evaluator->slowed, 0, sizeof(double) * (size_t)evaluator->num_replicas);
     run->num_waiting = run->num_active = run->next_change = 0;
     run->now = 0.0;
     if (find_followers(evaluator))

@@ -160,14 +160,14 @@ static int find_slowest(struct search *search, const struct draft_stage *stage, 
     *plain = NULL;
     for (int32_t r = 0; r < stage->num_replicas; r++) {
         const struct pool *pool = &problem->pools[stage->pools[r]];
-        const struct unit_table *own = table_of(problem, stage->pools[r], stage->width, size, 0);
+        const struct unit_table *own = table_of(problem, pool->first_place, stage->width, size, 0);
         if (!own)
             return 0;
         double seconds = mean_of_layers(problem, own->forward) + mean_of_layers(problem, own->backward);
         if (seconds > dealt->seconds) {
             dealt->seconds = seconds;
             *plain = own;
-            *least = table_of(problem, stage->pools[r], stage->width, size, kind);
+            *least = table_of(problem, pool->first_place, stage->width, size, kind);
         }
         dealt->room = fmin(dealt->room, pool->limit - pool->reserved);
     }

@@ -13,13 +13,13 @@ static int32_t place_of_width(int32_t width)
     return place;
 }
 
-const struct unit_table *table_of(const struct problem *problem, int32_t pool, int32_t width, int32_t size,
+const struct unit_table *table_of(const struct problem *problem, int32_t place, int32_t width, int32_t size,
                                   int32_t recompute)
 {
-    int32_t place = place_of_width(width);
-    if (place >= NUM_WIDTHS || 1 << place != width)
+    int32_t exponent = place_of_width(width);
+    if (exponent >= NUM_WIDTHS || 1 << exponent != width)
         return NULL;
-    int32_t index = ((pool * NUM_WIDTHS + place) * NUM_SIZES + size) * NUM_RECOMPUTES + recompute;
+    int32_t index = ((place * NUM_WIDTHS + exponent) * NUM_SIZES + size) * NUM_RECOMPUTES + recompute;
     int32_t table = problem->table_of[index];
     return table < 0 ? NULL : &problem->tables[table];
 }
@@ -35,10 +35,27 @@ int32_t common_multiple(int32_t a, int32_t b)
     return a / x * b;
 }
 
+/* The next cards of its pool for each replica of a stage; 1 if there are none. */
+static int take_cards(struct evaluator *evaluator, const struct draft_stage *stage, int32_t first)
+{
+    for (int32_t r = 0; r < stage->num_replicas; r++) {
+        int32_t number = stage->pools[r], taken = evaluator->taken[number];
+        const struct pool *pool = &evaluator->problem->pools[number];
+        evaluator->pool_of[first + r] = number;
+        evaluator->place_of[first + r] = pool->first_place + taken * pool->place_step;
+        evaluator->width_of[first + r] = stage->width;
+        evaluator->taken[number] += stage->width;
+        if (evaluator->taken[number] > pool->count)
+            return 1;
+    }
+    return 0;
+}
+
 /* Who holds each unit; 1 if the stages of a pipeline do not make up the model. */
 int find_holders(struct evaluator *evaluator, const struct draft *draft)
 {
     int32_t units = evaluator->problem->num_units, replicas = 0;
+    memset(evaluator->taken, 0, sizeof(int32_t) * (size_t)evaluator->problem->num_pools);
     for (int32_t u = 0; u < units; u++) {
         evaluator->holders[u] = 0;
         evaluator->weights[u] = 0.0;
@@ -53,8 +70,9 @@ int find_holders(struct evaluator *evaluator, const struct draft *draft)
             price->first_unit = s ? next : 0;
             evaluator->first_replica[pipeline->first_stage + s] =
                 stage->worker ? evaluator->first_replica[pipeline->first_stage + stage->worker - 1] : replicas;
-            for (int32_t r = 0; r < stage->num_replicas && !stage->worker; r++)
-                evaluator->pool_of[replicas++] = stage->pools[r];
+            if (!stage->worker && take_cards(evaluator, stage, replicas))
+                return 1;
+            replicas += stage->worker ? 0 : stage->num_replicas;
             next += stage->layers;
             price->end_unit = s == pipeline->num_stages - 1 ? units : next;
             if (stage->layers < 0 || next >= units)
@@ -126,11 +144,11 @@ struct stage_units {
 };
 
 static int find_units(const struct problem *problem, int32_t size, const struct draft_stage *stage,
-                      const struct stage_price *price, int32_t pool, struct stage_units *units)
+                      const struct stage_price *price, int32_t place, struct stage_units *units)
 {
-    units->part = units->plain = table_of(problem, pool, stage->width, size, stage->recompute);
+    units->part = units->plain = table_of(problem, place, stage->width, size, stage->recompute);
     if (stage->num_recomputed && stage->num_recomputed < stage->layers)
-        units->plain = table_of(problem, pool, stage->width, size, 0);
+        units->plain = table_of(problem, place, stage->width, size, 0);
     if (!units->part || !units->plain)
         return 1;
     /* Layers are recomputed from the first one on; the embedding counts before them. */
@@ -203,7 +221,7 @@ static void price_update(const struct problem *problem, int32_t size,
     for (int32_t r = 0; r < stage->num_replicas; r++) {
         int32_t number = stage->pools[r];
         const struct pool *pool = &problem->pools[number];
-        double own = table_of(problem, number, stage->width, size, 0)->update_seconds;
+        double own = table_of(problem, pool->first_place, stage->width, size, 0)->update_seconds;
         slowest = own > slowest ? own : slowest;
         host = pool->host_seconds > host ? pool->host_seconds : host;
         if (x > 0.0 && pool->host_bytes < price->host_capacity)
@@ -332,7 +350,7 @@ int set_clocks(struct evaluator *evaluator, const struct draft *draft, int32_t p
         int32_t first = first_part(price);
         struct stage_units units;
         if (stage->away) {
-            if (find_units(problem, pipeline->size, stage, price, price->slowest, &units))
+            if (find_units(problem, pipeline->size, stage, price, price->place, &units))
                 return 1;
             find_parts(evaluator, stage, &units, first);
             if ((failed = place_stage(evaluator, draft, p, s)))
@@ -359,8 +377,8 @@ int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t 
     struct stage_units units = {0}, own;
     double most = -1.0;
     for (int32_t r = 0; r < stage->num_replicas; r++) {
-        int32_t pool = stage->pools[r];
-        if (find_units(problem, pipeline->size, stage, price, pool, &own))
+        int32_t place = evaluator->place_of[evaluator->first_replica[pipeline->first_stage + s] + r];
+        if (find_units(problem, pipeline->size, stage, price, place, &own))
             return 1;
         double forward = own.part->start_forward + SUM(forward, &own);
         double backward = own.part->start_backward + SUM(backward, &own);
@@ -368,7 +386,8 @@ int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t 
             continue;
         most = forward + backward;
         units = own;
-        price->slowest = pool;
+        price->slowest = stage->pools[r];
+        price->place = place;
         price->forward = forward;
         price->backward = backward;
         price->weight = SUM(weight, &own);

@@ -48,7 +48,7 @@ def search_drafts(
     limit_seconds: float,
 ) -> list[Candidate]:
     """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
-    profiles with links, divided experts, fixed orders, and what only `cost_plan` prices."""
+    divided experts, fixed orders, and what only `cost_plan` prices."""
     tables = _tables(costs, cards, options)
     space = None if tables is None else _space(options)
     if tables is None or space is None:

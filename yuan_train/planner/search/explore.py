@@ -381,7 +381,7 @@ def _exposed_estimate(costs: Costs, shape: Shape, options: Options) -> float:
     sharers = ring_sharers([owners])[0] * beside
     depth = min(len(shape.slots), problem.model.num_layers)
     num_layers = problem.model.num_layers / depth
-    share = sum(unit_parameters(problem.model)) / depth
+    share = sum(unit_parameters(costs)) / depth
     bucket = min(share, max(problem.bucket_size, problem.model.trained_unit_parameters[1]))
     layer = costs.of_replica(slot[0][0], shape.micro_batch_size, options.recompute[0]).layer
 

@@ -178,7 +178,7 @@ def _is_line(costs: Costs, shape: Shape, owners: Sequence[Replica]) -> bool:
     def seconds(size: float) -> float:
         return grad_reduce_seconds(costs, owners, size, sharded=shape.sharded, sharers=sharers)
 
-    sizes = [size for size in unit_parameters(costs.problem.model) if size]
+    sizes = [size for size in unit_parameters(costs) if size]
     if _halves(costs) is not None:
         share = half_parts(costs).parameters
         sizes.append(costs.problem.model.trained_unit_parameters[1] * min(share, 1 - share))
@@ -299,7 +299,7 @@ def _bucket_starts(costs: Costs) -> np.ndarray:
 
 def _halves(costs: Costs) -> Halves | None:
     """The layers that are two buckets; slots with one owner reduce nothing, whatever their buckets."""
-    sizes = np.array(unit_parameters(costs.problem.model))
+    sizes = np.array(unit_parameters(costs))
     halved = sizes > costs.problem.bucket_size
     halved[[0, -1]] = False
     if not halved.any():
@@ -313,7 +313,7 @@ def _bucket_seconds(
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Of gradient reductions, and of the weights' way back: (seconds [D, U] of each unit over its owners,
     latency [D] once per bucket)."""
-    parameters = unit_parameters(costs.problem.model)
+    parameters = unit_parameters(costs)
     owners = [_owners(slot) for slot in shape.slots]
     nothing = np.zeros((len(owners), len(parameters))), np.zeros(len(owners))
     if max(map(len, owners)) == 1:
