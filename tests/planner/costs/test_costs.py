@@ -259,7 +259,7 @@ def test_a_measured_link_takes_precedence_and_is_interpolated():
     assert message_seconds(route, 5) == 1.0
     assert message_seconds(route, 60) == pytest.approx(2.0)
     assert message_seconds(route, 210) == pytest.approx(5.0)
-    assert find_route(topology, CARDS["n-0/1"], CARDS["n-1/0"]).measured is None
+    assert find_route(topology, CARDS["n-1/0"], CARDS["n-0/0"]).measured is None
 
 
 def test_ring_allreduce():

@@ -23,9 +23,10 @@ from yuan_train.planner.costs.links import (
     reduce_scatter_seconds,
 )
 from yuan_train.planner.costs.plan_problem import make_costs
-from yuan_train.planner.costs.topology import find_route, make_topology
+from yuan_train.planner.costs.topology import find_route, make_topology, unmeasured
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.instances import make_instance
+from yuan_train.planner.search.search_result import notes_of
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan, list_shapes, read_options
 from yuan_train.planner.solver.cost_tables import CostTables
 from yuan_train.planner.solver.estimate import simulate_cuts
@@ -108,6 +109,26 @@ def test_the_search_charges_all_rings_too():
     (seconds,) = simulate_cuts(tables, np.array([[0]]), np.array([[0, num_units]]))
     plan = plan_of(costs, [cards[:4], cards[4:]])
     assert seconds == pytest.approx(cost_plan(costs, plan).step_seconds, rel=1e-9)
+
+
+def test_cards_whose_links_were_not_measured_take_their_nodes_and_say_so():
+    """Between two nodes, the first pair's link stands for the others; between nodes without any, the cluster
+    file's rate, and inside of nodes too."""
+    link = LinkProfile(from_="n-0/0", to="n-1/0", message_bytes=(100.0,), seconds=(7.0,))
+    cluster = nodes_of(2)
+    c, profile = cluster.cards, Profile(sequence_length=128, links=(link,))
+    topology = make_topology(cluster, profile)
+    assert message_seconds(find_route(topology, c[1], c[3]), 100.0) == 7.0
+    back = message_seconds(find_route(topology, c[3], c[1]), 100.0)
+    assert back == message_seconds(find_route(make_topology(cluster), c[3], c[1]), 100.0) != 7.0
+    # Of twelve pairs one is measured, three are like it, eight are not known.
+    assert unmeasured(topology, c) == (3, 8) and unmeasured(make_topology(cluster), c) == (0, 0)
+    costs = costs_of(cluster, profile=profile)
+    notes = notes_of(costs, cost_plan(costs, plan_of(costs, [c[:1]], [c[2:3]])))
+    assert notes[-1] == "links of 2 pairs of cards: 1 not measured, taken as the cluster file states them"
+    measured = replace(profile, links=(link, replace(link, from_="n-1/0", to="n-0/0")))
+    costs = costs_of(cluster, profile=measured)
+    assert "links" not in notes_of(costs, cost_plan(costs, plan_of(costs, [c[:1]], [c[2:3]])))[-1]
 
 
 def test_one_message_may_not_fill_a_nic():

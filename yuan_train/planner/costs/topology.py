@@ -9,7 +9,8 @@ their hosts' memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
@@ -45,6 +46,9 @@ class Topology:
     groups: Mapping[str, NodeGroup]
     dedicated: Mapping[tuple[str, str], Link]
     measured: Mapping[tuple[str, str], LinkProfile]
+    """By two cards."""
+    alike: Mapping[tuple[str, str, str, str], LinkProfile]
+    """By nodes and types of two cards: the first pair's of those that were measured, for the others."""
     shared_rates: Mapping[tuple[str, str], float]
     """By two nodes, bytes per second of all flows from one to the other."""
     known: dict[tuple[object, ...], Route] = field(default_factory=dict[tuple[object, ...], Route])
@@ -61,9 +65,34 @@ def make_topology(cluster: Cluster, profile: Profile | None = None) -> Topology:
     measured = {(link.from_, link.to): link for link in profile.links} if profile else {}
     rates = {(link.from_, link.to): link.bytes_per_second for link in profile.node_links} if profile else {}
     types = {name: cluster.device_type(name) for group in cluster.nodes for name in group.types}
+    cards = {card.name: card for card in cluster.cards}
+    alike: dict[tuple[str, str, str, str], LinkProfile] = {}
+    for (source, target), link in measured.items():
+        if source in cards and target in cards:
+            alike.setdefault(_kind(cards[source], cards[target]), link)
     return Topology(
-        types=types, groups=cluster.groups, dedicated=dedicated, measured=measured, shared_rates=rates
+        types=types,
+        groups=cluster.groups,
+        dedicated=dedicated,
+        measured=measured,
+        alike=alike,
+        shared_rates=rates,
     )
+
+
+def _kind(source: Card, target: Card) -> tuple[str, str, str, str]:
+    return source.node, target.node, source.type, target.type
+
+
+def unmeasured(topology: Topology, cards: Collection[Card]) -> tuple[int, int]:
+    """How many ordered pairs of these cards have a measured link of another pair, and how many none at all,
+    where any links were measured."""
+    if not topology.measured:
+        return 0, 0
+    kinds = [
+        _kind(a, b) for a, b in itertools.permutations(cards, 2) if (a.name, b.name) not in topology.measured
+    ]
+    return sum(kind in topology.alike for kind in kinds), sum(kind not in topology.alike for kind in kinds)
 
 
 def uses_gloo(topology: Topology, cards: Iterable[Card]) -> bool:
@@ -92,7 +121,7 @@ def find_route(topology: Topology, source: Card, target: Card) -> Route:
 
 
 def _find_route(topology: Topology, source: Card, target: Card) -> Route:
-    measured = topology.measured.get((source.name, target.name))
+    measured = topology.measured.get((source.name, target.name)) or topology.alike.get(_kind(source, target))
     copies = 0.0
     if source.type != target.type and uses_gloo(topology, (source, target)):
         copies = copy_seconds_per_byte(topology, (source, target))

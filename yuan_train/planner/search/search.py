@@ -153,7 +153,7 @@ def search_plan(
         stopped=limit.is_over(),
         num_shapes=len(space.shapes),
         num_simulated=plans.solved.num_simulated,
-        notes=(*notes_of(best.cost), *passed_over(best, plans.faster)),
+        notes=(*notes_of(space.costs, best.cost), *passed_over(best, plans.faster)),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.topology import unmeasured
 from yuan_train.planner.evaluate.plan_cost import PlanCost, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.bounds import Bound
@@ -109,14 +110,25 @@ def _groups_of(best: Candidate, card: Card) -> str:
     return f"groups of {width} within their nodes, in " if width > 1 else ""
 
 
-def notes_of(cost: PlanCost) -> tuple[str, ...]:
-    """Where the numbers of each type of card come from."""
+def notes_of(costs: Costs, cost: PlanCost) -> tuple[str, ...]:
+    """Where the numbers of each type of card come from, and of links where some were measured."""
     notes = (
         f"{name}: {stage.note}" + _width_note(stage)
         for stage in cost.stages
         for name in dict.fromkeys(card.type for card in stage.cards)
     )
-    return tuple(dict.fromkeys(notes))
+    return (*dict.fromkeys(notes), *_link_notes(costs, cost))
+
+
+def _link_notes(costs: Costs, cost: PlanCost) -> list[str]:
+    cards = {card for stage in cost.stages for card in stage.cards}
+    alike, unknown = unmeasured(costs.topology, cards)
+    of = f"of {len(cards) * (len(cards) - 1)} pairs of cards"
+    words = {
+        f"links {of}: {alike} not measured, taken as another pair's of the same nodes": alike,
+        f"links {of}: {unknown} not measured, taken as the cluster file states them": unknown,
+    }
+    return [text for text, number in words.items() if number]
 
 
 def passed_over(best: Candidate, faster: Candidate | None) -> tuple[str, ...]:
