@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.search.test_expert_groups import MODEL as EXPERTS
 from tests.planner.search.test_search import MODEL, card
 from yuan_train.config.cluster import Card, Cluster, Host, Link, NodeGroup
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.profile import (
     LinkProfile,
     NodeLinkProfile,
@@ -302,11 +304,18 @@ def test_profiles_and_other_libraries_are_priced_as_defined(seed: int) -> None:
         problem = with_profile(draw, problem)
     if draw.random() < 0.5:
         problem = with_gloo(draw, problem)
+    if draw.random() < 0.3:
+        model = replace(EXPERTS, num_layers=problem.model.num_layers, tie_embeddings=draw.random() < 0.5)
+        problem = replace(problem, model=model)
     costs = make_costs(problem)
     tables = make_tables(costs, SIZES, WIDTHS)
     assert tables is not None
     for plan in (random_plan(draw, problem) for _ in range(40)):
-        if plan.pipelines and next(validate_plan(plan), None) is None:
+        if not plan.pipelines or list(validate_plan(plan)):
+            continue
+        if divides_experts(plan):
+            assert draft_of(tables, plan) is None
+        else:
             check(costs, tables, plan)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.run import Recompute
 from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.grad_reduce import half_parts, unit_parameters
@@ -164,6 +165,9 @@ def _fill_units(
     kept: list[CardCosts] = []
     shape = (table.num_places, NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES)
     rows = (c_int32 * math.prod(shape))(*[-1] * math.prod(shape))
+    if costs.problem.model.num_experts:
+        # Wider groups divide them.
+        widths = (1,)
     widths = [width for width in widths if width.bit_count() == 1 and width < 1 << NUM_WIDTHS]
     wanted = itertools.product(_places(pools, table), widths, enumerate(sizes), enumerate(RECOMPUTES))
     for (p, mates), width, (b, size), (r, kind) in wanted:
@@ -233,6 +237,7 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     if (
         any(map(_is_special, stages))
+        or divides_experts(plan)
         or any(len(stage.replicas) > MAX_REPLICAS for stage in stages)
         or any(pipeline.page_group > 1 for pipeline in plan.pipelines)
     ):

@@ -102,13 +102,7 @@ def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -
 
 def _tables(costs: Costs, cards: Sequence[Card], options: Options) -> Tables | None:
     special = options.fixed_order or options.expressible or options.num_micro_batches is not None
-    if (
-        special
-        or options.offload_disk
-        or not options.restructures
-        or len(cards) > MOST_CARDS
-        or costs.problem.model.num_experts
-    ):
+    if special or options.offload_disk or not options.restructures or len(cards) > MOST_CARDS:
         return None
     if len(options.polished_sizes) > NUM_SIZES:
         return None
