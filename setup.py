@@ -73,5 +73,5 @@ setup(
             "triton; sys_platform == 'linux'",
         ],
     },
-    entry_points={"console_scripts": ["yuan-train = yuan_train.cli.main:main"]},
+    entry_points={"console_scripts": ["yuan-train = yuan_train.cli.main:program"]},
 )

@@ -15,12 +15,14 @@ import pytest
 import yaml
 
 from tests.support.project import make_plan, make_project, run_config
+from tests.support.rl import write_rl
 from yuan_train.checkpoint.names import step_name
 from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.config.dump import as_plain
 from yuan_train.config.plan_files import save_plan
 from yuan_train.data.indexed import IndexedWriter
+from yuan_train.train import ending
 
 STEPS = "train.steps=2"
 
@@ -145,6 +147,35 @@ def test_a_real_card_where_there_is_none(
     # Whoever says so gets it, and a run without a plan takes what the machine has.
     assert main(["train", *map(str, files), "train.steps=1", "validation.every=0"]) == 0
     assert main(["train", *map(str, (*files[:2], files[4])), "train.device=auto", "train.steps=1"]) == 0
+
+
+def test_a_fault_of_a_rank_is_said_before_torch_is_imported(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes seconds, or minutes from a slow disk; only then can the others be told."""
+    for name, value in {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    monkeypatch.setattr(ending, "fail_together", lambda *_: said.append(capsys.readouterr().err))
+    main(["train", "--config", str(run_file), "data.tokenizer=nowhere"])
+    assert len(said) == 1 and said[0].count("nowhere: no tokenizer") == 1
+
+
+@pytest.mark.parametrize("command", ["train", "rl"])
+def test_ranks_without_their_cards_end_by_themselves(
+    run_file: Path, tmp_path: Path, refuse: Callable[..., str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Where all ranks are here, each finds it before it imports torch, and nobody has to be met."""
+    config = run_file if command == "train" else write_rl(tmp_path / "rl")
+    plan = make_plan(run_config(run_file), [[3, 3]])
+    ranks = tuple(replace(r, device=f"gpu-box/{r.rank}", type="RTX-4090") for r in plan.ranks)
+    save_plan(tmp_path / "plan.yaml", replace(plan, ranks=ranks))
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "has_driver", lambda: False)
+    monkeypatch.setattr(ending, "fail_together", None)
+    words = (command, "--config", config, "--plan", tmp_path / "plan.yaml", "train.device=auto")
+    assert "rank 0 (gpu-box/0: RTX-4090), rank 1 (gpu-box/1: RTX-4090): the plan has" in refuse(*words)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,8 @@ def test_the_other_nodes_end_over_ssh_when_one_has_failed(plan: Path, stubs: Pat
     words = ("--plan", plan, "--hostfile", tmp_path / "hosts")
     result = call("pretrain_yuan2_2b", *words, stubs=stubs, YUAN_GRACE_SECONDS="3")
     assert result.returncode == 2 and "the ranks on gamma failed" in result.stderr
-    assert 3 <= time.monotonic() - began < 20
+    # The shell counts whole seconds.
+    assert 2 <= time.monotonic() - began < 20
     hung = int((tmp_path / "hung").read_text())
     deadline = time.monotonic() + 10
     while Path(f"/proc/{hung}").exists():

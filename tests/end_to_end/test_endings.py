@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from tests.end_to_end.test_lost_ranks import wait_for_steps
-from tests.support.fake_card import FakeCard
+from tests.support.fake_card import FakeCard, FakeNcclTransport
 from tests.support.project import make_plan, make_project, run_config
 from tests.support.spawn import Around, start_ranks
-from yuan_train.config.plan_files import save_plan
-from yuan_train.train import job, run
+from yuan_train.cli import launch
+from yuan_train.config.plan_files import load_plan, save_plan
+from yuan_train.parallel import groups, transport
+from yuan_train.train import ending, job, run
 
 SECONDS = 10.0
 """In which all ranks must have ended after the first one."""
@@ -42,10 +44,11 @@ def breaking_step(break_it: Callable[[], None]) -> Iterator[None]:
     yield
 
 
-def with_a_bug() -> Any:
-    def fail() -> None:
-        raise KeyError("no such sample")
+def fail() -> None:
+    raise KeyError("no such sample")
 
+
+def with_a_bug() -> Any:
     return breaking_step(fail)
 
 
@@ -77,6 +80,28 @@ def on_a_full_card() -> Iterator[None]:
 
 
 @contextmanager
+def on_cards_of_nccl(break_it: Callable[[], None]) -> Iterator[None]:
+    """This process has a card whose library says nccl, as those of the others must."""
+    card = FakeCard()
+    card.library = "nccl"
+    transport._kind_of = lambda *_, **__: FakeNcclTransport  # pyright: ignore
+    groups.world_backend = lambda _: "gloo"
+    job.choose_device = lambda *_: card  # pyright: ignore[reportAttributeAccessIssue]
+    groups.shutdown = ending.shutdown = lambda: time.sleep(1000)  # pyright: ignore
+    with card.counting(), breaking_step(break_it):
+        yield
+
+
+def with_a_bug_on_nccl() -> Any:
+    return on_cards_of_nccl(fail)
+
+
+def that_waits_on_nccl() -> Any:
+    """The host stands in a synchronisation with its card, which waits for another one."""
+    return on_cards_of_nccl(lambda: time.sleep(1000))
+
+
+@contextmanager
 def with_a_full_disk() -> Iterator[None]:
     def save(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -84,6 +109,15 @@ def with_a_full_disk() -> Iterator[None]:
     from yuan_train.train import saver
 
     saver.save_checkpoint = save  # pyright: ignore[reportAttributeAccessIssue]
+    yield
+
+
+@contextmanager
+def that_may_not_read() -> Iterator[None]:
+    def load(_: object) -> None:
+        raise PermissionError(13, "Permission denied", "tokenizer")
+
+    job.Tokenizer.load = load  # pyright: ignore[reportAttributeAccessIssue]
     yield
 
 
@@ -113,6 +147,9 @@ ENDINGS = {
     "bug": Ending(1, "KeyError: 'no such sample'", {1: with_a_bug}),
     "bug of the first": Ending(0, "KeyError: 'no such sample'", {0: with_a_bug}),
     "bug, others hang": Ending(1, "KeyError", {0: stuck_for_ever, 1: with_a_bug, 2: stuck_for_ever}),
+    "bug, on nccl": Ending(
+        1, "KeyError", {0: that_waits_on_nccl, 1: with_a_bug_on_nccl, 2: that_waits_on_nccl}
+    ),
     "killed": Ending(2, GONE, {2: killed}, codes=frozenset({1, -9})),
     "killed, others hang": Ending(1, GONE, {0: stuck_for_ever, 1: killed}, codes=frozenset({1, -9})),
     "killed, nobody notices": Ending(
@@ -125,11 +162,12 @@ ENDINGS = {
         1, r"out of memory in the [\w ]+ of micro-batch \d(.|\n)*largest free block", {1: on_a_full_card}
     ),
     "disk": Ending(2, "No space left on device", {2: with_a_full_disk}, ("checkpoint.every=3",)),
+    "prepare": Ending(1, "PermissionError: .*tokenizer", {1: that_may_not_read}),
     "build": Ending(1, "RuntimeError: mat1 and mat2", {1: that_cannot_build}),
     "nan": Ending(
         -1, "the first output that is not finite came from rank", {}, ("optimizer.learning_rate=1e30",)
     ),
-    "interrupted": Ending(1, "KeyboardInterrupt|^interrupted", {1: interrupted}, codes=frozenset({1, 130})),
+    "interrupted": Ending(1, r"interrupted \(Ctrl-C\)", {1: interrupted}, codes=frozenset({1, 130})),
 }
 
 
@@ -160,10 +198,10 @@ def test_a_stopped_rank_is_named_after_the_timeout(project: Path, tmp_path: Path
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_all_ranks_end_in_time_and_name_the_culprit(project: Path, tmp_path: Path, name: str) -> None:
-    ending = ENDINGS[name]
+    wanted = ENDINGS[name]
     words = ["train", "--config", project / "run.yaml", "--plan", project / "plan.yaml", "validation.every=0"]
-    words += ["train.steps=1000", f"checkpoint.directory={tmp_path / 'c'}", *ending.words]
-    with start_ranks(words, tmp_path, 3, around=ending.around) as ranks:
+    words += ["train.steps=1000", f"checkpoint.directory={tmp_path / 'c'}", *wanted.words]
+    with start_ranks(words, tmp_path, 3, around=wanted.around) as ranks:
         first = None
         deadline = time.monotonic() + 120
         while any(rank.process.is_alive() for rank in ranks):
@@ -175,10 +213,34 @@ def test_all_ranks_end_in_time_and_name_the_culprit(project: Path, tmp_path: Pat
             time.sleep(0.02)
         told = [rank.wait(within_seconds=1) for rank in ranks]
     for number, (code, said) in enumerate(told):
-        assert code in ending.codes, said
+        assert code in wanted.codes, said
         if code == -9:
             continue
-        assert re.search(ending.said, said), said
-        own = number == ending.culprit or ending.culprit < 0
-        named = re.search(rf"error: the run ends: rank {ending.culprit}( \(\w/\d on .*\))?: ", said)
+        assert re.search(wanted.said, said), said
+        own = number == wanted.culprit or wanted.culprit < 0
+        named = re.search(rf"error: the run ends: rank {wanted.culprit}( \((\w/\d on )?.*\))?: ", said)
         assert (named is None) == own, said
+
+
+@contextmanager
+def without_a_driver() -> Iterator[None]:
+    launch.has_driver = lambda: False
+    yield
+
+
+def test_a_node_without_its_card_ends_the_others(project: Path, tmp_path: Path) -> None:
+    """Of three nodes one has a card by the plan; the others, which compute on processors, need not wait."""
+    plan = load_plan(project / "plan.yaml")
+    types = ("unknown", "unknown", "RTX-4090")
+    ranks = tuple(replace(rank, type=kind) for rank, kind in zip(plan.ranks, types, strict=True))
+    save_plan(tmp_path / "plan.yaml", replace(plan, ranks=ranks))
+    words = ["train", "--config", project / "run.yaml", "--plan", tmp_path / "plan.yaml"]
+    began = time.monotonic()
+    with start_ranks(
+        [*words, "train.device=auto"], tmp_path, 3, around=dict.fromkeys(range(3), without_a_driver)
+    ) as started:
+        told = [rank.wait(within_seconds=60) for rank in started]
+    assert time.monotonic() - began < SECONDS
+    assert [code for code, _ in told] == [2, 2, 2]
+    assert all("(b/0: RTX-4090): the plan has cards there" in said for _, said in told), told
+    assert told[2][1].count("error:") == 1

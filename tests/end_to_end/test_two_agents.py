@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.end_to_end.test_lost_ranks import Host, three_hosts, wait_for_steps
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone
 from tests.support.spawn import free_port, start_command
+from yuan_train.config.errors import INTERRUPTED
 from yuan_train.config.plan_files import save_plan
 
 STEPS = 3
@@ -78,6 +80,17 @@ def on_loopback() -> Iterator[list[Host]]:
     yield [HERE, HERE]
 
 
+def children(agent: subprocess.Popen[bytes]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
+
+
+def launch_lines(project: Path, log: Path, meeting: str) -> list[list[str]]:
+    """Two ranks and one, without an end."""
+    files = ("--config", str(project / "run.yaml"), "--plan", str(project / "plan-2-1.yaml"))
+    line = ["yuan_train", "launch", *files, "--rendezvous", meeting, f"log.directory={log}", *words(100000)]
+    return [[*line, "--this-node", node] for node in "ab"]
+
+
 @pytest.mark.parametrize("network", [on_loopback, pytest.param(three_hosts, marks=pytest.mark.slow)])
 def test_launch_on_two_nodes_trains_as_one_process_and_ends_as_one(
     project: Path, tmp_path: Path, network
@@ -85,23 +98,12 @@ def test_launch_on_two_nodes_trains_as_one_process_and_ends_as_one(
     """Two ranks and one. Then the one is killed: both agents end in time, and both say whose end it was."""
     with network() as hosts:
         meeting = f"{hosts[0].environment['MASTER_ADDR']}:{free_port()}"
-        files = ("--config", str(project / "run.yaml"), "--plan", str(project / "plan-2-1.yaml"))
-        line = [
-            "yuan_train",
-            "launch",
-            *files,
-            "--rendezvous",
-            meeting,
-            f"log.directory={tmp_path}",
-            *words(100000),
-        ]
-        with started([[*line, "--this-node", node] for node in "ab"], hosts[:2], tmp_path) as agents:
+        with started(launch_lines(project, tmp_path, meeting), hosts[:2], tmp_path) as agents:
             wait_for_steps(tmp_path, lambda: all(agent.poll() is None for agent in agents))
             while len(read_metrics(tmp_path)) < STEPS:
                 time.sleep(0.05)
             check_losses(project, tmp_path)
-            (victim,) = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
-            os.kill(int(victim), signal.SIGKILL)
+            os.kill(children(agents[1])[0], signal.SIGKILL)
             began = time.monotonic()
             codes = [agent.wait(timeout=60) for agent in agents]
             assert time.monotonic() - began < SECONDS
@@ -112,19 +114,54 @@ def test_launch_on_two_nodes_trains_as_one_process_and_ends_as_one(
     assert "c10::" not in first + second and "Traceback" not in first + second
 
 
-def test_torchrun_on_two_nodes_trains_as_one_process(project: Path, tmp_path: Path) -> None:
+def torchrun_lines(project: Path, log: Path, steps: int) -> list[list[str]]:
     """One rank and three, in two unlike pipelines of which one lies on both nodes."""
     files = ("--config", str(project / "run.yaml"), "--plan", str(project / "plan-1-3.yaml"))
-    train = ["-m", "yuan_train", "train", *files, f"log.directory={tmp_path}", *words(STEPS)]
+    train = ["-m", "yuan_train", "train", *files, f"log.directory={log}", *words(steps)]
     port = free_port()
-    lines = [
+    return [
         ["torch.distributed.run", "--nnodes=2", f"--node-rank={n}", f"--nproc-per-node={ranks}"]
         + ["--master-addr=127.0.0.1", f"--master-port={port}", *train]
         for n, ranks in enumerate((1, 3))
     ]
-    with started(lines, [HERE, HERE], tmp_path) as agents:
+
+
+def test_torchrun_on_two_nodes_trains_as_one_process(project: Path, tmp_path: Path) -> None:
+    with started(torchrun_lines(project, tmp_path, STEPS), [HERE, HERE], tmp_path) as agents:
         assert [agent.wait(timeout=120) for agent in agents] == [0, 0], (tmp_path / "agent-1").read_text()
     check_losses(project, tmp_path)
+
+
+def test_the_end_of_the_agent_that_holds_the_meeting_point_names_its_ranks(
+    project: Path, tmp_path: Path
+) -> None:
+    """torchrun ends at once when its only rank is killed, and the board with it, before it can be read."""
+    with started(torchrun_lines(project, tmp_path, 100000), [HERE, HERE], tmp_path) as agents:
+        wait_for_steps(tmp_path, lambda: all(agent.poll() is None for agent in agents))
+        os.kill(children(agents[0])[0], signal.SIGKILL)
+        began = time.monotonic()
+        codes = [agent.wait(timeout=60) for agent in agents]
+        assert time.monotonic() - began < SECONDS
+    assert codes == [1, 1]
+    said = (tmp_path / "agent-1").read_text()
+    assert said.count("error: the run ends: torchrun's agent on 127.0.0.1 with rank 0 (a/0 on ") == 3, said
+    assert "c10::" not in said
+
+
+def test_ctrl_c_of_one_launcher_ends_both_and_is_told(project: Path, tmp_path: Path) -> None:
+    """No terminal interrupts its ranks here, which could tell the others: it does."""
+    lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        wait_for_steps(tmp_path, lambda: all(agent.poll() is None for agent in agents))
+        agents[0].send_signal(signal.SIGINT)
+        began = time.monotonic()
+        codes = [agent.wait(timeout=60) for agent in agents]
+        # A rank whose interpreter ends by itself joins threads of gloo, which wait for those that are gone.
+        assert time.monotonic() - began < SECONDS
+    assert codes == [INTERRUPTED, INTERRUPTED]
+    first, second = ((tmp_path / f"agent-{n}").read_text() for n in (0, 1))
+    assert re.search(r"error: the run ends: rank [01] \(a/[01] on .*\): interrupted", second), second
+    assert "interrupted" in first and "Traceback" not in first + second
 
 
 def test_a_missing_tokenizer_is_named_though_the_other_node_never_comes(

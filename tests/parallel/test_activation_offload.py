@@ -41,6 +41,12 @@ PLANS = {
         [(1, 3, 1), (0, None, None), (2, 6, 1), (0, None, None)],
         (),
     ),
+    # All that some parts keep is below the smallest that is copied.
+    "too small to leave": (
+        {"text": "1x8: 6@0", "in_flight": [2]},
+        [(3, 3, None)],
+        ("train.precision=bf16", "data.sequence_length=24"),
+    ),
 }
 
 

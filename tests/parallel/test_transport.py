@@ -29,6 +29,7 @@ from yuan_train.parallel.transport import (
     Transport,
     _host_copy,
     is_lost_connection,
+    without_frames,
 )
 from yuan_train.schedule.step import Step
 
@@ -161,6 +162,15 @@ GLOO = "[/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 )
 def test_only_a_lost_connection_blames_a_peer(error: Exception, is_lost: bool) -> None:
     assert is_lost_connection(error) == is_lost
+
+
+def test_what_is_said_of_a_lost_store_has_no_frames() -> None:
+    said = "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
+    frames = (
+        "\nException raised from recvBytes at Utils.hpp:696 (most recent call first):\nframe #0: c10::Error"
+    )
+    assert without_frames(dist.DistNetworkError(said + frames)) == said
+    assert without_frames(dist.DistBackendError("NCCL error\nLast error:\nno socket")).endswith("no socket")
 
 
 def test_messages_have_communicators_of_their_own_kind(

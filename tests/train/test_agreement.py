@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from tests.support.fake_card import FakeCard
 from tests.support.project import make_plan, make_project, run_config
 from tests.support.spawn import as_rank, free_port, spawn, start_ranks
+from yuan_train.cli import launch
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import YuanError
 from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
@@ -103,14 +106,21 @@ def test_a_checkpoint_directory_that_is_not_shared(project: Path, tmp_path: Path
     assert not list(folders[0].rglob("step-*")) and not list(folders[0].rglob(".seen*"))
 
 
+@contextmanager
+def with_an_old_driver() -> Iterator[None]:
+    launch.has_driver = lambda: True
+    yield
+
+
 def test_a_rank_without_its_card(project: Path, tmp_path: Path) -> None:
-    """One of two nodes has no driver, or one too old for torch: its rank would compute on its processor."""
+    """One of two nodes has a driver that is too old for torch: its rank would compute on its processor."""
     plan = make_plan(run_config(project / "run.yaml"), [[2, 4]])
     simulated = replace(CATALOGUE["RTX-4090"], backend="gloo", slowdown=1.0)
     ranks = (replace(plan.ranks[0], type="Slow"), replace(plan.ranks[1], device="b/0", type="A100-80G"))
     save_plan(tmp_path / "plan.yaml", replace(plan, ranks=ranks, device_types={"Slow": simulated}))
     words = ["train", "--config", project / "run.yaml", "--plan", tmp_path / "plan.yaml"]
-    with start_ranks([*words, "train.device=auto"], tmp_path, 2, constants=WAIT) as ranks:
+    around = {1: with_an_old_driver}
+    with start_ranks([*words, "train.device=auto"], tmp_path, 2, constants=WAIT, around=around) as ranks:
         found = [rank.wait(within_seconds=60) for rank in ranks]
     for code, said in found:
         assert code == 2, said

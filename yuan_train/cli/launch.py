@@ -23,10 +23,11 @@ from yuan_train.config.environment import (
     count_cores,
     has_told,
     is_host_name,
+    is_job_here,
     rank_defaults,
     unknown_host,
 )
-from yuan_train.config.errors import CAUSE, ConfigError, PlanError
+from yuan_train.config.errors import CAUSE, INTERRUPTED, ConfigError, NoDriver, PlanError
 from yuan_train.config.express import check_engine, express
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run
@@ -42,9 +43,14 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 8.0
 """How long the other ranks may take to notice that one has failed, and to say so, before they are killed."""
 
+TERMINAL_SECONDS = 1.0
+"""In which a rank that a terminal's Ctrl-C has reached takes no notice of a second one any more."""
+
 DEFAULT_PORT = 29500
 _SIGNALS = tuple(-number for number in signal.valid_signals())
 """Exit codes of a process that a signal has ended."""
+_OWN_CODES = (0, 1, 2, 3, INTERRUPTED)
+"""Exit codes with which a rank has said why."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal a process gets when its parent dies."""
 
@@ -104,7 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(line)
         return 0
     node = _this_node(nodes, arguments.this_node)
-    if device != "cpu":
+    if device != "cpu" and len(node.ranks) == plan.world_size:
+        # Else the ranks find it, and tell those on other nodes.
         check_driver(plan, node.ranks)
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
     if not is_host_name(host):
@@ -165,7 +172,7 @@ def nodes_of(plan: Plan | RlPlan) -> list[Node]:
 
 
 def check_driver(plan: Plan | RlPlan, ranks: Sequence[int]) -> None:
-    """Raise ConfigError where none of these ranks could find its card here: the machine has no driver of any.
+    """Raise NoDriver where none of these ranks could find its card here: the machine has no driver of any.
 
     Said at once; each rank would find it after it has imported torch, as it finds all else about its card.
     """
@@ -175,11 +182,17 @@ def check_driver(plan: Plan | RlPlan, ranks: Sequence[int]) -> None:
     if not real or has_driver():
         return
     listed = ", ".join(f"rank {entry.rank} ({entry.device}: {entry.type})" for entry in real[:4])
-    raise ConfigError(
+    raise NoDriver(
         f"{listed}{', ...' if len(real) > 4 else ''}: the plan has cards there, but this machine has no "
         "driver of one. Start this where they are (--this-node names the node), or set train.device=cpu, and "
         "the ranks compute on the CPU"
     )
+
+
+def check_driver_of_rank(plan: Plan | RlPlan) -> None:
+    """As `check_driver`, in a rank: of its own card; of all if all ranks are here, for each finds it."""
+    rank = os.environ.get("RANK", "0")
+    check_driver(plan, range(plan.world_size) if is_job_here() else [int(rank)] if rank.isdigit() else [])
 
 
 def has_driver() -> bool:
@@ -313,6 +326,9 @@ def start_ranks(
             speaks = rank == (speaker if speaker in node.ranks else node.ranks[0])
             children.append(_start_rank(command, rank, environment, inherits_output=speaks))
         return _wait(children, lambda child: child.rank in spare and has_told(linked.name, child.rank))
+    except KeyboardInterrupt:
+        _interrupt(children)
+        raise
     finally:
         _kill(children)
         linked.cleanup()
@@ -401,8 +417,27 @@ def _report(child: _Child) -> None:
     code = child.process.returncode
     if code < 0:
         print(f"error: rank {child.rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    elif code not in _OWN_CODES:
+        print(
+            f"error: rank {child.rank} was ended with exit code {code}, by something that has not said why",
+            file=sys.stderr,
+        )
     for line in _captured(child)[-30:]:
         print(f"rank {child.rank}: {line}", file=sys.stderr)
+
+
+def _interrupt(children: list[_Child]) -> None:
+    """Have the ranks end after Ctrl-C, and tell those on other nodes whose end it was; another one kills.
+
+    A terminal has interrupted them too; those that do not end by that are asked here.
+    """
+    for seconds in (TERMINAL_SECONDS, GRACE_SECONDS):
+        deadline = time.monotonic() + seconds
+        while any(child.process.poll() is None for child in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for child in children:
+            if child.process.poll() is None and seconds == TERMINAL_SECONDS:
+                child.process.send_signal(signal.SIGINT)
 
 
 def _captured(child: _Child) -> list[str]:

@@ -15,9 +15,11 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from yuan_train import __version__
+from yuan_train.config.environment import under_launch, under_torchrun
 from yuan_train.config.errors import INTERRUPTED, YuanError, say
 
 COMMANDS = {
@@ -96,6 +98,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         say(error)
         return 1
+
+
+def program() -> NoReturn:
+    """Run this process's command line, and end the process.
+
+    A rank that a launcher has started and that has failed leaves without the interpreter's teardown, which
+    joins the threads of gloo and NCCL: they may wait for a rank that is gone. All is said by then.
+    """
+    code = main()
+    if code and (under_torchrun() or under_launch()):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import replace
 from functools import partial
 
+from yuan_train.cli.launch import check_driver_of_rank
+from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_levels
 from yuan_train.config.environment import set_rank_defaults
-from yuan_train.config.errors import PlanError, YuanError
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.rl import RLConfig
@@ -44,31 +45,31 @@ def run(arguments: argparse.Namespace) -> int:
         config = load_rl(arguments.config, tuple(arguments.overrides))
         if arguments.plan:
             plan, config, roles, forecast = _load_plan(arguments.plan, config)
-    except YuanError as error:
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            # Said at once, without torch.
-            raise
+            if config.train.device != "cpu":
+                check_driver_of_rank(roles or plan)
+    except Exception as error:
+        say_without_torch(error)
         config, fault = None, error
     if config is not None and roles is not None:
         return _run_role(config, roles)
-    from yuan_train.cli.train import set_log_levels
-    from yuan_train.rl.job import prepare_rl
-    from yuan_train.rl.loop import train_rl
-    from yuan_train.train.ending import fail_together
-    from yuan_train.train.job import find_position
+    with ending_in_time(fault):
+        from yuan_train.rl.job import prepare_rl
+        from yuan_train.rl.loop import train_rl
+        from yuan_train.train.ending import fail_together
+        from yuan_train.train.job import find_position
 
-    position = find_position()
-    set_log_levels(position.rank)
-    if config is not None:
-        try:
-            job = prepare_rl(config, plan, position, forecast=forecast)
-        except YuanError as error:
-            fault = error
-        else:
-            train_rl(job)
-            return 0
-    assert fault is not None
-    fail_together(fault, position)
+        position = find_position()
+        set_log_levels(position.rank)
+        if config is not None:
+            try:
+                job = prepare_rl(config, plan, position, forecast=forecast)
+            except Exception as error:
+                fault = error
+            else:
+                train_rl(job)
+                return 0
+        assert fault is not None
+        fail_together(fault, position)
 
 
 def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | None, RlForecast | None]:
@@ -90,7 +91,6 @@ def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | No
 
 def _run_role(config: RLConfig, roles: RlPlan) -> int:
     """One rank of a job whose roles are apart."""
-    from yuan_train.cli.train import set_log_levels
     from yuan_train.rl.apart import EngineJob, serve
     from yuan_train.rl.job import check_supported, prepare_rl
     from yuan_train.rl.loop import train_rl
@@ -120,7 +120,7 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
         else:
             policy = roles.roles.policy.plan
             start = partial(train_rl, prepare_rl(config, policy, own, roles=roles, forecast=roles.forecast))
-    except YuanError as error:
+    except Exception as error:
         fail_together(error, position)
     start()
     return 0

@@ -6,12 +6,15 @@ import argparse
 import importlib.util
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yuan_train.cli.launch import check_driver
-from yuan_train.config.environment import set_rank_defaults
-from yuan_train.config.errors import ConfigError, YuanError, say
+from yuan_train.cli.launch import check_driver_of_rank
+from yuan_train.config.environment import is_job_here, set_rank_defaults
+from yuan_train.config.errors import ConfigError, NoDriver, say
 from yuan_train.config.express import INSTALL
 from yuan_train.config.plan_files import load_plan
 from yuan_train.config.run import DataConfig, Engine, load_run
@@ -20,6 +23,9 @@ from yuan_train.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from yuan_train.train.stepper import BuildStepper
+
+TELL_SECONDS = 4.0
+"""How long a process for which there is no card may take to import torch and to tell that to the others."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,32 +53,53 @@ def run(arguments: argparse.Namespace) -> int:
         plan = load_plan(arguments.plan) if arguments.plan else None
         if config.engine == "megatron":
             _check_installed()
-        if plan is not None and plan.world_size == 1 and config.train.device != "cpu":
-            check_driver(plan, (0,))
+        if plan is not None and config.train.device != "cpu":
+            check_driver_of_rank(plan)
         _check_there(config.data)
-    except YuanError as error:
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            # Said at once, without torch.
-            raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            say(error)
+    except Exception as error:
+        say_without_torch(error)
         config, fault = None, error
-    from yuan_train.train.ending import fail_together
-    from yuan_train.train.job import find_position, prepare
-    from yuan_train.train.run import train
+    with ending_in_time(fault):
+        from yuan_train.train.ending import fail_together
+        from yuan_train.train.job import find_position, prepare
+        from yuan_train.train.run import train
 
-    position = find_position()
-    set_log_levels(position.rank)
-    if config is not None:
-        try:
-            job = prepare(config, plan, position)
-        except YuanError as error:
-            fault = error
-        else:
-            train(job, _engine(config.engine))
-            return 0
-    assert fault is not None
-    fail_together(fault, position)
+        position = find_position()
+        set_log_levels(position.rank)
+        if config is not None:
+            try:
+                job = prepare(config, plan, position)
+            except Exception as error:
+                fault = error
+            else:
+                train(job, _engine(config.engine))
+                return 0
+        assert fault is not None
+        fail_together(fault, position)
+
+
+def say_without_torch(error: Exception) -> None:
+    """Say what this rank has found wrong, once on each machine, before seconds go by in which torch is
+    imported to tell it to the others. Raises the error where nobody has to be told: alone, and of a machine
+    without the plan's cards if all ranks are here, each of which finds it by itself."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if alone or (isinstance(error, NoDriver) and is_job_here()):
+        raise error
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say(error)
+
+
+@contextmanager
+def ending_in_time(fault: Exception | None) -> Iterator[None]:
+    """Around the telling of a fault: a process for which there is no card here ends within TELL_SECONDS."""
+    timer = threading.Timer(TELL_SECONDS, os._exit, (NoDriver.exit_code,))
+    timer.daemon = True
+    if isinstance(fault, NoDriver):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _engine(name: Engine) -> BuildStepper:

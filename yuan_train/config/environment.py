@@ -47,7 +47,17 @@ def rank_defaults(given: Mapping[str, str], *, local_ranks: int, num_cores: int)
 
 def _is_torchruns(given: Mapping[str, str]) -> bool:
     """Whether OMP_NUM_THREADS looks like torchrun's own: 1 for several ranks, if the user has set none."""
-    return "TORCHELASTIC_RUN_ID" in given and given[THREADS] == "1"
+    return under_torchrun(given) and given[THREADS] == "1"
+
+
+def under_torchrun(given: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in given
+
+
+def under_launch() -> bool:
+    """Whether `launch` has started this process."""
+    return LINKED in os.environ
 
 
 def set_rank_defaults() -> None:
@@ -55,6 +65,12 @@ def set_rank_defaults() -> None:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     local_ranks = int(ranks) if ranks.isdigit() else 1
     os.environ.update(rank_defaults(os.environ, local_ranks=local_ranks, num_cores=count_cores()))
+
+
+def is_job_here() -> bool:
+    """Whether all ranks of the job run on this machine, as the launcher says; a single process does."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks
 
 
 def count_cores() -> int:
@@ -80,7 +96,7 @@ def unknown_host(name: str) -> str:
 
 def tell_launcher(rank: int) -> None:
     """Tell a launcher that asked for it that the links of this rank of the job stand."""
-    if LINKED in os.environ:
+    if under_launch():
         (Path(os.environ[LINKED]) / str(rank)).touch()
 
 

@@ -31,6 +31,10 @@ class ConfigError(YuanError):
     """A cluster, model, run or profile file, or an override, is wrong."""
 
 
+class NoDriver(ConfigError):
+    """A machine has no driver of any card, and the plan has cards there."""
+
+
 class PlanError(YuanError):
     """A plan violates a constraint, or does not belong to this model, run or world size."""
 

@@ -37,7 +37,7 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import Groups, enter_world_as, make_world_groups
-from yuan_train.parallel.transport import is_lost_connection
+from yuan_train.parallel.transport import is_lost_connection, without_frames
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.train.build import DTYPES
 from yuan_train.train.expert_load import ExpertLoad
@@ -362,7 +362,7 @@ class MegatronStepper:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            raise LostRank(f"{self.world.coord}: megatron-core's {what}: {error}") from error
+            raise LostRank(f"{self.world.coord}: megatron-core's {what}: {without_frames(error)}") from error
 
 
 @dataclass(eq=False, kw_only=True)

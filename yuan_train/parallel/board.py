@@ -5,9 +5,11 @@ to time, from a thread of its own (`train/ending.py`): so that all ranks end wit
 those that stand in an operation of NCCL or gloo that nothing will end. Keys, below the number of the attempt:
 
 - `came`, `came/R`: how many ranks are there, and where rank R runs;
+- `beside`: how many ranks torchrun's agent runs that holds the store; they are the first ones;
 - `failed`: the fault that ends the run. The first writer wins;
 - `line/R`: where rank R listens for the rank before it, whose connection ends when R does;
 - `lost`, `here/R`: a rank has lost another one and calls the roll. Who does not answer is gone;
+- `stopped`: which launcher has ended, so that the run stops, and ends well;
 - `heard`, `left`, `left/R`: how many know of the fault, or have ended well. The store's host leaves last.
 """
 
@@ -27,7 +29,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from yuan_train.config.environment import unknown_host
-from yuan_train.config.errors import ConfigError, LostRank, TrainingError, YuanError
+from yuan_train.config.errors import CAUSE, ConfigError, LostRank, TrainingError, YuanError
 
 POLL_SECONDS = 0.2
 """Between two looks at something that other ranks write."""
@@ -60,7 +62,9 @@ class Fault:
 
     def as_error(self) -> YuanError:
         """The error that a rank raises which ends because of it, with the same exit code."""
-        return YuanError(str(self)) if self.exit_code == YuanError.exit_code else TrainingError(str(self))
+        error = YuanError(str(self)) if self.exit_code == YuanError.exit_code else TrainingError(str(self))
+        error.exit_code = self.exit_code
+        return error
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,9 @@ class Board:
         self._heard: Fault | None = None
         """What ends the run, once this rank knows of it; the store may be gone by the next look."""
         self._all.set(f"came/{meeting.rank}", self._place)
+        self._holder = meeting.holder
+        if meeting.is_agents and meeting.rank == 0:
+            self._all.set("beside", os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # By the address that reaches the store, others on its network reach this rank.
         self._listener = socket.create_server(("", 0))
         self._all.set(
@@ -202,7 +209,18 @@ class Board:
         fault = self.look()
         if fault is not None:
             self.wait_until_heard(fault)
-            raise fault.as_error()
+            error = fault.as_error()
+            raise type(error)(f"{CAUSE}{error}")
+
+    def learn_holder(self) -> None:
+        """Learn which ranks run under the agent that holds the store, if one does: it ends when one of them
+        fails, and the store with it, before it can be read there. Once all ranks have come."""
+        if not self.meeting.is_agents:
+            return
+        with suppress(RuntimeError, ValueError):
+            ranks = range(int(self._all.get("beside")))
+            names = [self.name(rank) for rank in ranks[:MAX_NAMED]] + [f"rank {r}" for r in ranks[MAX_NAMED:]]
+            self._holder = f"{self.meeting.holder} with {_joined(names)}"
 
     def join_ring(self) -> None:
         """Hold a connection to the next rank, to notice its end where no library does; none if it cannot be
@@ -274,6 +292,21 @@ class Board:
         lost = f"{'does' if len(silent) == 1 else 'do'} not answer: killed, crashed, stopped or cut off"
         return self._write(Fault(silent[0], who, f"{lost} ({mine}: {text})", silent=len(silent)))
 
+    def tell_stop(self, why: str) -> None:
+        """Tell why the run stops, although nothing has failed; the first one who does is believed."""
+        if not self._is_gone():
+            with suppress(RuntimeError):
+                self._own.compare_set("stopped", "", f"{self.name(self.meeting.rank)}: {why}")
+
+    def why_stopped(self) -> str | None:
+        """What has stopped a run that went well: what a rank has told, or the end of torchrun's agent."""
+        if self._is_gone():
+            return str(self._without_store()) if self.meeting.is_agents else None
+        with suppress(RuntimeError):
+            if self._own.check(["stopped"]):
+                return self._own.get("stopped").decode()
+        return None
+
     def wait_until_heard(self, fault: Fault, seconds: float = HEARD_SECONDS) -> None:
         """Wait until all ranks know of a fault, but not for long: the store may end with this rank."""
         self._wait_for("heard", len(self.members) - fault.silent, seconds)
@@ -286,6 +319,10 @@ class Board:
                 self._own.add("left", 1)
         if self.meeting.rank == 0:
             self._wait_for("left", len(self.members), LEFT_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; look no more."""
         for line in (self._listener, self._line, *([self._next[1]] if self._next is not None else [])):
             line.close()
 
@@ -342,7 +379,8 @@ class Board:
         text = (
             f"is gone, and with it the ranks' meeting point {meeting.host}:{meeting.port}: killed or crashed"
         )
-        return Fault(0, meeting.holder, text)
+        why = ", or ended by the end of a rank there" if meeting.is_agents else ""
+        return Fault(0, self._holder, text + why)
 
 
 def _is_closed(line: socket.socket) -> bool:

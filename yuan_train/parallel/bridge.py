@@ -19,7 +19,13 @@ import torch
 from yuan_train.config.errors import LostRank
 from yuan_train.parallel.grid import Edge, Grid, RankCoord
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.transport import Pending, PendingReceive, Transport, is_lost_connection
+from yuan_train.parallel.transport import (
+    Pending,
+    PendingReceive,
+    Transport,
+    is_lost_connection,
+    without_frames,
+)
 from yuan_train.schedule.step import RECEIVE_OF, Step, receive_of, send_of
 
 
@@ -217,6 +223,7 @@ class Bridge:
         if not is_lost_connection(error):
             return
         peer = self._grid.peer(self._coord, self._peer_stage(step), step.micro_batch)
+        reason = without_frames(error.__cause__ or error)
         raise LostRank(
-            f"{self._coord}: the {step} failed; rank {peer} is gone or stuck ({error.__cause__ or error})"
+            f"{self._coord}: the {step} failed; rank {peer} is gone or stuck ({reason})"
         ) from error

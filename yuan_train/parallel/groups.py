@@ -32,6 +32,7 @@ from yuan_train.parallel.transport import (
     library_of,
     transport_of,
     wait_for_all,
+    without_frames,
 )
 
 TREE_WIDTH = 8
@@ -97,7 +98,9 @@ def init_distributed(
     except (RuntimeError, ValueError) as error:
         if not is_lost_connection(error):
             raise
-        raise LostRank(f"the ranks could not connect within {startup_seconds:g} s: {error}") from error
+        raise LostRank(
+            f"the ranks could not connect within {startup_seconds:g} s: {without_frames(error)}"
+        ) from error
     return board
 
 
@@ -347,4 +350,4 @@ def _naming(rank: int, what: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
-        raise LostRank(f"rank {rank}: {what} failed: {error}") from error
+        raise LostRank(f"rank {rank}: {what} failed: {without_frames(error)}") from error

@@ -24,7 +24,7 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import world_backend
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Bucket, pack, unpack
-from yuan_train.parallel.transport import PATIENCE, LostPeer, is_lost_connection
+from yuan_train.parallel.transport import PATIENCE, LostPeer, is_lost_connection, without_frames
 
 BUCKETS_AHEAD = 2
 """Messages of a pair of ranks that are under way at once: one is packed while another is sent."""
@@ -97,7 +97,7 @@ def join_role(
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
-        raise LostRank(f"the ranks of a role could not connect: {error}") from error
+        raise LostRank(f"the ranks of a role could not connect: {without_frames(error)}") from error
     return RolePosition(role, job_rank - role_ranks[role].start, job_rank, dict(role_ranks), store, board)
 
 
@@ -158,7 +158,7 @@ class Link:
             others = [rank for rank in self._index if rank != self._position.job_rank]
             who = " or ".join(map(self._position.label, others if peer is None else [peer]))
             raise LostPeer(
-                f"{what} of link {self._name!r} failed; {who} is gone or stuck ({error})"
+                f"{what} of link {self._name!r} failed; {who} is gone or stuck ({without_frames(error)})"
             ) from error
 
 

@@ -54,6 +54,10 @@ _LOST_CONNECTION = re.compile(
 """In the text of gloo's errors, which have no class of their own."""
 
 
+_FRAMES = re.compile(r"\s*\n(?:Exception raised from |frame #|C\+\+ CapturedTraceback)")
+"""Where the frames begin in the text of an error."""
+
+
 class LostPeer(RuntimeError):
     """A rank of a group died or timed out; the message names the operation and the rank."""
 
@@ -73,6 +77,11 @@ def is_lost_connection(error: BaseException) -> bool:
     return type(error) is RuntimeError and _LOST_CONNECTION.search(str(error)) is not None
 
 
+def without_frames(error: BaseException) -> str:
+    """What an error says, without the frames of C++ that torch adds to those of its store."""
+    return _FRAMES.split(str(error), maxsplit=1)[0].strip()
+
+
 def _raise_lost_peer(what: str, ranks: Sequence[int], error: RuntimeError) -> None:
     """Raise a RuntimeError of an operation `what` of `ranks` as a LostPeer, if it says that one is lost."""
     if isinstance(error, LostPeer) or not dist.is_initialized() or not is_lost_connection(error):
@@ -83,7 +92,7 @@ def _raise_lost_peer(what: str, ranks: Sequence[int], error: RuntimeError) -> No
 def _raise_lost(what: str, ranks: Sequence[int], error: RuntimeError) -> NoReturn:
     others = [str(rank) for rank in ranks if rank != dist.get_rank()]
     who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
-    raise LostPeer(f"{what} failed; {who} is gone or stuck ({error})") from error
+    raise LostPeer(f"{what} failed; {who} is gone or stuck ({without_frames(error)})") from error
 
 
 class blame_peers:  # noqa: N801 (reads as the context manager that it is)

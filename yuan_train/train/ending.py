@@ -8,6 +8,7 @@ thread stands in an operation that waits for a rank that has failed, and no libr
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from yuan_train.config.environment import under_launch, under_torchrun
 from yuan_train.config.errors import (
     CAUSE,
     INTERRUPTED,
@@ -29,7 +31,7 @@ from yuan_train.config.errors import (
 from yuan_train.parallel.board import POLL_SECONDS, Board, Fault, Meeting
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import shutdown
-from yuan_train.parallel.transport import is_lost_connection
+from yuan_train.parallel.transport import is_lost_connection, without_frames
 from yuan_train.train.job import Position
 
 GRACE_SECONDS = 1.5
@@ -59,6 +61,8 @@ class Ending:
         self._has_told = False
         """Whether the store has answered since."""
         self._exit_code = 1
+        self._launcher = os.getppid() if under_torchrun() or under_launch() else None
+        """The process whose end ends the run; another parent may be a shell, which leaves it to itself."""
         self._thread = threading.Thread(target=self._watch, name="ending", daemon=True)
         if board is not None:
             self._thread.start()
@@ -74,7 +78,8 @@ class Ending:
         except BaseException as error:
             if self._failed is not None or self._board is None:
                 raise
-            found = self._fail(_named(error), self._board)
+            with _deaf_to_interrupts():
+                found = self._fail(_named(error), self._board)
             if found is error:
                 raise
             raise found from error
@@ -87,17 +92,21 @@ class Ending:
     def finish(self) -> None:
         """Watch no more; at the end of a run that all ranks end together, see them leave."""
         self._stop.set()
-        if self._board is not None and self._failed is None:
+        board = self._board
+        if board is not None and self._failed is None:
             self._thread.join()
-            self._board.leave()
+            self._has_launcher_ended(board)
+            why = board.why_stopped()
+            board.leave()
+            if why is not None:
+                print(f"note: the run has stopped: {why}", file=sys.stderr)
 
     def _fail(self, error: BaseException, board: Board) -> BaseException:
         """Say an error of the main thread, tell the others, and return what to raise: what ends the run.
 
         On a card, ends the process.
         """
-        if not isinstance(error, KeyboardInterrupt | SystemExit):
-            say(error)
+        _say_own(error)
         if isinstance(error, NotFinite) and len(board.members) == dist.get_world_size():
             # All ranks are here and say the same: a save that is under way may end.
             return error
@@ -123,11 +132,15 @@ class Ending:
         board = self._board
         assert board is not None
         seconds = POLL_SECONDS * max(1.0, len(board.members) / RANKS_A_LOOK)
+        board.learn_holder()
         board.join_ring()
         fault = None
         while fault is None:
             if self._stop.wait(seconds):
                 return
+            if self._has_launcher_ended(board) and under_torchrun():
+                # As `launch` has the system do for its ranks.
+                os.kill(os.getpid(), signal.SIGTERM)
             fault = board.look_around()
         if self._failed is None and not self._stop.wait(GRACE_SECONDS) and self._failed is None:
             _say_cause(fault)
@@ -135,6 +148,15 @@ class Ending:
             self._end_after(TEARDOWN_SECONDS)
             board.wait_until_heard(fault)
             self._end()
+
+    def _has_launcher_ended(self, board: Board) -> bool:
+        """Whether this rank's launcher has ended, as it never does before; once, and the others are told."""
+        launcher = self._launcher
+        if launcher in (None, os.getppid()):
+            return False
+        self._launcher = None
+        board.tell_stop(f"its launcher (process {launcher}) was killed or has crashed")
+        return True
 
     def _end_after(self, seconds: float) -> None:
         """End the process unless it has come to its end by then; from a thread that waits for nothing else.
@@ -151,7 +173,7 @@ class Ending:
         threading.Thread(target=end, name="last resort", daemon=True).start()
 
     def _end(self) -> NoReturn:
-        """End the process as it is: what it waits for may never come."""
+        """End the process as it is: what it waits for may never come. All is said by then."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._leave(self._exit_code)
@@ -167,17 +189,19 @@ def ending_together(board: Board | None, device: Device) -> Iterator[Ending]:
     try:
         with ending.telling():
             yield ending
-    finally:
+    except BaseException as error:
         if ending.has_failed:
+            # Something else may have failed on the way here.
+            _say_own(error)
             shutdown()
-            ending.finish()
-        else:
-            ending.finish()
-            shutdown()
+        raise
+    finally:
+        ending.finish()
+        shutdown()
 
 
-def fail_together(error: YuanError, position: Position) -> NoReturn:
-    """Say what this rank has found wrong with its files, tell the others, who are on their way, and raise it.
+def fail_together(error: Exception, position: Position) -> NoReturn:
+    """Say what this rank has found wrong by itself, tell the others, who are on their way, and raise it.
 
     It is said before the others are met, which may never come, once on each machine: another rank of it says
     nothing if it has found the same. Whoever comes within a few seconds hears of it.
@@ -188,22 +212,45 @@ def fail_together(error: YuanError, position: Position) -> NoReturn:
             say(error)
         # The first of a machine has told the others by then.
         told = _tell(error, MEET_SECONDS if speaks else MEET_SECONDS + POLL_SECONDS)
-        if told is not None and told.text == str(error):
+        if told is not None and told.text == _text(error):
             mark_as_said(error)
     raise error
 
 
-def _tell(error: YuanError, seconds: float) -> Fault | None:
+def _tell(error: Exception, seconds: float) -> Fault | None:
     """Write an error to the board, if it is there within some seconds. Returns the first that was written."""
     end = time.monotonic() + seconds
     try:
         board = Board(Meeting.of_launcher(), "", seconds=seconds)
     except YuanError:
         return None
-    told = board.report(str(error), error.exit_code)
+    told = board.report(_text(error), _code_of(error))
     if told is not None:
         board.wait_until_heard(told, max(end - time.monotonic(), POLL_SECONDS))
     return told
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Around the telling of an error: the rank ends anyway, and a second Ctrl-C must not cut it short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
+
+def _say_own(error: BaseException) -> None:
+    """Print an error of this rank, unless it was said before."""
+    if isinstance(error, KeyboardInterrupt):
+        if not getattr(error, "is_said", False):
+            print(_text(error), file=sys.stderr)
+        mark_as_said(error)
+    else:
+        say(error)
 
 
 def _say_cause(fault: Fault) -> YuanError:
@@ -219,7 +266,7 @@ def _named(error: BaseException) -> BaseException:
     """An error; a lost connection, wherever torch found it, without the frames of C++."""
     if isinstance(error, YuanError) or not is_lost_connection(error):
         return error
-    lost = LostRank(f"another rank is gone or stuck ({str(error).partition(chr(10))[0]})")
+    lost = LostRank(f"another rank is gone or stuck ({without_frames(error)})")
     lost.__cause__ = error
     return lost
 
@@ -231,6 +278,8 @@ def _code_of(error: BaseException) -> int:
 
 
 def _text(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (Ctrl-C)"
     if isinstance(error, YuanError):
         return str(error)
     return f"{type(error).__name__}: {error}"
