@@ -38,7 +38,7 @@ for _ in range(400):
 test_price.test_the_core_prices_a_step_as_it_is_defined(0)
 test_price.test_profiles_and_other_libraries_are_priced_as_defined(100)
 test_price.test_profiles_and_other_libraries_are_priced_as_defined(101)
-test_price.test_found_drafts_are_lawful_plans_of_the_price_they_say(1, True)
+test_price.test_found_drafts_are_lawful_plans_of_the_price_they_say(1, 0b1111, True)
 print("done")
 """
 

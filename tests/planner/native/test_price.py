@@ -28,6 +28,7 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import Tables, draft_of, make_tables, plan_of
 from yuan_train.planner.evaluate.tiers import TooFewResidentInPlan
 from yuan_train.planner.native.evaluator import SpaceTable
+from yuan_train.planner.native.pipelines import NAMES
 
 SIZES, WIDTHS = (1, 2), (1, 2, 4)
 
@@ -342,14 +343,22 @@ def test_a_price_depends_on_every_layer_and_card() -> None:
     assert len({price(first) for first in range(1, problem.model.num_layers)}) > 1
 
 
-def search(tables: Tables, *, seed: int = 1, budget: int = 3_000):
+def search(tables: Tables, *, seed: int = 1, budget: int = 3_000, schedules: int = 0b1001):
     everything = 2**64 - 1
-    space = SpaceTable(0b111, 0b1001, 0b11, everything, everything, 1, 0, 0)
+    space = SpaceTable(0b111, schedules, 0b11, everything, everything, 1, 0, 0)
     return tables.evaluator.search(space, [], budget=budget, seed=seed, room=8)
 
 
-@pytest.mark.parametrize(("seed", "is_measured"), [(0, False), (1, True), (2, False), (5, True)])
-def test_found_drafts_are_lawful_plans_of_the_price_they_say(seed: int, is_measured: bool) -> None:
+@pytest.mark.parametrize(
+    ("seed", "schedules", "is_measured"),
+    [
+        *((0, 0b1001, False), (1, 0b1111, True), (2, 0b1001, False), (5, 0b1001, True)),
+        *((1, 0b100, False), (4, 0b100, True), (5, 0b10, False)),
+    ],
+)
+def test_found_drafts_are_lawful_plans_of_the_price_they_say(
+    seed: int, schedules: int, is_measured: bool
+) -> None:
     draw = random.Random(seed)
     problem = random_problem(draw)
     if is_measured:
@@ -357,11 +366,11 @@ def test_found_drafts_are_lawful_plans_of_the_price_they_say(seed: int, is_measu
     costs = make_costs(problem)
     tables = make_tables(costs, SIZES, WIDTHS)
     assert tables is not None
-    found = search(tables)
+    found = search(tables, schedules=schedules)
     assert found.drafts and list(found.steps) == sorted(found.steps)
     for step, draft in zip(found.steps, found.drafts, strict=True):
         plan = plan_of(tables, draft)
-        assert list(validate_plan(plan)) == []
+        assert list(validate_plan(plan)) == [] and schedules >> NAMES.index(plan.schedule) & 1
         assert plan.global_batch_size == problem.global_batch_size
         cost = cost_plan(costs, plan)
         assert cost.fits and math.isclose(cost.step_seconds, step, rel_tol=1e-9)

@@ -42,6 +42,7 @@ from yuan_train.planner.native.evaluator import (
     RouteTable,
     StageRow,
     UnitTable,
+    most_stages,
 )
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.schedule.copies import DEFAULT_AHEAD
@@ -243,8 +244,8 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
     ):
         return None
     workers = list(itertools.chain.from_iterable(map(_workers_of, plan.pipelines)))
-    most = 4 * tables.problem.num_cards + 2 * tables.problem.num_units
-    if None in workers or sum(len(stage.replicas) for stage in stages) > most:
+    count = sum(len(stage.replicas) for stage in stages)
+    if None in workers or count > most_stages(tables.problem):
         return None
     rows = (StageRow * len(stages))()
     for row, stage, worker in zip(rows, stages, workers, strict=True):

@@ -74,6 +74,7 @@ struct draft_stage {
     double offload, share;             /* of the optimizer state on hosts; weight among its owners */
     int16_t deeper, may_offload;       /* what `realise_draft` makes `depth` and `offload` of */
     int16_t worker; /* 0: replicas of its own; k: those of stage k - 1 of its pipeline, which is before it */
+    int16_t tilt;   /* layers of the last round that the first one has, while it is folded */
 };
 
 struct draft_pipeline {
@@ -82,6 +83,7 @@ struct draft_pipeline {
 
 struct draft {
     int32_t schedule, is_sharded, num_pipelines, num_stages;
+    int32_t rounds; /* while a search holds it folded: virtual stages of each worker; see `virtual.c` */
     struct draft_pipeline *pipelines;
     struct draft_stage *stages; /* of one pipeline after the other */
 };
@@ -131,7 +133,7 @@ struct found {
     int32_t count, room;
     int64_t num_priced;
     double *steps;
-    struct draft *drafts; /* each with room for as many stages and pipelines as the problem has cards */
+    struct draft *drafts; /* each with room for `most_stages`, and as many pipelines as the problem has cards */
 };
 
 /* What a search begins with, besides random drafts, and how long it lasts. */

@@ -87,6 +87,11 @@ class ProblemTable(ctypes.Structure):
     ]
 
 
+def most_stages(problem: ProblemTable) -> int:
+    """Stages of a draft, and replicas of all of them, that the core has memory for."""
+    return 4 * problem.num_cards + 2 * problem.num_units
+
+
 class StageRow(ctypes.Structure):
     """`struct draft_stage`."""
 
@@ -105,12 +110,13 @@ class StageRow(ctypes.Structure):
     deeper: int
     may_offload: int
     worker: int
+    tilt: int
     _fields_ = [
         *((name, c_int16) for name in ("layers", "width", "num_replicas", "depth")),
         *((name, c_int16) for name in ("recompute", "num_recomputed", "away", "resident", "ahead")),
         ("pools", c_int16 * MAX_REPLICAS),
         *((name, c_double) for name in ("offload", "share")),
-        *((name, c_int16) for name in ("deeper", "may_offload", "worker")),
+        *((name, c_int16) for name in ("deeper", "may_offload", "worker", "tilt")),
     ]
 
 
@@ -131,10 +137,11 @@ class DraftTable(ctypes.Structure):
     is_sharded: int
     num_pipelines: int
     num_stages: int
+    rounds: int
     pipelines: Any
     stages: Any
     _fields_ = [
-        *((name, c_int32) for name in ("schedule", "is_sharded", "num_pipelines", "num_stages")),
+        *((name, c_int32) for name in ("schedule", "is_sharded", "num_pipelines", "num_stages", "rounds")),
         ("pipelines", POINTER(PipelineRow)),
         ("stages", POINTER(StageRow)),
     ]
@@ -272,7 +279,8 @@ class Evaluator:
         are given, and with random ones."""
         cards = self._problem.num_cards + 1
         drafts = (DraftTable * room)()
-        rows = [((PipelineRow * cards)(), (StageRow * cards)()) for _ in range(room)]
+        most = most_stages(self._problem) + 1
+        rows = [((PipelineRow * cards)(), (StageRow * most)()) for _ in range(room)]
         for draft, (pipelines, stages) in zip(drafts, rows, strict=True):
             draft.pipelines, draft.stages = pipelines, stages
         steps = (c_double * room)()

@@ -211,6 +211,8 @@ int move_little(struct search *search, struct draft *draft)
 {
     int32_t p = draw(search, draft->num_pipelines), count = find_members(search, draft, p, 12);
     int32_t kind = draw(search, 100);
+    if (draft->schedule == INTERLEAVED && kind < 25)
+        return tilt(search, draft, p, count);
     if (kind < 50 || (draft->schedule != ONE_F_ONE_B && kind < 85))
         if (draft->pipelines[p].num_stages > 1)
             return shift_layers(search, draft, p, count);
@@ -464,9 +466,11 @@ static int change_sharding(struct search *search, struct draft *draft, int32_t p
 
 static int change_schedule(struct search *search, struct draft *draft, int32_t p, int32_t count)
 {
+    uint32_t others = (uint32_t)search->space->schedules & ~(1u << draft->schedule);
     (void)p, (void)count;
-    draft->schedule = draft->schedule == ONE_F_ONE_B ? ZERO_BUBBLE : ONE_F_ONE_B;
-    return search->space->schedules >> draft->schedule & 1 ? 2 : 0;
+    if (draft->schedule == INTERLEAVED && (!others || draw(search, 2)))
+        return change_rounds(search, draft) ? 2 : 0;
+    return draw_schedule(search, draft, others) ? 2 : 0;
 }
 
 /* Exchange stages of two pipelines, or move one from one to the other. */
@@ -720,8 +724,11 @@ int draw_start(struct search *search, struct draft *draft)
     if (pipelines > total || pipelines > problem->num_cards)
         return 0;
     draft->schedule = draw(search, 3) ? ONE_F_ONE_B : ZERO_BUBBLE;
+    uint32_t others = (uint32_t)search->space->schedules & ~(1u << ONE_F_ONE_B | 1u << ZERO_BUBBLE);
     if (!(search->space->schedules >> draft->schedule & 1))
         draft->schedule = ONE_F_ONE_B + ZERO_BUBBLE - draft->schedule;
+    if (others && (!(search->space->schedules >> draft->schedule & 1) || draw(search, 3) == 0))
+        draw_schedule(search, draft, others);
     draft->is_sharded = draw(search, 4) != 0;
     if (!(search->space->shardings >> draft->is_sharded & 1))
         draft->is_sharded = !draft->is_sharded;

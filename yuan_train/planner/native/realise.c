@@ -26,7 +26,7 @@ static void find_lawful_depths(const struct draft *draft, const struct draft_pip
 static int hold(struct search *search, const struct draft *draft, const struct draft_pipeline *pipeline)
 {
     struct stage_price *prices = search->evaluator->prices;
-    if (draft->schedule == ONE_F_ONE_B) {
+    if (draft->schedule == ONE_F_ONE_B || draft->schedule == GPIPE) {
         find_in_flight(draft, pipeline, prices);
         return 0;
     }
@@ -123,7 +123,10 @@ int realise_draft(struct search *search, struct draft *draft)
     for (int32_t p = 0; p < draft->num_pipelines; p++) {
         if (hold(search, draft, &draft->pipelines[p]))
             return 1;
-        for (int32_t s = 0; s < draft->pipelines[p].num_stages; s++)
+        int is_virtual = has_virtual_stages(draft, &draft->pipelines[p]);
+        if (is_virtual && fit_workers(search, draft, p))
+            return 1;
+        for (int32_t s = 0; !is_virtual && s < draft->pipelines[p].num_stages; s++)
             if (fit_stage(search, draft, p, s))
                 return 1;
     }
@@ -229,8 +232,7 @@ void deal_layers(struct search *search, struct draft *draft, int32_t p)
         const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
         int32_t n = stage->num_replicas, most = (pipeline->num_micro_batches + n - 1) / n;
         rest += n;
-        int32_t depth = draft->schedule == ONE_F_ONE_B ? larger(rest + stage->deeper, n) : all;
-        int32_t in_flight = (depth + n - 1) / n;
+        int32_t in_flight = (expected_depth(draft, pipeline, s, rest, all) + n - 1) / n;
         begin_dealing(search, draft, p, s, in_flight < most ? in_flight : most, &dealt[s]);
     }
     for (int32_t layer = 0; layer < search->problem->num_units - 2; layer++) {

@@ -40,7 +40,7 @@ struct draft take_draft(const struct problem *problem, struct arena *arena)
 {
     struct draft draft = {0};
     draft.pipelines = TAKE(arena, problem->num_cards + 1, struct draft_pipeline);
-    draft.stages = TAKE(arena, problem->num_cards + 1, struct draft_stage);
+    draft.stages = TAKE(arena, most_stages(problem) + 1, struct draft_stage);
     return draft;
 }
 
@@ -94,6 +94,15 @@ static int has_unlike_owners(const struct search *search, const struct draft *dr
     return 0;
 }
 
+/* The draft as it is priced: its virtual stages unfolded, all realised; NULL if it cannot be. */
+static struct draft *realised(struct search *search, struct draft *draft)
+{
+    if (draft->schedule == INTERLEAVED && unfold_draft(draft, &search->unfolded))
+        return NULL;
+    struct draft *whole = draft->schedule == INTERLEAVED ? &search->unfolded : draft;
+    return realise_draft(search, whole) ? NULL : whole;
+}
+
 /* Parts of a price: what a draft takes whose step is longer than wanted for certain, and what its simulation takes. */
 enum { REALISED = 1, PLAYED = 3 };
 
@@ -105,13 +114,14 @@ static double step_of(struct search *search, struct draft *draft, double limit)
         return IMPOSSIBLE;
     int64_t played = search->evaluator->num_played;
     search->spent += REALISED;
-    if (realise_draft(search, draft))
+    struct draft *whole = realised(search, draft);
+    if (!whole)
         return IMPOSSIBLE;
-    if (!draft->is_sharded && search->space->like_owners && has_unlike_owners(search, draft))
+    if (!draft->is_sharded && search->space->like_owners && has_unlike_owners(search, whole))
         return IMPOSSIBLE;
     price.over = 0.0;
-    int failed = price_draft(search->evaluator, draft, limit, &price);
-    search->spent += PLAYED * (search->evaluator->num_played - played);
+    int failed = price_draft(search->evaluator, whole, limit, &price);
+    search->spent += PLAYED * (draft->schedule == INTERLEAVED ? draft->rounds : 1) * (search->evaluator->num_played - played);
     if (failed == 1 || failed < 0)
         return IMPOSSIBLE;
     return price.over > 0.0 ? MISFIT * (1.0 + price.over * 1e-12) + price.step : price.step;
@@ -151,10 +161,11 @@ static void sort_drafts(struct found *found, int32_t count)
 }
 
 /* Keep a draft that fits among those found. */
-static void keep(struct search *search, const struct draft *draft, double step)
+static void keep(struct search *search, struct draft *draft, double step)
 {
-    if (step < MISFIT)
-        add_draft(search->found, draft, step);
+    const struct draft *whole = draft->schedule == INTERLEAVED ? realised(search, draft) : draft;
+    if (whole && step < MISFIT)
+        add_draft(search->found, whole, step);
 }
 
 /* Take small moves that do not make a draft slower; its step. */
@@ -245,19 +256,35 @@ static int is_hopeless(const struct found *starts, double step)
     return starts->count == NUM_STARTS && (step > 1.6 * slowest || (step >= MISFIT && slowest < MISFIT));
 }
 
-/* The drafts that were given, and what small moves make of them. */
+/* A draft, and what small moves make of it. */
+static void take_start(struct search *search, struct found *starts, struct draft *draft, int32_t tries)
+{
+    double step = step_of(search, draft, INFINITY);
+    if (step >= IMPOSSIBLE)
+        return;
+    keep(search, draft, step);
+    step = descend(search, draft, step, tries);
+    keep(search, draft, step);
+    add_draft(starts, draft, step);
+}
+
+/* The drafts that were given; where their schedule is not searched, with virtual stages. */
 static void take_given(struct search *search, struct found *starts, const struct wish *wish)
 {
     struct draft *draft = &search->candidate;
     for (int32_t i = 0; i < wish->num_given; i++) {
-        copy_draft(draft, &wish->given[i]);
-        double step = step_of(search, draft, INFINITY);
-        if (step >= IMPOSSIBLE)
+        if (fold_draft(&wish->given[i], draft))
             continue;
-        keep(search, draft, step);
-        step = descend(search, draft, step, 60);
-        keep(search, draft, step);
-        add_draft(starts, draft, step);
+        if (search->space->schedules >> draft->schedule & 1) {
+            take_start(search, starts, draft, 60);
+            continue;
+        }
+        for (int32_t rounds = 2; (search->space->schedules >> INTERLEAVED & 1) && rounds <= MAX_ROUNDS; rounds++) {
+            fold_draft(&wish->given[i], draft);
+            draft->schedule = INTERLEAVED;
+            draft->rounds = rounds;
+            take_start(search, starts, draft, 60);
+        }
     }
 }
 
@@ -317,6 +344,7 @@ int search_drafts(struct evaluator *evaluator, const struct space *space, const 
     search.candidate = take_draft(problem, arena);
     search.other = take_draft(problem, arena);
     search.best = take_draft(problem, arena);
+    search.unfolded = take_draft(problem, arena);
     struct found starts = {.room = NUM_STARTS, .steps = TAKE(arena, NUM_STARTS, double),
                            .drafts = TAKE(arena, NUM_STARTS, struct draft)};
     for (int32_t i = 0; i < NUM_STARTS; i++)

@@ -23,7 +23,7 @@ struct search {
     int32_t *groups, *group_widths; /* [cards]: of a type, while starts are made */
     struct dealt *dealt;       /* [cards], of one pipeline's stages; see `realise.c` */
     double *speeds;            /* [cards], of pipelines */
-    struct draft candidate, other, best;
+    struct draft candidate, other, best, unfolded;
     struct found *found;
 };
 
@@ -41,6 +41,23 @@ int realise_draft(struct search *search, struct draft *draft);
 void deal_layers(struct search *search, struct draft *draft, int32_t p);
 /* Deal the batch to the pipelines by their speed; 0 if it does not come out even. */
 int deal_batch(struct search *search, struct draft *draft);
+
+/* Virtual stages of a worker, at most: `most_stages` of `evaluate.h` has room for them. */
+enum { MAX_ROUNDS = 3 };
+
+/* Each worker's stages as one, and back; 1 if the draft has not its workers in rounds, too few layers for them, or not
+ * a worker with several stages. */
+int fold_draft(const struct draft *draft, struct draft *folded);
+int unfold_draft(const struct draft *draft, struct draft *unfolded);
+/* Micro-batches in flight of stage s, of whose pipeline it and those after it have `rest` of `all` replicas. */
+int32_t expected_depth(const struct draft *draft, const struct draft_pipeline *pipeline, int32_t s, int32_t rest,
+                       int32_t all);
+/* Recompute and state on hosts of the workers of pipeline p; 1 if it cannot be. */
+int fit_workers(struct search *search, struct draft *draft, int32_t p);
+/* Moves; `draw_schedule` takes one of a set. */
+int tilt(struct search *search, struct draft *draft, int32_t p, int32_t count);
+int change_rounds(struct search *search, struct draft *draft);
+int draw_schedule(struct search *search, struct draft *draft, uint32_t others);
 
 /* A random draft to begin with; 0 if it came to none. */
 int draw_start(struct search *search, struct draft *draft);

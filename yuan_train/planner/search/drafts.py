@@ -30,6 +30,8 @@ than wanted for certain 1."""
 BUDGET_PER_SECOND = 30_000
 """At most, for each second of `search.time_limit`; 4 of it take 10 to 50 us. A search looks at no clock, so
 that equal input gives equal plans."""
+SHARE_OF_VIRTUAL = 1 / 8
+"""What is spent on plans with virtual stages, besides the budget of the others."""
 NUM_GIVEN = 3
 """Of the fastest plans that are known, which the search begins with."""
 NUM_JUDGED, NEAR = 40, 1.004
@@ -50,20 +52,19 @@ def search_drafts(
     """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
     divided experts, fixed orders, and what only `cost_plan` prices."""
     tables = _tables(costs, cards, options)
-    space = None if tables is None else _space(options)
-    if tables is None or space is None:
+    if tables is None:
         return []
+    space = _space(options)
     drafts = [draft_of(tables, candidate.plan) for candidate in ranked[: 4 * NUM_GIVEN]]
     given = [draft for draft in drafts if draft is not None][:NUM_GIVEN]
     spaces = list(_narrow_to_wide(space))
     most = min(max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET), BUDGET_PER_SECOND * limit_seconds)
-    budget = int(most / len(spaces))
     found: list[Candidate] = []
-    for seed, own in enumerate(spaces, start=1):
+    for seed, (own, share) in enumerate(spaces, start=1):
         if stopped():
             break
-        known = [draft for draft in given if own.schedules >> draft.schedule & 1]
-        result = tables.evaluator.search(own, known, budget=budget, seed=seed, room=NUM_JUDGED)
+        budget = int(most * share)
+        result = tables.evaluator.search(own, given, budget=budget, seed=seed, room=NUM_JUDGED)
         given = [*result.drafts[:NUM_GIVEN], *given]
         for step, draft in zip(result.steps, result.drafts, strict=True):
             if step > NEAR * result.steps[0]:
@@ -72,19 +73,28 @@ def search_drafts(
     return found
 
 
-def _narrow_to_wide(space: SpaceTable) -> Iterator[SpaceTable]:
-    """The space in steps, each searched from what was found in those before: a wider one never loses.
+def _narrow_to_wide(space: SpaceTable) -> Iterator[tuple[SpaceTable, float]]:
+    """The space in steps, each searched from what was found in those before, and its share of the budget: a
+    wider one never loses.
 
-    Under one schedule first: under the other one nearly all plans may be faster, and none the fastest.
+    Under one schedule first: under the other one nearly all plans may be faster, and none the fastest. With
+    virtual stages apart and for less, because few plans gain by them.
     """
-    plain = 1 << NAMES.index("1f1b")
-    for schedules in dict.fromkeys((space.schedules & plain or space.schedules, space.schedules)):
-        yield _changed(space, schedules=schedules, may_offload=0)
-    if space.may_offload:
-        yield space
+    plain, virtual = (1 << NAMES.index(name) for name in ("1f1b", "interleaved_1f1b"))
+    others = space.schedules & ~virtual
+    steps = [_changed(space, others & plain or others, may_offload=0)] if others else []
+    if others & ~plain and others & plain:
+        steps.append(_changed(space, others, may_offload=0))
+    if space.may_offload and others:
+        steps.append(_changed(space, others, may_offload=1))
+    for step in steps:
+        yield step, 1 / len(steps)
+    if space.schedules & virtual:
+        own = _changed(space, virtual, may_offload=space.may_offload)
+        yield own, SHARE_OF_VIRTUAL if steps else 1.0
 
 
-def _changed(space: SpaceTable, *, schedules: int, may_offload: int) -> SpaceTable:
+def _changed(space: SpaceTable, schedules: int, *, may_offload: int) -> SpaceTable:
     own = SpaceTable.from_buffer_copy(space)
     own.schedules, own.may_offload = schedules, may_offload
     return own
@@ -109,13 +119,9 @@ def _tables(costs: Costs, cards: Sequence[Card], options: Options) -> Tables | N
     return make_tables(costs, options.polished_sizes, options.tensor)
 
 
-def _space(options: Options) -> SpaceTable | None:
-    """The search keys; None if they allow no schedule that the core searches."""
-    schedules = sum(
-        1 << NAMES.index(name) for name in ("1f1b", "zero_bubble") if name in options.polished_schedules
-    )
-    if not schedules:
-        return None
+def _space(options: Options) -> SpaceTable:
+    """The search keys."""
+    schedules = sum(1 << NAMES.index(name) for name in options.polished_schedules)
     replicas = ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= MAX_REPLICAS)
     counts = ANY if options.pipelines is None else sum(1 << n for n in options.pipelines if n < 63)
     return SpaceTable(
