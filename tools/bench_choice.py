@@ -89,7 +89,7 @@ def violations(
 
 def step_seconds(problem: PlanProblem, keys: dict[str, Any]) -> float:
     """The step of the plan that these search keys lead to; inf if none fits or can be made."""
-    search = SearchConfig(time_limit=600.0, **keys)
+    search = SearchConfig(time_limit=600.0, simplicity=0.0, **keys)
     try:
         return search_plan(problem, search, micro_batch_size=1).best.step_seconds
     except (ConfigError, NoPlanFits):

@@ -35,6 +35,7 @@ TIERS: tuple[Tier, ...] = ("optimizer", "activations")
 """What the search may put there without `search.offload`."""
 ReduceDtype = Literal["fp32", "bf16"]
 Engine = Literal["yuan", "megatron"]
+Effort = Literal["quick", "normal", "thorough"]
 """Who trains: our own engine, or megatron-core."""
 
 BUCKET_SIZE = 40_000_000
@@ -260,6 +261,12 @@ class SearchConfig:
     room for, where the cluster file gives the node a `disk` (and the run a `memory.disk_directory`)."""
     memory_fraction: Annotated[float, Gt(0), Le(1)] = MEMORY_FRACTION
     """Plans fill at most so much of a card's memory as torch reports it, the card's `reserved` included."""
+    simplicity: Annotated[float, Ge(0), Lt(1)] = 0.005
+    """Of plans whose step is within this part of the fastest one's the simplest is taken; a plan that is
+    proven to be the fastest is."""
+    effort: Effort = "normal"
+    """How much is tried, by a count and not by a clock: `quick` a third of it, `thorough` ten times as much;
+    the time limit ends either."""
     half_layers: bool = False
     """Stages may also end in the middle of a layer, between attention and feed-forward."""
     divide_experts: bool = True

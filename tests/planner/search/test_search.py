@@ -88,10 +88,11 @@ def problem(cards: Cluster, **changes: object) -> PlanProblem:
 
 
 def find(given: PlanProblem, micro_batch_size: int | tuple[int, ...] = 1, **search: Any):
-    """The search of 1F1B plans of one micro-batch size, without hosts, unless `search` says otherwise."""
+    """The search of the fastest 1F1B plan of one micro-batch size, without hosts, unless `search` says
+    otherwise."""
     size = micro_batch_size if isinstance(micro_batch_size, int) else micro_batch_size[0]
     sizes = (size,) if isinstance(micro_batch_size, int) else micro_batch_size
-    keys = {"schedule": ("1f1b",), "micro_batch_size": sizes, "offload": ()} | search
+    keys = {"schedule": ("1f1b",), "micro_batch_size": sizes, "offload": (), "simplicity": 0.0} | search
     return search_plan(given, SearchConfig(**keys), micro_batch_size=size)  # type: ignore[arg-type]
 
 

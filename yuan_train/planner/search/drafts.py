@@ -58,7 +58,8 @@ def search_drafts(
     drafts = [draft_of(tables, candidate.plan) for candidate in ranked[: 4 * NUM_GIVEN]]
     given = [draft for draft in drafts if draft is not None][:NUM_GIVEN]
     spaces = list(_narrow_to_wide(space))
-    most = min(max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET), BUDGET_PER_SECOND * limit_seconds)
+    most = options.effort * max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET)
+    most = min(most, BUDGET_PER_SECOND * limit_seconds)
     found: list[Candidate] = []
     for seed, (own, share) in enumerate(spaces, start=1):
         if stopped():

@@ -47,6 +47,7 @@ from yuan_train.planner.search.search_result import (
 )
 from yuan_train.planner.search.shapes import Options, Shape, as_plain, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
+from yuan_train.planner.search.simplicity import prefer_simple, simplicity_note
 from yuan_train.planner.search.state_shares import mixed_with_hosts, with_other_shares
 
 LEAST_HOPE = 1.25
@@ -137,13 +138,14 @@ def search_plan(
     if not plans.ranked:
         raise _nothing_found(space, plans, search.time_limit)
     exact, lowest, bound = _bounded(space, plans)
-    best = with_forecast(space.costs, plans.ranked[0], lowest)
+    ranked = plans.ranked if exact else prefer_simple(space.costs, plans.ranked, options)
+    best = with_forecast(space.costs, ranked[0], lowest)
     violations = list(validate_plan(best.plan))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
     even, no_even = _even_split_of(space, best)
     return SearchResult(
         best=best,
-        runners_up=runners_up(plans.ranked),
+        runners_up=runners_up(ranked),
         even_split=even,
         no_even_split=no_even,
         left_out=(*without_precision, *idle_cards(cards, best)),
@@ -153,7 +155,11 @@ def search_plan(
         stopped=limit.is_over(),
         num_shapes=len(space.shapes),
         num_simulated=plans.solved.num_simulated,
-        notes=(*notes_of(space.costs, best.cost), *passed_over(best, plans.faster)),
+        notes=(
+            *notes_of(space.costs, best.cost),
+            *passed_over(best, plans.faster),
+            *simplicity_note(best, plans.ranked[0]),
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import narrowed
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
-from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
+from yuan_train.config.run import Effort, Recompute, ScheduleName, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, Replica, plan_on_cards
 
 StageGroup = tuple[Replica, ...]
@@ -37,6 +37,8 @@ MAX_REPLICATED_CARDS = 48
 MAX_MIXES, MAX_MIXES_OF_THOUSANDS, THOUSANDS = 256, 64, 2048
 """Most ways to give each type of card a width or a number of replicas, and the same for more than THOUSANDS
 cards; if there are more ways, only equal values and single exceptions are tried."""
+
+EFFORTS: dict[Effort, float] = {"quick": 1 / 3, "normal": 1.0, "thorough": 10.0}
 
 T = TypeVar("T")
 
@@ -84,6 +86,10 @@ class Options:
     """Whether optimizer state may lie on the disks that the cluster file names, where hosts have no room."""
     restructures: bool = True
     """Whether the structure of the best plans is changed, on few cards."""
+    simplicity: float = 0.0
+    """Part of the fastest step within which the simplest plan is taken."""
+    effort: float = 1.0
+    """How much is tried, in parts of what normally is."""
     plain: bool = False
     """Plans are cuts of shapes alone: see `as_plain`."""
     host_seconds: float = 0.0
@@ -130,7 +136,6 @@ def read_options(
     keys name others: estimates must not compete with measurements. Values that cannot run are dropped from a
     list; raises ConfigError for a key that has no others.
     """
-
     joined = ", ".join
     expressible = search.engine is not None and "yuan" not in search.engine
     if expressible:
@@ -173,6 +178,8 @@ def read_options(
         offload_activations="activations" in search.tiers,
         offload_parameters="parameters" in search.tiers,
         offload_disk="disk" in search.tiers,
+        simplicity=search.simplicity,
+        effort=EFFORTS[search.effort],
     )
 
 
@@ -182,6 +189,7 @@ def as_plain(options: Options) -> Options:
     return replace(
         options,
         plain=True,
+        simplicity=0.0,
         polished_schedules=options.schedules,
         polished_sizes=options.micro_batch_sizes,
         offload=False,

@@ -1,0 +1,78 @@
+"""Near ties go to the simplest plan, and what the fastest gains is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.planner.search.test_offload import pipeline_of
+from tests.planner.search.test_search import MODEL, card, cluster, find, problem
+from yuan_train.config.cluster import Link
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.native.evaluator import Evaluator
+from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.mixed_pipelines import first_shape
+from yuan_train.planner.search.shapes import read_options
+from yuan_train.planner.search.simplicity import NAMES, burdens, prefer_simple, simplicity_note
+
+
+def test_a_warm_up_that_gains_little_is_left_out_and_one_that_gains_more_is_not() -> None:
+    # Over a slow link a deeper warm-up hides the messages.
+    (group,) = cluster(Card=(1, card())).nodes
+    slow = replace(group, count=2, network=Link(bandwidth=3e7, latency=1e-5))
+    given = problem(replace(cluster(Card=(1, card())), nodes=(slow,)), global_batch_size=16)
+    costs, half = make_costs(given), MODEL.num_layers // 2
+    plain = pipeline_of(given, given.cluster.cards, (0, half, MODEL.num_layers))
+    (pipeline,) = plain.pipelines
+    first, last = pipeline.stages
+    deep = replace(plain, pipelines=(replace(pipeline, stages=(replace(first, in_flight=4), last)),))
+    assert [a - b for a, b in zip(burdens(deep), burdens(plain), strict=True)] == [
+        int(name == "warm-ups of their own") for name in NAMES
+    ]
+    costed = cost_plan(costs, deep)
+    fastest = Candidate(plan=deep, cost=costed, shape=first_shape(deep, costed))
+    gain = cost_plan(costs, plain).step_seconds / costed.step_seconds - 1
+    assert gain > 0
+    for simplicity, taken in ((gain * 1.01, plain), (gain * 0.99, deep)):
+        options = read_options(SearchConfig(simplicity=simplicity), micro_batch_size=1, model=given.model)
+        best, *_ = prefer_simple(costs, [fastest], options)
+        assert best.plan == taken
+        note = simplicity_note(best, fastest)
+        assert bool(note) == (taken is plain)
+    assert (
+        "warm-ups of their own 1 instead of 0; search.simplicity: 0 takes it"
+        in simplicity_note(replace(fastest, plan=plain, cost=cost_plan(costs, plain)), fastest)[0]
+    )
+
+
+def test_a_search_takes_no_plan_that_is_slower_than_it_may_be() -> None:
+    given = problem(cluster(Fast=(3, card(speed=3.0)), Slow=(2, card())), global_batch_size=12)
+    keys = {"schedule": ("1f1b", "zero_bubble"), "micro_batch_size": (1, 2), "effort": "quick"}
+    fastest, simple = (find(given, simplicity=part, **keys).best for part in (0.0, 0.05))
+    assert fastest.step_seconds <= simple.step_seconds <= 1.05 * fastest.step_seconds
+    assert burdens(simple.plan) <= burdens(fastest.plan)
+
+
+def test_effort_is_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third and ten times the drafts of a normal search, up to what fits the time limit."""
+    monkeypatch.setattr("yuan_train.planner.search.drafts.BUDGET_PER_SECOND", 300)
+    budgets: list[int] = []
+    whole = Evaluator.search
+
+    def search(self: Evaluator, *arguments: Any, budget: int, **keys: Any) -> Any:
+        budgets.append(budget)
+        return whole(self, *arguments, budget=1, **keys)
+
+    monkeypatch.setattr(Evaluator, "search", search)
+    given = problem(cluster(Card=(2, card())))
+    found: dict[str, int] = {}
+    for effort in ("quick", "normal", "thorough"):
+        budgets.clear()
+        find(given, effort=effort, time_limit=20_000.0)
+        found[effort] = sum(budgets)
+    assert found["quick"] == pytest.approx(found["normal"] / 3, rel=1e-3)
+    assert found["thorough"] == 10 * found["normal"]

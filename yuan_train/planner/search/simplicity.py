@@ -1,0 +1,102 @@
+"""The simplest of the plans that are nearly as fast as the fastest.
+
+A part of a percent is less than what forecasts err by, and what a plan has more of is what goes wrong first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.expressible import is_wanted
+from yuan_train.planner.search.shapes import Options
+
+NAMES = (
+    "kinds of pipelines",
+    "stages that pass on alone",
+    "schedules beside 1f1b",
+    "stages with state or activations on hosts",
+    "unlike widths of a type",
+    "unequal shares",
+    "warm-ups of their own",
+    "cards",
+)
+"""What plans are compared by, the first that differs."""
+
+
+def burdens(plan: Plan) -> tuple[int, ...]:
+    """How much a plan has of each of NAMES."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    kinds = {
+        tuple((stage.layers, _types(plan, stage), len(stage.replicas)) for stage in pipeline.stages)
+        for pipeline in plan.pipelines
+    }
+    widths = {(plan.ranks[replica[0]].type, len(replica)) for stage in stages for replica in stage.replicas}
+    batches = {(pipeline.micro_batch_size, pipeline.num_micro_batches) for pipeline in plan.pipelines}
+    away = (
+        stage.optimizer_offload or stage.activation_offload or stage.parameter_offload for stage in stages
+    )
+    return (
+        len(kinds),
+        sum(not stage.num_layers and not stage.embedding and not stage.head for stage in stages),
+        int(plan.schedule != "1f1b"),
+        sum(map(bool, away)),
+        len(widths) - len({name for name, _ in widths}),
+        len(batches) - 1 + len(set(plan.optimizer_shares)) - 1,
+        sum(stage.in_flight is not None for stage in stages),
+        len(plan.ranks),
+    )
+
+
+def _types(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
+    return tuple(plan.ranks[rank].type for rank in stage.ranks)
+
+
+def prefer_simple(costs: Costs, ranked: Sequence[Candidate], options: Options) -> list[Candidate]:
+    """The plans with the simplest first of those whose step is within `options.simplicity` of the fastest's,
+    some of which leave out what it has; then all slower ones."""
+    limit = ranked[0].step_seconds * (1.0 + options.simplicity)
+    near = [candidate for candidate in ranked if candidate.step_seconds <= limit]
+    near += _without(costs, min(near, key=_burden), options, limit)
+    best = min(near, key=_burden)
+    return [best, *(other for other in ranked if other.step_seconds > best.step_seconds)]
+
+
+def _burden(candidate: Candidate) -> tuple[tuple[int, ...], float]:
+    return burdens(candidate.plan), candidate.step_seconds
+
+
+def _without(costs: Costs, start: Candidate, options: Options, limit: float) -> Iterator[Candidate]:
+    """Plans made of one by leaving out what it has more than it must, one thing after the other, each as long
+    as it is lawful, fits and takes at most `limit` seconds."""
+    changes: list[Callable[[StagePlan], StagePlan]] = [
+        lambda stage: replace(stage, activation_offload=0, resident_parts=None, fetch_ahead=None),
+        lambda stage: replace(stage, optimizer_offload=0.0, optimizer_disk=0.0),
+        lambda stage: replace(stage, optimizer_share=1.0),
+        lambda stage: replace(stage, in_flight=None),
+    ]
+    for change in changes:
+        pipelines = tuple(
+            replace(pipeline, stages=tuple(map(change, pipeline.stages))) for pipeline in start.plan.pipelines
+        )
+        plan = replace(start.plan, pipelines=pipelines)
+        if plan == start.plan or not is_wanted(plan, options):
+            continue
+        cost = cost_plan(costs, plan)
+        if cost.fits and cost.step_seconds <= limit:
+            start = replace(start, plan=plan, cost=cost)
+            yield start
+
+
+def simplicity_note(best: Candidate, fastest: Candidate) -> tuple[str, ...]:
+    """What the fastest plan has more of than the one that is taken, and what it would gain."""
+    if best.step_seconds <= fastest.step_seconds:
+        return ()
+    pairs = zip(NAMES, burdens(fastest.plan), burdens(best.plan), strict=True)
+    more = (f"{name} {theirs} instead of {own}" for name, theirs, own in pairs if theirs > own)
+    gain = best.step_seconds / fastest.step_seconds - 1
+    return (f"{gain:.2%} faster with {', '.join(more)}; search.simplicity: 0 takes it",)
