@@ -61,6 +61,13 @@ def killed() -> Any:
     return breaking_step(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+@contextmanager
+def killed_while_groups_are_made() -> Iterator[None]:
+    """All ranks have met, and the others wait for the addresses of this one's connections."""
+    groups.dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    yield
+
+
 def interrupted() -> Any:
     return breaking_step(lambda: signal.raise_signal(signal.SIGINT))
 
@@ -155,6 +162,7 @@ ENDINGS = {
     "killed, nobody notices": Ending(
         1, GONE, {0: stuck_for_ever, 1: killed, 2: stuck_for_ever}, codes=frozenset({1, -9})
     ),
+    "killed at the start": Ending(1, GONE, {1: killed_while_groups_are_made}, codes=frozenset({1, -9})),
     "first killed": Ending(
         0, "is gone, and with it the ranks' meeting point", {0: killed}, codes=frozenset({1, -9})
     ),

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -209,8 +209,7 @@ class Board:
         fault = self.look()
         if fault is not None:
             self.wait_until_heard(fault)
-            error = fault.as_error()
-            raise type(error)(f"{CAUSE}{error}")
+            raise replace(fault, where=f"{CAUSE}{fault.where}").as_error()
 
     def learn_holder(self) -> None:
         """Learn which ranks run under the agent that holds the store, if one does: it ends when one of them

@@ -67,26 +67,33 @@ class Groups:
     few ranks, which sum in a ring."""
 
 
-def init_distributed(
-    *,
-    device: Device,
-    timeout_seconds: float,
-    startup_timeout_seconds: float | None = None,
-    place: str = "",
-) -> Board:
-    """Initialise torch.distributed with the ranks that the launcher started; their board.
+def init_distributed(*, device: Device, timeout_seconds: float) -> None:
+    """`meet` the ranks that the launcher started, and `enter_world` with them."""
+    enter_world(meet(timeout_seconds), device=device, timeout_seconds=timeout_seconds)
 
-    After a restart the launcher's store still holds the addresses of the failed attempt, so each attempt uses
-    a prefix of its own. `timeout_seconds` is how long a rank waits in an operation of all ranks; `place` is
-    where it runs, for people. Raises TrainingError if the ranks do not connect within
-    `startup_timeout_seconds` (None: `timeout_seconds`), and what a rank has found wrong with its files.
+
+def meet(startup_seconds: float, *, place: str = "") -> Board:
+    """Wait for all ranks that the launcher started; their board.
+
+    `place` is where this rank runs, for people. Raises TrainingError if some do not come within
+    `startup_seconds`, and what a rank has found wrong with its files.
     """
-    startup_seconds = timeout_seconds if startup_timeout_seconds is None else startup_timeout_seconds
     meeting = Meeting.of_launcher()
     if meeting.world_size >= LAZY_FROM:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     board = Board(meeting, place, seconds=startup_seconds)
     board.wait_for_all(startup_seconds)
+    return board
+
+
+def enter_world(board: Board, *, device: Device, timeout_seconds: float) -> None:
+    """Initialise torch.distributed with the ranks of a board, all of which have come.
+
+    After a restart the launcher's store still holds the addresses of the failed attempt, so each attempt uses
+    a prefix of its own. `timeout_seconds` is how long a rank waits in an operation of all ranks. Raises
+    LostRank if the ranks do not connect.
+    """
+    meeting = board.meeting
     try:
         dist.init_process_group(
             world_backend(device),
@@ -98,10 +105,7 @@ def init_distributed(
     except (RuntimeError, ValueError) as error:
         if not is_lost_connection(error):
             raise
-        raise LostRank(
-            f"the ranks could not connect within {startup_seconds:g} s: {without_frames(error)}"
-        ) from error
-    return board
+        raise LostRank(f"the ranks could not connect: {without_frames(error)}") from error
 
 
 def world_backend(device: Device) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.parallel.board import Board
-from yuan_train.parallel.groups import init_distributed, make_tensor_groups
+from yuan_train.parallel.groups import enter_world, make_tensor_groups, meet
 from yuan_train.parallel.links import RolePosition, join_role
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told
@@ -102,14 +102,12 @@ def train_rl(job: RLJob) -> None:
         )
         board = apart.board
     elif policy.position.world_size > 1:
-        board = init_distributed(
-            device=policy.device,
-            timeout_seconds=policy.run.train.timeout,
-            startup_timeout_seconds=policy.run.train.startup_timeout,
-            place=policy.plan.ranks[policy.position.rank].device,
-        )
+        place = policy.plan.ranks[policy.position.rank].device
+        board = meet(policy.run.train.startup_timeout, place=place)
     keep_freed_memory(policy.device)
     with ending_together(board, policy.device) as ending:
+        if board is not None and apart is None:
+            enter_world(board, device=policy.device, timeout_seconds=policy.run.train.timeout)
         check_same_job(policy)
         check_cards(policy)
         if policy.run.checkpoint.directory is not None:

@@ -20,7 +20,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_files import keep_plan
 from yuan_train.config.plan_units import unlike_owners
 from yuan_train.config.run import RunConfig
-from yuan_train.parallel.groups import as_training_error, init_distributed
+from yuan_train.parallel.groups import as_training_error, enter_world, meet
 from yuan_train.parallel.world_sum import gather_on_first
 from yuan_train.train.agreement import (
     check_cards,
@@ -51,15 +51,12 @@ def train(job: Job, build: BuildStepper = build_stepper) -> None:
     """
     board = None
     if job.position.world_size > 1:
-        board = init_distributed(
-            device=job.device,
-            timeout_seconds=job.run.train.timeout,
-            startup_timeout_seconds=job.run.train.startup_timeout,
-            place=job.plan.ranks[job.position.rank].device,
-        )
+        board = meet(job.run.train.startup_timeout, place=job.plan.ranks[job.position.rank].device)
     keep_freed_memory(job.device)
     explaining = partial(explaining_memory, job.plan, job.position.rank, job.device)
     with ending_together(board, job.device) as ending, explaining():
+        if board is not None:
+            enter_world(board, device=job.device, timeout_seconds=job.run.train.timeout)
         check_same_job(job)
         check_cards(job)
         if job.run.checkpoint.directory is not None:
