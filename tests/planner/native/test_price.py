@@ -345,7 +345,7 @@ def test_a_price_depends_on_every_layer_and_card() -> None:
 
 def search(tables: Tables, *, seed: int = 1, budget: int = 3_000, schedules: int = 0b1001):
     everything = 2**64 - 1
-    space = SpaceTable(0b111, schedules, 0b11, everything, everything, 1, 0, 0)
+    space = SpaceTable(0b111, schedules, 0b11, everything, everything, 1, 1, 0, 0)
     return tables.evaluator.search(space, [], budget=budget, seed=seed, room=8)
 
 
@@ -385,6 +385,6 @@ def test_a_search_gives_the_same_drafts_again_and_loses_none_that_it_is_given() 
         plan_of(tables, draft) for draft in again.drafts
     ]
     everything = 2**64 - 1
-    space = SpaceTable(0b111, 0b1001, 0b11, everything, everything, 1, 0, 0)
+    space = SpaceTable(0b111, 0b1001, 0b11, everything, everything, 1, 1, 0, 0)
     other = tables.evaluator.search(space, first.drafts[:1], budget=10, seed=9, room=8)
     assert other.steps[0] <= first.steps[0]

@@ -257,6 +257,7 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
         row.recompute, row.num_recomputed = RECOMPUTES.index(stage.recompute), int(stage.num_recomputed)
         row.offload, row.share = stage.optimizer_offload, stage.optimizer_share
         row.away, row.resident = stage.activation_offload, stage.resident_parts or 1
+        row.sends = 1 + row.recompute if row.away else 0
         row.ahead = stage.fetch_ahead or DEFAULT_AHEAD
         for r, replica in enumerate(stage.replicas):
             own = {tables.pool_of[plan.ranks[rank].device] for rank in replica}

@@ -20,36 +20,13 @@ static int is_backward(int32_t kind)
 
 /* --- placing ---------------------------------------------------------------------------------------------- */
 
-/* The next step of a worker from operation i on; NULL after the last one. */
-static const struct operation *next_step(const struct schedule *schedule, int32_t worker, int32_t *i)
-{
-    for (; *i < schedule->num_operations; ++*i) {
-        const struct operation *operation = &schedule->operations[*i];
-        if (operation->peer < 0 && operation->worker == worker)
-            return &schedule->operations[(*i)++];
-    }
-    return NULL;
-}
-
-/* Whether the worker's steps are those that the copies are placed in; how many there are into `count`. */
-static int has_steps(const struct placement *own, const struct schedule *schedule, int32_t worker, int32_t n,
-                     int32_t *count)
-{
-    const struct operation *step;
-    int32_t i = 0, same = 1;
-    for (*count = 0; (step = next_step(schedule, worker, &i)); ++*count)
-        same = same && *count < own->num_steps && own->steps[2 * *count] == step->kind &&
-               own->steps[2 * *count + 1] == step->micro_batch / n;
-    return same && *count == own->num_steps;
-}
-
 /* Room for so many steps; 0, or -1 without memory. */
 static int take_room(struct placement *own, int32_t num_steps)
 {
     size_t steps = (size_t)num_steps, batches = (steps + 1) / 2, positions = steps * (size_t)own->what.parts;
     size_t keys = batches * (size_t)own->what.leaving;
-    size_t integers = 3 * steps + 2 * batches + 2 * positions + 8 * keys;
-    size_t bytes = 2 * keys * sizeof(double) + (integers + 1) * sizeof(int32_t);
+    size_t bytes = steps * sizeof(struct step) +
+                   (1 + steps + 2 * batches + 2 * positions + 8 * keys) * sizeof(int32_t);
     if (bytes > own->room) {
         free(own->memory);
         own->room = 0;
@@ -58,10 +35,8 @@ static int take_room(struct placement *own, int32_t num_steps)
             return -1;
         own->room = bytes;
     }
-    own->down = own->memory;
-    own->up = own->down + keys;
-    own->steps = (int32_t *)(own->up + keys);
-    own->first = own->steps + 2 * steps;
+    own->steps = own->memory;
+    own->first = (int32_t *)(own->steps + steps);
     own->forwards = own->first + steps;
     own->backwards = own->forwards + batches;
     own->step_at = own->backwards + batches;
@@ -69,10 +44,8 @@ static int take_room(struct placement *own, int32_t num_steps)
     own->copies = own->ends + positions;
     own->state = own->copies + 6 * keys;
     own->queue = own->state + keys;
-    for (size_t i = 0; i < keys; i++) {
-        own->down[i] = own->up[i] = 0.0;
+    for (size_t i = 0; i < keys; i++)
         own->state[i] = HERE;
-    }
     return 0;
 }
 
@@ -81,7 +54,7 @@ static void find_positions(struct placement *own)
 {
     own->num_positions = 0;
     for (int32_t i = 0; i < own->num_steps; i++) {
-        int32_t kind = own->steps[2 * i], batch = own->steps[2 * i + 1];
+        int32_t kind = own->steps[i].kind, batch = own->steps[i].micro_batch;
         int32_t parts = is_in_parts(kind) ? own->what.parts : 1;
         own->first[i] = own->num_positions;
         if (kind == FORWARD)
@@ -96,7 +69,7 @@ static void find_positions(struct placement *own)
 static int32_t part_at(const struct placement *own, int32_t position)
 {
     int32_t step = own->step_at[position], i = position - own->first[step];
-    return own->steps[2 * step] == FORWARD ? i : own->what.parts - 1 - i;
+    return own->steps[step].kind == FORWARD ? i : own->what.parts - 1 - i;
 }
 
 /* Whether a part's backward is so far from its forward that a copy each way has time. */
@@ -138,8 +111,8 @@ static int fetch(struct placement *own, int32_t position, struct on_card *here)
 {
     if (position >= own->num_positions)
         return 1;
-    int32_t step = own->step_at[position], batch = own->steps[2 * step + 1], part = part_at(own, position);
-    if (!is_backward(own->steps[2 * step]) || part >= own->what.leaving || !is_long(own, batch, part))
+    int32_t step = own->step_at[position], batch = own->steps[step].micro_batch, part = part_at(own, position);
+    if (!is_backward(own->steps[step].kind) || part >= own->what.leaving || !is_long(own, batch, part))
         return 1;
     int32_t key = batch * own->what.leaving + part;
     if (own->state[key] == PENDING) {
@@ -157,7 +130,7 @@ static int place(struct placement *own)
     struct on_card here = {0, 0, 0};
     own->num_copies = 0;
     for (int32_t i = 0; i < own->num_positions; i++) {
-        int32_t step = own->step_at[i], kind = own->steps[2 * step], batch = own->steps[2 * step + 1];
+        int32_t step = own->step_at[i], kind = own->steps[step].kind, batch = own->steps[step].micro_batch;
         int32_t part = part_at(own, i), leaves = is_in_parts(kind) && part < own->what.leaving;
         if (!fetch(own, i + own->what.ahead, &here))
             return 0;
@@ -195,26 +168,67 @@ static void drop_idle(struct placement *own)
     own->num_copies = kept;
 }
 
-int place_copies(struct placement *own, const struct sending *what, const struct schedule *schedule,
-                 int32_t worker, int32_t n)
+static int is_placed(const struct placement *own, const struct sending *what, const struct step *steps,
+                     int32_t num_steps)
 {
-    int32_t count, i = 0;
-    int has_them = has_steps(own, schedule, worker, n, &count);
-    if (has_them && own->memory && !memcmp(&own->what, what, sizeof *what))
-        return 0;
+    return own->memory && own->num_steps == num_steps && !memcmp(&own->what, what, sizeof *what) &&
+           !memcmp(own->steps, steps, sizeof *steps * (size_t)num_steps);
+}
+
+/* A place among those made: of the same steps, or else the one that was not used for longest. */
+static struct placement *choose_place(struct placements *all, const struct sending *what, const struct step *steps,
+                                      int32_t num_steps)
+{
+    enum { TRIED = 8 };
+    struct placement *chosen = NULL;
+    uint32_t hash = 2166136261u;
+    const int32_t sizes[] = {what->parts, what->leaving, what->resident, what->ahead, num_steps};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        hash = (hash ^ (uint32_t)sizes[i]) * 16777619u;
+    for (int32_t i = 0; i < num_steps; i++)
+        hash = (hash ^ (uint32_t)(4 * steps[i].micro_batch + steps[i].kind)) * 16777619u;
+    for (uint32_t i = 0; i < NUM_PLACED && (i < TRIED || !chosen); i++) {
+        struct placement *own = &all->made[((hash >> 8) + i) % NUM_PLACED];
+        if (is_placed(own, what, steps, num_steps))
+            return own;
+        if (own->used < all->kept && (!chosen || own->used < chosen->used))
+            chosen = own;
+    }
+    return chosen;
+}
+
+const struct placement *find_placement(struct placements *all, const struct sending *what, const struct step *steps,
+                                       int32_t num_steps)
+{
+    struct placement *own = choose_place(all, what, steps, num_steps);
+    if (!own)
+        return NULL;
+    own->used = ++all->used;
+    if (is_placed(own, what, steps, num_steps))
+        return own;
     own->what = *what;
     own->num_steps = 0;
-    if (take_room(own, count))
-        return -1;
-    for (const struct operation *step; (step = next_step(schedule, worker, &i)); own->num_steps++) {
-        own->steps[2 * own->num_steps] = step->kind;
-        own->steps[2 * own->num_steps + 1] = step->micro_batch / n;
-    }
+    if (take_room(own, num_steps))
+        return NULL;
+    own->num_steps = num_steps;
+    memcpy(own->steps, steps, sizeof *steps * (size_t)num_steps);
     find_positions(own);
+    all->num_positions += own->num_positions;
     own->fits = place(own);
     if (own->fits)
         drop_idle(own);
-    return 0;
+    return own;
+}
+
+void free_placements(struct placements *all)
+{
+    for (int32_t i = 0; i < NUM_PLACED; i++)
+        free(all->made[i].memory);
+}
+
+size_t num_leaving(const struct placement *own)
+{
+    return (size_t)(own->num_steps + 1) / 2 * (size_t)own->what.leaving;
 }
 
 /* --- what stays, and a run -------------------------------------------------------------------------------- */
@@ -227,7 +241,7 @@ struct kept_bytes find_kept(const struct placement *own, const double *bytes)
     for (int32_t part = 0; part < own->what.leaving; part++)
         all += bytes[part];
     for (int32_t i = 0; i < own->num_steps; i++)
-        splits |= own->steps[2 * i] == BACKWARD_WEIGHT;
+        splits |= own->steps[i].kind == BACKWARD_WEIGHT;
     for (int32_t i = 0; i < own->num_positions; i++) {
         for (; next < own->ends[i]; next++) {
             int32_t copy = own->copies[2 * next], key = own->copies[2 * next + 1];
@@ -237,11 +251,11 @@ struct kept_bytes find_kept(const struct placement *own, const double *bytes)
             most.card = fmax(most.card, now.card);
             most.host = fmax(most.host, now.host);
         }
-        int32_t step = own->step_at[i], kind = own->steps[2 * step], part = part_at(own, i);
+        int32_t step = own->step_at[i], kind = own->steps[step].kind, part = part_at(own, i);
         if (kind == BACKWARD_WEIGHT) {
             now.card -= all;
         } else if (part < own->what.leaving) {
-            int32_t key = own->steps[2 * step + 1] * own->what.leaving + part;
+            int32_t key = own->steps[step].micro_batch * own->what.leaving + part;
             now.card += kind == FORWARD ? bytes[part] : splits ? 0.0 : -bytes[part];
             now.host -= kind != FORWARD && own->state[key] == AWAY ? bytes[part] : 0.0;
             most.card = fmax(most.card, now.card);
@@ -253,28 +267,28 @@ struct kept_bytes find_kept(const struct placement *own, const double *bytes)
 /* Begin a copy, or wait for one. */
 static double run_copy(struct copy_clock *clock, int32_t copy, int32_t key, double now)
 {
-    struct placement *own = clock->placement;
+    const struct placement *own = clock->placement;
     double seconds = clock->bytes[key % own->what.leaving] / clock->rate;
     if (copy == EVICT)
-        return fmax(now, own->down[key]);
+        return fmax(now, clock->down[key]);
     if (copy == OFFLOAD)
-        own->down[key] = clock->down_free = fmax(clock->down_free, now) + seconds;
+        clock->down[key] = clock->down_free = fmax(clock->down_free, now) + seconds;
     else
-        own->up[key] = clock->up_free = fmax(clock->up_free, now) + seconds;
+        clock->up[key] = clock->up_free = fmax(clock->up_free, now) + seconds;
     return now;
 }
 
 double run_parts(struct copy_clock *clock, double now, double seconds)
 {
     const struct placement *own = clock->placement;
-    int32_t step = clock->step++, kind = own->steps[2 * step], batch = own->steps[2 * step + 1];
+    int32_t step = clock->step++, kind = own->steps[step].kind, batch = own->steps[step].micro_batch;
     int32_t parts = is_in_parts(kind) ? own->what.parts : 1;
     for (int32_t i = 0; i < parts; i++) {
         int32_t position = own->first[step] + i, part = part_at(own, position);
         for (; clock->copy < own->ends[position]; clock->copy++)
             now = run_copy(clock, own->copies[2 * clock->copy], own->copies[2 * clock->copy + 1], now);
         if (is_backward(kind) && part < own->what.leaving)
-            now = fmax(now, own->up[batch * own->what.leaving + part]);
+            now = fmax(now, clock->up[batch * own->what.leaving + part]);
         if (is_in_parts(kind))
             now += seconds * (kind == FORWARD ? clock->forward : clock->backward)[part];
         else

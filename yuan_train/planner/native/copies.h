@@ -3,7 +3,7 @@
 #ifndef YUAN_COPIES_H
 #define YUAN_COPIES_H
 
-#include "pipeline.h"
+#include "programs.h"
 
 /* What a stage sends away: as `Offload` in `schedule/copies.py`. */
 struct sending {
@@ -14,8 +14,7 @@ struct sending {
 struct placement {
     struct sending what;
     int32_t num_steps, num_positions, num_copies, fits;
-    double *down, *up;             /* [micro-batches, leaving]: ends of copies in a run */
-    int32_t *steps;                /* [steps]: kind, and number of the micro-batch among the worker's own */
+    struct step *steps;            /* [steps]: micro-batches by their number among the worker's own */
     int32_t *first;                /* [steps]: position of its first part */
     int32_t *forwards, *backwards; /* [micro-batches]: the same of these */
     int32_t *step_at, *ends;       /* [positions]: its step; end of the copies before it */
@@ -23,12 +22,22 @@ struct placement {
     int32_t *state, *queue;        /* [micro-batches, leaving]: scratch */
     void *memory;
     size_t room;
+    int64_t used; /* when */
+};
+
+enum { NUM_PLACED = 512 };
+
+/* Placements that were made, and when they were used; those from `kept` on are not made anew. */
+struct placements {
+    struct placement made[NUM_PLACED];
+    int64_t used, kept, num_positions; /* all that were placed or run */
 };
 
 /* The two links of a worker in a run. */
 struct copy_clock {
-    struct placement *placement;             /* NULL: nothing leaves */
+    const struct placement *placement;        /* NULL: nothing leaves */
     const double *forward, *backward, *bytes; /* [parts]: shares of a step; [leaving] */
+    double *down, *up;                        /* [micro-batches, leaving]: when copies end */
     double rate, down_free, up_free;
     int32_t step, copy; /* the next ones */
 };
@@ -38,10 +47,12 @@ struct kept_bytes {
     double card, host;
 };
 
-/* Place the copies of a worker of a stage of n replicas, unless they are; 0, or -1 without memory. `fits` says whether
- * `resident` parts are enough. */
-int place_copies(struct placement *placement, const struct sending *what, const struct schedule *schedule,
-                 int32_t worker, int32_t n);
+/* What a worker's steps send away; `fits` says whether `resident` parts are enough. NULL without memory. */
+const struct placement *find_placement(struct placements *all, const struct sending *what, const struct step *steps,
+                                       int32_t num_steps);
+void free_placements(struct placements *all);
+/* How many copies each way a run may have. */
+size_t num_leaving(const struct placement *placement);
 struct kept_bytes find_kept(const struct placement *placement, const double *bytes);
 /* The end of the worker's next step. */
 double run_parts(struct copy_clock *clock, double start, double seconds);

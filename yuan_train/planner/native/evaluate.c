@@ -747,7 +747,7 @@ static void take_memory(struct evaluator *evaluator)
     evaluator->part_forward = TAKE(arena, 2 * units, double);
     evaluator->part_backward = TAKE(arena, 2 * units, double);
     evaluator->part_bytes = TAKE(arena, 2 * units, double);
-    evaluator->placed = TAKE(arena, stages, struct placement);
+    evaluator->placed = TAKE(arena, 1, struct placements);
     evaluator->clocks = TAKE(arena, stages, struct copy_clock);
     evaluator->stage_of = TAKE(arena, (size_t)cards * units, int32_t);
     evaluator->holders = TAKE(arena, units, int32_t);
@@ -783,8 +783,10 @@ void free_evaluator(struct evaluator *evaluator)
         return;
     for (int32_t p = 0; evaluator->played && p < evaluator->problem->num_cards + 1; p++)
         free(evaluator->played[p].messages);
-    for (int32_t i = 0; evaluator->placed && i < evaluator->problem->num_cards + 1; i++)
-        free(evaluator->placed[i].memory);
+    if (evaluator->placed)
+        free_placements(evaluator->placed);
+    free(evaluator->steps);
+    free(evaluator->copy_ends);
     for (int32_t i = 0; i < NUM_KNOWN; i++) {
         free_schedule(evaluator->known[i].schedule);
         free(evaluator->known[i].key);

@@ -72,7 +72,9 @@ struct draft_stage {
     int16_t away, resident, ahead;     /* layers whose activations leave, the first ones; see `schedule/copies.py` */
     int16_t pools[MAX_REPLICAS];       /* of each replica */
     double offload, share;             /* of the optimizer state on hosts; weight among its owners */
-    int16_t deeper, may_offload;       /* what `realise_draft` makes `depth` and `offload` of */
+    /* What `realise_draft` makes `depth`, `offload` and `away` of: `sends` is one more than the kind of recompute of a
+     * stage whose activations leave, 0 where none do. */
+    int16_t deeper, may_offload, sends;
     int16_t worker; /* 0: replicas of its own; k: those of stage k - 1 of its pipeline, which is before it */
     int16_t tilt;   /* layers of the last round that the first one has, while it is folded */
 };
@@ -109,7 +111,7 @@ struct price {
 struct space {
     int32_t recomputes, schedules, shardings; /* sets of numbers: bit i for number i */
     uint64_t pipelines, replicas;             /* sets of counts, up to 63 */
-    int32_t may_offload, uses_all;
+    int32_t may_offload, may_send, uses_all;
     int32_t like_owners; /* whether what is not sharded may be stepped by owners alone that compute alike */
 };
 

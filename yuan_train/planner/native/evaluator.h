@@ -64,7 +64,10 @@ struct evaluator {
     double *complete, *complete_early, *needed; /* [units] */
     int32_t *depths, *first, *workers;    /* [stages + 1]: scratch of one pipeline */
     double *part_forward, *part_backward, *part_bytes; /* [2 units]: of the parts of one pipeline's layers */
-    struct placement *placed;             /* [replicas]: those that were placed last */
+    struct placements *placed;
+    struct step *steps;                   /* of one worker: scratch */
+    double *copy_ends;                    /* of one pipeline's copies, in a run */
+    size_t room_for_steps, room_for_copies;
     struct copy_clock *clocks;            /* [cards]: of one pipeline's workers */
     struct played *played;                /* [pipelines] */
     struct known known[NUM_KNOWN];

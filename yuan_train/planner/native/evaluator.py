@@ -109,6 +109,7 @@ class StageRow(ctypes.Structure):
     share: float
     deeper: int
     may_offload: int
+    sends: int
     worker: int
     tilt: int
     _fields_ = [
@@ -116,7 +117,7 @@ class StageRow(ctypes.Structure):
         *((name, c_int16) for name in ("recompute", "num_recomputed", "away", "resident", "ahead")),
         ("pools", c_int16 * MAX_REPLICAS),
         *((name, c_double) for name in ("offload", "share")),
-        *((name, c_int16) for name in ("deeper", "may_offload", "worker", "tilt")),
+        *((name, c_int16) for name in ("deeper", "may_offload", "sends", "worker", "tilt")),
     ]
 
 
@@ -169,7 +170,7 @@ class SpaceTable(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("recomputes", "schedules", "shardings")),
         *((name, c_uint64) for name in ("pipelines", "replicas")),
-        *((name, c_int32) for name in ("may_offload", "uses_all", "like_owners")),
+        *((name, c_int32) for name in ("may_offload", "may_send", "uses_all", "like_owners")),
     ]
 
 

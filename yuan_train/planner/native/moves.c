@@ -457,6 +457,64 @@ static int change_offload(struct search *search, struct draft *draft, int32_t p,
     return 2;
 }
 
+/* Let a stage send activations away, in another way, or no more. */
+static void draw_sending(struct search *search, struct draft_stage *stage)
+{
+    static const int16_t most[] = {4, 8, 16, 32}, ahead[] = {1, 2, 4, 6};
+    int32_t what = stage->sends ? draw(search, 6) : 0;
+    if (what == 0) {
+        stage->resident = most[draw(search, 4)];
+        stage->ahead = ahead[draw(search, 4)];
+        stage->sends = (int16_t)(1 + draw(search, 2));
+    } else if (what == 1) {
+        stage->sends = 0;
+    } else if (what == 2) {
+        stage->sends = (int16_t)(3 - stage->sends);
+    } else if (what == 3) {
+        stage->ahead = (int16_t)(draw(search, 2) || stage->ahead == 1 ? stage->ahead + 1 : stage->ahead - 1);
+    } else if (what == 4) {
+        stage->resident = (int16_t)(draw(search, 2) || stage->resident < 3 ? stage->resident + 1
+                                                                           : stage->resident - 1);
+    } else {
+        stage->resident = (int16_t)(draw(search, 2) && stage->resident < 64 ? 2 * stage->resident
+                                                                            : (stage->resident + 1) / 2);
+    }
+}
+
+/* Send activations of stages to their hosts, or bring them back. */
+static int change_sending(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    int32_t s = draw(search, draft->pipelines[p].num_stages), all = draw(search, 3) == 0, deals = draw(search, 3) == 0;
+    struct draft_stage wanted = stages_of(draft, p)[s];
+    draw_sending(search, &wanted);
+    for (int32_t i = 0; i < count; i++) {
+        struct draft_stage *own = stages_of(draft, search->members[i]);
+        touch(search, search->members[i]);
+        for (int32_t t = 0; t < draft->pipelines[search->members[i]].num_stages; t++)
+            if (all || t == s) {
+                own[t].sends = wanted.sends;
+                own[t].resident = wanted.resident;
+                own[t].ahead = wanted.ahead;
+            }
+    }
+    return deals ? 1 : 2;
+}
+
+/* Change how much of the optimizer state of its layers a stage holds, beside their other owners. */
+static int change_state_share(struct search *search, struct draft *draft, int32_t p, int32_t count)
+{
+    static const double factors[] = {0.5, 2.0, 0.8, 1.25};
+    enum { STEPS = 64 };
+    int32_t s = draw(search, draft->pipelines[p].num_stages);
+    double share = stages_of(draft, p)[s].share * factors[draw(search, 4)];
+    if (!draft->is_sharded || has_virtual_stages(draft, &draft->pipelines[p]))
+        return 0;
+    share = draw(search, 5) ? floor(STEPS * share + 0.5) / STEPS : 1.0;
+    for (int32_t i = 0; i < count; i++)
+        stages_of(draft, search->members[i])[s].share = fmin(fmax(share, 1.0 / STEPS), STEPS);
+    return 2;
+}
+
 static int change_sharding(struct search *search, struct draft *draft, int32_t p, int32_t count)
 {
     (void)p, (void)count;
@@ -617,6 +675,17 @@ static const struct {
     {12, trade_stages}, {6, join_pipelines},   {6, part_pipelines},  {3, share_anew},
 };
 
+/* What stages keep on cards and hosts, as far as the space has hosts. */
+static structural_move *draw_tier_move(struct search *search)
+{
+    enum { PERCENT = 15 };
+    const struct space *space = search->space;
+    if (!(space->may_send || space->may_offload) || draw(search, 100) >= PERCENT)
+        return NULL;
+    int32_t kind = draw(search, 10);
+    return kind < 6 && space->may_send ? change_sending : kind < 8 ? change_state_share : change_offload;
+}
+
 int move_much(struct search *search, struct draft *draft)
 {
     int32_t p = draw(search, draft->num_pipelines), count = find_members(search, draft, p, 15);
@@ -624,7 +693,8 @@ int move_much(struct search *search, struct draft *draft)
     memset(search->touched, 0, sizeof(int32_t) * (size_t)(search->problem->num_cards + 1));
     while (kind >= MOVES[i].percent)
         kind -= MOVES[i++].percent;
-    int result = MOVES[i].move(search, draft, p, count);
+    structural_move *move = draw_tier_move(search);
+    int result = (move ? move : MOVES[i].move)(search, draft, p, count);
     for (int32_t q = 0; result == 1 && q < draft->num_pipelines; q++)
         if (search->touched[q])
             deal_layers(search, draft, q);
@@ -738,8 +808,15 @@ int draw_start(struct search *search, struct draft *draft)
         draft->pipelines[p] = (struct draft_pipeline){size, total / pipelines + (p < total % pipelines), 0, 0};
     deal_types(search, draft);
     int16_t may_offload = search->space->may_offload && draw(search, 4) == 0;
-    for (int32_t s = 0; s < draft->num_stages; s++)
+    struct draft_stage wanted = {0};
+    if (search->space->may_send && draw(search, 3) == 0)
+        draw_sending(search, &wanted);
+    for (int32_t s = 0; s < draft->num_stages; s++) {
         draft->stages[s].may_offload = may_offload;
+        draft->stages[s].sends = wanted.sends;
+        draft->stages[s].resident = wanted.resident;
+        draft->stages[s].ahead = wanted.ahead;
+    }
     if (draw(search, 3) == 0)
         gather_replicas(search, draft, 2 + draw(search, 3));
     for (int32_t p = draft->num_pipelines - 1; p >= 0; p--)

@@ -75,24 +75,69 @@ static void offload_some(struct search *search, struct draft *draft, int32_t p, 
         stage->offload = fmin(1.0, ceil(1000.0 * needed / most) / 1000.0);
 }
 
+static double mean_of_layers(const struct problem *problem, const double *sums)
+{
+    return (sums[problem->num_units - 1] - sums[1]) / (problem->num_units - 2);
+}
+
+/* Send the activations of as few layers as let a stage fit, or those of all; 1 if it fits. How much stays of what leaves
+ * is known when its copies are placed: first it is taken to be as much as `resident` parts keep. */
+static int send_some(struct search *search, struct draft *draft, int32_t p, int32_t s)
+{
+    enum { TRIES = 3 };
+    int32_t number = draft->pipelines[p].first_stage + s;
+    struct draft_stage *stage = &draft->stages[number];
+    const struct stage_price *price = &search->evaluator->prices[number];
+    stage->recompute = (int16_t)(stage->sends - 1);
+    stage->num_recomputed = stage->recompute ? stage->layers : 0;
+    if (!(search->space->recomputes >> stage->recompute & 1) || price_stage(search->evaluator, draft, p, s))
+        return 0;
+    double over = price->memory - price->capacity;
+    if (over <= 0.0)
+        return 1;
+    const struct unit_table *table =
+        table_of(search->problem, price->place, stage->width, draft->pipelines[p].size, stage->recompute);
+    double each = mean_of_layers(search->problem, table->activation_bytes);
+    double least = ceil((over + 0.5 * stage->resident * each) / (price->in_flight * each));
+    stage->away = (int16_t)(least < stage->layers ? least : stage->layers);
+    for (int32_t tries = 0; tries < TRIES && !price_stage(search->evaluator, draft, p, s); tries++) {
+        if (price->memory <= price->capacity || stage->away == stage->layers)
+            return price->memory <= price->capacity;
+        stage->away++;
+    }
+    stage->away = 0;
+    return 0;
+}
+
 /* The fastest way in which a stage fits, if it does in any. */
 static int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s)
 {
     int32_t number = draft->pipelines[p].first_stage + s;
     struct draft_stage *stage = &draft->stages[number];
     const struct stage_price *price = &search->evaluator->prices[number];
-    stage->recompute = stage->num_recomputed = 0;
+    stage->recompute = stage->num_recomputed = stage->away = 0;
     stage->offload = 0.0;
     if (price_stage(search->evaluator, draft, p, s))
         return 1;
     if (price->memory <= price->capacity && (search->space->recomputes & 1))
         return 0;
+    if (stage->sends && search->space->may_send && stage->layers && price->memory > price->capacity &&
+        !has_virtual_stages(draft, &draft->pipelines[p])) {
+        if (send_some(search, draft, p, s))
+            return 0;
+        if (!stage->may_offload)
+            stage->away = 0;
+        if (!stage->away)
+            stage->recompute = stage->num_recomputed = 0;
+        price_stage(search->evaluator, draft, p, s);
+    }
     if (stage->may_offload && search->space->may_offload && price->memory > price->capacity) {
         offload_some(search, draft, p, s);
         price_stage(search->evaluator, draft, p, s);
-        if (price->memory <= price->capacity && (search->space->recomputes & 1))
+        if (price->memory <= price->capacity && (stage->away || (search->space->recomputes & 1)))
             return 0;
     }
+    stage->away = 0;
     int32_t best = 0, count = 0;
     double fastest = INFINITY;
     for (int32_t kind = 1; kind < NUM_RECOMPUTES && stage->layers; kind++) {
@@ -141,11 +186,6 @@ struct dealt {
     int32_t layers, num_replicas;
 };
 
-static double mean_of_layers(const struct problem *problem, const double *sums)
-{
-    return (sums[problem->num_units - 1] - sums[1]) / (problem->num_units - 2);
-}
-
 /* The unit's bytes on a card with so much of the optimizer's state. */
 static double unit_bytes(const struct unit_table *table, int32_t u, double share, int32_t in_flight)
 {
@@ -193,12 +233,13 @@ static void begin_dealing(struct search *search, const struct draft *draft, int3
     }
     if (stage->may_offload && search->space->may_offload)
         share = 0.0;
+    int32_t kept = stage->sends && search->space->may_send ? 0 : in_flight;
     dealt->least_seconds = mean_of_layers(problem, least->forward) + mean_of_layers(problem, least->backward);
     double state = mean_of_layers(problem, plain->parameter_bytes) +
                    mean_of_layers(problem, plain->gradient_bytes) +
                    share * mean_of_layers(problem, plain->optimizer_bytes);
     dealt->bytes = state + in_flight * mean_of_layers(problem, plain->activation_bytes);
-    dealt->least_bytes = state + in_flight * mean_of_layers(problem, least->activation_bytes);
+    dealt->least_bytes = state + kept * mean_of_layers(problem, least->activation_bytes);
     dealt->room -= plain->transient[1] + plain->boundary_bytes * (in_flight + 4);
     int32_t ends[2] = {s ? -1 : 0, s == pipeline->num_stages - 1 ? problem->num_units - 1 : -1};
     for (int i = 0; i < 2; i++)

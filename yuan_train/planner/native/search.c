@@ -104,7 +104,7 @@ static struct draft *realised(struct search *search, struct draft *draft)
 }
 
 /* Parts of a price: what a draft takes whose step is longer than wanted for certain, and what its simulation takes. */
-enum { REALISED = 1, PLAYED = 3 };
+enum { REALISED = 1, PLAYED = 3, PARTS_PLAYED = 512 };
 
 /* The step of a draft, which is realised; above MISFIT if it does not fit, IMPOSSIBLE if it cannot be. */
 static double step_of(struct search *search, struct draft *draft, double limit)
@@ -112,7 +112,7 @@ static double step_of(struct search *search, struct draft *draft, double limit)
     struct price price;
     if (!is_allowed(search, draft))
         return IMPOSSIBLE;
-    int64_t played = search->evaluator->num_played;
+    int64_t played = search->evaluator->num_played, parts = search->evaluator->placed->num_positions;
     search->spent += REALISED;
     struct draft *whole = realised(search, draft);
     if (!whole)
@@ -121,7 +121,9 @@ static double step_of(struct search *search, struct draft *draft, double limit)
         return IMPOSSIBLE;
     price.over = 0.0;
     int failed = price_draft(search->evaluator, whole, limit, &price);
-    search->spent += PLAYED * (draft->schedule == INTERLEAVED ? draft->rounds : 1) * (search->evaluator->num_played - played);
+    search->spent +=
+        PLAYED * (draft->schedule == INTERLEAVED ? draft->rounds : 1) * (search->evaluator->num_played - played) +
+        (search->evaluator->placed->num_positions - parts) / PARTS_PLAYED;
     if (failed == 1 || failed < 0)
         return IMPOSSIBLE;
     return price.over > 0.0 ? MISFIT * (1.0 + price.over * 1e-12) + price.step : price.step;

@@ -279,27 +279,63 @@ static int32_t first_part(const struct stage_price *price)
     return 2 * (price->first_unit ? price->first_unit : 1);
 }
 
-/* Place the copies of a stage's replicas; 0, 1 if too few parts may stay, or if it has no schedule; -1 without
- * memory. */
-static int place_stage(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s)
+static int take_steps(struct evaluator *evaluator, int32_t count)
+{
+    if ((size_t)count <= evaluator->room_for_steps)
+        return 0;
+    struct step *steps = realloc(evaluator->steps, sizeof *steps * (size_t)count);
+    if (!steps)
+        return -1;
+    evaluator->steps = steps;
+    evaluator->room_for_steps = (size_t)count;
+    return 0;
+}
+
+/* The steps of replica r of a stage, by the numbers of its own micro-batches: how many, or -1 without memory or
+ * schedule. Under 1F1B they are those of a pipeline of that replica alone, as deep as it is. */
+static int32_t list_steps(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s, int32_t r)
 {
     const struct draft_pipeline *pipeline = &draft->pipelines[p];
-    int32_t number = pipeline->first_stage + s, first = evaluator->first_replica[number];
-    const struct draft_stage *stage = &draft->stages[number];
-    struct sending what = {2 * stage->layers, 2 * stage->away, stage->resident, stage->ahead};
+    int32_t n = draft->stages[pipeline->first_stage + s].num_replicas, all = pipeline->num_micro_batches, count = 0;
+    if (take_steps(evaluator, 3 * all))
+        return -1;
     find_depths(evaluator, draft, pipeline);
-    const struct schedule *schedule = find_schedule(evaluator, draft, pipeline);
-    if (!schedule)
-        return 1;
-    for (int32_t r = 0; r < stage->num_replicas; r++) {
-        int32_t worker = first + r - evaluator->first_replica[pipeline->first_stage];
-        struct placement *placement = &evaluator->placed[first + r];
-        if (place_copies(placement, &what, schedule, worker, stage->num_replicas))
+    if (draft->schedule == ONE_F_ONE_B) {
+        int32_t depth = evaluator->depths[s], first[2] = {0, 1}, worker = 0;
+        depth = depth > r ? (depth - r + n - 1) / n : 0;
+        struct layout layout = {1, 1, all > r ? (all - r + n - 1) / n : 0, ONE_F_ONE_B, first, &worker, &depth};
+        struct arena arena = {.blocks = NULL};
+        if (setjmp(arena.failed)) {
+            release(&arena);
             return -1;
-        if (!placement->fits)
-            return 1;
+        }
+        const struct program *program = compute_programs(&layout, &arena);
+        memcpy(evaluator->steps, program->steps, sizeof(struct step) * (size_t)program->count);
+        int32_t made = program->count;
+        release(&arena);
+        return made;
     }
-    return 0;
+    const struct schedule *schedule = find_schedule(evaluator, draft, pipeline);
+    int32_t worker = evaluator->first_replica[pipeline->first_stage + s] + r -
+                     evaluator->first_replica[pipeline->first_stage];
+    for (int32_t i = 0; schedule && i < schedule->num_operations; i++) {
+        const struct operation *operation = &schedule->operations[i];
+        if (operation->peer < 0 && operation->worker == worker)
+            evaluator->steps[count++] = (struct step){operation->kind, 0, operation->micro_batch / n};
+    }
+    return schedule ? count : -1;
+}
+
+/* The copies of replica r of a stage; NULL if it has none: no schedule, too few parts that may stay, no memory. */
+static const struct placement *place_replica(struct evaluator *evaluator, const struct draft *draft, int32_t p,
+                                             int32_t s, int32_t r)
+{
+    const struct draft_stage *stage = &draft->stages[draft->pipelines[p].first_stage + s];
+    struct sending what = {2 * stage->layers, 2 * stage->away, stage->resident, stage->ahead};
+    int32_t count = list_steps(evaluator, draft, p, s, r);
+    const struct placement *placement =
+        count < 0 ? NULL : find_placement(evaluator->placed, &what, evaluator->steps, count);
+    return placement && placement->fits ? placement : NULL;
 }
 
 /* What leaves a stage: its cards hold less, its hosts more. */
@@ -313,13 +349,14 @@ static int price_away(struct evaluator *evaluator, const struct draft *draft, in
     struct kept_bytes most = {0.0, 0.0};
     double all = 0.0, kept = price->in_flight * SUM(activation_bytes, units);
     find_parts(evaluator, stage, units, first_part(price));
-    int failed = place_stage(evaluator, draft, p, s);
-    if (failed)
-        return failed;
     for (int32_t i = 0; i < 2 * stage->away; i++)
         all += bytes[i];
+    evaluator->placed->kept = INT64_MAX;
     for (int32_t r = 0; r < stage->num_replicas; r++) {
-        struct kept_bytes own = find_kept(&evaluator->placed[evaluator->first_replica[number] + r], bytes);
+        const struct placement *placement = place_replica(evaluator, draft, p, s, r);
+        if (!placement)
+            return 1;
+        struct kept_bytes own = find_kept(placement, bytes);
         most.card = fmax(most.card, own.card);
         most.host = fmax(most.host, own.host);
         price->host_capacity =
@@ -338,34 +375,62 @@ int sends_away(const struct draft *draft, const struct draft_pipeline *pipeline)
     return 0;
 }
 
+/* Room for the copies of a pipeline's clocks; 0, or -1 without memory. */
+static int take_copy_ends(struct evaluator *evaluator, int32_t num_workers)
+{
+    size_t all = 0, next = 0;
+    for (int32_t worker = 0; worker < num_workers; worker++)
+        if (evaluator->clocks[worker].placement)
+            all += 2 * num_leaving(evaluator->clocks[worker].placement);
+    if (all > evaluator->room_for_copies) {
+        double *ends = realloc(evaluator->copy_ends, sizeof *ends * all);
+        if (!ends)
+            return -1;
+        evaluator->copy_ends = ends;
+        evaluator->room_for_copies = all;
+    }
+    for (int32_t worker = 0; worker < num_workers; worker++) {
+        struct copy_clock *clock = &evaluator->clocks[worker];
+        if (!clock->placement)
+            continue;
+        size_t count = num_leaving(clock->placement);
+        clock->down = evaluator->copy_ends + next;
+        clock->up = clock->down + count;
+        memset(clock->down, 0, 2 * count * sizeof(double));
+        next += 2 * count;
+        evaluator->placed->num_positions += clock->placement->num_positions;
+    }
+    return 0;
+}
+
 int set_clocks(struct evaluator *evaluator, const struct draft *draft, int32_t p)
 {
     const struct problem *problem = evaluator->problem;
     const struct draft_pipeline *pipeline = &draft->pipelines[p];
     struct copy_clock *clock = evaluator->clocks;
+    evaluator->placed->kept = evaluator->placed->used + 1;
     for (int32_t s = 0; s < pipeline->num_stages; s++) {
-        int32_t number = pipeline->first_stage + s, failed;
-        const struct draft_stage *stage = &draft->stages[number];
-        const struct stage_price *price = &evaluator->prices[number];
+        const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+        const struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
         int32_t first = first_part(price);
         struct stage_units units;
-        if (stage->away) {
-            if (find_units(problem, pipeline->size, stage, price, price->place, &units))
-                return 1;
+        if (stage->away && find_units(problem, pipeline->size, stage, price, price->place, &units))
+            return 1;
+        if (stage->away)
             find_parts(evaluator, stage, &units, first);
-            if ((failed = place_stage(evaluator, draft, p, s)))
-                return failed;
-        }
         for (int32_t r = 0; r < stage->num_replicas; r++, clock++) {
             *clock = (struct copy_clock){.placement = NULL};
-            if (stage->away)
-                *clock = (struct copy_clock){
-                    .placement = &evaluator->placed[evaluator->first_replica[number] + r],
-                    .forward = evaluator->part_forward + first, .backward = evaluator->part_backward + first,
-                    .bytes = evaluator->part_bytes + first, .rate = problem->pools[price->slowest].host_link};
+            if (!stage->away)
+                continue;
+            *clock = (struct copy_clock){
+                .placement = place_replica(evaluator, draft, p, s, r),
+                .forward = evaluator->part_forward + first, .backward = evaluator->part_backward + first,
+                .bytes = evaluator->part_bytes + first, .rate = problem->pools[price->slowest].host_link};
+            if (!clock->placement)
+                return 1;
         }
     }
-    return 0;
+    return take_copy_ends(evaluator, (int32_t)(clock - evaluator->clocks));
 }
 
 int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s)

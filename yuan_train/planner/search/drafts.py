@@ -30,8 +30,9 @@ than wanted for certain 1."""
 BUDGET_PER_SECOND = 30_000
 """At most, for each second of `search.time_limit`; 4 of it take 10 to 50 us. A search looks at no clock, so
 that equal input gives equal plans."""
-SHARE_OF_VIRTUAL = 1 / 8
-"""What is spent on plans with virtual stages, besides the budget of the others."""
+SHARE_OF_VIRTUAL, SHARE_OF_HOSTS = 1 / 8, 1 / 3
+"""What is spent on plans with virtual stages, and on each step that has hosts, besides the budget of the
+others."""
 NUM_GIVEN = 3
 """Of the fastest plans that are known, which the search begins with."""
 NUM_JUDGED, NEAR = 40, 1.004
@@ -54,14 +55,13 @@ def search_drafts(
     tables = _tables(costs, cards, options)
     if tables is None:
         return []
-    space = _space(options)
+    space = _space(options, may_send=not costs.problem.compile)
     drafts = [draft_of(tables, candidate.plan) for candidate in ranked[: 4 * NUM_GIVEN]]
     given = [draft for draft in drafts if draft is not None][:NUM_GIVEN]
-    spaces = list(_narrow_to_wide(space))
     most = options.effort * max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET)
     most = min(most, BUDGET_PER_SECOND * limit_seconds)
     found: list[Candidate] = []
-    for seed, (own, share) in enumerate(spaces, start=1):
+    for seed, (own, share) in enumerate(_narrow_to_wide(space), start=1):
         if stopped():
             break
         budget = int(most * share)
@@ -83,21 +83,20 @@ def _narrow_to_wide(space: SpaceTable) -> Iterator[tuple[SpaceTable, float]]:
     """
     plain, virtual = (1 << NAMES.index(name) for name in ("1f1b", "interleaved_1f1b"))
     others = space.schedules & ~virtual
-    steps = [_changed(space, others & plain or others, may_offload=0)] if others else []
-    if others & ~plain and others & plain:
-        steps.append(_changed(space, others, may_offload=0))
-    if space.may_offload and others:
-        steps.append(_changed(space, others, may_offload=1))
-    for step in steps:
-        yield step, 1 / len(steps)
+    steps = list(dict.fromkeys((others & plain or others, others))) if others else []
+    for schedules in steps:
+        yield _changed(space, schedules, may_offload=0, may_send=0), 1 / len(steps)
+    for schedules in steps if space.may_offload or space.may_send else ():
+        own = _changed(space, schedules, may_offload=space.may_offload, may_send=space.may_send)
+        yield own, SHARE_OF_HOSTS
     if space.schedules & virtual:
-        own = _changed(space, virtual, may_offload=space.may_offload)
+        own = _changed(space, virtual, may_offload=space.may_offload, may_send=0)
         yield own, SHARE_OF_VIRTUAL if steps else 1.0
 
 
-def _changed(space: SpaceTable, schedules: int, *, may_offload: int) -> SpaceTable:
+def _changed(space: SpaceTable, schedules: int, *, may_offload: int, may_send: int) -> SpaceTable:
     own = SpaceTable.from_buffer_copy(space)
-    own.schedules, own.may_offload = schedules, may_offload
+    own.schedules, own.may_offload, own.may_send = schedules, may_offload, may_send
     return own
 
 
@@ -120,8 +119,8 @@ def _tables(costs: Costs, cards: Sequence[Card], options: Options) -> Tables | N
     return make_tables(costs, options.polished_sizes, options.tensor)
 
 
-def _space(options: Options) -> SpaceTable:
-    """The search keys."""
+def _space(options: Options, *, may_send: bool) -> SpaceTable:
+    """The search keys. Activations can leave where `may_send`."""
     schedules = sum(1 << NAMES.index(name) for name in options.polished_schedules)
     replicas = ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= MAX_REPLICAS)
     counts = ANY if options.pipelines is None else sum(1 << n for n in options.pipelines if n < 63)
@@ -132,6 +131,7 @@ def _space(options: Options) -> SpaceTable:
         counts,
         replicas,
         int(options.offload),
+        int(options.offload_activations and may_send),
         int(options.use_all_devices),
         int(True in options.sharded),
     )
