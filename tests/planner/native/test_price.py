@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from ctypes import c_uint8
 from dataclasses import replace
 
 import pytest
@@ -388,3 +389,38 @@ def test_a_search_gives_the_same_drafts_again_and_loses_none_that_it_is_given() 
     space = SpaceTable(0b111, 0b1001, 0b11, everything, everything, 1, 1, 0, 0)
     other = tables.evaluator.search(space, first.drafts[:1], budget=10, seed=9, room=8)
     assert other.steps[0] <= first.steps[0]
+
+
+@pytest.mark.parametrize("seed", [1, 7])
+def test_search_keys_limit_what_is_found(seed: int) -> None:
+    problem = random_problem(random.Random(seed))
+    tables = make_tables(make_costs(problem), SIZES, WIDTHS)
+    assert tables is not None
+    everything = 2**64 - 1
+    number = {card.name: i for i, card in enumerate(problem.cluster.cards)}
+
+    def found(*, ordered: int = 0, even: int = 0, counts: tuple[int, ...] | None = None) -> list[Plan]:
+        each = None if counts is None else (c_uint8 * 25)(*(n in counts for n in range(25)))
+        space = SpaceTable(0b111, 0b1001, 0b11, everything, everything, 0, 0, 0, 0, ordered, even, each)
+        result = tables.evaluator.search(space, [], budget=6_000, seed=1, room=40)
+        assert result.drafts
+        return [plan_of(tables, draft) for draft in result.drafts]
+
+    def is_ordered(plan: Plan) -> bool:
+        places = [
+            [number[plan.ranks[stage.replicas[0][0]].device] for stage in pipeline.stages]
+            for pipeline in plan.pipelines
+        ]
+        return all(own == sorted(own) for own in places)
+
+    def counts_of(plans: list[Plan]) -> set[int]:
+        return {pipeline.num_micro_batches for plan in plans for pipeline in plan.pipelines}
+
+    def cuts_of(plan: Plan) -> set[tuple[tuple[float, float], ...]]:
+        return {tuple(stage.layers for stage in pipeline.stages) for pipeline in plan.pipelines}
+
+    free = found()
+    assert all(map(is_ordered, found(ordered=1))) and not all(map(is_ordered, free))
+    assert counts_of(found(counts=(6, 12))) <= {6, 12} and not counts_of(free) <= {6, 12}
+    assert all(len(cuts_of(plan)) == 1 for plan in found(even=1))
+    assert any(len(cuts_of(plan)) > 1 for plan in free)

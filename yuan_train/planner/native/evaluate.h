@@ -113,6 +113,9 @@ struct space {
     uint64_t pipelines, replicas;             /* sets of counts, up to 63 */
     int32_t may_offload, may_send, uses_all;
     int32_t like_owners; /* whether what is not sharded may be stepped by owners alone that compute alike */
+    int32_t is_ordered;  /* whether the stages of a pipeline are in the order of the pools */
+    int32_t is_even;     /* one width, a replica a stage, pipelines cut alike with equal shares, no depths */
+    const uint8_t *counts; /* [batch + 1]: whether a pipeline may have so many micro-batches; NULL: any number */
 };
 
 /* Stages of a draft, and replicas of all of them, that there is memory for: workers may have several stages. */

@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_double, c_int, c_int16, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_double, c_int, c_int16, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +171,8 @@ class SpaceTable(ctypes.Structure):
         *((name, c_int32) for name in ("recomputes", "schedules", "shardings")),
         *((name, c_uint64) for name in ("pipelines", "replicas")),
         *((name, c_int32) for name in ("may_offload", "may_send", "uses_all", "like_owners")),
+        *((name, c_int32) for name in ("is_ordered", "is_even")),
+        ("counts", POINTER(c_uint8)),
     ]
 
 

@@ -695,6 +695,9 @@ int move_much(struct search *search, struct draft *draft)
         kind -= MOVES[i++].percent;
     structural_move *move = draw_tier_move(search);
     int result = (move ? move : MOVES[i].move)(search, draft, p, count);
+    for (int32_t q = 0; result && q < draft->num_pipelines; q++)
+        if (search->touched[q])
+            put_in_order(search, draft, q);
     for (int32_t q = 0; result == 1 && q < draft->num_pipelines; q++)
         if (search->touched[q])
             deal_layers(search, draft, q);
@@ -824,11 +827,68 @@ int draw_start(struct search *search, struct draft *draft)
             remove_pipeline(search, draft, p);
     if (!draft->num_pipelines)
         return 0;
-    for (int32_t p = 0; p < draft->num_pipelines; p++)
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        put_in_order(search, draft, p);
         deal_layers(search, draft, p);
+    }
+    if (search->space->counts || search->space->is_even)
+        return total % pipelines == 0;
     if (!deal_batch(search, draft))
         return 0;
     for (int32_t p = 0; p < draft->num_pipelines; p++)
         deal_layers(search, draft, p);
     return 1;
+}
+
+/* --- forms that search keys ask for ----------------------------------------------------------------------- */
+
+void put_in_order(const struct search *search, struct draft *draft, int32_t p)
+{
+    struct draft_stage *stages = stages_of(draft, p);
+    for (int32_t s = 0; search->space->is_ordered && s < draft->pipelines[p].num_stages; s++) {
+        struct draft_stage moved = stages[s];
+        int32_t to = s;
+        for (int32_t r = 1; r < moved.num_replicas; r++)
+            for (int32_t q = r; q > 0 && moved.pools[q] < moved.pools[q - 1]; q--) {
+                int16_t pool = moved.pools[q];
+                moved.pools[q] = moved.pools[q - 1];
+                moved.pools[q - 1] = pool;
+            }
+        for (; to > 0 && stages[to - 1].pools[0] > moved.pools[0]; to--)
+            stages[to] = stages[to - 1];
+        stages[to] = moved;
+    }
+}
+
+static int is_even(const struct draft *draft)
+{
+    const struct draft_pipeline *first = &draft->pipelines[0];
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        if (pipeline->size != first->size || pipeline->num_micro_batches != first->num_micro_batches ||
+            pipeline->num_stages != first->num_stages)
+            return 0;
+        for (int32_t s = 0; s < first->num_stages; s++) {
+            const struct draft_stage *stage = stages_of(draft, p) + s, *other = &draft->stages[s];
+            if (stage->num_replicas > 1 || stage->width != draft->stages[0].width || stage->layers != other->layers ||
+                stage->tilt != other->tilt || stage->deeper)
+                return 0;
+        }
+    }
+    /* Virtual stages of several workers, whose micro-batches come out even. */
+    return draft->schedule != INTERLEAVED || first->num_micro_batches % first->num_stages == 0;
+}
+
+int keeps_form(const struct search *search, const struct draft *draft)
+{
+    const struct space *space = search->space;
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        if (space->counts && !space->counts[pipeline->num_micro_batches])
+            return 0;
+        for (int32_t s = 1; space->is_ordered && s < pipeline->num_stages; s++)
+            if (stages_of(draft, p)[s].pools[0] < stages_of(draft, p)[s - 1].pools[0])
+                return 0;
+    }
+    return !space->is_even || is_even(draft);
 }

@@ -68,7 +68,7 @@ int is_allowed(const struct search *search, const struct draft *draft)
             return 0;
         cards += stage->num_replicas * stage->width;
     }
-    return sequences == search->problem->global_batch_size &&
+    return sequences == search->problem->global_batch_size && keeps_form(search, draft) &&
            (!space->uses_all || cards == search->problem->num_cards);
 }
 

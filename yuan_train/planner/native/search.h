@@ -59,6 +59,10 @@ int tilt(struct search *search, struct draft *draft, int32_t p, int32_t count);
 int change_rounds(struct search *search, struct draft *draft);
 int draw_schedule(struct search *search, struct draft *draft, uint32_t others);
 
+/* Whether a draft keeps to the space's order, counts and evenness; and putting stages of pipeline p in that order. */
+int keeps_form(const struct search *search, const struct draft *draft);
+void put_in_order(const struct search *search, struct draft *draft, int32_t p);
+
 /* A random draft to begin with; 0 if it came to none. */
 int draw_start(struct search *search, struct draft *draft);
 /* A small change of layers, depths or shares of the batch, or one of the structure; 0 if it came to none. */

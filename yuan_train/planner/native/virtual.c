@@ -39,6 +39,7 @@ int unfold_draft(const struct draft *draft, struct draft *unfolded)
                 *stage = draft->stages[pipeline->first_stage + s];
                 stage->layers = (int16_t)layers_of_round(&draft->stages[pipeline->first_stage + s], rounds, round);
                 stage->worker = (int16_t)(round ? 1 + s : 0);
+                stage->away = 0;
                 if (stage->layers < !has_end && rounds > 1)
                     return 1;
             }

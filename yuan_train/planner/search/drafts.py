@@ -9,10 +9,11 @@ so that equal input gives equal plans. `cost_plan` has the last word on what it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import c_uint8
 from dataclasses import replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, draft_of, make_tables, plan_of
 from yuan_train.planner.native.evaluator import MAX_REPLICAS, NUM_SIZES, DraftTable, SpaceTable
@@ -51,11 +52,11 @@ def search_drafts(
     limit_seconds: float,
 ) -> list[Candidate]:
     """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
-    divided experts, fixed orders, and what only `cost_plan` prices."""
+    disks, and what only `cost_plan` prices."""
     tables = _tables(costs, cards, options)
     if tables is None:
         return []
-    space = _space(options, may_send=not costs.problem.compile)
+    space = _space(options, costs.problem)
     drafts = [draft_of(tables, candidate.plan) for candidate in ranked[: 4 * NUM_GIVEN]]
     given = [draft for draft in drafts if draft is not None][:NUM_GIVEN]
     most = options.effort * max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET)
@@ -111,16 +112,17 @@ def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -
 
 
 def _tables(costs: Costs, cards: Sequence[Card], options: Options) -> Tables | None:
-    special = options.fixed_order or options.expressible or options.num_micro_batches is not None
-    if special or options.offload_disk or not options.restructures or len(cards) > MOST_CARDS:
+    if options.offload_disk or not options.restructures or len(cards) > MOST_CARDS:
         return None
     if len(options.polished_sizes) > NUM_SIZES:
         return None
     return make_tables(costs, options.polished_sizes, options.tensor)
 
 
-def _space(options: Options, *, may_send: bool) -> SpaceTable:
-    """The search keys. Activations can leave where `may_send`."""
+def _space(options: Options, problem: PlanProblem) -> SpaceTable:
+    """The search keys."""
+    allowed, batch = options.num_micro_batches, problem.global_batch_size
+    each = None if allowed is None else (c_uint8 * (batch + 1))(*(n in allowed for n in range(batch + 1)))
     schedules = sum(1 << NAMES.index(name) for name in options.polished_schedules)
     replicas = ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= MAX_REPLICAS)
     counts = ANY if options.pipelines is None else sum(1 << n for n in options.pipelines if n < 63)
@@ -131,7 +133,10 @@ def _space(options: Options, *, may_send: bool) -> SpaceTable:
         counts,
         replicas,
         int(options.offload),
-        int(options.offload_activations and may_send),
+        int(options.offload_activations and not problem.compile),
         int(options.use_all_devices),
         int(True in options.sharded),
+        int(options.fixed_order),
+        int(options.expressible),
+        each,
     )
