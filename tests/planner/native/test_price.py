@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.search.test_activations import of_short_cards
 from tests.planner.search.test_expert_groups import MODEL as EXPERTS
 from tests.planner.search.test_search import MODEL, card
 from yuan_train.config.cluster import Card, Cluster, Host, Link, NodeGroup
@@ -28,7 +29,7 @@ from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import Tables, draft_of, make_tables, plan_of
 from yuan_train.planner.evaluate.tiers import TooFewResidentInPlan
-from yuan_train.planner.native.evaluator import SpaceTable
+from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
 from yuan_train.planner.native.pipelines import NAMES
 
 SIZES, WIDTHS = (1, 2), (1, 2, 4)
@@ -344,10 +345,10 @@ def test_a_price_depends_on_every_layer_and_card() -> None:
     assert len({price(first) for first in range(1, problem.model.num_layers)}) > 1
 
 
-def search(tables: Tables, *, seed: int = 1, budget: int = 3_000, schedules: int = 0b1001):
+def search(tables: Tables, *, budget: int = 3_000, schedules: int = 0b1001, hosts: int = 1, given=()):
     everything = 2**64 - 1
-    space = SpaceTable(0b111, schedules, 0b11, everything, everything, 1, 1, 0, 0)
-    return tables.evaluator.search(space, [], budget=budget, seed=seed, room=8)
+    space = SpaceTable(0b111, schedules, 0b11, everything, everything, hosts, hosts, 0, 0)
+    return tables.evaluator.search(space, given, budget=budget, seed=1, room=8)
 
 
 @pytest.mark.parametrize(
@@ -385,9 +386,7 @@ def test_a_search_gives_the_same_drafts_again_and_loses_none_that_it_is_given() 
     assert [plan_of(tables, draft) for draft in first.drafts] == [
         plan_of(tables, draft) for draft in again.drafts
     ]
-    everything = 2**64 - 1
-    space = SpaceTable(0b111, 0b1001, 0b11, everything, everything, 1, 1, 0, 0)
-    other = tables.evaluator.search(space, first.drafts[:1], budget=10, seed=9, room=8)
+    other = search(tables, given=first.drafts[:1], budget=10)
     assert other.steps[0] <= first.steps[0]
 
 
@@ -424,3 +423,17 @@ def test_search_keys_limit_what_is_found(seed: int) -> None:
     assert counts_of(found(counts=(6, 12))) <= {6, 12} and not counts_of(free) <= {6, 12}
     assert all(len(cuts_of(plan)) == 1 for plan in found(even=1))
     assert any(len(cuts_of(plan)) > 1 for plan in free)
+
+
+def test_activations_leave_short_cards_where_that_is_faster_and_never_those_of_virtual_stages() -> None:
+    given, _ = of_short_cards(1e12)
+    tables = make_tables(make_costs(given), (1,), (1,))
+    assert tables is not None
+
+    def away(draft: DraftTable) -> int:
+        return sum(stage.away for stage in draft.stages[: draft.num_stages])
+
+    without, found = search(tables, hosts=0, budget=9_000), search(tables, budget=9_000)
+    assert found.steps[0] < without.steps[0] and away(found.drafts[0]) and not away(without.drafts[0])
+    looped = search(tables, schedules=0b100, given=found.drafts)
+    assert looped.drafts and not any(map(away, looped.drafts))

@@ -115,7 +115,7 @@ static int fit_stage(struct search *search, struct draft *draft, int32_t p, int3
     int32_t number = draft->pipelines[p].first_stage + s;
     struct draft_stage *stage = &draft->stages[number];
     const struct stage_price *price = &search->evaluator->prices[number];
-    stage->recompute = stage->num_recomputed = stage->away = 0;
+    stage->recompute = stage->num_recomputed = 0;
     stage->offload = 0.0;
     if (price_stage(search->evaluator, draft, p, s))
         return 1;
@@ -161,6 +161,8 @@ static int fit_stage(struct search *search, struct draft *draft, int32_t p, int3
 int realise_draft(struct search *search, struct draft *draft)
 {
     struct evaluator *evaluator = search->evaluator;
+    for (int32_t s = 0; s < draft->num_stages; s++)
+        draft->stages[s].away = 0;
     for (int32_t p = 0; p < draft->num_pipelines; p++)
         find_lawful_depths(draft, &draft->pipelines[p]);
     if (find_holders(evaluator, draft))

@@ -441,6 +441,8 @@ int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t 
     struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
     struct stage_units units = {0}, own;
     double most = -1.0;
+    if (stage->away > stage->layers)
+        return 1;
     for (int32_t r = 0; r < stage->num_replicas; r++) {
         int32_t place = evaluator->place_of[evaluator->first_replica[pipeline->first_stage + s] + r];
         if (find_units(problem, pipeline->size, stage, price, place, &own))
