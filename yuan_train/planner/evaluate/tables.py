@@ -68,9 +68,11 @@ class Tables:
     evaluator: Evaluator
 
 
-def make_tables(costs: Costs, sizes: Sequence[int], widths: Sequence[int]) -> Tables | None:
+def make_tables(
+    costs: Costs, sizes: Sequence[int], widths: Sequence[int], *, num_islands: int = 1
+) -> Tables | None:
     """The tables of a problem for these micro-batch sizes and tensor-parallel widths; None for a problem that
-    the core does not price whole."""
+    the core does not price whole. With several islands they are those of one, and prices those of all."""
     problem, topology = costs.problem, costs.topology
     cards = [card for card in problem.cluster.cards if _has_precision(costs, card)]
     if problem.critic or problem.late_updates or len(sizes) > NUM_SIZES or not cards:
@@ -83,6 +85,7 @@ def make_tables(costs: Costs, sizes: Sequence[int], widths: Sequence[int]) -> Ta
     table.global_batch_size, table.is_tied = problem.global_batch_size, costs.ties
     table.sends, table.is_measured = SENDS.index(problem.send_mode), bool(topology.measured)
     table.num_places = table.num_cards if table.is_measured else table.num_pools
+    table.num_islands = num_islands
     table.sizes[: len(sizes)] = list(sizes)
     table.hidden_bytes[: len(sizes)] = [costs.hidden_bytes(size) for size in sizes]
     _fill_pools(costs, pools, nodes, table)

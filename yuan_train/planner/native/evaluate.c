@@ -357,13 +357,22 @@ static void find_library(const struct evaluator *evaluator, const int32_t *repli
     ring->is_gloo = is_simulated || has_two || !first->backend;
 }
 
+/* A pool of another node, as the next island's node is; the pool itself if there is none. */
+static int32_t far_pool(const struct problem *problem, int32_t pool)
+{
+    for (int32_t i = 0; i < problem->num_pools; i++)
+        if (problem->pools[i].node != problem->pools[pool].node)
+            return i;
+    return pool;
+}
+
 /* The links of a ring of these replicas' cards, node by node. */
 static void make_ring(struct evaluator *evaluator, const int32_t *replicas, int32_t count,
                       int32_t narrowest, struct ring *ring)
 {
     const struct problem *problem = evaluator->problem;
     int32_t *counts = evaluator->counts, *nodes = evaluator->ring_nodes + evaluator->num_ring_nodes;
-    *ring = (struct ring){.num_cards = count, .num_rings = narrowest, .num_ways = 1, .nodes = nodes,
+    *ring = (struct ring){.num_cards = count, .all_cards = count * problem->num_islands, .num_rings = narrowest, .num_ways = 1, .nodes = nodes,
                           .routes = evaluator->ring_routes + evaluator->num_ring_routes};
     for (int32_t i = 0; i < count; i++) {
         const struct pool *pool = &problem->pools[evaluator->pool_of[replicas[i]]];
@@ -372,11 +381,13 @@ static void make_ring(struct evaluator *evaluator, const int32_t *replicas, int3
         if (counts[pool->node] > ring->most_in_node)
             ring->most_in_node = counts[pool->node];
     }
+    ring->all_nodes = ring->num_nodes * problem->num_islands;
     for (int32_t i = 0; !problem->is_measured && i < ring->num_nodes; i++) {
         int32_t pool = nodes[i], next = nodes[(i + 1) % ring->num_nodes];
+        next = next == pool ? far_pool(problem, pool) : next;
         if (counts[problem->pools[pool].node] > 1)
             ring->routes[ring->num_routes++] = &problem->routes[pool * problem->num_pools + pool];
-        if (ring->num_nodes > 1)
+        if (ring->all_nodes > 1)
             ring->routes[ring->num_routes++] = &problem->routes[pool * problem->num_pools + next];
     }
     for (int32_t i = 0; i < ring->num_nodes; i++) {
@@ -394,7 +405,7 @@ static void make_ring(struct evaluator *evaluator, const int32_t *replicas, int3
 static double compute_beside(const struct problem *problem, const struct draft *draft, const struct ring *ring,
                              double parameters)
 {
-    int32_t k = ring->num_cards, is_whole = !draft->is_sharded || (k == 2 && ring->is_gloo);
+    int32_t k = ring->all_cards, is_whole = !draft->is_sharded || (k == 2 && ring->is_gloo);
     double bytes = parameters * problem->reduce_bytes / ring->num_rings;
     return (is_whole ? 2.0 : 1.0) * (k - 1) / k * bytes * ring->compute_seconds;
 }
@@ -559,7 +570,7 @@ static int find_changes(struct evaluator *evaluator, const struct draft *draft, 
     evaluator->num_changes = 0;
     int crosses = 0, failed = 0;
     for (int32_t i = 0; i < evaluator->num_rings; i++)
-        for (int32_t j = 0; evaluator->rings[i].num_nodes > 1 && j < evaluator->rings[i].num_nodes; j++)
+        for (int32_t j = 0; evaluator->rings[i].all_nodes > 1 && j < evaluator->rings[i].num_nodes; j++)
             crosses = evaluator->counts[evaluator->rings[i].nodes[j]] = 1;
     for (int32_t p = 0; crosses && !failed && p < draft->num_pipelines; p++)
         failed = add_messages(evaluator, draft, p, after);
@@ -639,7 +650,7 @@ static double tied_seconds(struct evaluator *evaluator, const struct draft *draf
     struct ring *ring = &evaluator->rings[0];
     evaluator->num_ring_nodes = evaluator->num_ring_routes = 0;
     make_ring(evaluator, owners, count, narrowest, ring);
-    int32_t sharers = ring->num_nodes > 1 ? narrowest : 1;
+    int32_t sharers = ring->all_nodes > 1 ? narrowest : 1;
     double size = problem->embedding_parameters;
     if (!draft->is_sharded)
         return ring_seconds(problem, ring, ALL_REDUCE, size, sharers);

@@ -61,6 +61,7 @@ struct problem {
     double reduce_bytes, weight_bytes; /* of a parameter on its way between owners: gradient, weight */
     double reduce_copy_share;          /* of the gradients that a reduction in another dtype holds again */
     double hidden_bytes[NUM_SIZES];
+    int32_t num_islands; /* that run each draft, with a batch each: all cards are this many times those of the tables */
 };
 
 enum { MAX_REPLICAS = 16 };

@@ -10,6 +10,7 @@
  * rings as the narrowest owner has cards, and as many ways as rings that may take unlike times. */
 struct ring {
     int32_t num_cards, num_nodes, most_in_node, num_routes, num_rings, num_ways, is_gloo;
+    int32_t all_cards, all_nodes; /* those of other islands among them */
     double copy_seconds, compute_seconds; /* of a byte: the slowest card's copy to its host; of the compute beside it */
     int32_t *nodes;              /* that it passes, each once */
     const struct route **routes; /* [num_ways, num_routes] of its links; where none was measured, those alike once */

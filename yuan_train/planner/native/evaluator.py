@@ -84,6 +84,7 @@ class ProblemTable(ctypes.Structure):
             )
         ),
         ("hidden_bytes", c_double * NUM_SIZES),
+        ("num_islands", c_int32),
     ]
 
 

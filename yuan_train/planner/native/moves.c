@@ -686,8 +686,108 @@ static structural_move *draw_tier_move(struct search *search)
     return kind < 6 && space->may_send ? change_sending : kind < 8 ? change_state_share : change_offload;
 }
 
+/* --- moves of all cards of a type -------------------------------------------------------------------------- */
+
+static int has_type(const struct search *search, const struct draft_stage *stage, int32_t type)
+{
+    return search->problem->pools[stage->pools[0]].type == type;
+}
+
+/* Make one group of a stage's and those of others of the pipeline that are in the same pool; the stages after it. */
+static void widen_stage(struct draft *draft, int32_t p, int32_t s, int32_t width)
+{
+    struct draft_stage *own = stages_of(draft, p) + s;
+    int32_t missing = width / own->width - 1;
+    for (int32_t i = s + 1; i < draft->pipelines[p].num_stages; i++) {
+        const struct draft_stage *other = stages_of(draft, p) + i;
+        missing -= other->num_replicas == 1 && other->width == own->width && other->pools[0] == own->pools[0];
+    }
+    if (missing > 0)
+        return;
+    missing = width / own->width - 1;
+    for (int32_t i = draft->pipelines[p].num_stages - 1; i > s && missing; i--) {
+        const struct draft_stage *other = stages_of(draft, p) + i;
+        if (other->num_replicas == 1 && other->width == own->width && other->pools[0] == own->pools[0]) {
+            remove_stage(draft, p, i);
+            missing--;
+        }
+    }
+    own->width = (int16_t)width;
+}
+
+/* Another width for all groups of a type. */
+static int widen_type(struct search *search, struct draft *draft, int32_t p, int32_t type, int32_t width)
+{
+    for (int32_t s = 0; s < draft->pipelines[p].num_stages; s++) {
+        struct draft_stage *own = stages_of(draft, p) + s, part;
+        if (!has_type(search, own, type) || own->num_replicas > 1 || own->width == width)
+            continue;
+        if (!can_be(search, own->pools[0], width, draft->pipelines[p].size))
+            return 0;
+        if (own->width < width) {
+            widen_stage(draft, p, s, width);
+            continue;
+        }
+        int32_t parts = own->width / width;
+        own->width = (int16_t)width;
+        part = *own;
+        part.layers = 0;
+        for (int32_t i = 1; i < parts; i++)
+            if (!insert_stage(search, draft, p, ++s, part))
+                return 0;
+    }
+    return 1;
+}
+
+static int leave_type_out(struct search *search, struct draft *draft, int32_t p, int32_t type)
+{
+    for (int32_t s = draft->pipelines[p].num_stages - 1; s >= 0; s--)
+        if (has_type(search, stages_of(draft, p) + s, type))
+            remove_stage(draft, p, s);
+    return draft->pipelines[p].num_stages > 0;
+}
+
+/* Put the stages of a type before all others, or after them. */
+static int gather_type(struct search *search, struct draft *draft, int32_t p, int32_t type, int32_t at_end)
+{
+    struct draft_stage *own = stages_of(draft, p);
+    int32_t stages = draft->pipelines[p].num_stages, place = 0;
+    for (int32_t s = 0; s < stages; s++) {
+        struct draft_stage moved = own[s];
+        if (has_type(search, &moved, type) == at_end)
+            continue;
+        memmove(own + place + 1, own + place, sizeof moved * (size_t)(s - place));
+        own[place++] = moved;
+    }
+    return place > 0 && place < stages;
+}
+
+int move_type(struct search *search, struct draft *draft)
+{
+    int32_t p = draw(search, draft->num_pipelines), count = find_members(search, draft, p, 10);
+    const struct draft_stage *stage = stages_of(draft, p) + draw(search, draft->pipelines[p].num_stages);
+    int32_t type = search->problem->pools[stage->pools[0]].type, kind = draw(search, 5);
+    int32_t width = 1 << draw(search, 4), at_end = draw(search, 2), moved = 1;
+    memset(search->touched, 0, sizeof(int32_t) * (size_t)(search->problem->num_cards + 1));
+    for (int32_t i = 0; moved && i < count; i++) {
+        int32_t member = search->members[i];
+        touch(search, member);
+        if (kind == 0)
+            moved = leave_type_out(search, draft, member, type);
+        else
+            moved = kind == 1 ? gather_type(search, draft, member, type, at_end)
+                              : widen_type(search, draft, member, type, width);
+    }
+    for (int32_t q = 0; moved && q < draft->num_pipelines; q++)
+        if (search->touched[q])
+            deal_layers(search, draft, q);
+    return moved;
+}
+
 int move_much(struct search *search, struct draft *draft)
 {
+    if (is_large(search->problem) && draw(search, 5) == 0)
+        return move_type(search, draft);
     int32_t p = draw(search, draft->num_pipelines), count = find_members(search, draft, p, 15);
     int32_t kind = draw(search, 100), i = 0;
     memset(search->touched, 0, sizeof(int32_t) * (size_t)(search->problem->num_cards + 1));

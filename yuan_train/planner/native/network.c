@@ -60,18 +60,18 @@ static double wire_of_ring(const struct ring *ring, int32_t way, enum collective
                            int32_t sharers)
 {
     static const double GLOO_REDUCED_ONCE = 1.8e6;
-    double k = ring->num_cards;
-    if (collective == REDUCE_SCATTER && ring->is_gloo && ring->num_cards > 2) {
+    double k = ring->all_cards;
+    if (collective == REDUCE_SCATTER && ring->is_gloo && ring->all_cards > 2) {
         double again = fmax(0.0, bytes / k - GLOO_REDUCED_ONCE * k);
         return k * slowest_link(ring, way, ((k * k - 1) / (k * k) * bytes + again) / k, sharers);
     }
     double around = (k - 1) * slowest_link(ring, way, bytes / k, sharers);
     if (collective == ALL_GATHER || (collective == REDUCE_SCATTER && !ring->is_gloo))
         return around;
-    if (ring->num_nodes == 1 || ring->is_gloo)
+    if (ring->all_nodes == 1 || ring->is_gloo)
         return 2 * around;
     int32_t levels = 0;
-    while (((int64_t)1 << levels) < ring->num_nodes)
+    while (((int64_t)1 << levels) < ring->all_nodes)
         levels++;
     int32_t hops = levels + ring->most_in_node - 1;
     double last = slowest_link(ring, way, bytes, sharers), start = slowest_link(ring, way, 0.0, sharers);
@@ -83,7 +83,7 @@ double ring_seconds(const struct problem *problem, const struct ring *ring, enum
 {
     double each = collective == ALL_GATHER ? problem->weight_bytes : problem->reduce_bytes;
     double bytes = parameters * each / ring->num_rings, slowest = 0.0;
-    if (ring->num_cards < 2 || bytes <= 0.0)
+    if (ring->all_cards < 2 || bytes <= 0.0)
         return 0.0;
     for (int32_t way = 0; way < ring->num_ways; way++) {
         double own = wire_of_ring(ring, way, collective, bytes, sharers);
@@ -168,7 +168,7 @@ static int find_followers(struct evaluator *evaluator)
     run->num_edges = 0;
     for (int32_t i = 0; i < evaluator->num_transfers; i++) {
         const struct transfer *transfer = &evaluator->transfers[i];
-        int32_t leaves = transfer->ring->num_nodes > 1;
+        int32_t leaves = transfer->ring->all_nodes > 1;
         run->before[i] = 0;
         run->seen[i] = run->first_edge[i] = -1;
         for (int32_t c = 0; c < transfer->ring->num_cards; c++) {
@@ -188,7 +188,7 @@ static int find_followers(struct evaluator *evaluator)
 static void add_flows(struct evaluator *evaluator, const struct transfer *transfer, int32_t sign)
 {
     const struct ring *ring = transfer->ring;
-    for (int32_t i = 0; ring->num_nodes > 1 && i < ring->num_nodes; i++)
+    for (int32_t i = 0; ring->all_nodes > 1 && i < ring->num_nodes; i++)
         evaluator->flows[ring->nodes[i]] += sign * ring->num_rings;
 }
 
@@ -255,7 +255,7 @@ static double end_of(struct evaluator *evaluator, enum collective collective, in
     struct run *run = evaluator->run;
     const struct transfer *transfer = &evaluator->transfers[number];
     int32_t sharers = 1;
-    if (transfer->ring->num_nodes > 1) {
+    if (transfer->ring->all_nodes > 1) {
         sharers = 0;
         for (int32_t i = 0; i < transfer->ring->num_nodes; i++) {
             int32_t flows = evaluator->flows[transfer->ring->nodes[i]];

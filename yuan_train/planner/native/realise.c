@@ -184,6 +184,7 @@ int realise_draft(struct search *search, struct draft *draft)
 struct dealt {
     double seconds, least_seconds; /* of a layer, without recompute and with the most of it */
     double bytes, least_bytes;     /* the same */
+    double some_seconds, some_bytes; /* with the least recompute that there is */
     double ends, room;             /* seconds of embedding and head; bytes that are there for layers */
     int32_t layers, num_replicas;
 };
@@ -219,6 +220,20 @@ static int find_slowest(struct search *search, const struct draft_stage *stage, 
     return *plain && *least;
 }
 
+/* The tables of selective recompute on the cards of `plain`, where it may be; else those of `least`. */
+static const struct unit_table *least_recompute(const struct search *search, const struct draft_stage *stage,
+                                                int32_t size, const struct unit_table *plain,
+                                                const struct unit_table *least)
+{
+    const struct problem *problem = search->problem;
+    for (int32_t r = 0; r < stage->num_replicas && (search->space->recomputes >> 1 & 1); r++) {
+        int32_t place = problem->pools[stage->pools[r]].first_place;
+        if (table_of(problem, place, stage->width, size, 0) == plain)
+            return table_of(problem, place, stage->width, size, 1);
+    }
+    return least;
+}
+
 static void begin_dealing(struct search *search, const struct draft *draft, int32_t p, int32_t s, int32_t in_flight,
                           struct dealt *dealt)
 {
@@ -226,7 +241,7 @@ static void begin_dealing(struct search *search, const struct draft *draft, int3
     const struct draft_pipeline *pipeline = &draft->pipelines[p];
     const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
     const struct unit_table *plain = NULL, *least = NULL;
-    double share = draft->is_sharded ? 1.0 / (draft->num_pipelines * stage->num_replicas) : 1.0;
+    double share = draft->is_sharded ? 1.0 / (problem->num_islands * draft->num_pipelines * stage->num_replicas) : 1.0;
     *dealt = (struct dealt){.num_replicas = stage->num_replicas, .room = INFINITY};
     if (!find_slowest(search, stage, pipeline->size, &plain, &least, dealt)) {
         dealt->room = 0.0;
@@ -242,6 +257,9 @@ static void begin_dealing(struct search *search, const struct draft *draft, int3
                    share * mean_of_layers(problem, plain->optimizer_bytes);
     dealt->bytes = state + in_flight * mean_of_layers(problem, plain->activation_bytes);
     dealt->least_bytes = state + kept * mean_of_layers(problem, least->activation_bytes);
+    const struct unit_table *some = least_recompute(search, stage, pipeline->size, plain, least);
+    dealt->some_seconds = mean_of_layers(problem, some->forward) + mean_of_layers(problem, some->backward);
+    dealt->some_bytes = state + kept * mean_of_layers(problem, some->activation_bytes);
     dealt->room -= plain->transient[1] + plain->boundary_bytes * (in_flight + 4);
     int32_t ends[2] = {s ? -1 : 0, s == pipeline->num_stages - 1 ? problem->num_units - 1 : -1};
     for (int i = 0; i < 2; i++)
@@ -256,12 +274,18 @@ static void begin_dealing(struct search *search, const struct draft *draft, int3
 /* Of a micro-batch, by replica; much more where there is no room. */
 static double seconds_with(const struct dealt *dealt, int32_t layers)
 {
-    double each = dealt->seconds;
-    if (layers * dealt->bytes > dealt->room)
-        each = dealt->least_seconds;
+    double over = layers * dealt->bytes - dealt->room, more = INFINITY;
     if (layers * dealt->least_bytes > dealt->room)
         return MISFIT * (1.0 + layers * dealt->least_bytes / fmax(dealt->room, 1.0));
-    return (dealt->ends + layers * each) / dealt->num_replicas;
+    /* As many layers are recomputed as need be, of the kind that takes less for it. */
+    const double kinds[2][2] = {{dealt->least_seconds, dealt->least_bytes}, {dealt->some_seconds, dealt->some_bytes}};
+    for (int i = 0; i < 2 && over > 0.0; i++) {
+        double saved = dealt->bytes - kinds[i][1];
+        if (saved * layers >= over)
+            more = fmin(more, ceil(over / saved) * (kinds[i][0] - dealt->seconds));
+    }
+    more = over > 0.0 ? more : 0.0;
+    return (dealt->ends + layers * dealt->seconds + more) / dealt->num_replicas;
 }
 
 void deal_layers(struct search *search, struct draft *draft, int32_t p)

@@ -324,6 +324,56 @@ static void run_search(struct search *search, struct found *starts, const struct
         anneal(search, &starts->drafts[0], starts->steps[0], budget / 10, 1e-4, 1e-7, 20);
 }
 
+/* Take moves of whole types, one or two at a time, that make a draft faster, until so much is spent; its step. */
+static double descend_by_types(struct search *search, struct draft *draft, double step, int64_t until)
+{
+    struct draft *other = &search->other;
+    for (int32_t i = 0; search->spent < until && i < 1000; i++) {
+        copy_draft(other, draft);
+        int moved = move_type(search, other);
+        if (moved && draw(search, 2))
+            moved = move_type(search, other);
+        double found = moved ? step_of(search, other, INFINITY) : IMPOSSIBLE;
+        if (found < step) {
+            step = found;
+            copy_draft(draft, other);
+        }
+    }
+    return step;
+}
+
+/* On many cards random drafts differ more than descents gain: many are priced, and few annealed. */
+static void run_large_search(struct search *search, struct found *starts, const struct wish *wish)
+{
+    enum { ANNEALED = 5, BY_TYPES = 8 };
+    int64_t budget = wish->budget;
+    struct draft *draft = &search->candidate;
+    take_given(search, starts, wish);
+    for (int64_t tries = 0; search->spent < budget / 5 && tries < 20 * budget + 1000; tries++) {
+        if (!draw_start(search, draft))
+            continue;
+        double step = step_of(search, draft, INFINITY);
+        if (step < IMPOSSIBLE)
+            add_draft(starts, draft, step);
+    }
+    sort_drafts(starts, starts->count);
+    int64_t begun = search->spent;
+    for (int32_t i = 0; i < starts->count && i < BY_TYPES; i++)
+        starts->steps[i] = descend_by_types(search, &starts->drafts[i], starts->steps[i],
+                                            begun + budget * (i + 1) / (4 * BY_TYPES));
+    for (int32_t i = 0; i < starts->count; i++) {
+        starts->steps[i] = descend(search, &starts->drafts[i], starts->steps[i], 20);
+        keep(search, &starts->drafts[i], starts->steps[i]);
+    }
+    sort_drafts(starts, starts->count);
+    int32_t count = starts->count < ANNEALED ? starts->count : ANNEALED;
+    for (int32_t i = 0; i < count; i++)
+        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], budget / 4 / count, 0.02, 2e-4, 12);
+    sort_drafts(starts, count);
+    if (count)
+        anneal(search, &starts->drafts[0], starts->steps[0], budget * 3 / 10, 0.01, 1e-5, 20);
+}
+
 int search_drafts(struct evaluator *evaluator, const struct space *space, const struct wish *wish,
                   struct found *found)
 {
@@ -353,7 +403,10 @@ int search_drafts(struct evaluator *evaluator, const struct space *space, const 
         starts.drafts[i] = take_draft(problem, arena);
     found->count = 0;
     evaluator->is_searching = 1;
-    run_search(&search, &starts, wish);
+    if (is_large(problem))
+        run_large_search(&search, &starts, wish);
+    else
+        run_search(&search, &starts, wish);
     evaluator->is_searching = 0;
     sort_drafts(found, found->count);
     found->num_priced = evaluator->num_played;

@@ -27,6 +27,13 @@ struct search {
     struct found *found;
 };
 
+/* Whether there are so many cards that moves change all of a type at once. */
+static inline int is_large(const struct problem *problem)
+{
+    enum { MANY_CARDS = 57 };
+    return problem->num_cards * problem->num_islands >= MANY_CARDS;
+}
+
 /* A number from 0 to n - 1, and one from 0 to 1. */
 int32_t draw(struct search *search, int32_t n);
 double draw_share(struct search *search);
@@ -68,6 +75,8 @@ int draw_start(struct search *search, struct draft *draft);
 /* A small change of layers, depths or shares of the batch, or one of the structure; 0 if it came to none. */
 int move_little(struct search *search, struct draft *draft);
 int move_much(struct search *search, struct draft *draft);
+/* The same change of all stages of a type: their width, their place, or without them. */
+int move_type(struct search *search, struct draft *draft);
 int is_allowed(const struct search *search, const struct draft *draft);
 
 #endif

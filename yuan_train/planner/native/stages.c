@@ -87,6 +87,10 @@ int find_holders(struct evaluator *evaluator, const struct draft *draft)
         if (next != units - 1)
             return 1;
     }
+    for (int32_t u = 0; u < units; u++) {
+        evaluator->holders[u] *= evaluator->problem->num_islands;
+        evaluator->weights[u] *= evaluator->problem->num_islands;
+    }
     evaluator->num_replicas = replicas;
     return 0;
 }
@@ -113,7 +117,7 @@ static double reduced_share(const struct evaluator *evaluator, const struct draf
     double all = 0.0, several = 0.0;
     for (int32_t u = price->first_unit; u < price->end_unit; u++) {
         all += problem->held[u];
-        if (evaluator->holders[u] > 1 || (ends > 1 && (u == 0 || u == last)))
+        if (evaluator->holders[u] > 1 || (ends * problem->num_islands > 1 && (u == 0 || u == last)))
             several += problem->held[u];
     }
     return several / (all > 1.0 ? all : 1.0);

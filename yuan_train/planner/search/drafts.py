@@ -56,7 +56,7 @@ def search_drafts(
     tables = _tables(costs, cards, options)
     if tables is None:
         return []
-    space = _space(options, costs.problem)
+    space = draft_space(options, costs.problem)
     drafts = [draft_of(tables, candidate.plan) for candidate in ranked[: 4 * NUM_GIVEN]]
     given = [draft for draft in drafts if draft is not None][:NUM_GIVEN]
     most = options.effort * max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET)
@@ -119,7 +119,7 @@ def _tables(costs: Costs, cards: Sequence[Card], options: Options) -> Tables | N
     return make_tables(costs, options.polished_sizes, options.tensor)
 
 
-def _space(options: Options, problem: PlanProblem) -> SpaceTable:
+def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:
     """The search keys."""
     allowed, batch = options.num_micro_batches, problem.global_batch_size
     each = None if allowed is None else (c_uint8 * (batch + 1))(*(n in allowed for n in range(batch + 1)))

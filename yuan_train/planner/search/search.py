@@ -29,6 +29,7 @@ from yuan_train.planner.search.explore import Candidate, Found, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, keep_to_cards, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
+from yuan_train.planner.search.islands import search_islands
 from yuan_train.planner.search.mixed_pipelines import (
     deal_mixed,
     first_shape,
@@ -133,8 +134,10 @@ def search_plan(
     closing = _closing_seconds(len(problem.cluster.cards), search.time_limit)
     limit = _TimeLimit(clock, clock(), search.time_limit - closing)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
-    space = _list_shapes(make_costs(problem), cards, options, limit)
-    plans = _find_plans(space)
+    costs = make_costs(problem)
+    large = search_islands(costs, cards, options, limit.is_over, limit_seconds=limit.seconds)
+    space = _list_shapes(costs, cards, options, limit, most=1 if large else None)
+    plans = _ranked_plans(space, large) if large else _find_plans(space)
     if not plans.ranked:
         raise _nothing_found(space, plans, search.time_limit)
     exact, lowest, bound = _bounded(space, plans)
@@ -179,15 +182,18 @@ def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: in
     return options
 
 
-def _list_shapes(costs: Costs, cards: Sequence[Card], options: Options, limit: _TimeLimit) -> _Space:
-    """Raises ConfigError if no shape is allowed."""
+def _list_shapes(
+    costs: Costs, cards: Sequence[Card], options: Options, limit: _TimeLimit, *, most: int | None
+) -> _Space:
+    """The shapes, at most so many if there are plans already. Raises ConfigError if no shape is allowed."""
     problem = costs.problem
     wanted = wanted_shapes(cards, options, global_batch_size=problem.global_batch_size)
-    shapes = list(_while_time(wanted, lambda: limit.is_over(LISTING_SHARE)))
+    listed = itertools.islice(wanted, most)
+    shapes = list(_while_time(listed, lambda: limit.is_over(LISTING_SHARE)))
     has_all_shapes = next(wanted, None) is None
     mixed = (shape for pipelines in deal_mixed(costs, cards, options) for shape in pipelines)
-    any_shapes = shapes or ([] if options.expressible else list(mixed))
-    if not any_shapes:
+    any_shapes = shapes or ([] if options.expressible or most else list(mixed))
+    if not any_shapes and most is None:
         raise ConfigError(describe_no_shape(problem, options, cards))
     if options.use_all_devices and shapes:
         shapes = _not_longer_than_model(problem, shapes)
@@ -237,6 +243,13 @@ def _find_plans(space: _Space) -> _Plans:
         any_fits=any_fits,
         tries_activations=tries_activations,
     )
+
+
+def _ranked_plans(space: _Space, candidates: Sequence[Candidate]) -> _Plans:
+    """Plans that were found without shapes."""
+    solved = Found(candidates=(), lower_bound_seconds=0.0, exact=False, num_simulated=len(candidates))
+    ranked = rank(space.costs, candidates)
+    return _Plans(ranked=ranked, faster=None, solved=solved, any_fits=True, tries_activations=False)
 
 
 def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchStopped | NoPlanFits:

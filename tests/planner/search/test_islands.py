@@ -1,0 +1,64 @@
+"""Many cards as islands of nodes that are alike: an island's price is that of the whole plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.search.test_scale import group, on_nodes
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.evaluate.tables import plan_of
+from yuan_train.planner.search import islands
+from yuan_train.planner.search.drafts import draft_space
+from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.shapes import read_options
+
+NODES = group("A100-80G", 9, 4, 25e9), group("RTX-4090", 7, 4, 5e9), group("H100-80G", 4, 8, 12.5e9)
+
+
+def made(problem: PlanProblem, count: int):
+    costs = make_costs(problem)
+    options = read_options(SearchConfig(), micro_batch_size=1, model=problem.model, num_cards=96)
+    nodes = [one.count // count for one in problem.cluster.nodes]
+    island = islands._make_island(costs, options, draft_space(options, problem), count, nodes)
+    assert island is not None
+    return costs, island.searched(2_000, seed=1)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_price_of_an_island_is_that_of_all_together(count: int, is_tied: bool) -> None:
+    problem = on_nodes(*NODES, batch=48, num_layers=12)
+    problem = replace(problem, model=replace(problem.model, tie_embeddings=is_tied))
+    costs, island = made(problem, count)
+    assert len(island.steps) > 1
+    for step, draft in zip(island.steps, island.drafts, strict=True):
+        plan = islands._plan_of_all(costs, island, plan_of(island.tables, draft))
+        assert plan is not None
+        assert not list(validate_plan(plan))
+        assert len(plan.pipelines) == count * draft.num_pipelines
+        assert cost_plan(costs, plan).step_seconds == pytest.approx(step, rel=1e-9)
+
+
+def test_a_batch_that_does_not_divide_is_dealt_by_single_sequences() -> None:
+    costs, island = made(on_nodes(*NODES, batch=47, num_layers=12), 3)
+    plan = islands._plan_of_all(costs, island, plan_of(island.tables, island.drafts[0]))
+    assert plan is not None
+    assert sum(one.num_micro_batches * one.micro_batch_size for one in plan.pipelines) == 47
+    cost = cost_plan(costs, plan)
+    assert cost.fits
+    assert cost.step_seconds <= island.steps[0] * (1 + 1e-9)
+
+
+def test_many_cards_are_searched_as_islands_within_the_limits_of_the_search_keys() -> None:
+    problem = on_nodes(*NODES, batch=48, num_layers=12)
+    keys = SearchConfig(pipelines=(6, 9), tensor=(1, 2))
+    best = search_plan(problem, keys, micro_batch_size=1).best
+    assert len(best.plan.pipelines) in (6, 9)
+    widths = {len(own) for one in best.plan.pipelines for stage in one.stages for own in stage.replicas}
+    assert widths <= {1, 2}
+    free = search_plan(problem, SearchConfig(), micro_batch_size=1).best
+    assert free.step_seconds <= best.step_seconds
+    assert search_plan(problem, SearchConfig(), micro_batch_size=1).best.plan == free.plan
