@@ -10,7 +10,7 @@ plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, NodeGroup
@@ -83,9 +83,9 @@ def search_islands(
     space = draft_space(options, costs.problem)
     most = limit_seconds * BUDGET_PER_SECOND
     num_cuts = min(NUM_CUTS, max(3, int(most / (3 * FIRST_BUDGET))))
-    first = int(min(FIRST_BUDGET, most / (3 * num_cuts)))
+    first = int(min(options.effort * FIRST_BUDGET, most / (3 * num_cuts)))
     num_finalists = min(NUM_FINALISTS, max(1, int(most / (2 * BUDGET))))
-    second = int(min(BUDGET, most / (2 * num_finalists)))
+    second = int(min(options.effort * BUDGET, most / (2 * num_finalists)))
     searched: list[_Island] = []
     for island in _islands(costs, cards, options, space, num_cuts):
         if searched and stopped():
@@ -194,7 +194,7 @@ def _plan_of_all(costs: Costs, island: _Island, plan: Plan) -> Plan | None:
     if too_many and plan.pipelines[longest].num_micro_batches < 2:
         return None
 
-    def pipelines(rank_of: dict[Card, int]) -> Iterator[PipelinePlan]:
+    def pipelines(rank_of: Mapping[Card, int]) -> Iterator[PipelinePlan]:
         for i, all_of in enumerate(cards):
             ranks = {rank.rank: rank_of[all_of[places[rank.device]]] for rank in plan.ranks}
             for p, pipeline in enumerate(plan.pipelines):
