@@ -14,6 +14,7 @@ from tests.planner.search.test_activations import of_short_cards
 from tests.planner.search.test_expert_groups import MODEL as EXPERTS
 from tests.planner.search.test_search import MODEL, card
 from yuan_train.config.cluster import Card, Cluster, Host, Link, NodeGroup
+from yuan_train.config.lora import LoraConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.plan_units import divides_experts
@@ -320,6 +321,34 @@ def test_profiles_and_other_libraries_are_priced_as_defined(seed: int) -> None:
             assert draft_of(tables, plan) is None
         else:
             check(costs, tables, plan)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_adapters_are_priced_as_defined(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = random_problem(draw)
+    problem = replace(problem, model=replace(problem.model, lora=LoraConfig(rank=3)))
+    costs = make_costs(problem)
+    tables = make_tables(costs, SIZES, WIDTHS)
+    assert tables is not None
+    priced = 0
+    for _ in range(40):
+        plan = random_plan(draw, problem)
+        pipelines = [
+            replace(
+                pipeline,
+                # Adapters keep nothing on hosts.
+                stages=tuple(
+                    replace(stage, optimizer_offload=0.0, activation_offload=0) for stage in pipeline.stages
+                ),
+            )
+            for pipeline in plan.pipelines
+        ]
+        plan = replace(plan, pipelines=tuple(pipelines))
+        if plan.pipelines and next(validate_plan(plan), None) is None:
+            check(costs, tables, plan)
+            priced += 1
+    assert priced >= 5
 
 
 def test_a_price_depends_on_every_layer_and_card() -> None:
