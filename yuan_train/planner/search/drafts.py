@@ -25,7 +25,7 @@ from yuan_train.planner.search.shapes import Options
 
 MOST_CARDS = 56
 """Cards up to which drafts are searched: on more, cuts of shapes are better in the same time."""
-BUDGET_PER_CARD, LEAST_BUDGET = 16_000, 80_000
+BUDGET_PER_CARD, LEAST_BUDGET = 48_000, 240_000
 """Of a search, for each card, and at least: a draft that is priced whole takes 4 of it, one that is longer
 than wanted for certain 1."""
 BUDGET_PER_SECOND = 30_000
@@ -53,7 +53,7 @@ def search_drafts(
 ) -> list[Candidate]:
     """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
     disks, and what only `cost_plan` prices."""
-    tables = _tables(costs, cards, options)
+    tables = draft_tables(costs, cards, options)
     if tables is None:
         return []
     space = draft_space(options, costs.problem)
@@ -111,7 +111,8 @@ def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -
     return [Candidate(plan=plan, cost=cost, shape=replace(first_shape(plan, cost), schedule=plan.schedule))]
 
 
-def _tables(costs: Costs, cards: Sequence[Card], options: Options) -> Tables | None:
+def draft_tables(costs: Costs, cards: Sequence[Card], options: Options) -> Tables | None:
+    """What a search of drafts takes; None where it cannot search what is asked."""
     if options.offload_disk or not options.restructures or len(cards) > MOST_CARDS:
         return None
     if len(options.polished_sizes) > NUM_SIZES:

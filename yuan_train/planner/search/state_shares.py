@@ -4,7 +4,7 @@ Owners of the same layers on unlike cards have unlike memory to spare: what the 
 its host, because all shares are equal, the other may have room for. Pipelines are cut as if hosts cost
 nothing; then the cut stays as it is. First shares in proportion to what the cards have to spare are tried,
 then one share at a time up and down, each time with the smallest fractions on the hosts with which the cards
-fit. `restructure.py` changes the shares of plans without hosts.
+fit.
 """
 
 from __future__ import annotations
