@@ -503,15 +503,15 @@ static int change_sending(struct search *search, struct draft *draft, int32_t p,
 /* Change how much of the optimizer state of its layers a stage holds, beside their other owners. */
 static int change_state_share(struct search *search, struct draft *draft, int32_t p, int32_t count)
 {
-    static const double factors[] = {0.5, 2.0, 0.8, 1.25};
-    enum { STEPS = 64 };
+    static const double factors[] = {0.5, 2.0, 0.8, 1.25, 0.95, 1.05, 0.99, 1.01};
+    enum { STEPS = 1000 };
     int32_t s = draw(search, draft->pipelines[p].num_stages);
-    double share = stages_of(draft, p)[s].share * factors[draw(search, 4)];
+    double share = stages_of(draft, p)[s].share * factors[draw(search, 8)];
     if (!draft->is_sharded || has_virtual_stages(draft, &draft->pipelines[p]))
         return 0;
-    share = draw(search, 5) ? floor(STEPS * share + 0.5) / STEPS : 1.0;
+    share = draw(search, 8) ? floor(STEPS * share + 0.5) / STEPS : 1.0;
     for (int32_t i = 0; i < count; i++)
-        stages_of(draft, search->members[i])[s].share = fmin(fmax(share, 1.0 / STEPS), STEPS);
+        stages_of(draft, search->members[i])[s].share = fmin(fmax(share, 1.0 / STEPS), 64.0);
     return 2;
 }
 

@@ -20,7 +20,6 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
-from yuan_train.planner.search.activations import may_send_activations, with_activations_away
 from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.bounds import Bound, lower_bound
 from yuan_train.planner.search.drafts import search_drafts
@@ -49,7 +48,6 @@ from yuan_train.planner.search.search_result import (
 from yuan_train.planner.search.shapes import Options, Shape, as_plain, make_plan, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 from yuan_train.planner.search.simplicity import prefer_simple, simplicity_note
-from yuan_train.planner.search.state_shares import mixed_with_hosts, with_other_shares
 
 LEAST_HOPE = 1.25
 """Plans with groups that divide experts are costed if their estimate is within this multiple of the best
@@ -109,8 +107,6 @@ class _Plans:
     """Of the shapes alone."""
     any_fits: bool
     """Whether a plan fits, be it under a schedule that `search.schedule` does not name."""
-    tries_activations: bool
-    """Whether plans whose activations lie on hosts were tried."""
 
 
 # The search keeps millions of small values without cycles: scanning them would take a quarter of the time.
@@ -221,17 +217,11 @@ def _find_plans(space: _Space) -> _Plans:
     ranked = rank(costs, _valid(without_hosts if apart else found.candidates, options))
     ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
     any_fits = bool(ranked)
-    hosted = [*(found.candidates[len(without_hosts) :] if apart else ())]
-    if _may_mix(options, cards):
-        hosted += mixed_with_hosts(costs, cards, ranked, options, stopped)
+    hosted = found.candidates[len(without_hosts) :] if apart else ()
     hosted = rank(costs, _valid(hosted, options))
     ranked = _improved(costs, ranked, hosted, cards, options, stopped)
     drafts = search_drafts(costs, ranked, cards, options, stopped, limit_seconds=space.limit_seconds)
     ranked = rank(costs, [*ranked, *drafts])
-    ranked = rank(costs, [*ranked, *with_other_shares(costs, ranked, options, stopped)])
-    tries_activations = may_send_activations(costs, ranked, options)
-    if tries_activations:
-        ranked = rank(costs, [*ranked, *with_activations_away(costs, ranked, options, stopped)])
     paged = paged_plans(costs, cards, options, limit_seconds=_least_seconds(ranked), stopped=stopped)
     ranked, faster = rank(costs, [*ranked, *paged]), None
     if options.keeps_to_cards:
@@ -241,7 +231,6 @@ def _find_plans(space: _Space) -> _Plans:
         faster=faster,
         solved=found,
         any_fits=any_fits,
-        tries_activations=tries_activations,
     )
 
 
@@ -249,7 +238,7 @@ def _ranked_plans(space: _Space, candidates: Sequence[Candidate]) -> _Plans:
     """Plans that were found without shapes."""
     solved = Found(candidates=(), lower_bound_seconds=0.0, exact=False, num_simulated=len(candidates))
     ranked = rank(space.costs, candidates)
-    return _Plans(ranked=ranked, faster=None, solved=solved, any_fits=True, tries_activations=False)
+    return _Plans(ranked=ranked, faster=None, solved=solved, any_fits=True)
 
 
 def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchStopped | NoPlanFits:
@@ -269,9 +258,11 @@ def _bounded(space: _Space, plans: _Plans) -> tuple[bool, float, Bound | None]:
     """(whether the first plan is proven to be the fastest, seconds that no plan beats, how that is known)."""
     costs, cards, best = space.costs, space.cards, (plans.faster or plans.ranked[0]).step_seconds
     lowest = plans.solved.lower_bound_seconds
-    has_unproven = (
-        plans.faster is not None or plans.tries_activations or _has_unproven(costs, cards, space.options)
-    )
+    stages = [stage for candidate in plans.ranked for stage in candidate.cost.stages]
+    # Where no plan recomputes, activations on hosts gain nothing.
+    may_send = any(stage.num_recomputed or stage.leaving for stage in stages)
+    may_send = may_send and space.options.offload_activations and not costs.problem.compile
+    has_unproven = plans.faster is not None or may_send or _has_unproven(costs, cards, space.options)
     proven = plans.solved.exact and space.has_all_shapes and not has_unproven
     if proven and best >= lowest * (1 - 1e-9):
         return True, min(lowest, best), None
