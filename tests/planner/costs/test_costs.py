@@ -20,6 +20,7 @@ from yuan_train.config.profile import (
     for_cluster,
 )
 from yuan_train.config.run import Recompute, SearchConfig
+from yuan_train.planner.costs.grad_reduce import unit_parameters
 from yuan_train.planner.costs.links import allreduce_seconds, message_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.topology import find_route, make_topology
@@ -502,3 +503,5 @@ def test_a_foreign_profile_has_no_optimizer_step_and_ties_nothing():
         costs = make_costs(problem(model=model, profile=profile(given)))
         assert costs.ties is own and (costs.of("Card", 1, "none").boundary_bytes > 0) is own
         assert math.isfinite(costs.of("Card", 1, "none").update_bytes_per_second) is own
+        # A tied one is reduced apart, over all that hold it.
+        assert unit_parameters(costs)[0] == (0.0 if own else model.embedding_parameters)
