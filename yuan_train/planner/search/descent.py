@@ -348,6 +348,29 @@ def descend(screen: PipelineScreen, start: Cut, *, pairs: bool) -> list[Cut]:
         path.append(cut)
 
 
+def balanced_cut(screen: PipelineScreen) -> Cut | None:
+    """The layers divided so that the slowest stage takes least, for the screen's depths; None if they do not
+    fit the pipeline at all."""
+    num_layers, depths = screen.plan.model.num_layers, screen.cut.depths
+    stages = range(len(screen.own))
+
+    def seconds(s: int, count: int) -> float:
+        first = num_layers - count if s == len(stages) - 1 else 0
+        fitted = screen.fit(s, first, first + count, depths[s])
+        return math.inf if fitted is None else fitted.work / screen.replicas[s]
+
+    counts = [0] * len(stages)
+    if any(math.isinf(seconds(s, 0)) for s in stages):
+        return None
+    for _ in range(num_layers):
+        # Each layer goes where the stage is then least busy.
+        least, s = min((seconds(s, counts[s] + 1), s) for s in stages)
+        if math.isinf(least):
+            return None
+        counts[s] += 1
+    return Cut((0, *accumulate(counts)), depths)
+
+
 def _pair(
     screen: PipelineScreen, moves: Sequence[Move], cut: Cut, best: float, singles: Sequence[tuple[float, int]]
 ) -> tuple[Cut, float] | None:

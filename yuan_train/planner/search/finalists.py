@@ -14,10 +14,14 @@ from yuan_train.planner.search.drafts import draft_tables
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.half_layers import shift_by_halves
 from yuan_train.planner.search.polish import (
+    FEW_CARDS,
+    Realised,
     polish_plan,
     polished_estimate,
+    restructure_plan,
+    under_schedule,
 )
-from yuan_train.planner.search.shapes import Options
+from yuan_train.planner.search.shapes import Options, Shape
 
 MAX_FINALISTS = 100
 """Fastest candidates that are kept when candidates are ranked."""
@@ -30,9 +34,16 @@ MAX_RESTRUCTURED_CARDS = 56
 """Cards up to which the structure of plans is changed, and the larger budget below holds."""
 POLISH_WORK, POLISH_WORK_PER_CARD = 4_000_000, 4_000
 """Budget of all polishes on few cards, and for each card of more; see `descent.Budget`."""
+RESTRUCTURE_WORK = 12_000_000
+"""Budget of all changes of structure, with the polishes that they bring, on few cards; twice that on more,
+for each plan goes two ways there."""
+NUM_RESTRUCTURED, MOST_RESTRUCTURED = 3, 6
+"""Polished plans whose structure is changed; the same on few cards, with the fastest of other kinds."""
 WORTH_LEAVING = 0.03
 """What a plan must gain by default to use what has not run on CUDA yet (docs/ran_on.md): copies to hosts and
 disks, and steps there."""
+WORTH_RESTRUCTURING = 1.2
+"""These others take at most this multiple of the best step."""
 
 
 def improve(
@@ -53,6 +64,18 @@ def improve(
     return rank(costs, _with_half_layers(costs, ranked, stopped)) if options.half_layers else ranked
 
 
+def _reshaped(shape: Shape, plan: Plan) -> Shape:
+    """The shape from which a polish came to the plan, with its schedule and, if all pipelines have the same
+    one, its share of the batch. The cards are those that the shape assigns, used or not."""
+    (size, count), *others = dict.fromkeys(
+        (pipeline.micro_batch_size, pipeline.num_micro_batches) for pipeline in plan.pipelines
+    )
+    reshaped = replace(shape, schedule=plan.schedule)
+    if others or len(plan.pipelines) != shape.num_pipelines:
+        return reshaped
+    return replace(reshaped, micro_batch_size=size, num_micro_batches=count)
+
+
 def _with_polished(
     costs: Costs,
     ranked: Sequence[Candidate],
@@ -60,7 +83,8 @@ def _with_polished(
     options: Options,
     stopped: Callable[[], bool],
 ) -> list[Candidate]:
-    """The candidates, the most promising ones polished. None is where the options are plain."""
+    """The candidates, the most promising ones polished and the best of these restructured. None is where
+    the options are plain."""
     if options.plain:
         return list(ranked)
     result = list(ranked)
@@ -75,6 +99,7 @@ def _with_polished(
     few = len(costs.problem.cluster.cards) <= MAX_RESTRUCTURED_CARDS
     work = POLISH_WORK if few else POLISH_WORK_PER_CARD * len(costs.problem.cluster.cards)
     most = work / NUM_POLISHED
+    polished: list[int] = []
     for i in dict.fromkeys([*first, *promising]):
         share = min(work, most)
         budget = Budget(share, stopped)
@@ -83,7 +108,73 @@ def _with_polished(
             work -= share - budget.work
             result[i] = replace(ranked[i], plan=plan, cost=cost)
             best = min(best, cost.step_seconds)
+            polished.append(i)
+    fastest = sorted(polished, key=lambda i: (result[i].step_seconds, i))
+    restructures = few and options.restructures
+    starts = [result[i] for i in _restructured(fastest, result, len(cards))] if restructures else []
+    knowing, known = Budget(0.0, stopped), Realised()
+    if starts and len(cards) <= FEW_CARDS:
+        starts += _under_other_schedules(costs, starts[0], options, knowing, known)
+    ways = 1 if len(cards) <= FEW_CARDS else 2
+    for start in starts:
+        budget = knowing.part(ways * RESTRUCTURE_WORK / NUM_RESTRUCTURED)
+        plan, cost = restructure_plan(costs, start.plan, start.cost, cards, options, budget, known)
+        result.append(Candidate(plan=plan, cost=cost, shape=_reshaped(start.shape, plan)))
     return result
+
+
+def _restructured(fastest: Sequence[int], result: Sequence[Candidate], num_cards: int) -> list[int]:
+    """Those of the polished plans whose structure is changed: the fastest, and on few cards the fastest of
+    each kind, so that plans of one kind that cannot become faster take no other kind's place."""
+    looks: set[object] = set()
+    # Plans that differ in the names of their cards alone lead to the same.
+    distinct = [i for i in fastest if not (_look(result[i]) in looks or looks.add(_look(result[i])))]
+    chosen = distinct[:NUM_RESTRUCTURED]
+    kinds = {_kind(result[i]) for i in chosen}
+    for i in distinct[NUM_RESTRUCTURED:] if num_cards <= FEW_CARDS else ():
+        near = result[i].step_seconds < WORTH_RESTRUCTURING * result[fastest[0]].step_seconds
+        if near and _kind(result[i]) not in kinds and len(chosen) < MOST_RESTRUCTURED:
+            kinds.add(_kind(result[i]))
+            chosen.append(i)
+    return chosen
+
+
+def _look(candidate: Candidate) -> object:
+    """The plan without the names of its cards, and its step."""
+    plan = candidate.plan
+    stages = [
+        (
+            replace(stage, replicas=((0,),)),
+            [[plan.ranks[rank].type for rank in replica] for replica in stage.replicas],
+        )
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+    ]
+    batches = [(p.micro_batch_size, p.num_micro_batches, len(p.stages)) for p in plan.pipelines]
+    step = f"{candidate.step_seconds:.8e}"
+    return repr((step, plan.schedule, plan.optimizer_sharding, batches, stages))
+
+
+def _kind(candidate: Candidate) -> object:
+    """Number of pipelines, widest group, most replicas."""
+    stages = candidate.cost.stages
+    widest = max(len(stage.replicas[0]) for stage in stages)
+    return len(candidate.plan.pipelines), widest, max(len(stage.replicas) for stage in stages)
+
+
+def _under_other_schedules(
+    costs: Costs, start: Candidate, options: Options, knowing: Budget, known: Realised
+) -> list[Candidate]:
+    """A plan under the other schedules that the polish may choose."""
+    found: list[Candidate] = []
+    for schedule in options.polished_schedules:
+        if schedule == "interleaved_1f1b":
+            continue
+        budget = knowing.part(RESTRUCTURE_WORK / NUM_RESTRUCTURED)
+        priced = under_schedule(costs, start.plan, start.cost, schedule, options, budget, known)
+        if priced is not None:
+            found.append(Candidate(plan=priced[0], cost=priced[1], shape=_reshaped(start.shape, priced[0])))
+    return found
 
 
 def _with_half_layers(
