@@ -427,5 +427,8 @@ def _combined_memory(
         logits=math.fsum(part.logits for part in parts),
         buffers=math.fsum(part.buffers for part in parts),
         reserved=parts[0].reserved,
-        critic=None if parts[0].critic is None else math.fsum(part.critic or 0.0 for part in parts),
+        # A stage without layers has no critic either.
+        critic=None
+        if all(part.critic is None for part in parts)
+        else math.fsum(part.critic or 0.0 for part in parts),
     )

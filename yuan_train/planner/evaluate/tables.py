@@ -75,7 +75,7 @@ def make_tables(
     the core does not price whole. With several islands they are those of one, and prices those of all."""
     problem, topology = costs.problem, costs.topology
     cards = [card for card in problem.cluster.cards if _has_precision(costs, card)]
-    if problem.critic or problem.late_updates or len(sizes) > NUM_SIZES or not cards:
+    if len(sizes) > NUM_SIZES or not cards:
         return None
     pools = tuple(tuple(own) for _, own in itertools.groupby(cards, key=lambda card: (card.node, card.type)))
     table = ProblemTable()
@@ -152,6 +152,11 @@ def _unit_table(costs: Costs, part: CardCosts) -> UnitTable:
     row.boundary_bytes = part.boundary_bytes
     traffic = STATE_BYTES[costs.problem.precision].update_traffic
     row.update_seconds = traffic / part.update_bytes_per_second
+    critics = [unit.critic for unit in units if unit.critic is not None]
+    if critics:
+        row.critic_parameters = _sums([critic.parameter_bytes for critic in critics])
+        row.critic_gradients = _sums([critic.gradient_bytes for critic in critics])
+        row.critic_optimizer = _sums([critic.optimizer_bytes for critic in critics])
     row.half_seconds[:] = [half.seconds for half in part.halves]
     row.half_activations[:] = [half.activations for half in part.halves]
     return row
@@ -244,6 +249,7 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
         or divides_experts(plan)
         or any(len(stage.replicas) > MAX_REPLICAS for stage in stages)
         or any(pipeline.page_group > 1 for pipeline in plan.pipelines)
+        or (tables.costs.problem.late_updates and any(stage.optimizer_offload for stage in stages))
     ):
         return None
     workers = list(itertools.chain.from_iterable(map(_workers_of, plan.pipelines)))

@@ -19,6 +19,7 @@ struct unit_table {
     double start_forward, start_backward; /* of a stage, besides its units */
     double boundary_bytes;
     double update_seconds; /* of a parameter, on the card itself */
+    const double *critic_parameters, *critic_gradients, *critic_optimizer; /* [units + 1]: bytes of the above; or NULL */
     double half_seconds[2], half_activations[2]; /* what attention and feed-forward take of a layer */
 };
 
@@ -98,6 +99,7 @@ struct stage_price {
     double host_bytes, host_capacity;
     double optimizer_share, packed_share;
     double activations, reserved; /* of `memory` */
+    double copied_share;          /* of `packed_share`, what a reduction in another dtype packs */
     int32_t in_flight, first_unit, end_unit;
     int32_t slowest, place; /* the pool and the place of its slowest replica */
 };

@@ -32,6 +32,7 @@ class UnitTable(ctypes.Structure):
             (name, c_double)
             for name in ("start_forward", "start_backward", "boundary_bytes", "update_seconds")
         ),
+        *((name, DOUBLES) for name in ("critic_parameters", "critic_gradients", "critic_optimizer")),
         *((name, c_double * 2) for name in ("half_seconds", "half_activations")),
     ]
 
@@ -158,7 +159,7 @@ class StagePrice(ctypes.Structure):
             for name in (
                 *("forward", "backward", "weight", "update", "memory", "capacity"),
                 *("host_bytes", "host_capacity", "optimizer_share", "packed_share"),
-                *("activations", "reserved"),
+                *("activations", "reserved", "copied_share"),
             )
         ),
         *((name, c_int32) for name in ("in_flight", "first_unit", "end_unit", "slowest", "place")),

@@ -137,8 +137,10 @@ static void find_shares(const struct evaluator *evaluator, const struct draft *d
         most = 1.0;
     price->optimizer_share = most;
     price->packed_share = draft->is_sharded && needs_copy ? most : 0.0;
+    price->copied_share = 0.0;
     if (evaluator->problem->reduce_copy_share)
-        price->packed_share += evaluator->problem->reduce_copy_share * reduced_share(evaluator, draft, price);
+        price->copied_share = evaluator->problem->reduce_copy_share * reduced_share(evaluator, draft, price);
+    price->packed_share += price->copied_share;
 }
 
 /* The units of a stage in two parts: up to `kept` of `part`, the others of `plain`. */
@@ -186,6 +188,23 @@ static double most_transient(const struct stage_units *units, int32_t first, int
     return most;
 }
 
+/* What a critic's states take more than they would as the policy's: its embedding is its own, and what a reduction packs
+ * of it is not there while the policy's is. */
+static double critic_bytes(const struct draft_stage *stage, const struct stage_units *units, int is_twice,
+                           const struct stage_price *price)
+{
+    const struct unit_table *table = units->part;
+    if (!table->critic_gradients)
+        return 0.0;
+    double gradients = stored(SUM(critic_gradients, units), table->critic_gradients, is_twice);
+    double more = -price->copied_share * gradients;
+    if (is_twice)
+        more += table->critic_parameters[1] +
+                (1.0 + price->packed_share - price->copied_share) * table->critic_gradients[1] +
+                price->optimizer_share * (1.0 - stage->offload) * table->critic_optimizer[1];
+    return more;
+}
+
 /* Bytes on the tightest card of a stage. */
 static void price_memory(const struct problem *problem, const struct draft_stage *stage,
                          const struct stage_units *units, int is_twice, struct stage_price *price)
@@ -209,7 +228,8 @@ static void price_memory(const struct problem *problem, const struct draft_stage
     price->reserved = tightest->reserved;
     price->memory = parameters + (1.0 + price->packed_share) * gradients +
                     price->optimizer_share * (1.0 - stage->offload) * optimizer +
-                    price->activations + logits + buffers + price->reserved;
+                    price->activations + logits + buffers + price->reserved +
+                    critic_bytes(stage, units, is_twice, price);
     price->capacity = tightest->limit;
 }
 

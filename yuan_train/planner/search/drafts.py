@@ -8,11 +8,13 @@ so that equal input gives equal plans. `cost_plan` has the last word on what it 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_uint8
 from dataclasses import replace
 
 from yuan_train.config.cluster import Card
+from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, draft_of, make_tables, plan_of
@@ -38,6 +40,7 @@ NUM_GIVEN = 3
 """Of the fastest plans that are known, which the search begins with."""
 NUM_JUDGED, NEAR = 40, 1.004
 """Drafts that are priced once more, as long as their step is within this multiple of the fastest one's."""
+VIRTUAL = 1 << NAMES.index("interleaved_1f1b")
 ANY = 2**64 - 1
 """The set of all counts."""
 
@@ -53,26 +56,39 @@ def search_drafts(
 ) -> list[Candidate]:
     """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
     disks, and what only `cost_plan` prices."""
-    tables = draft_tables(costs, cards, options)
+    steps = list(_steps(draft_space(options, costs.problem), cards, options))
+    fits = len(options.polished_sizes) <= NUM_SIZES
+    tables = make_tables(costs, options.polished_sizes, options.tensor) if steps and fits else None
     if tables is None:
         return []
-    space = draft_space(options, costs.problem)
-    drafts = [draft_of(tables, candidate.plan) for candidate in ranked[: 4 * NUM_GIVEN]]
-    given = [draft for draft in drafts if draft is not None][:NUM_GIVEN]
+    given = _first_drafts(tables, ranked[: 4 * NUM_GIVEN])
+    split = _first_drafts(tables, [one for one in ranked if _can_split(one.plan)])
     most = options.effort * max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET)
     most = min(most, BUDGET_PER_SECOND * limit_seconds)
     found: list[Candidate] = []
-    for seed, (own, share) in enumerate(_narrow_to_wide(space), start=1):
+    for seed, (own, share) in enumerate(steps, start=1):
         if stopped():
             break
         budget = int(most * share)
-        result = tables.evaluator.search(own, given, budget=budget, seed=seed, room=NUM_JUDGED)
+        known = [*given, *split] if own.schedules == VIRTUAL else given
+        result = tables.evaluator.search(own, known, budget=budget, seed=seed, room=NUM_JUDGED)
         given = [*result.drafts[:NUM_GIVEN], *given]
         for step, draft in zip(result.steps, result.drafts, strict=True):
             if step > NEAR * result.steps[0]:
                 break
             found += _judged(tables, costs, draft, options)
     return found
+
+
+def _first_drafts(tables: Tables, ranked: Sequence[Candidate]) -> list[DraftTable]:
+    drafts = (draft_of(tables, candidate.plan) for candidate in ranked)
+    return list(itertools.islice((draft for draft in drafts if draft is not None), NUM_GIVEN))
+
+
+def _can_split(plan: Plan) -> bool:
+    """Whether each worker has layers for two virtual stages; the last one may have its head alone."""
+    rows = [[stage.num_layers for stage in pipeline.stages] for pipeline in plan.pipelines]
+    return all(len(row) > 1 and min(row[:-1]) >= 2 and row[-1] >= 1 for row in rows)
 
 
 def _narrow_to_wide(space: SpaceTable) -> Iterator[tuple[SpaceTable, float]]:
@@ -82,17 +98,26 @@ def _narrow_to_wide(space: SpaceTable) -> Iterator[tuple[SpaceTable, float]]:
     Under one schedule first: under the other one nearly all plans may be faster, and none the fastest. With
     virtual stages apart and for less, because few plans gain by them.
     """
-    plain, virtual = (1 << NAMES.index(name) for name in ("1f1b", "interleaved_1f1b"))
-    others = space.schedules & ~virtual
+    plain, others = 1 << NAMES.index("1f1b"), space.schedules & ~VIRTUAL
     steps = list(dict.fromkeys((others & plain or others, others))) if others else []
     for schedules in steps:
         yield _changed(space, schedules, may_offload=0, may_send=0), 1 / len(steps)
     for schedules in steps if space.may_offload or space.may_send else ():
         own = _changed(space, schedules, may_offload=space.may_offload, may_send=space.may_send)
         yield own, SHARE_OF_HOSTS
-    if space.schedules & virtual:
-        own = _changed(space, virtual, may_offload=space.may_offload, may_send=0)
+    if space.schedules & VIRTUAL:
+        own = _changed(space, VIRTUAL, may_offload=space.may_offload, may_send=0)
         yield own, SHARE_OF_VIRTUAL if steps else 1.0
+
+
+def _steps(space: SpaceTable, cards: Sequence[Card], options: Options) -> Iterator[tuple[SpaceTable, float]]:
+    """As `_narrow_to_wide`; where drafts are not searched, known plans are split in virtual stages alone, on
+    many cards if no other schedule is asked for."""
+    few = len(cards) <= MOST_CARDS
+    if few and options.restructures and not options.offload_disk:
+        yield from _narrow_to_wide(space)
+    elif "interleaved_1f1b" in (options.polished_schedules if few else options.schedules):
+        yield _changed(space, VIRTUAL, may_offload=space.may_offload, may_send=0), 0.0
 
 
 def _changed(space: SpaceTable, schedules: int, *, may_offload: int, may_send: int) -> SpaceTable:
@@ -133,7 +158,7 @@ def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:
         sum(1 << int(sharded) for sharded in options.sharded),
         counts,
         replicas,
-        int(options.offload),
+        int(options.offload and not problem.late_updates),
         int(options.offload_activations and not problem.compile),
         int(options.use_all_devices),
         int(True in options.sharded),

@@ -1,4 +1,4 @@
-"""Plans that are not a cut of one instance: mixed pipelines, and virtual stages."""
+"""Plans that are not a cut of one instance: mixed pipelines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.search.instances import make_instance
@@ -34,11 +34,6 @@ MAX_MIXED_PIPELINES = 16
 """Most mixed pipelines of a plan that are tried."""
 NUM_ROUNDS = 2
 """How often the pipelines are cut for their shares of the batch and the batch is then divided again."""
-CHUNKS = (2, 3)
-"""Virtual stages per worker that are tried."""
-
-
-# --- mixed pipelines -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -230,43 +225,3 @@ def _shares(parts: Sequence[_CutPipeline], total: int) -> list[int]:
         i = min(range(len(parts)), key=lambda i: (parts[i].seconds(shares[i] + 1), i))
         shares[i] += 1
     return shares
-
-
-# --- virtual stages --------------------------------------------------------------------------------------
-
-
-def split_stages(plan: Plan) -> Iterator[Plan]:
-    """The plan on the same cards under interleaved_1f1b, for each number of chunks in CHUNKS: each worker
-    runs its number of layers as several virtual stages. Leaves out what `_split` cannot split."""
-    for chunks in CHUNKS:
-        pipelines = [_split(pipeline, chunks) for pipeline in plan.pipelines]
-        split = [pipeline for pipeline in pipelines if pipeline is not None]
-        if len(split) == len(pipelines):
-            yield replace(plan, schedule="interleaved_1f1b", pipelines=tuple(split), forecast=None)
-
-
-def _split(pipeline: PipelinePlan, chunks: int) -> PipelinePlan | None:
-    """The pipeline with so many virtual stages per worker; None for a single stage, a stage with several
-    replicas, or a virtual stage without layers that is neither the first nor the last."""
-    if len(pipeline.stages) < 2 or any(len(stage.replicas) > 1 for stage in pipeline.stages):
-        return None
-    stages: list[StagePlan] = []
-    first = 0
-    last = len(pipeline.stages) - 1
-    for chunk in range(chunks):
-        for s, stage in enumerate(pipeline.stages):
-            size, rest = divmod(int(stage.num_layers), chunks)
-            count = size + (chunk < rest)
-            ends = (s == 0 and chunk == 0) or (s == last and chunk == chunks - 1)
-            if not count and not ends:
-                return None
-            stages.append(
-                replace(
-                    stage,
-                    layers=(first, first + count),
-                    embedding=s == 0 and chunk == 0,
-                    head=s == last and chunk == chunks - 1,
-                )
-            )
-            first += count
-    return replace(pipeline, stages=tuple(stages))

@@ -29,12 +29,7 @@ from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, keep_to_cards, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.islands import search_islands
-from yuan_train.planner.search.mixed_pipelines import (
-    deal_mixed,
-    first_shape,
-    mix_pipelines,
-    split_stages,
-)
+from yuan_train.planner.search.mixed_pipelines import deal_mixed, first_shape, mix_pipelines
 from yuan_train.planner.search.paged import check_pages, paged_plans
 from yuan_train.planner.search.search_result import (
     LeftOut,
@@ -56,8 +51,6 @@ CLOSING_SECONDS_PER_CARD = 2e-4
 """Of a time limit; costing and checking one plan takes about that."""
 LISTING_SHARE = 1 / 2
 """Of the time, for listing the shapes; what is not listed by then is not searched."""
-NUM_SPLIT = 3
-"""Plans whose stages are also tried as virtual stages."""
 NO_VIRTUAL_STAGES = (
     "no plan fits search.schedule: none of the cuts that fit can be split into virtual stages; each pipeline "
     "must have two stages or more, and each of these two layers or more. Add 1f1b to search.schedule, or "
@@ -219,8 +212,9 @@ def _find_plans(space: _Space) -> _Plans:
     any_fits = bool(ranked)
     hosted = found.candidates[len(without_hosts) :] if apart else ()
     hosted = rank(costs, _valid(hosted, options))
-    ranked = _improved(costs, ranked, hosted, cards, options, stopped)
-    drafts = search_drafts(costs, ranked, cards, options, stopped, limit_seconds=space.limit_seconds)
+    # Under another schedule than the search keys name, to be split in virtual stages.
+    cut, ranked = ranked, _improved(costs, ranked, hosted, cards, options, stopped)
+    drafts = search_drafts(costs, [*ranked, *cut], cards, options, stopped, limit_seconds=space.limit_seconds)
     ranked = rank(costs, [*ranked, *drafts])
     paged = paged_plans(costs, cards, options, limit_seconds=_least_seconds(ranked), stopped=stopped)
     ranked, faster = rank(costs, [*ranked, *paged]), None
@@ -407,15 +401,8 @@ def _more_plans(
     options: Options,
     stopped: Callable[[], bool],
 ) -> list[Candidate]:
-    """Plans that are no cut of a shape: mixed pipelines, and good plans with virtual stages."""
+    """Plans that are no cut of a shape: mixed pipelines, and attention on other cards than feed-forwards."""
     made: list[tuple[Shape | None, Plan]] = []
-    # Making a schedule of virtual stages takes seconds on many cards: there only if it is asked for.
-    few = len(cards) <= MAX_RESTRUCTURED_CARDS
-    if "interleaved_1f1b" in (options.polished_schedules if few else options.schedules):
-        plain = (candidate for candidate in ranked if candidate.plan.schedule == "1f1b")
-        split = ((candidate.shape, list(split_stages(candidate.plan))) for candidate in plain)
-        splittable = itertools.islice((item for item in split if item[1]), NUM_SPLIT)
-        made += [(shape, plan) for shape, plans in splittable for plan in plans]
     if _may_mix(options, cards) and not stopped():
         mixed = mix_pipelines(costs, cards, options, limit_seconds=_least_seconds(ranked))
         made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
