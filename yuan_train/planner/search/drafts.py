@@ -105,6 +105,9 @@ def _narrow_to_wide(space: SpaceTable) -> Iterator[tuple[SpaceTable, float]]:
     for schedules in steps if space.may_offload or space.may_send else ():
         own = _changed(space, schedules, may_offload=space.may_offload, may_send=space.may_send)
         yield own, SHARE_OF_HOSTS
+    if steps and (space.may_offload or space.may_send):
+        # What is good with hosts may be so without them, and that is preferred.
+        yield _changed(space, others, may_offload=0, may_send=0), SHARE_OF_HOSTS / 2
     if space.schedules & VIRTUAL:
         own = _changed(space, VIRTUAL, may_offload=space.may_offload, may_send=0)
         yield own, SHARE_OF_VIRTUAL if steps else 1.0
