@@ -127,7 +127,8 @@ class _Ways:
             sums = np.concatenate([[0.0], np.cumsum(held)])
             # The first unit a with sums[u + 1] - sums[a] + kept[u] <= room; if not even u has room, no stage
             # has it.
-            first: Integers = np.searchsorted(sums, sums[1:] + kept - room)
+            wanted: Floats = sums[1:] + kept - room
+            first: Integers = np.searchsorted(sums, wanted)
             result.append(np.where(first <= np.arange(len(held)), before[first], np.inf))
         return np.array(result)
 

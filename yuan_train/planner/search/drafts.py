@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_uint8
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
@@ -27,18 +27,19 @@ from yuan_train.planner.search.shapes import Options
 
 MOST_CARDS = 56
 """Cards up to which drafts are searched: on more, cuts of shapes are better in the same time."""
-BUDGET_PER_CARD, LEAST_BUDGET = 48_000, 240_000
+BUDGET_PER_CARD, LEAST_BUDGET = 32_000, 240_000
 """Of a search, for each card, and at least: a draft that is priced whole takes 4 of it, one that is longer
 than wanted for certain 1."""
 BUDGET_PER_SECOND = 30_000
 """At most, for each second of `search.time_limit`; 4 of it take 10 to 50 us. A search looks at no clock, so
 that equal input gives equal plans."""
-SHARE_OF_VIRTUAL, SHARE_OF_HOSTS = 1 / 8, 1 / 3
-"""What is spent on plans with virtual stages, and on each step that has hosts, besides the budget of the
-others."""
-NUM_GIVEN = 3
-"""Of the fastest plans that are known, which the search begins with."""
-NUM_JUDGED, NEAR = 40, 1.004
+SHARE_OF_VIRTUAL = 1 / 8
+"""What is spent on plans with virtual stages, besides the budget of the others."""
+NUM_RESTARTS, SHARE_OF_RESTARTS = 3, 0.6
+"""Searches in each part of the space that know nothing of each other, and what they take of the budget."""
+NUM_GIVEN = 6
+"""Of the fastest drafts that are known, which a search begins with."""
+NUM_JUDGED, NEAR = 20, 1.004
 """Drafts that are priced once more, as long as their step is within this multiple of the fastest one's."""
 VIRTUAL = 1 << NAMES.index("interleaved_1f1b")
 ANY = 2**64 - 1
@@ -56,33 +57,40 @@ def search_drafts(
 ) -> list[Candidate]:
     """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
     disks, and what only `cost_plan` prices."""
-    steps = list(_steps(draft_space(options, costs.problem), cards, options))
+    runs = list(_wanted_runs(draft_space(options, costs.problem), cards, options))
     fits = len(options.polished_sizes) <= NUM_SIZES
-    tables = make_tables(costs, options.polished_sizes, options.tensor) if steps and fits else None
+    tables = make_tables(costs, options.polished_sizes, options.tensor) if runs and fits else None
     if tables is None:
         return []
-    given = _first_drafts(tables, ranked[: 4 * NUM_GIVEN])
+    first = _first_drafts(tables, ranked[: 4 * NUM_GIVEN])
     split = _first_drafts(tables, [one for one in ranked if _can_split(one.plan)])
     most = options.effort * max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET)
     most = min(most, BUDGET_PER_SECOND * limit_seconds)
-    found: list[Candidate] = []
-    for seed, (own, share) in enumerate(steps, start=1):
+    on_cards, beside = first, list[_Known]()
+    for seed, run in enumerate(runs, start=1):
         if stopped():
             break
-        budget = int(most * share)
-        known = [*given, *split] if own.schedules == VIRTUAL else given
-        result = tables.evaluator.search(own, known, budget=budget, seed=seed, room=NUM_JUDGED)
-        given = [*result.drafts[:NUM_GIVEN], *given]
-        for step, draft in zip(result.steps, result.drafts, strict=True):
-            if step > NEAR * result.steps[0]:
-                break
-            found += _judged(tables, costs, draft, options)
-    return found
+        given = _fastest([*on_cards, *beside])[:NUM_GIVEN] if run.goes_on else []
+        given += split if run.space.schedules == VIRTUAL else []
+        drafts, budget = [draft for _, draft in given], int(most * run.share)
+        found = tables.evaluator.search(run.space, drafts, budget=budget, seed=seed, room=NUM_JUDGED)
+        known = zip(found.steps, found.drafts, strict=True)
+        if run.space.may_offload or run.space.may_send:
+            beside = _fastest([*known, *beside])
+        else:
+            on_cards = _fastest([*known, *on_cards])
+    # Those that keep to the cards may be preferred to faster ones.
+    near = [one for pool in (on_cards, beside) for one in pool if one[0] <= NEAR * pool[0][0]]
+    return [candidate for _, draft in near for candidate in _judged(tables, costs, draft, options)]
 
 
-def _first_drafts(tables: Tables, ranked: Sequence[Candidate]) -> list[DraftTable]:
-    drafts = (draft_of(tables, candidate.plan) for candidate in ranked)
-    return list(itertools.islice((draft for draft in drafts if draft is not None), NUM_GIVEN))
+_Known = tuple[float, DraftTable]
+"""A draft, and its step in seconds."""
+
+
+def _first_drafts(tables: Tables, ranked: Sequence[Candidate]) -> list[_Known]:
+    drafts = ((known.step_seconds, draft_of(tables, known.plan)) for known in ranked)
+    return list(itertools.islice(((step, draft) for step, draft in drafts if draft is not None), NUM_GIVEN))
 
 
 def _can_split(plan: Plan) -> bool:
@@ -91,36 +99,58 @@ def _can_split(plan: Plan) -> bool:
     return all(len(row) > 1 and min(row[:-1]) >= 2 and row[-1] >= 1 for row in rows)
 
 
-def _narrow_to_wide(space: SpaceTable) -> Iterator[tuple[SpaceTable, float]]:
-    """The space in steps, each searched from what was found in those before, and its share of the budget: a
-    wider one never loses.
+@dataclass(frozen=True)
+class _Run:
+    """One search of the core: what it may change, its share of the budget, and whether it begins with the
+    fastest drafts that are known."""
 
-    Under one schedule first: under the other one nearly all plans may be faster, and none the fastest. With
-    virtual stages apart and for less, because few plans gain by them.
+    space: SpaceTable
+    share: float
+    goes_on: bool
+
+
+def _runs(space: SpaceTable) -> Iterator[_Run]:
+    """Several searches that know nothing of each other, then some that go on from the fastest drafts.
+
+    Single searches end in unlike structures, whose steps differ by some percent: the fastest of several is
+    worth more than one that is longer. Some run under one schedule alone: under another one nearly all plans
+    may be faster, and none the fastest. With virtual stages last and for less, because few plans gain by
+    them. What is good with hosts may be so without them, and that is preferred: so those come after.
     """
     plain, others = 1 << NAMES.index("1f1b"), space.schedules & ~VIRTUAL
     steps = list(dict.fromkeys((others & plain or others, others))) if others else []
-    for schedules in steps:
-        yield _changed(space, schedules, may_offload=0, may_send=0), 1 / len(steps)
-    for schedules in steps if space.may_offload or space.may_send else ():
-        own = _changed(space, schedules, may_offload=space.may_offload, may_send=space.may_send)
-        yield own, SHARE_OF_HOSTS
+    spaces = [_changed(space, schedules, may_offload=0, may_send=0) for schedules in steps]
+    last = spaces[-1:]
     if steps and (space.may_offload or space.may_send):
-        # What is good with hosts may be so without them, and that is preferred.
-        yield _changed(space, others, may_offload=0, may_send=0), SHARE_OF_HOSTS / 2
+        hosts = _changed(space, others, may_offload=space.may_offload, may_send=space.may_send)
+        spaces, last = [*spaces, hosts], [hosts, *last]
+    for own in spaces:
+        for _ in range(NUM_RESTARTS):
+            yield _Run(own, SHARE_OF_RESTARTS / (NUM_RESTARTS * len(spaces)), goes_on=False)
+    for own in last:
+        yield _Run(own, (1 - SHARE_OF_RESTARTS) / len(last), goes_on=True)
     if space.schedules & VIRTUAL:
         own = _changed(space, VIRTUAL, may_offload=space.may_offload, may_send=0)
-        yield own, SHARE_OF_VIRTUAL if steps else 1.0
+        yield _Run(own, SHARE_OF_VIRTUAL if steps else 1.0, goes_on=True)
 
 
-def _steps(space: SpaceTable, cards: Sequence[Card], options: Options) -> Iterator[tuple[SpaceTable, float]]:
-    """As `_narrow_to_wide`; where drafts are not searched, known plans are split in virtual stages alone, on
-    many cards if no other schedule is asked for."""
+def _fastest(found: Sequence[_Known]) -> list[_Known]:
+    """The NUM_JUDGED fastest of drafts and their steps, of several with equal steps one."""
+    kept: list[_Known] = []
+    for step, draft in sorted(found, key=lambda item: item[0]):
+        if not kept or step - kept[-1][0] > 1e-7 * step:
+            kept.append((step, draft))
+    return kept[:NUM_JUDGED]
+
+
+def _wanted_runs(space: SpaceTable, cards: Sequence[Card], options: Options) -> Iterator[_Run]:
+    """As `_runs`; where drafts are not searched, known plans are split in virtual stages alone, on many cards
+    if no other schedule is asked for."""
     few = len(cards) <= MOST_CARDS
     if few and options.restructures and not options.offload_disk:
-        yield from _narrow_to_wide(space)
+        yield from _runs(space)
     elif "interleaved_1f1b" in (options.polished_schedules if few else options.schedules):
-        yield _changed(space, VIRTUAL, may_offload=space.may_offload, may_send=0), 0.0
+        yield _Run(_changed(space, VIRTUAL, may_offload=space.may_offload, may_send=0), 0.0, goes_on=True)
 
 
 def _changed(space: SpaceTable, schedules: int, *, may_offload: int, may_send: int) -> SpaceTable:
