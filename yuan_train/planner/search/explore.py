@@ -106,11 +106,13 @@ def solve_shapes(
     stopped: Callable[[], bool],
     *,
     best_seconds: float = float("inf"),
+    proves: bool = True,
 ) -> Found:
     """Solve every small shape that no bound excludes, the most promising first; sketch the large ones, and
     refine the best sketches. Once `stopped()` is true and one shape was tried, the others are skipped.
-    There is a plan of `best_seconds` already."""
+    There is a plan of `best_seconds` already. Without `proves`, no cut is proven to be the fastest."""
     search = _Search(costs, options, stopped, best_seconds)
+    search.proof_work *= proves
     if len(costs.problem.cluster.cards) <= THOUSANDS:
         search.explore_all(shapes)
     else:

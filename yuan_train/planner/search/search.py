@@ -22,7 +22,7 @@ from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.bounds import Bound, lower_bound
-from yuan_train.planner.search.drafts import search_drafts
+from yuan_train.planner.search.drafts import draft_tables, search_drafts
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, Found, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
@@ -199,16 +199,21 @@ def _list_shapes(
 
 
 def _find_plans(space: _Space) -> _Plans:
-    """Cut the shapes, and improve and change the best plans."""
+    """Cut the shapes, and improve and change the best plans.
+
+    Where drafts are searched and nothing can be proven, cuts are only what that search begins with.
+    """
     costs, cards, options, stopped = space.costs, space.cards, space.options, space.stopped
-    found = solve_shapes(costs, space.shapes, options, stopped)
+    searches = draft_tables(costs, cards, options) is not None and _has_unproven(costs, cards, options)
+    found = solve_shapes(costs, space.shapes, options, stopped, proves=not searches)
     # Few plans are improved on many cards, and those with hosts among them.
     apart = bool(found.candidates) and len(cards) <= MAX_RESTRUCTURED_CARDS
     without_hosts = found.candidates
-    if options.offload:
+    if options.offload and not searches:
         found = solve_with_hosts(costs, space.shapes, options, found, stopped)
     ranked = rank(costs, _valid(without_hosts if apart else found.candidates, options))
-    ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped)])
+    mixes = not searches and _may_mix(options, cards)
+    ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped, mixes=mixes)])
     any_fits = bool(ranked)
     hosted = found.candidates[len(without_hosts) :] if apart else ()
     hosted = rank(costs, _valid(hosted, options))
@@ -400,10 +405,12 @@ def _more_plans(
     cards: Sequence[Card],
     options: Options,
     stopped: Callable[[], bool],
+    *,
+    mixes: bool,
 ) -> list[Candidate]:
     """Plans that are no cut of a shape: mixed pipelines, and attention on other cards than feed-forwards."""
     made: list[tuple[Shape | None, Plan]] = []
-    if _may_mix(options, cards) and not stopped():
+    if mixes and not stopped():
         mixed = mix_pipelines(costs, cards, options, limit_seconds=_least_seconds(ranked))
         made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
     if not stopped():

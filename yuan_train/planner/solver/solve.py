@@ -120,7 +120,7 @@ def solve(
         if bounds:
             pool.add(np.tile(np.array(order), (len(bounds), 1)), np.array(bounds))
     improved = _improve(pool, classes, stopped)
-    exact = _prove(pool, classes, max_work, stopped) and improved
+    exact = max_work > 0 and _prove(pool, classes, max_work, stopped) and improved
     bound = area_bound_seconds(instance)
     cuts = pool.cuts()
     if exact and cuts:
