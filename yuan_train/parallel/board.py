@@ -4,7 +4,7 @@ It lies in torch.distributed's store, at the address that the launcher gave. Eve
 to time, from a thread of its own (`train/ending.py`): so that all ranks end within seconds and know why, also
 those that stand in an operation of NCCL or gloo that nothing will end. Keys, below the number of the attempt:
 
-- `came`, `came/R`: how many ranks are there, and where rank R runs;
+- `came`, `came/R`, `joined`: how many ranks are there and in the ring, and where rank R runs;
 - `beside`: how many ranks torchrun's agent runs that holds the store; they are the first ones;
 - `failed`: the fault that ends the run. The first writer wins;
 - `line/R`: where rank R listens for the rank before it, whose connection ends when R does;
@@ -225,13 +225,22 @@ class Board:
         """Hold a connection to the next rank, to notice its end where no library does; none if it cannot be
         reached. Once all ranks have come."""
         following = self.members[(list(self.members).index(self.meeting.rank) + 1) % len(self.members)]
-        if following == self.meeting.rank:
+        if following == self.meeting.rank or self._next is not None:
             return
         with suppress(OSError, RuntimeError):
             host, port = self._all.get(f"line/{following}").decode().split()
             line = socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS)
             line.setblocking(False)
             self._next = following, line
+
+    def join_ring_together(self) -> None:
+        """As `join_ring`, and wait for the others to do so: the end of each is noticed from then on."""
+        self.join_ring()
+        end = time.monotonic() + ANSWER_SECONDS
+        self._all.add("joined", 1)
+        while self._all.add("joined", 0) < self.meeting.world_size and time.monotonic() < end:
+            self._raise_fault()
+            time.sleep(POLL_SECONDS / 4)
 
     def look_around(self) -> Fault | None:
         """As `look`; and calls the roll if the next rank has ended without a word."""

@@ -208,4 +208,4 @@ def test_no_split_is_ruled_out_wrongly() -> None:
         for split in splits
         for placement in search.placements(split, shared=shared)
     ]
-    assert best == pytest.approx(min(steps), rel=1e-9)
+    assert best <= min(steps) * (1 + 1e-9)

@@ -36,7 +36,7 @@ def memory_of(model, **search):
 def test_a_plan_that_fits_offloads_nothing():
     given = problem(cluster(Fast=(2, card(speed=3.0)), Slow=(2, card(speed=1.0))))
     without, with_hosts = find(given), find(given, offload=("optimizer",))
-    assert with_hosts.best.plan.pipelines == without.best.plan.pipelines
+    assert with_hosts.best.step_seconds == pytest.approx(without.best.step_seconds, rel=1e-9)
     assert with_hosts.exact == without.exact
     assert set(fractions(with_hosts.best.plan)) == {0.0}
 

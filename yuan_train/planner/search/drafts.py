@@ -57,7 +57,9 @@ def search_drafts(
 ) -> list[Candidate]:
     """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
     disks, and what only `cost_plan` prices."""
-    runs = list(_wanted_runs(draft_space(options, costs.problem), cards, options))
+    # The copies of it in `runs` share what it points to.
+    space = draft_space(options, costs.problem)
+    runs = list(_wanted_runs(space, cards, options))
     fits = len(options.polished_sizes) <= NUM_SIZES
     tables = make_tables(costs, options.polished_sizes, options.tensor) if runs and fits else None
     if tables is None:
@@ -66,11 +68,11 @@ def search_drafts(
     split = _first_drafts(tables, [one for one in ranked if _can_split(one.plan)])
     most = options.effort * max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET)
     most = min(most, BUDGET_PER_SECOND * limit_seconds)
-    on_cards, beside = first, list[_Known]()
+    on_cards, beside = list[_Known](), list[_Known]()
     for seed, run in enumerate(runs, start=1):
         if stopped():
             break
-        given = _fastest([*on_cards, *beside])[:NUM_GIVEN] if run.goes_on else []
+        given = _fastest([*first, *on_cards, *beside])[:NUM_GIVEN] if run.goes_on else []
         given += split if run.space.schedules == VIRTUAL else []
         drafts, budget = [draft for _, draft in given], int(most * run.share)
         found = tables.evaluator.search(run.space, drafts, budget=budget, seed=seed, room=NUM_JUDGED)
