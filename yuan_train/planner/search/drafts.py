@@ -27,13 +27,13 @@ from yuan_train.planner.search.shapes import Options
 
 MOST_CARDS = 56
 """Cards up to which drafts are searched: on more, cuts of shapes are better in the same time."""
-BUDGET_PER_CARD, LEAST_BUDGET = 32_000, 240_000
+BUDGET_PER_CARD, LEAST_BUDGET = 32_000, 960_000
 """Of a search, for each card, and at least: a draft that is priced whole takes 4 of it, one that is longer
 than wanted for certain 1."""
 BUDGET_PER_SECOND = 30_000
 """At most, for each second of `search.time_limit`; 4 of it take 10 to 50 us. A search looks at no clock, so
 that equal input gives equal plans."""
-SHARE_OF_VIRTUAL = 1 / 8
+SHARE_OF_VIRTUAL = 1 / 2
 """What is spent on plans with virtual stages, besides the budget of the others."""
 NUM_RESTARTS, SHARE_OF_RESTARTS = 3, 0.6
 """Searches in each part of the space that know nothing of each other, and what they take of the budget."""
