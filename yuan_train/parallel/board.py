@@ -165,9 +165,10 @@ class Board:
             meeting.port,
             meeting.world_size,
             False,
-            timeout=timedelta(seconds=ANSWER_SECONDS),
+            timeout=timedelta(seconds=max(seconds, ANSWER_SECONDS)),
             wait_for_workers=False,
         )
+        client.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         self._all = self._own = dist.PrefixStore(f"board-{meeting.attempt}", client)
         self.members: Sequence[int] = range(meeting.world_size)
         self._place = f"{place} on {socket.gethostname()}" if place else socket.gethostname()

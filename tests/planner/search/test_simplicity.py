@@ -72,7 +72,7 @@ def test_effort_is_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, int] = {}
     for effort in ("quick", "normal", "thorough"):
         budgets.clear()
-        find(given, effort=effort, time_limit=20_000.0)
+        find(given, effort=effort, time_limit=40_000.0)
         found[effort] = sum(budgets)
     assert found["quick"] == pytest.approx(found["normal"] / 3, rel=1e-3)
     assert found["thorough"] == pytest.approx(10 * found["normal"], rel=1e-3)
