@@ -73,8 +73,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--sends",
         choices=("overlapped", "blocking"),
-        help="who waits for a message between stages: nobody, its sender, or sender and receiver; if not "
-        "given, as the cluster's library has it",
+        help="who waits for a message between stages: nobody, or its sender; if not given, "
+        "as the cluster's library has it",
     )
     parser.add_argument(
         "--blocking", action="store_const", const="blocking", dest="sends", help="--sends blocking"

@@ -177,6 +177,14 @@ class SpaceTable(ctypes.Structure):
         ("counts", POINTER(c_uint8)),
     ]
 
+    def changed(self, **fields: int) -> SpaceTable:
+        """A copy with other fields, which keeps what `counts` points to."""
+        other = SpaceTable.from_buffer_copy(self)
+        other.counts = self.counts
+        for name, value in fields.items():
+            setattr(other, name, value)
+        return other
+
 
 class _Wish(ctypes.Structure):
     _fields_ = [

@@ -57,11 +57,8 @@ def search_drafts(
 ) -> list[Candidate]:
     """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
     disks, and what only `cost_plan` prices."""
-    # The copies of it in `runs` share what it points to.
-    space = draft_space(options, costs.problem)
-    runs = list(_wanted_runs(space, cards, options))
-    fits = len(options.polished_sizes) <= NUM_SIZES
-    tables = make_tables(costs, options.polished_sizes, options.tensor) if runs and fits else None
+    runs = list(_wanted_runs(draft_space(options, costs.problem), cards, options))
+    tables = make_tables(costs, options.polished_sizes, options.tensor) if runs else None
     if tables is None:
         return []
     first = _first_drafts(tables, ranked[: 4 * NUM_GIVEN])
@@ -121,10 +118,10 @@ def _runs(space: SpaceTable) -> Iterator[_Run]:
     """
     plain, others = 1 << NAMES.index("1f1b"), space.schedules & ~VIRTUAL
     steps = list(dict.fromkeys((others & plain or others, others))) if others else []
-    spaces = [_changed(space, schedules, may_offload=0, may_send=0) for schedules in steps]
+    spaces = [space.changed(schedules=schedules, may_offload=0, may_send=0) for schedules in steps]
     last = spaces[-1:]
     if steps and (space.may_offload or space.may_send):
-        hosts = _changed(space, others, may_offload=space.may_offload, may_send=space.may_send)
+        hosts = space.changed(schedules=others)
         spaces, last = [*spaces, hosts], [hosts, *last]
     for own in spaces:
         for _ in range(NUM_RESTARTS):
@@ -132,7 +129,7 @@ def _runs(space: SpaceTable) -> Iterator[_Run]:
     for own in last:
         yield _Run(own, (1 - SHARE_OF_RESTARTS) / len(last), goes_on=True)
     if space.schedules & VIRTUAL:
-        own = _changed(space, VIRTUAL, may_offload=space.may_offload, may_send=0)
+        own = space.changed(schedules=VIRTUAL, may_send=0)
         yield _Run(own, SHARE_OF_VIRTUAL if steps else 1.0, goes_on=True)
 
 
@@ -149,16 +146,10 @@ def _wanted_runs(space: SpaceTable, cards: Sequence[Card], options: Options) -> 
     """As `_runs`; where drafts are not searched, known plans are split in virtual stages alone, on many cards
     if no other schedule is asked for."""
     few = len(cards) <= MOST_CARDS
-    if few and options.restructures and not options.offload_disk:
+    if searches_drafts(cards, options):
         yield from _runs(space)
     elif "interleaved_1f1b" in (options.polished_schedules if few else options.schedules):
-        yield _Run(_changed(space, VIRTUAL, may_offload=space.may_offload, may_send=0), 0.0, goes_on=True)
-
-
-def _changed(space: SpaceTable, schedules: int, *, may_offload: int, may_send: int) -> SpaceTable:
-    own = SpaceTable.from_buffer_copy(space)
-    own.schedules, own.may_offload, own.may_send = schedules, may_offload, may_send
-    return own
+        yield _Run(space.changed(schedules=VIRTUAL, may_send=0), 0.0, goes_on=True)
 
 
 def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -> list[Candidate]:
@@ -171,13 +162,10 @@ def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -
     return [Candidate(plan=plan, cost=cost, shape=replace(first_shape(plan, cost), schedule=plan.schedule))]
 
 
-def draft_tables(costs: Costs, cards: Sequence[Card], options: Options) -> Tables | None:
-    """What a search of drafts takes; None where it cannot search what is asked."""
-    if options.offload_disk or not options.restructures or len(cards) > MOST_CARDS:
-        return None
-    if len(options.polished_sizes) > NUM_SIZES:
-        return None
-    return make_tables(costs, options.polished_sizes, options.tensor)
+def searches_drafts(cards: Sequence[Card], options: Options) -> bool:
+    """Whether drafts are searched: on few cards, without disks, of few micro-batch sizes."""
+    few = len(cards) <= MOST_CARDS and len(options.polished_sizes) <= NUM_SIZES
+    return few and options.restructures and not options.offload_disk
 
 
 def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:

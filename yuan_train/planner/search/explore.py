@@ -111,8 +111,7 @@ def solve_shapes(
     """Solve every small shape that no bound excludes, the most promising first; sketch the large ones, and
     refine the best sketches. Once `stopped()` is true and one shape was tried, the others are skipped.
     There is a plan of `best_seconds` already. Without `proves`, no cut is proven to be the fastest."""
-    search = _Search(costs, options, stopped, best_seconds)
-    search.proof_work *= proves
+    search = _Search(costs, options, stopped, best_seconds, proves=proves)
     if len(costs.problem.cluster.cards) <= THOUSANDS:
         search.explore_all(shapes)
     else:
@@ -146,7 +145,13 @@ class _Search:
     """State of one search: what was found so far, and what is left of the budgets."""
 
     def __init__(
-        self, costs: Costs, options: Options, stopped: Callable[[], bool], best_seconds: float
+        self,
+        costs: Costs,
+        options: Options,
+        stopped: Callable[[], bool],
+        best_seconds: float,
+        *,
+        proves: bool,
     ) -> None:
         self.costs, self.options, self.stopped = costs, options, stopped
         self.candidates: list[Candidate] = []
@@ -159,7 +164,7 @@ class _Search:
         self.many = len(costs.problem.cluster.cards) > MANY_CARDS
         self.max_steps = MAX_SMALL_STEPS_OF_FEW if self.few else MAX_SMALL_STEPS
         self.max_solved = SOLVED_STEPS_OF_FEW if self.few else SOLVED_STEPS
-        self.proof_work = PROOF_WORK_OF_FEW if self.few else PROOF_WORK
+        self.proof_work = 0 if not proves else PROOF_WORK_OF_FEW if self.few else PROOF_WORK
 
     def prunes(self, scored: ScoredShape) -> bool:
         """Whether a shape is skipped: it cannot win, is unlikely to (on many cards), or the time is over."""

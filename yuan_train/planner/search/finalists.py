@@ -10,7 +10,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.descent import Budget
-from yuan_train.planner.search.drafts import draft_tables
+from yuan_train.planner.search.drafts import searches_drafts
 from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.half_layers import shift_by_halves
 from yuan_train.planner.search.polish import (
@@ -58,7 +58,7 @@ def improve(
     if not ranked:
         return []
     divided = options.half_layers or any(divides_experts(candidate.plan) for candidate in ranked)
-    if not divided and draft_tables(costs, cards, options) is not None:
+    if not divided and searches_drafts(cards, options):
         return list(ranked)
     ranked = rank(costs, _with_polished(costs, ranked, cards, options, stopped))
     return rank(costs, _with_half_layers(costs, ranked, stopped)) if options.half_layers else ranked

@@ -160,9 +160,7 @@ def _make_island(
     tables = make_tables(make_costs(island), sizes, options.tensor, num_islands=count)
     if tables is None:
         return None
-    wanted = SpaceTable.from_buffer_copy(space)
-    wanted.schedules = 1 << NAMES.index("1f1b")
-    wanted.may_offload = wanted.may_send = 0
+    wanted = space.changed(schedules=1 << NAMES.index("1f1b"), may_offload=0, may_send=0)
     if options.pipelines is not None:
         wanted.pipelines = sum(
             1 << n // count for n in options.pipelines if n % count == 0 and n < 63 * count

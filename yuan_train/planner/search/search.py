@@ -22,7 +22,7 @@ from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.bounds import Bound, lower_bound
-from yuan_train.planner.search.drafts import draft_tables, search_drafts
+from yuan_train.planner.search.drafts import search_drafts, searches_drafts
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
 from yuan_train.planner.search.explore import Candidate, Found, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
@@ -204,7 +204,7 @@ def _find_plans(space: _Space) -> _Plans:
     Where drafts are searched and nothing can be proven, cuts are only what that search begins with.
     """
     costs, cards, options, stopped = space.costs, space.cards, space.options, space.stopped
-    searches = draft_tables(costs, cards, options) is not None and _has_unproven(costs, cards, options)
+    searches = searches_drafts(cards, options) and _has_unproven(costs, cards, options)
     found = solve_shapes(costs, space.shapes, options, stopped, proves=not searches)
     # Few plans are improved on many cards, and those with hosts among them.
     apart = bool(found.candidates) and len(cards) <= MAX_RESTRUCTURED_CARDS
