@@ -192,7 +192,7 @@ def _run_command(
 ) -> None:
     import torch
 
-    from yuan_train.cli.main import main
+    from yuan_train.cli.main import program
 
     torch.set_num_threads(1)
     os.environ.clear()
@@ -207,8 +207,7 @@ def _run_command(
     os.dup2(file, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     with around():
-        code = main(words)
-    sys.exit(code)
+        program(words)
 
 
 def as_rank(rank: int, num_ranks: int, port: int) -> None:

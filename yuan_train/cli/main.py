@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from yuan_train import __version__
-from yuan_train.config.environment import under_launch, under_torchrun
+from yuan_train.config.environment import is_rank_of_several
 from yuan_train.config.errors import INTERRUPTED, YuanError, say
 
 COMMANDS = {
@@ -100,14 +100,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def program() -> NoReturn:
-    """Run this process's command line, and end the process.
+def program(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command line, and end the process.
 
-    A rank that a launcher has started and that has failed leaves without the interpreter's teardown, which
-    joins the threads of gloo and NCCL: they may wait for a rank that is gone. All is said by then.
+    A rank of several that has failed leaves without the interpreter's teardown, which joins the threads of
+    gloo and NCCL: they may wait for a rank that is gone. All is said by then.
     """
-    code = main()
-    if code and (under_torchrun() or under_launch()):
+    code = main(argv)
+    if code and is_rank_of_several():
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()

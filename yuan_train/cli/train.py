@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.launch import check_driver_of_rank
-from yuan_train.config.environment import is_job_here, set_rank_defaults
+from yuan_train.config.environment import is_job_here, is_rank_of_several, set_rank_defaults
 from yuan_train.config.errors import ConfigError, NoDriver, say
 from yuan_train.config.express import INSTALL
 from yuan_train.config.plan_files import load_plan
@@ -82,7 +82,7 @@ def say_without_torch(error: Exception) -> None:
     """Say what this rank has found wrong, once on each machine, before seconds go by in which torch is
     imported to tell it to the others. Raises the error where nobody has to be told: alone, and of a machine
     without the plan's cards if all ranks are here, each of which finds it by itself."""
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    alone = not is_rank_of_several()
     if alone or (isinstance(error, NoDriver) and is_job_here()):
         raise error
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -67,6 +67,11 @@ def set_rank_defaults() -> None:
     os.environ.update(rank_defaults(os.environ, local_ranks=local_ranks, num_cores=count_cores()))
 
 
+def is_rank_of_several() -> bool:
+    """Whether this process is one of several ranks, whatever has started them."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def is_job_here() -> bool:
     """Whether all ranks of the job run on this machine, as the launcher says; a single process does."""
     ranks = os.environ.get("WORLD_SIZE", "1")
