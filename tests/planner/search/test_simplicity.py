@@ -10,6 +10,7 @@ import pytest
 from tests.planner.search.test_offload import pipeline_of
 from tests.planner.search.test_search import MODEL, card, cluster, find, problem
 from yuan_train.config.cluster import Link
+from yuan_train.config.errors import PlanError
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -76,3 +77,22 @@ def test_effort_is_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
         found[effort] = sum(budgets)
     assert found["quick"] == pytest.approx(found["normal"] / 3, rel=1e-3)
     assert found["thorough"] == pytest.approx(10 * found["normal"], rel=1e-3)
+
+
+def test_what_cannot_run_without_a_thing_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations away may need the depths that a simpler plan would leave out."""
+    given = problem(cluster(Card=(2, card())), global_batch_size=16)
+    costs, half = make_costs(given), MODEL.num_layers // 2
+    plain = pipeline_of(given, given.cluster.cards, (0, half, MODEL.num_layers))
+    (pipeline,) = plain.pipelines
+    first, last = pipeline.stages
+    deep = replace(plain, pipelines=(replace(pipeline, stages=(replace(first, in_flight=4), last)),))
+    costed = cost_plan(costs, deep)
+    fastest = Candidate(plan=deep, cost=costed, shape=first_shape(deep, costed))
+
+    def refuse(*_: object) -> None:
+        raise PlanError("resident_parts: 6 is too small")
+
+    monkeypatch.setattr("yuan_train.planner.search.simplicity.cost_plan", refuse)
+    options = read_options(SearchConfig(simplicity=0.05), micro_batch_size=1, model=given.model)
+    assert prefer_simple(costs, [fastest], options) == [fastest]

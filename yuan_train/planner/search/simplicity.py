@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -86,7 +87,10 @@ def _without(costs: Costs, start: Candidate, options: Options, limit: float) -> 
         plan = replace(start.plan, pipelines=pipelines)
         if plan == start.plan or not is_wanted(plan, options):
             continue
-        cost = cost_plan(costs, plan)
+        try:
+            cost = cost_plan(costs, plan)
+        except PlanError:  # such as too few resident parts at the schedule's own depths
+            continue
         if cost.fits and cost.step_seconds <= limit:
             start = replace(start, plan=plan, cost=cost)
             yield start
