@@ -245,7 +245,7 @@ def _fault(error: BaseException) -> tuple[bool | None, str]:
     """(ok, figure) of what a check has raised: another project's package that is missing is no failure."""
     name = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and name not in OURS:
-        return None, f"{name} is not installed: pip install -e '.[test]'"
+        return None, f"{name} is not installed"
     return False, f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
 
 

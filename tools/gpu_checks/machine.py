@@ -229,7 +229,7 @@ def run_pytest(words: list[str], *, seconds: float, **environment: str) -> Verdi
         r"No module named '(hypothesis|pydantic|annotated_types|yaml)", done.stdout + done.stderr
     )
     if missing is not None:
-        return None, f"{missing[1]} is not installed: pip install -e '.[test]'"
+        return None, f"{missing[1]} is not installed"
     last = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()[-1]
     return done.returncode == 0, last.strip("= ")
 
