@@ -62,6 +62,7 @@ setup(
             "pytest",
             "pytest-xdist",
             "hypothesis",
+            "jsonschema",
             "ruff",
             "pyright",
             "highspy",

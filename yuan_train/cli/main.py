@@ -40,6 +40,7 @@ COMMANDS = {
     "import-megatron": "turn a checkpoint of the original Yuan 2.0 code into one of ours",
     "export-megatron": "turn a checkpoint into one of the original Yuan 2.0 code, for any partition",
     "inspect": "show what a file or checkpoint holds, and check that it is complete",
+    "keys": "every key of run, cluster and model files: type, default, meaning; JSON schemas",
     "doctor": "say what this machine, or several, are ready for, and what is missing",
 }
 NOT_IMPLEMENTED = frozenset[str]()

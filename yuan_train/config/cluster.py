@@ -35,7 +35,9 @@ class Link:
     """One direction of a link: a message of n bytes takes latency + n / bandwidth."""
 
     bandwidth: BytesPerSecond
+    """What the link carries in one direction when it is full."""
     latency: Seconds = 0.0
+    """What a message of no bytes takes."""
     stream: BytesPerSecond | None = None
     """What one message gets at most, where it takes several to fill the link; None: all of it."""
 
@@ -57,7 +59,9 @@ class Disk:
     """A node's local disk, which its cards share equally."""
 
     read: BytesPerSecond
+    """What one reader gets of large files."""
     write: BytesPerSecond
+    """What one writer gets of large files."""
     capacity: Bytes | None = None
     """What optimizer state may take of it; None: not checked."""
 
@@ -69,6 +73,7 @@ class CardCount:
     type: str
     """A name in the catalogue or in `device_types`."""
     count: Annotated[int, Gt(0)] = 1
+    """How many cards of this type follow each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +81,9 @@ class NodeGroup:
     """`count` identical nodes."""
 
     name: Annotated[str, MinLen(1)]
+    """Its host's name; of several nodes the first part of their names: `name-0`, `name-1`, ..."""
     count: Annotated[int, Gt(0)] = 1
+    """How many nodes there are of this kind."""
     device: str | None = None
     """Type of the cards: a name in the catalogue or in `device_types`; None where `devices` lists types."""
     devices: Annotated[int, Gt(0)] | Annotated[tuple[CardCount, ...], MinLen(1)] = 1
@@ -129,10 +136,15 @@ class DedicatedLink:
     """A link between two nodes that carries no other traffic; one direction unless `both_ways`."""
 
     from_: str
+    """The name of a node."""
     to: str
+    """The name of another node."""
     bandwidth: BytesPerSecond
+    """What the link carries in one direction."""
     latency: Seconds = 0.0
+    """What a message of no bytes takes."""
     both_ways: bool = False
+    """There is such a link in the other direction too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +174,14 @@ class Cluster:
     """All nodes of a cluster, in the order in which ranks are numbered."""
 
     name: str
+    """What reports call the cluster."""
     nodes: Annotated[tuple[NodeGroup, ...], MinLen(1)]
+    """The machines, alike ones as one group; ranks are numbered in this order."""
     links: tuple[DedicatedLink, ...] = ()
+    """Links between two nodes that carry no other traffic; other messages go over the nodes' `network`."""
     library: Library = field(default_factory=Library)
     device_types: dict[str, DeviceType] = field(default_factory=dict[str, DeviceType])
+    """Cards that the catalogue does not have, by name, or other figures for one that it has."""
 
     def device_type(self, name: str) -> DeviceType:
         """The card type `name`, from `device_types` or the catalogue. Raises KeyError if neither has it."""

@@ -38,9 +38,13 @@ class DeviceType:
     reserved: Annotated[int, Ge(0), Unit("bytes")] = GIB
     """Not available to training: the driver's context, communicators and fragmentation."""
     fp32: Flops
+    """Peak of dense fp32 products."""
     bf16: Flops | None = None
+    """Peak of dense bf16 products; None: the card has no units for them."""
     fp16: Flops | None = None
+    """Peak of dense fp16 products; None: the card has no units for them."""
     memory_bandwidth: BytesPerSecond
+    """Between the card's processors and its own memory."""
     host_link: BytesPerSecond = 16e9
     """Between the card and host memory, per direction."""
     host_memory_bandwidth: BytesPerSecond = 25e9

@@ -51,7 +51,7 @@ class _SchemaViolation(Violation):
 
 
 @functools.cache
-def _adapter(kind: Any) -> Any:
+def adapter(kind: Any) -> Any:
     """The pydantic validator of a dataclass; it refuses unknown keys."""
     from pydantic import TypeAdapter
 
@@ -68,7 +68,7 @@ def _validate(value: Any, kind: type[T]) -> tuple[T | None, list[_SchemaViolatio
     if not isinstance(value, dict):
         return None, [_SchemaViolation((), f"wanted keys and values, got {_show(value)}")]
     try:
-        return _adapter(kind).validate_json(json.dumps(_keywords_safe(value)), strict=True), []
+        return adapter(kind).validate_json(json.dumps(_keywords_safe(value)), strict=True), []
     except ValidationError as error:
         items = [_in_document(item, value) for item in error.errors(include_url=False)]
         items = [item for item in items if not _of_other_form(item)]

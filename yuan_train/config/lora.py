@@ -27,6 +27,7 @@ class LoraConfig:
     """Which matrices of each layer have adapters, and of what rank."""
 
     rank: Annotated[int, Gt(0)]
+    """Rows of A and columns of B in each adapter."""
     alpha: Annotated[float, Gt(0), Lt(math.inf)] | None = None
     """Adapters are scaled by alpha / rank; None: the rank, as in the paper."""
     targets: tuple[str, ...] = ()

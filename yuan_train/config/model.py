@@ -48,6 +48,7 @@ class RopeScaling:
     """Scaling of the rotary frequencies for longer sequences, with the keys of published configs."""
 
     rope_type: RopeType
+    """Which formula stretches the frequencies."""
     factor: Annotated[float, Ge(1), Lt(1e6)]
     """New length / original length."""
     original_max_position_embeddings: Length = 0
@@ -69,9 +70,13 @@ class ModelConfig:
     """Sizes of a decoder-only transformer. Which fields it may set, `architecture` says."""
 
     name: str
+    """What reports and exported files call the model."""
     num_layers: Count
+    """Transformer layers, each of attention and feed-forward."""
     hidden_size: Count
+    """Width of the residual stream."""
     num_attention_heads: Count
+    """Heads of queries."""
     ffn_hidden_size: Count
     """Width of the SwiGLU feed-forward; Yuan 2.0 uses 4 * hidden_size."""
     vocab_size: Count
@@ -89,7 +94,9 @@ class ModelConfig:
     query_key_norm: bool = False
     """An RMSNorm over each head of queries and keys, before the rotary embedding."""
     rope_base: Positive = 10000.0
+    """Base of the rotary frequencies: dimension pair i of d turns by base^(-2i/d) a position."""
     rope_scaling: RopeScaling | None = None
+    """For sequences longer than the model was made for; None: as it was made."""
     rotary_dim: Size = 0
     """The first dims of each head that are rotated; 0: all of head_dim."""
     rotary_form: RotaryForm = "exact"
@@ -98,6 +105,7 @@ class ModelConfig:
     num_experts: Size = 0
     """Feed-forwards of a layer, of which a router chooses for each token; 0: one, for all tokens."""
     experts_per_token: Size = 0
+    """Experts that the router chooses for each token; wanted with num_experts."""
     expert_ffn_hidden_size: Size = 0
     """Width of an expert; 0 means ffn_hidden_size."""
     router: RouterKind | None = None
@@ -112,13 +120,16 @@ class ModelConfig:
     balance_rate: Annotated[float, Ge(0), Lt(1)] = 0.0
     """How far a bias moves in a step (DeepSeek-V3: 0.001), or the coefficient of the loss (0.0001)."""
     norm_epsilon: Positive = 1e-6
+    """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = True
     """The output head shares the embedding matrix."""
     output: OutputKind = "vocabulary"
     """What the head computes of a token: the logits of the next one (`vocabulary`), or one number (`value`),
     as a reward model does. Nothing is tied then."""
     init_std: Positive = 0.02
+    """Standard deviation of the weights that training begins with."""
     max_sequence_length: Annotated[Length, Gt(0)] = 4096
+    """The most tokens of a sequence that the model is made for."""
     hidden_dropout: Rate = 0.0
     """Fraction of elements dropped after attention and after the feed-forward, before the residual."""
     attention_dropout: Rate = 0.0

@@ -28,6 +28,7 @@ class ObjectiveConfig:
     """The loss of a run; see `docs/rl.md`. `language_model` reads `data.train`, the others `data.pairs`."""
 
     kind: ObjectiveKind = "language_model"
+    """Next token, direct preference optimisation, or a reward model's ranking of pairs."""
     beta: Annotated[float, Gt(0)] | None = None
     """Of `dpo`: how much a preference weighs against the distance from the reference; None: 0.1."""
     smoothing: Annotated[float, Ge(0), Lt(0.5)] | None = None

@@ -38,8 +38,11 @@ class RankPlan:
     """One process on one card."""
 
     rank: Index
+    """Its number, from 0."""
     device: str
+    """The card: NODE/NUMBER."""
     type: str
+    """The card's type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,11 @@ class StagePlan:
     layers: tuple[LayerBorder, LayerBorder]
     """Half-open. A border may lie in the middle of a layer, between attention and feed-forward: [3.5, 7]."""
     embedding: bool = False
+    """The stage holds the embedding; it is a pipeline's first."""
     head: bool = False
+    """The stage holds the last norm, the head and the loss; it is a pipeline's last."""
     recompute: Recompute = "none"
+    """What of the layers is computed again in the backward in place of being kept."""
     recompute_layers: Count | None = None
     """How many layers, counted from the first, are recomputed; None: all, unless `recompute` is none. Half a
     layer counts as one."""
@@ -129,8 +135,11 @@ class PipelinePlan:
     """One data-parallel share of the batch, and the stages that process it."""
 
     micro_batch_size: Count
+    """Sequences of a micro-batch."""
     num_micro_batches: Count
+    """Micro-batches of a step."""
     stages: Annotated[tuple[StagePlan, ...], MinLen(1)]
+    """From the first layers to the last."""
     page_group: Count = 1
     """With parameter_offload: how many micro-batches pass a stage together, layer by layer, so that a page is
     fetched once for all of them."""
@@ -167,12 +176,19 @@ class MemoryForecast:
     """Forecast bytes on each card of a stage, by category."""
 
     parameters: float
+    """Weights in the precision of the run."""
     gradients: float
+    """In fp32."""
     optimizer: float
+    """Both means and fp32 master weights, as far as they are on the card."""
     activations: float
+    """What micro-batches in flight keep for their backward."""
     logits: float
+    """Of the head and its loss."""
     buffers: float
+    """Messages, reductions and the work space of one layer."""
     reserved: float
+    """What the driver and the libraries take before training."""
     critic: float | None = None
     """Parameters, gradients and optimizer state of a critic that is trained beside the model; None: there is
     none."""
@@ -199,12 +215,17 @@ class StageForecast:
     """Forecast of a stage: seconds of one micro-batch, and peak bytes on each of its cards."""
 
     pipeline: Index
+    """Its number, from 0."""
     stage: Index
+    """Its number in the pipeline, from 0."""
     forward_seconds: float
+    """Of one micro-batch."""
     backward_seconds: float
+    """Of one micro-batch, recompute included."""
     weight_seconds: float | None = None
     """The part of the backward that computes weight gradients, under a schedule that splits it."""
     peak_memory_bytes: float
+    """The sum of `memory`."""
     memory: MemoryForecast
     host_memory_bytes: float = 0.0
     """On the host, for each card."""
@@ -219,11 +240,17 @@ class Forecast:
     """Forecast of a step."""
 
     step_seconds: float
+    """Of an optimizer step."""
     tokens_per_second: float
+    """Of all cards together."""
     bubble_fraction: float
+    """Share of the step in which cards wait, on average."""
     lower_bound_seconds: float
+    """No searched plan takes less."""
     source: Literal["measured", "estimated"]
+    """Whether the times come from a profile or from the catalogue of cards."""
     stages: tuple[StageForecast, ...] = ()
+    """By pipeline and stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,17 +258,27 @@ class Plan:
     """An uneven partition of a model over heterogeneous cards."""
 
     version: int = 1
+    """Of the format."""
     cluster: str = ""
+    """The name of the cluster that it was made for."""
     model: ModelConfig
+    """The model that it cuts."""
     sequence_length: Count
+    """Tokens of a sequence."""
     global_batch_size: Count
+    """Sequences of an optimizer step, over all pipelines."""
     schedule: ScheduleName = "1f1b"
+    """The order of forwards and backwards in every pipeline."""
     optimizer_sharding: bool = False
+    """The owners of the same layers divide their optimizer state (ZeRO-1)."""
     ranks: Annotated[tuple[RankPlan, ...], MinLen(1)]
+    """The processes, by number."""
     pipelines: Annotated[tuple[PipelinePlan, ...], MinLen(1)]
+    """Each a share of the batch and the stages that compute it."""
     device_types: dict[str, DeviceType] = field(default_factory=dict[str, DeviceType])
     """Types of cards that the plan describes itself; the others are in the catalogue."""
     forecast: Forecast | None = None
+    """What the planner expects of a step; None in a plan written by hand."""
 
     @property
     def world_size(self) -> int:

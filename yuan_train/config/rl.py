@@ -67,6 +67,7 @@ class PromptSource:
     file: str
     """A .jsonl file: {"prompt": "..." or messages, or "prompt_ids": [...], "answer": anything}."""
     weight: Annotated[float, Gt(0)] = 1.0
+    """Share of the prompts, relative to the other files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ class RLData:
     """Prompts, and how they become tokens."""
 
     prompts: Annotated[tuple[PromptSource, ...], MinLen(1)]
+    """Files of prompts; they are drawn by weight."""
     evaluation: str | None = None
     """A .jsonl file of prompts that are measured and not trained."""
     tokenizer: str | None = None
@@ -89,6 +91,7 @@ class GenerationConfig:
     """How answers are drawn."""
 
     max_new_tokens: Count
+    """The most tokens of an answer."""
     temperature: Annotated[float, Gt(0)] = 1.0
     """Of the draw, and of the log-probabilities that are trained."""
     stop_ids: tuple[Annotated[int, Ge(0)], ...] = ()
@@ -109,10 +112,13 @@ class RewardFunction:
     """A score of an answer: built in (`name`), or of a Python file (`python: "file.py:function"`)."""
 
     name: RewardName | None = None
+    """One of those built in; or give `python`."""
     python: str | None = None
+    """`file.py:function`, whose parameters say what it is given; see docs/rl.md."""
     pattern: str | None = None
     """Of `regex`, whose first group is compared with the answer; and of `format`, which a text matches."""
     weight: float = 1.0
+    """Of the score, in the reward."""
 
     @property
     def label(self) -> str:
@@ -125,7 +131,9 @@ class RewardModelConfig:
     """A trained reward model, whose score is added."""
 
     checkpoint: str
+    """Of a run with `objective: {kind: reward}`."""
     weight: float = 1.0
+    """Of the score, in the reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +141,9 @@ class OverlongConfig:
     """A penalty of long answers, linear within the last `buffer` tokens (arXiv 2503.14476, eq. 13)."""
 
     buffer: Annotated[int, Ge(0)] = 0
+    """The last tokens before max_new_tokens in which the penalty rises; 0: no penalty."""
     penalty: NotNegative = 1.0
+    """What an answer of max_new_tokens loses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +151,9 @@ class RewardConfig:
     """Rewards: the weighted sum of functions, and what is done to it."""
 
     functions: tuple[RewardFunction, ...] = (RewardFunction(name="exact"),)
+    """Functions of an answer; the reward is their weighted sum."""
     model: RewardModelConfig | None = None
+    """A reward model whose score is added; None: none."""
     workers: Count = 2
     """Processes that score."""
     timeout: Annotated[float, Gt(0), Unit("seconds")] = 10.0
@@ -170,8 +182,11 @@ class KLConfig:
     """What keeps the policy near its reference, the weights at step 0."""
 
     coefficient: NotNegative = 0.0
+    """Weight of the divergence; 0: no reference is kept."""
     estimator: EstimatorKind = "k3"
+    """How the divergence is estimated from the tokens drawn (Schulman 2020)."""
     where: Literal["loss", "reward"] = "loss"
+    """Whether it is a part of the loss, or is subtracted from the reward of each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,16 +194,20 @@ class AlgorithmConfig:
     """Advantages and loss; `name` sets `advantage`, `scale` and `normalise` where they are not given."""
 
     name: AlgorithmName = "grpo"
+    """Sets advantage, scale and normalise as published under this name."""
     advantage: AdvantageKind | None = None
     """`group` and `mean`: less the group's mean; they differ in the scale that goes with them."""
     scale: Scale | None = None
     """Divided by the group's standard deviation, whitened over the batch's tokens, or neither."""
     normalise: NormaliseKind | None = None
+    """What a batch's loss is the mean over: answers, tokens, or answers by max_new_tokens."""
     kl: KLConfig = field(default_factory=KLConfig)
     group: Count = 8
     """Answers to each prompt."""
     clip: tuple[NotNegative, NotNegative] = (0.2, 0.2)
+    """How far the ratio of new to old probability may go below and above 1 and still gain."""
     dual_clip: Annotated[float, Gt(1)] | None = None
+    """The most that the ratio counts where the advantage is negative; None: no limit."""
     correction: Correction = "auto"
     """For answers that older weights drew; auto: none in sync mode, aipo in async."""
     rho: Annotated[float, Gt(0)] = 4.0
@@ -245,6 +264,7 @@ class RLTrainConfig(TrainConfig):
 
     global_batch_size: int = field(init=False, default=0)
     prompts_per_step: Count
+    """Prompts of a batch, each with algorithm.group answers."""
     pack: bool = True
     """Several answers share a row, each with its prompt; else each has a row of its own."""
 
@@ -268,7 +288,9 @@ class GenerationSearch:
     """Widths and slots of engines that the search may choose; None: any."""
 
     tensor: Counts | None = None
+    """Tensor-parallel widths of an engine."""
     slots: Counts | None = None
+    """Answers that an engine writes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,12 +298,15 @@ class RLSearchConfig:
     """Constraints on the search for a plan."""
 
     modes: Annotated[tuple[Mode, ...], MinLen(1)] = ("sync", "async")
+    """Whether plans may take turns (sync), run roles at once (async), or both."""
     placement: Annotated[tuple[Placement, ...], MinLen(1)] = ("shared", "apart")
+    """Whether generation may share the policy's cards, have its own, or both."""
     policy: SearchConfig = field(default_factory=SearchConfig)
     generation: GenerationSearch = field(default_factory=GenerationSearch)
     expected_new_tokens: Count | None = None
     """Mean length of an answer; None: max_new_tokens."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0
+    """Ends the search; the best plan so far is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +314,7 @@ class RLConfig:
     """One run of reinforcement learning, including its model."""
 
     model: ModelConfig
+    """What is trained; beside start.checkpoint it may be left out, and is that checkpoint's."""
     start: StartConfig = field(default_factory=StartConfig)
     lora: LoraConfig | None = None
     """Train adapters alone; None: the model's, if it has some, else all parameters."""
@@ -299,6 +325,7 @@ class RLConfig:
     critic: CriticConfig | None = None
     """Of an algorithm with advantage gae, which has one with the defaults; of no other."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Whether answers are drawn and trained in turn, or at once."""
     train: RLTrainConfig
     evaluation: RLEvaluationConfig = field(default_factory=RLEvaluationConfig)
     optimizer: OptimizerConfig

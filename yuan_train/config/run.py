@@ -49,7 +49,9 @@ class Source:
     """One corpus: `prefix.bin` and `prefix.idx`, and its share of the samples, relative to other corpora."""
 
     prefix: str
+    """Path of the token files without `.bin` and `.idx`."""
     weight: Annotated[float, Gt(0)] = 1.0
+    """Share of the samples, relative to the other corpora."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class DataConfig:
     """Corpora, and the treatment of documents that end inside a sample."""
 
     train: tuple[Source, ...] = ()
+    """Corpora to train on; a sample is drawn from one of them by weight."""
     pairs: str | None = None
     """A .jsonl file of preference pairs, for objectives that read them instead of `train`; see docs/rl.md."""
     validation: tuple[Source, ...] = ()
@@ -67,6 +70,7 @@ class DataConfig:
     """Directory with tokenizer.model; required for resets, fill-in-the-middle and masks, for its special
     tokens."""
     sequence_length: Count
+    """Tokens of a sample."""
     reset_position_ids: bool = True
     """Rotary positions restart at each document, as in the published runs."""
     reset_attention: bool = False
@@ -104,6 +108,7 @@ class LossScaleConfig:
     """
 
     initial: Annotated[float, Ge(1)] = 65536.0
+    """The scale of the first step, a power of two."""
     growth_interval: Annotated[int, Ge(0)] = 1000
     """Consecutive steps without overflow after which the scale doubles; 0: it never grows."""
     minimum: Annotated[float, Ge(1)] = 1.0
@@ -118,6 +123,7 @@ class TraceConfig:
     first_step: Count = 10
     """The first traced step; the steps before it fill caches and buffers."""
     steps: Count = 2
+    """How many steps are traced."""
     kernels: bool = False
     """Adds what torch.profiler records: operators, and on a card its kernels and copies. It slows the traced
     steps, and the files grow by megabytes."""
@@ -133,10 +139,13 @@ class TrainConfig:
     """Steps, batch sizes, seed, precision and device."""
 
     steps: Count
+    """Optimizer steps of the whole run."""
     global_batch_size: Count
     """Sequences per optimizer step."""
     micro_batch_size: Count = 1
+    """Sequences that one process computes at once without a plan; the least of a search for one."""
     seed: Annotated[int, Ge(0)] = 1234
+    """Of initial weights, the order of the data and dropout."""
     precision: Precision = "bf16"
     """Of weights and activations; under bf16 and fp16 the optimizer keeps fp32 master weights."""
     loss_scale: LossScaleConfig | None = None
@@ -169,15 +178,23 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
     learning_rate: Annotated[float, Gt(0)]
+    """The highest, reached after the warm-up."""
     minimum_learning_rate: Annotated[float, Ge(0)] = 0.0
+    """What the schedule ends at."""
     warmup_steps: Annotated[int, Ge(0)] = 0
+    """Steps in which the learning rate rises from 0 in a straight line."""
     decay_steps: Count | None = None
     """Step at which the learning rate reaches its minimum; None: the last step of the run."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """The form of the way down from the highest learning rate."""
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """How much of the mean of the gradients is kept in a step."""
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """How much of the mean of their squares is kept in a step."""
     epsilon: Annotated[float, Gt(0)] = 1e-8
+    """Added to the root of the mean of squares."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Pulls matrices to 0 by learning rate times this in a step; norms and biases have none."""
     clip_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0 disables clipping."""
     reduce_dtype: ReduceDtype = "fp32"
@@ -247,7 +264,9 @@ class SearchConfig:
     replicas: Counts | None = None
     """Replicas per stage; None: 1, and on few cards without a profile also 2."""
     optimizer_sharding: tuple[bool, ...] | None = None
+    """Whether the owners of the same layers divide their optimizer state (ZeRO-1)."""
     recompute: Annotated[tuple[Recompute, ...], MinLen(1)] | None = None
+    """What is computed again in the backward in place of being kept."""
     schedule: Annotated[tuple[ScheduleName, ...], MinLen(1)] | None = None
     """None: 1f1b, and where that gains zero_bubble and interleaved_1f1b."""
     device_order: Literal["fixed", "free"] = "free"
@@ -312,6 +331,7 @@ class RunConfig:
     """One training run, including its model."""
 
     model: ModelConfig
+    """What is trained; beside start.checkpoint it may be left out, and is that checkpoint's."""
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig

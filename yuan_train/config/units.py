@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from yuan_train.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
     from pydantic_core import CoreSchema
 
 Kind = Literal["bytes", "bytes/s", "seconds", "FLOP/s"]
@@ -104,3 +104,12 @@ class Unit:
             return round(value) if self.kind == "bytes" else value
 
         return core_schema.no_info_before_validator_function(read, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """A text, not a number, as it stands in files; called by pydantic only."""
+        units = "|".join(FACTORS[self.kind])
+        number = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
+        pattern = rf"^\s*{number}\s*({units})\s*$"
+        return {"type": "string", "pattern": pattern, "examples": _EXAMPLES[self.kind].split(" or ")}
