@@ -56,6 +56,9 @@ setup(
     ],
     extras_require={
         "report": ["tensorboard"],
+        "wandb": ["wandb"],
+        "mlflow": ["mlflow"],
+        "trackio": ["trackio"],
         "megatron": ["megatron-core>=0.16,<0.17"],
         "parquet": ["pyarrow"],
         "test": [

@@ -18,7 +18,11 @@ from yuan_train.config.lora import LoraConfig, lora_run_violations
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
 from yuan_train.config.renamed import Renamed
-from yuan_train.config.run_constraints import compile_constraints, tier_constraints, trace_constraints
+from yuan_train.config.run_constraints import (
+    compile_constraints,
+    log_constraints,
+    tier_constraints,
+)
 from yuan_train.config.run_files import is_rl_document, with_overrides
 from yuan_train.config.search_objective import SearchObjective, deadline_constraints
 from yuan_train.config.sends import Sends
@@ -35,13 +39,14 @@ TIERS: tuple[Tier, ...] = ("optimizer", "activations")
 """What the search may put there without `search.offload`."""
 ReduceDtype = Literal["fp32", "bf16"]
 Engine = Literal["yuan", "megatron"]
-Effort = Literal["quick", "normal", "thorough"]
 """Who trains: our own engine, or megatron-core."""
+Effort = Literal["quick", "normal", "thorough"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 BUCKET_SIZE = 40_000_000
+"""Megatron-LM's default (`DistributedDataParallelConfig.bucket_size`: at least 40M parameters)."""
 LONGEST_DEFAULT_SEQUENCE = 8192
 """Tokens of a sequence where no run says, at most: few cards hold what recent models were made for."""
-"""Megatron-LM's default (`DistributedDataParallelConfig.bucket_size`: at least 40M parameters)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +248,16 @@ class LogConfig:
 
     directory: str | None = None
     """For metrics.jsonl, config.yaml (resolved), plan.yaml (another plan that is there stays, and this one is
-    plan.step-N.yaml) and TensorBoard events; None: no files."""
+    plan.step-N.yaml) and the files of `to`; None: no files."""
     every: Count = 1
     """Steps between two progress lines on stderr, and between two lines of metrics.jsonl that have
     measurements of every rank (peak_memory_bytes, stage_seconds)."""
+    to: tuple[TrackerName, ...] | None = None
+    """Where figures are sent besides; each is an optional package. None: tensorboard, if it is installed."""
+    project: Annotated[str, MinLen(1)] = "yuan_train"
+    """What wandb and trackio call the project, and mlflow the experiment."""
+    name: str | None = None
+    """What they call the run; None: the last folder of `directory`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +402,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
         )
     yield from _loss_scale_constraints(train)
     yield from objective_constraints(run)
-    yield from trace_constraints(run)
+    yield from log_constraints(run)
     yield from deadline_constraints(run.search.objective, run.search.deadline)
     yield from tier_constraints(run)
     yield from lora_run_violations(run)

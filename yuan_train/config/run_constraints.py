@@ -1,4 +1,4 @@
-"""Constraints between `train.trace`, `train.compile`, `optimizer.update` and the rest of a run."""
+"""Constraints between `log`, `train.trace`, `train.compile`, `optimizer.update` and the rest of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ if TYPE_CHECKING:
     from yuan_train.config.run import RunConfig
 
 
-def trace_constraints(run: RunConfig) -> Iterator[Violation]:
-    """Yield what is wrong with the steps to be traced."""
+def log_constraints(run: RunConfig) -> Iterator[Violation]:
+    """Yield what is wrong with where figures go, and with the steps to be traced."""
+    if run.log.to and run.log.directory is None:
+        yield Violation(
+            ("log", "to"),
+            f"{', '.join(run.log.to)} write into log.directory, or keep there which of their runs this is; "
+            "give one",
+        )
     trace = run.train.trace
     if trace is None:
         return

@@ -17,6 +17,7 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Answers
 from yuan_train.rl.reward_model import find_reward_model
 from yuan_train.train.job import Job, Position, check_position, check_same_model, find_checkpoints
+from yuan_train.train.trackers import check_trackers
 
 MOST_SLOTS = 128
 """Slots of an engine, unless the run says how many."""
@@ -113,6 +114,8 @@ def prepare_rl(
     policy = policy_run(run, sequence_length=plan.sequence_length if plan is not None else None)
     plan = plan or single_card_plan(policy)
     check_plan_of_run(plan, policy)
+    if position.rank == 0:
+        check_trackers(run.log)
     device, tokenizer = check_position(policy, plan, position)
     files = [read_file(source.file, run, tokenizer) for source in run.data.prompts]
     prompts = Prompts(files, [source.weight for source in run.data.prompts], seed=run.train.seed)

@@ -15,6 +15,17 @@ from yuan_train.rl.experience import Group
 from yuan_train.train.metrics import StepMetrics, close_quietly, open_after, write_lines
 
 SAMPLES_PER_STEP = 4
+CURVES = (
+    "reward",
+    "reward_std",
+    "entropy_estimate",
+    "kl",
+    "truncated",
+    "clipped",
+    "generation_seconds",
+    "training_seconds",
+    "samples_per_second",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +96,13 @@ class RLMetrics(StepMetrics):
         return tuple(shown)
 
     @property
-    def curves(self) -> tuple[str, ...]:
-        """The fields that TensorBoard draws."""
-        return (*super().curves, "reward", "reward_std", "entropy_estimate", "kl", "truncated", "clipped")
+    def figures(self) -> dict[str, float]:
+        """What trackers draw, by name."""
+        found = super().figures | {name: getattr(self, name) for name in CURVES}
+        found |= {f"reward/{name}": value for name, value in self.rewards.items()}
+        found |= {f"answer_tokens/{name}": value for name, value in self.answer_tokens.items()}
+        found |= {f"evaluation/{name}": value for name, value in (self.evaluation or {}).items()}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class SampleLog:

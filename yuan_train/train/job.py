@@ -27,6 +27,7 @@ from yuan_train.parallel.device import CPU, CardFacts, Device, visible_cards
 from yuan_train.train.cards import check_card, check_processor, choose_card, why_no_card
 from yuan_train.train.compiler import check_compiler
 from yuan_train.train.placement import run_beside
+from yuan_train.train.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     """
     plan = plan or single_card_plan(run)
     check_plan_of_run(plan, run)
+    if position.rank == 0:
+        check_trackers(run.log)
     run = wait_for_steps(run, plan)
     device, tokenizer = check_position(run, plan, position)
     train, validation = open_data(run, tokenizer)

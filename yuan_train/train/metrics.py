@@ -1,4 +1,4 @@
-"""The metrics of a run: a progress line, a line of metrics.jsonl per step, TensorBoard if installed."""
+"""The metrics of a run: a progress line, a line of metrics.jsonl per step, and figures for trackers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from yuan_train.config.devices import GIB
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.plan import Plan
-from yuan_train.config.run import RunConfig
+from yuan_train.config.run import RunConfig, TrackerName
+from yuan_train.train.trackers import Tracker, close_trackers, open_trackers, write_trackers
 
 VERSION = 1
+MAX_RANKS = 64
+"""Ranks of which trackers get each one's figures; of more the largest alone."""
 CURVES = (
     "loss",
     "lr",
@@ -70,23 +74,33 @@ class StepMetrics:
         return () if self.accuracy is None else (f"accuracy {self.accuracy:.2f}",)
 
     @property
-    def curves(self) -> tuple[str, ...]:
-        """The fields that TensorBoard draws, where they are not None."""
-        return CURVES
+    def figures(self) -> dict[str, float]:
+        """What trackers draw, by name; what was not measured is left out. Of ranks: GiB, and seconds."""
+        found = {name: getattr(self, name) for name in CURVES}
+        found |= {"step_seconds": self.step_seconds, "forecast_step_seconds": self.forecast_step_seconds}
+        for name, of_ranks, scale in (
+            ("peak_memory_gib", self.peak_memory_bytes, 1 / GIB),
+            ("stage_seconds", self.stage_seconds, 1.0),
+        ):
+            if of_ranks:
+                found[f"{name}/most"] = max(of_ranks) * scale
+                each = of_ranks if len(of_ranks) <= MAX_RANKS else ()
+                found |= {f"{name}/rank_{rank}": value * scale for rank, value in enumerate(each)}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class Log:
-    """Writes metrics.jsonl, TensorBoard events and progress lines; on rank 0 only."""
+    """Writes metrics.jsonl and progress lines, and sends figures to trackers; on rank 0 only."""
 
     def __init__(self, run: RunConfig, *, first_step: int, stream: TextIO | None = None) -> None:
         """Lines go to `stream` (None: stderr); metrics of `first_step` and later steps are replaced.
 
-        Raises ConfigError if the log directory cannot be written.
+        Raises ConfigError if the log directory cannot be written, or a tracker of `log.to` does not open.
         """
         self._run = run
         self._stream = stream or sys.stderr
         self._file: TextIO | None = None
-        self._events: Any = None
+        self._trackers: dict[TrackerName, Tracker] = {}
         if run.log.directory is not None:
             directory = Path(run.log.directory)
             try:
@@ -94,7 +108,11 @@ class Log:
                 self._file = open_after(directory / "metrics.jsonl", first_step)
             except OSError as error:
                 raise ConfigError(f"log.directory: {directory} cannot be written: {error}") from None
-            self._events = _event_writer(directory)
+        try:
+            self._trackers = open_trackers(run, resumed=first_step > 1)
+        except ConfigError:
+            self.close()
+            raise
 
     def write(self, metrics: StepMetrics) -> None:
         """Write the metrics of one step, and a progress line if it `is_logged`.
@@ -112,11 +130,8 @@ class Log:
             if metrics.stage_seconds is None:
                 del line["peak_memory_bytes"], line["stage_seconds"]
             write_lines(self._file, [json.dumps(line) + "\n"])
-        if self._events is not None:
-            for name in metrics.curves:
-                value = getattr(metrics, name)
-                if value is not None:
-                    self._events.add_scalar(name, value, metrics.step)
+        for note in write_trackers(self._trackers, metrics.step, metrics.figures):
+            self.say(note)
         if is_logged(metrics.step, self._run):
             self.say(progress_line(metrics, total_steps=self._run.train.steps))
 
@@ -125,11 +140,10 @@ class Log:
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files and the trackers."""
         if self._file is not None:
             close_quietly(self._file)
-        if self._events is not None:
-            self._events.close()
+        close_trackers(self._trackers)
 
 
 def is_logged(step: int, run: RunConfig) -> bool:
@@ -208,15 +222,6 @@ def close_quietly(file: TextIO) -> None:
     """Close a file; one that was full has been reported, and has nothing more to say."""
     with contextlib.suppress(OSError):
         file.close()
-
-
-def _event_writer(directory: Path) -> Any:
-    """A TensorBoard writer, or None if TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(directory / "tensorboard"))
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
