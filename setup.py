@@ -38,7 +38,7 @@ setup(
     package_dir={"yuan_kernels": "kernels"},
     packages=["yuan_kernels", *find_packages(include=["yuan_train", "yuan_train.*"])],
     # Model code for the models that export-hf writes: data here, run by transformers there.
-    package_data={"yuan_train": ["hf_export/*.py", "planner/native/*.[ch]"]},
+    package_data={"yuan_train": ["hf_export/*.py", "planner/native/*.[ch]", "serve/*.html"]},
     # What it is made of is library.py's to say; its name makes a wheel one of a platform.
     ext_modules=[Extension("yuan_train.planner.native.core", sources=[])],
     cmdclass={"build_ext": BuildCore},
@@ -61,6 +61,7 @@ setup(
         "trackio": ["trackio"],
         "megatron": ["megatron-core>=0.16,<0.17"],
         "parquet": ["pyarrow"],
+        "serve": ["fastapi", "uvicorn"],
         "test": [
             "pytest",
             "pytest-xdist",
@@ -71,6 +72,10 @@ setup(
             "highspy",
             "transformers",
             "pyarrow",
+            "fastapi",
+            "uvicorn",
+            "openai",
+            "httpx",
             # Has wheels for Linux alone; elsewhere the tests of the second engine are skipped.
             "megatron-core>=0.16,<0.17; sys_platform == 'linux'",
             # Only Linux on x86-64 and arm64 has wheels; elsewhere the tests of these kernels are skipped.

@@ -47,7 +47,7 @@ CALLED_BY_LIBRARIES = {
     "create_local_plan": 1,
 }
 
-OPTIONAL = {"pyarrow", "triton"}
+OPTIONAL = {"pyarrow", "triton", "fastapi", "starlette", "uvicorn"}
 """Packages that are imported where they are used, with something to fall back on or a message."""
 MODULES = {
     "PyYAML": ["yaml"],

@@ -68,16 +68,21 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--engine", choices=("yuan", "megatron"), help="who trains, whatever `engine` the run file names"
     )
-    parser.add_argument("--print", action="store_true", help="print one torchrun command per node and exit")
-    parser.add_argument("--this-node", metavar="NAME", help="this machine's node in the plan; or `all`")
-    parser.add_argument(
-        "--rendezvous", metavar="HOST[:PORT]", help="where the ranks meet (default: the plan's first node)"
-    )
+    add_node_options(parser)
     parser.add_argument("--meet-at", dest="rendezvous", action=_EarlierName, help=argparse.SUPPRESS)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50"
     )
     parser.set_defaults(run=run)
+
+
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `start_or_print` reads."""
+    parser.add_argument("--print", action="store_true", help="print one torchrun command per node and exit")
+    parser.add_argument("--this-node", metavar="NAME", help="this machine's node in the plan; or `all`")
+    parser.add_argument(
+        "--rendezvous", metavar="HOST[:PORT]", help="where the ranks meet (default: the plan's first node)"
+    )
 
 
 class _EarlierName(argparse.Action):
@@ -102,8 +107,25 @@ def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     overrides = (*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else []))
     plan, name, speaker, device = _read_plan(arguments, overrides)
-    nodes = nodes_of(plan)
     command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
+    spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
+    return start_or_print(arguments, plan, command, device=device, speaker=speaker, spare=spare)
+
+
+def start_or_print(
+    arguments: argparse.Namespace,
+    plan: Plan | RlPlan,
+    command: Sequence[str],
+    *,
+    device: str,
+    speaker: int = 0,
+    spare: Sequence[int] = (),
+) -> int:
+    """Start this machine's ranks of a plan, each with `yuan-train COMMAND`, or print what does on each node.
+
+    `device` as `train.device`, the others as `start_ranks`. Returns the exit code. Raises YuanError.
+    """
+    nodes = nodes_of(plan)
     if arguments.print:
         _note_unknown_hosts(nodes, arguments.rendezvous)
         for line in torchrun_lines(nodes, command, rendezvous=arguments.rendezvous):
@@ -116,7 +138,6 @@ def run(arguments: argparse.Namespace) -> int:
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
     if not is_host_name(host):
         raise ConfigError(unknown_host(host))
-    spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
     size = plan.world_size
     return start_ranks(node, command, world_size=size, host=host, port=port, speaker=speaker, spare=spare)
 

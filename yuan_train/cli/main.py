@@ -34,6 +34,7 @@ COMMANDS = {
     "launch": "start this machine's ranks of a plan, or print the command for each node",
     "trace": "merge the ranks' traces of a run, beside the forecast, for Perfetto",
     "generate": "write text with a trained model",
+    "serve": "answer over HTTP as OpenAI's API does, under any plan",
     "evaluate": "loss and perplexity of a trained model on token files",
     "import-hf": "turn a Hugging Face model into a checkpoint",
     "export-hf": "turn a checkpoint into a Hugging Face model",

@@ -182,7 +182,7 @@ def _stream(
 
 
 @dataclass(kw_only=True)
-class _Resets:
+class Resets:
     """Arguments of `Transformer.forward_cached` for consecutive tokens of one sequence, of the same names."""
 
     positions: list[int] = field(default_factory=list)
@@ -190,7 +190,7 @@ class _Resets:
     visible_from: list[int] = field(default_factory=list)
 
 
-class _DocumentTracker:
+class DocumentTracker:
     """Tracks the documents of one sequence, which begins with `padding` tokens that belong to none."""
 
     def __init__(self, padding: int, eod_id: int | None) -> None:
@@ -199,9 +199,9 @@ class _DocumentTracker:
         self._first = padding
         self._ended = True
 
-    def advance(self, ids: list[int], start: int) -> _Resets:
+    def advance(self, ids: list[int], start: int) -> Resets:
         """Return the resets of the next tokens, the first of which has index `start`."""
-        resets = _Resets()
+        resets = Resets()
         for index, token in enumerate(ids, start=start):
             if index < self._padding:
                 # A padding token attends to itself: a softmax over no token would be NaN.
@@ -214,7 +214,7 @@ class _DocumentTracker:
         return resets
 
     @staticmethod
-    def _append(resets: _Resets, position: int, start: bool, first: int) -> None:
+    def _append(resets: Resets, position: int, start: bool, first: int) -> None:
         resets.positions.append(position)
         resets.document_start.append(start)
         resets.visible_from.append(first)
@@ -247,8 +247,8 @@ class _Reader:
         }
         self._padded = any(paddings)
         # The first tracker sees the ends of documents; the second, for switches that are off, only padding.
-        self._by_document = [_DocumentTracker(padding, eod_id) for padding in paddings]
-        self._by_sequence = [_DocumentTracker(padding, None) for padding in paddings]
+        self._by_document = [DocumentTracker(padding, eod_id) for padding in paddings]
+        self._by_sequence = [DocumentTracker(padding, None) for padding in paddings]
 
     def read(self, rows: list[list[int]]) -> Tensor:
         """Feed rows of equal length, at least 1; return the logits [B, V] of the next tokens."""

@@ -8,11 +8,59 @@ B = slots, S = tokens that each reads at once, H = hidden size, P = places of th
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from yuan_train.models.generate import DocumentTracker, Resets
 from yuan_train.models.rotary import rotary_tables
 from yuan_train.models.transformer import Cache, Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRules:
+    """What is reset in a sequence after each token `eod_id`: what a model was trained to reset there."""
+
+    eod_id: int | None = None
+    reset_position_ids: bool = True
+    reset_attention: bool = False
+    reset_filter: bool = False
+
+
+class SlotDocuments:
+    """The documents of one sequence, as far as it is read."""
+
+    def __init__(self, rules: DocumentRules) -> None:
+        self._rules = rules
+        self._tracker = DocumentTracker(0, rules.eod_id)
+
+    def advance(self, ids: list[int], start: int) -> Resets:
+        """The resets of the next tokens, the first of which has place `start` in the sequence."""
+        resets, places = self._tracker.advance(ids, start), range(start, start + len(ids))
+        if not self._rules.reset_position_ids:
+            resets.positions = list(places)
+        if not self._rules.reset_filter:
+            resets.document_start = [place == 0 for place in places]
+        if not self._rules.reset_attention:
+            resets.visible_from = [0] * len(ids)
+        return resets
+
+    def fork(self) -> SlotDocuments:
+        """Another sequence that begins as this one."""
+        twin = copy.copy(self)
+        twin._tracker = copy.copy(self._tracker)
+        return twin
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The resets of the tokens of a step, on the device, all [B, S]; anything where there is padding."""
+
+    positions_BS: Tensor
+    document_start_BS: Tensor
+    visible_from_BS: Tensor
 
 
 def new_slots(model: Transformer, *, slots: int, max_length: int) -> Cache:
@@ -21,12 +69,21 @@ def new_slots(model: Transformer, *, slots: int, max_length: int) -> Cache:
 
 
 @torch.no_grad()
-def step_slots(model: Transformer, x: Tensor, cache: Cache, positions_BS: Tensor, *, last: int) -> Tensor:
+def step_slots(
+    model: Transformer,
+    x: Tensor,
+    cache: Cache,
+    positions_BS: Tensor,
+    *,
+    last: int,
+    documents: Documents | None = None,
+) -> Tensor:
     """Return the hidden state [B, S, H] of the next S tokens of each slot, and add them to `cache`.
 
     `x` as in `Transformer.forward`. `positions_BS` int64 is the place of each token in its own sequence, or
     -1 for padding: on the left of a shorter prompt, and all of a slot that is not in use. What a slot held
-    before position 0 is not seen. `last` is the greatest position.
+    before position 0 is not seen. `last` is the greatest position. `documents`: None for sequences of one
+    document each, in which nothing is reset.
     """
     x_BSH = model.embedding(x) if model.has_embedding else x
     is_padding_BS = positions_BS < 0
@@ -35,8 +92,11 @@ def step_slots(model: Transformer, x: Tensor, cache: Cache, positions_BS: Tensor
     seen_BS = positions_BS.clamp(min=0)
     keys_P = torch.arange(last + 1, device=x_BSH.device)
     visible = (keys_P <= seen_BS.unsqueeze(-1)).unsqueeze(1)
-    rotary = rotary_tables(model.config, seen_BS, length=last + 1, dtype=x_BSH.dtype)
-    document_start_BS = positions_BS == 0
+    turned_BS, document_start_BS = seen_BS, positions_BS == 0
+    if documents is not None:
+        turned_BS, document_start_BS = documents.positions_BS, documents.document_start_BS
+        visible = visible & (keys_P >= documents.visible_from_BS.unsqueeze(-1)).unsqueeze(1)
+    rotary = rotary_tables(model.config, turned_BS, length=last + 1, dtype=x_BSH.dtype)
     for layer, block in model.blocks.items():
         x_BSH = block.step(x_BSH, rotary, cache.layers[layer], places_BS, document_start_BS, visible)
     return model.final_norm(x_BSH) if model.has_head else x_BSH

@@ -49,13 +49,12 @@ from yuan_train.rl.engines import (
 )
 from yuan_train.rl.generator import Drawing, Engine, NotFiniteDraw
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.reference import own_weights
 from yuan_train.rl.remote import RemoteRewardModel
 from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.schedule.flow import newest_batch
-from yuan_train.train.build import DTYPES, build_part
+from yuan_train.train.build import DTYPES, build_part, own_weights
 from yuan_train.train.ending import ending_together
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.out_of_memory import explaining_memory

@@ -2,7 +2,8 @@
 
 A round is a forward-only lane of the executor over groups of slots: first, where slots have become free, one
 that reads prompts, then one that adds a token to every answer under way. All ranks of the pipeline learn the
-tokens of a round in one sum, and then decide alike what comes next: no rank leads.
+tokens of a round in one sum, and then decide alike what comes next: no rank leads. Prompts may come, and
+answers be given up, between two rounds: of a batch (`generate`), or as a server is asked (`step`).
 
 G = groups of slots (the lane's micro-batches), B = slots of a group, R = prompts that a group reads at once,
 S = tokens of a chunk, H = hidden size.
@@ -14,25 +15,33 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from yuan_train.config.errors import TrainingError
+from yuan_train.models.generate import Resets
 from yuan_train.models.sampling import draw, draw_keys
-from yuan_train.models.slots import fork, new_slots, step_slots
+from yuan_train.models.slots import (
+    DocumentRules,
+    Documents,
+    SlotDocuments,
+    fork,
+    new_slots,
+    step_slots,
+)
 from yuan_train.models.transformer import Cache, Transformer
 from yuan_train.parallel.apply import RankRuntime, make_forward_lane
 from yuan_train.parallel.bridge import Boundary
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error
 from yuan_train.parallel.transport import blame_peers
-from yuan_train.rl.tickets import Sample, Ticket
+from yuan_train.rl.tickets import Ended, Sample, Ticket
 
 CacheKind = Literal["prompts", "answers"]
 GROUPS_PER_STAGE = 4
@@ -53,15 +62,72 @@ def num_groups(num_stages: int, *, slots: int, group: int) -> int:
     return -(-prompts // each)
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A token to be drawn: number `position` of an answer."""
+
+    ticket: Ticket
+    number: int
+    """Of the answer, among those to its prompt."""
+    position: int
+
+
+class Draws(Protocol):
+    """How tokens are drawn, and when an answer ends; the same on all ranks of an engine."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a draw: token, log-probability, and what else is told of it."""
+        ...
+
+    def draw(
+        self, model: Transformer, hidden_RH: Tensor, rows: Sequence[int], draws: Sequence[Draw]
+    ) -> Tensor:
+        """On the last stage: fp64 [N, width] on the host; draw n is of row `rows[n]`. Under tensor
+        parallelism collective over its ranks, of which the first one's numbers count."""
+        ...
+
+    def why_ended(self, ticket: Ticket, ids: Sequence[int]) -> Ended | None:
+        """Why an answer ends with the last of its tokens; None if it goes on."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """How tokens are drawn; the same for all answers of a call."""
+    """Draws that follow from a seed and a place; the same for all answers of a call."""
 
     seed: int
     max_new_tokens: int
     stop_ids: frozenset[int]
     temperature: float = 1.0
     greedy: bool = False
+
+    @property
+    def width(self) -> int:
+        return 2
+
+    def draw(
+        self, model: Transformer, hidden_RH: Tensor, rows: Sequence[int], draws: Sequence[Draw]
+    ) -> Tensor:
+        keys = [draw_keys(self.seed, one.ticket.number, one.number, one.position) for one in draws]
+        return draw(model, hidden_RH, rows, keys, temperature=self.temperature, greedy=self.greedy)
+
+    def why_ended(self, ticket: Ticket, ids: Sequence[int]) -> Ended | None:
+        if ids[-1] in self.stop_ids:
+            return "stop"
+        return "limit" if len(ids) >= self.max_new_tokens else None
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token that was added to an answer."""
+
+    ticket: int | str
+    number: int
+    drawn: tuple[float, ...]
+    """As `Draws.draw` gives it."""
+    sample: Sample | None
+    """The whole answer, if this token ended it."""
 
 
 @dataclass
@@ -70,6 +136,7 @@ class _Answer:
 
     ticket: Ticket
     number: int
+    documents: SlotDocuments | None
     ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
 
@@ -86,6 +153,10 @@ class _Group:
     slots: list[_Answer | None]
     prompts: list[Ticket] = field(default_factory=list[Ticket])
     """Read last: rows of the group's second cache."""
+    documents: list[SlotDocuments] = field(default_factory=list[SlotDocuments])
+    """Of these prompts, if something is reset at their ends; else none."""
+    resets: list[Resets] = field(default_factory=list[Resets])
+    """Of these prompts' tokens, likewise."""
     waiting: deque[tuple[int, _Answer]] = field(default_factory=deque[tuple[int, _Answer]])
     """Answers to them that wait for a slot, with the prompt's row; they have their first token."""
 
@@ -104,8 +175,9 @@ class _Work:
     last: int
     """The greatest position."""
     rows: tuple[int, ...] = ()
-    """Rows of which the head draws, and the keys of each draw; none before the last chunk of prompts."""
-    keys: tuple[tuple[int, int, int], ...] = ()
+    """Rows of which the head draws, and each draw; none before the last chunk of prompts."""
+    draws: tuple[Draw, ...] = ()
+    documents: Documents | None = None
 
 
 class _Stage:
@@ -129,19 +201,18 @@ class _Stage:
         if key not in self.caches or (work.cache == "prompts" and engine.is_first_chunk):
             self.new_cache(micro_batch, work.cache, work.tokens_BS.shape[0])
         x = work.tokens_BS if hidden_BSH is None else hidden_BSH
-        output = step_slots(self._model, x, self.caches[key], work.positions_BS, last=work.last)
+        output = step_slots(
+            self._model,
+            x,
+            self.caches[key],
+            work.positions_BS,
+            last=work.last,
+            documents=work.documents,
+        )
         if not self._model.has_head:
             return output
         if work.rows:
-            drawing = engine.drawing
-            engine.drawn[micro_batch] = draw(
-                self._model,
-                output[:, -1],
-                work.rows,
-                work.keys,
-                temperature=drawing.temperature,
-                greedy=drawing.greedy,
-            )
+            engine.drawn[micro_batch] = engine.draws.draw(self._model, output[:, -1], work.rows, work.draws)
         return output.new_zeros(())
 
     def new_cache(self, group: int, kind: CacheKind, slots: int) -> Cache:
@@ -173,8 +244,8 @@ class EngineClock:
 class Engine:
     """Writes answers on the pipeline of this rank; every rank of it calls the same.
 
-    `slots` answers are under way at a time, in groups. The runtime's weights may change between two calls:
-    nothing is kept from one to the next.
+    `slots` answers are under way at a time, in groups. The runtime's weights may change between two calls of
+    `generate`: nothing is kept from one to the next.
     """
 
     def __init__(
@@ -191,17 +262,19 @@ class Engine:
         dtype: torch.dtype,
         stopwatch: Stopwatch,
         ranks: dist.ProcessGroup | None,
+        documents: DocumentRules | None = None,
     ) -> None:
         """`groups`: of the slots, as a plan has them; None: see `num_groups`. `group`: answers to a prompt.
-        `ranks`: the process group of the pipeline's ranks; None for one rank."""
+        `ranks`: the process group of the pipeline's ranks; None for one rank. `documents`: what is reset in
+        an answer and its prompt; None: nothing, each is one document."""
         self._runtime = runtime
         self._group_size = group
-        self._max_prompt_tokens = max_prompt_tokens
         self._max_length = max_prompt_tokens + max_new_tokens
         self._chunk = prefill_chunk
         self._device = device
         self._dtype = dtype
         self._ranks = ranks
+        self._documents = documents
         grid, coord = runtime.grid, runtime.coord
         workers = grid.workers(coord.pipeline)
         # Each replica of a stage takes every so many-th group.
@@ -218,15 +291,21 @@ class Engine:
         self._executor = Executor(self._stages, self._bridge, stopwatch)
         self.works: list[_Work | None] = []
         self.drawn: dict[int, Tensor] = {}
-        self.drawing = Drawing(seed=0, max_new_tokens=max_new_tokens, stop_ids=frozenset())
+        self.draws: Draws = Drawing(seed=0, max_new_tokens=max_new_tokens, stop_ids=frozenset())
+        self._queue: deque[Ticket] = deque()
+        self._groups: list[_Group] = []
+        self._told: list[Token] = []
+        """Of the step under way."""
         self.is_first_chunk = False
         self._shape = (0, 0)
+        self._longest = 0
+        """Tokens of the longest prompt that is read."""
         self.clock = EngineClock()
         """Of the last call."""
 
     def room(self, cache: CacheKind) -> int:
         """The longest sequence of a cache."""
-        return self._max_prompt_tokens if cache == "prompts" else self._max_length
+        return self._longest if cache == "prompts" else self._max_length
 
     def nothing(self, model: Transformer) -> Tensor:
         """The output for a group without work: a message that the next stage does not look at."""
@@ -241,29 +320,71 @@ class Engine:
         They come in the order of tickets and numbers. Raises TrainingError if a peer is lost, and
         NotFiniteDraw, naming the ticket, if a log-probability is not finite.
         """
-        self.drawing = drawing
-        queue = deque(ticket for ticket in tickets if ticket.count)
-        groups = [_Group([None] * self._slots) for _ in range(self._num_groups)]
+        self.begin(drawing)
+        self.join(tickets)
         found: list[Sample] = []
-        for stage in self._stages.values():
-            stage.caches.clear()
-        self.clock = EngineClock()
-        while queue or any(group.waiting or group.free < self._slots for group in groups):
-            start = time.perf_counter()
-            self._read_prompts(groups, queue, found)
-            for number, group in enumerate(groups):
-                self._fill(number, group)
-            read = time.perf_counter()
-            self._add_tokens(groups, found)
-            self.clock.reading_seconds += read - start
-            self.clock.round_seconds.append(time.perf_counter() - read)
+        while not self.is_idle:
+            found += [token.sample for token in self.step() if token.sample is not None]
         for stage in self._stages.values():
             stage.caches.clear()
         order = {ticket.number: place for place, ticket in enumerate(tickets)}
         return sorted(found, key=lambda sample: (order[sample.ticket], sample.number))
 
-    def _read_prompts(self, groups: list[_Group], queue: deque[Ticket], found: list[Sample]) -> None:
+    def begin(self, draws: Draws) -> None:
+        """Forget all prompts and answers; those to come are drawn so."""
+        self.draws = draws
+        self._queue.clear()
+        self._groups = [_Group([None] * self._slots) for _ in range(self._num_groups)]
+        for stage in self._stages.values():
+            stage.caches.clear()
+        self.clock = EngineClock()
+
+    def join(self, tickets: Sequence[Ticket]) -> None:
+        """Have further tickets answered, after those that wait; their numbers are not those of any other."""
+        self._queue.extend(ticket for ticket in tickets if ticket.count)
+
+    def leave(self, numbers: Collection[int | str]) -> None:
+        """Give up all answers to tickets of these numbers; their slots are free for others."""
+        self._queue = deque(ticket for ticket in self._queue if ticket.number not in numbers)
+        for group in self._groups:
+            group.waiting = deque(one for one in group.waiting if one[1].ticket.number not in numbers)
+            for slot, answer in enumerate(group.slots):
+                if answer is not None and answer.ticket.number in numbers:
+                    group.slots[slot] = None
+
+    @property
+    def num_slots(self) -> int:
+        """Answers that are under way at a time, at most."""
+        return self._num_groups * self._slots
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no prompt waits and no answer is under way."""
+        return not self._queue and all(
+            not group.waiting and group.free == self._slots for group in self._groups
+        )
+
+    @torch.no_grad()
+    def step(self) -> list[Token]:
+        """Read prompts for the slots that are free, and then add a token to every answer under way.
+
+        Collective over the pipeline's ranks. Returns the tokens in the order in which they were drawn; raises
+        as `generate` does.
+        """
+        self._told = []
+        start = time.perf_counter()
+        self._read_prompts()
+        for number, group in enumerate(self._groups):
+            self._fill(number, group)
+        read = time.perf_counter()
+        self._add_tokens()
+        self.clock.reading_seconds += read - start
+        self.clock.round_seconds.append(time.perf_counter() - read)
+        return self._told
+
+    def _read_prompts(self) -> None:
         """Where slots are free and no answer waits for one, read the next prompts and draw first tokens."""
+        groups, queue = self._groups, self._queue
         readers: list[int] = []
         rows = -(-self._slots // self._group_size)
         for number, group in enumerate(groups):
@@ -274,32 +395,44 @@ class Engine:
             while queue and expected < group.free and len(group.prompts) < rows:
                 expected += queue[0].count
                 group.prompts.append(queue.popleft())
+            self._read_documents(group)
             readers.append(number)
         if not readers:
             return
         # A pipeline's messages have one shape; alone, rows and columns are those that are needed.
         rows = rows if self._bridge is not None else max(len(groups[n].prompts) for n in readers)
         longest = max(len(ticket.prompt_ids) for n in readers for ticket in groups[n].prompts)
+        self._longest = longest
         chunks = -(-longest // self._chunk)
         width = -(-longest // chunks)
         for chunk in range(chunks):
             self.is_first_chunk = chunk == 0
             works: list[_Work | None] = [None] * len(groups)
             for number in readers:
-                works[number] = self._chunk_of(groups[number].prompts, rows, chunk, chunks, width)
+                works[number] = self._chunk_of(groups[number], rows, chunk, chunks, width)
             self._run(works, (rows, width))
         drawn = self._exchange({n: sum(ticket.count for ticket in groups[n].prompts) for n in readers})
         for number in readers:
             group, place = groups[number], 0
             for row, ticket in enumerate(group.prompts):
                 for sample in range(ticket.count):
-                    answer = _Answer(ticket, sample)
-                    if not self._append(answer, drawn[number][place], found):
+                    documents = group.documents[row].fork() if group.documents else None
+                    answer = _Answer(ticket, sample, documents)
+                    if not self._append(answer, drawn[number][place]):
                         group.waiting.append((row, answer))
                     place += 1
 
-    def _chunk_of(self, prompts: list[Ticket], rows: int, chunk: int, chunks: int, width: int) -> _Work:
+    def _read_documents(self, group: _Group) -> None:
+        """Find the documents of the prompts that a group reads."""
+        rules = self._documents
+        if rules is not None:
+            group.documents = [SlotDocuments(rules) for _ in group.prompts]
+            prompts = zip(group.documents, group.prompts, strict=True)
+            group.resets = [found.advance(list(ticket.prompt_ids), 0) for found, ticket in prompts]
+
+    def _chunk_of(self, group: _Group, rows: int, chunk: int, chunks: int, width: int) -> _Work:
         """A chunk of `width` columns, of prompts that are padded on the left to so many chunks."""
+        prompts = group.prompts
         first, total, is_last = chunk * width, chunks * width, chunk == chunks - 1
         tokens: list[list[int]] = []
         positions: list[list[int]] = []
@@ -309,8 +442,9 @@ class Engine:
             columns = range(first, first + width)
             tokens.append([ids[c - padding] if c >= padding else 0 for c in columns])
             positions.append([c - padding if c >= padding else -1 for c in columns])
+        resets = [[group.resets[row] if row < len(group.resets) else None] * width for row in range(rows)]
         draws = [
-            (row, draw_keys(self.drawing.seed, ticket.number, sample, 0))
+            (row, Draw(ticket, sample, 0))
             for row, ticket in enumerate(prompts)
             for sample in range(ticket.count)
         ]
@@ -320,8 +454,23 @@ class Engine:
             torch.tensor(positions, device=self._device),
             last=max(0, *(p[-1] for p in positions)),
             rows=tuple(row for row, _ in draws) if is_last else (),
-            keys=tuple(keys for _, keys in draws) if is_last else (),
+            draws=tuple(one for _, one in draws) if is_last else (),
+            documents=self._documents_of(resets, positions),
         )
+
+    def _documents_of(self, resets: list[list[Resets | None]], places: list[list[int]]) -> Documents | None:
+        """The resets of tokens at these places of their own, of which there are none at padding."""
+        if self._documents is None:
+            return None
+
+        def numbers(name: str) -> Tensor:
+            found = [
+                [getattr(one, name)[place] if one is not None and place >= 0 else 0 for one, place in row]
+                for row in (zip(*both, strict=True) for both in zip(resets, places, strict=True))
+            ]
+            return torch.tensor(found, device=self._device)
+
+        return Documents(numbers("positions"), numbers("document_start").bool(), numbers("visible_from"))
 
     def _fill(self, number: int, group: _Group) -> None:
         """Give free slots to answers that wait; their prompt is copied in."""
@@ -352,8 +501,9 @@ class Engine:
                 length=length,
             )
 
-    def _add_tokens(self, groups: list[_Group], found: list[Sample]) -> None:
+    def _add_tokens(self) -> None:
         """One round: the next token of every answer under way."""
+        groups = self._groups
         works: list[_Work | None] = [None] * len(groups)
         counts: dict[int, int] = {}
         for number, group in enumerate(groups):
@@ -361,18 +511,21 @@ class Engine:
             if not held:
                 continue
             tokens, positions = [[0]] * self._slots, [[-1]] * self._slots
+            resets: list[list[Resets | None]] = [[None]] * self._slots
             for slot, answer in held:
                 tokens[slot], positions[slot] = [answer.ids[-1]], [answer.place]
+                if answer.documents is not None:
+                    resets[slot] = [answer.documents.advance(tokens[slot], answer.place)]
+            # What was found of each slot is of its one token.
+            firsts = [[min(place, 0)] for (place,) in positions]
             works[number] = _Work(
                 "answers",
                 torch.tensor(tokens, device=self._device),
                 torch.tensor(positions, device=self._device),
                 last=max(answer.place for _, answer in held),
                 rows=tuple(slot for slot, _ in held),
-                keys=tuple(
-                    draw_keys(self.drawing.seed, answer.ticket.number, answer.number, len(answer.ids))
-                    for _, answer in held
-                ),
+                draws=tuple(Draw(answer.ticket, answer.number, len(answer.ids)) for _, answer in held),
+                documents=self._documents_of(resets, firsts),
             )
             counts[number] = len(held)
         if not counts:
@@ -384,33 +537,26 @@ class Engine:
             group, place = groups[number], 0
             for slot, answer in enumerate(group.slots):
                 if answer is not None:
-                    if self._append(answer, drawn[number][place], found):
+                    if self._append(answer, drawn[number][place]):
                         group.slots[slot] = None
                     place += 1
 
-    def _append(self, answer: _Answer, drawn: tuple[float, float], found: list[Sample]) -> bool:
+    def _append(self, answer: _Answer, drawn: tuple[float, ...]) -> bool:
         """Add a token to an answer; whether that ended it."""
+        ticket, number = answer.ticket, answer.number
         if not all(map(math.isfinite, drawn)):
             raise NotFiniteDraw(
-                f"ticket {answer.ticket.number}, answer {answer.number}: the log-probability of token "
+                f"ticket {ticket.number}, answer {number}: the log-probability of token "
                 f"{len(answer.ids)} is {drawn[1]}"
             )
-        token, log_prob = round(drawn[0]), drawn[1]
-        answer.ids.append(token)
-        answer.log_probs.append(log_prob)
-        stopped = token in self.drawing.stop_ids
-        if not stopped and len(answer.ids) < self.drawing.max_new_tokens:
-            return False
-        found.append(
-            Sample(
-                answer.ticket.number,
-                answer.number,
-                tuple(answer.ids),
-                tuple(answer.log_probs),
-                "stop" if stopped else "limit",
-            )
-        )
-        return True
+        answer.ids.append(round(drawn[0]))
+        answer.log_probs.append(drawn[1])
+        ended = self.draws.why_ended(ticket, answer.ids)
+        sample = None
+        if ended is not None:
+            sample = Sample(ticket.number, number, tuple(answer.ids), tuple(answer.log_probs), ended)
+        self._told.append(Token(ticket.number, number, drawn, sample))
+        return ended is not None
 
     def _run(self, works: list[_Work | None], shape: tuple[int, int]) -> None:
         self.works, self._shape = works, shape
@@ -420,9 +566,9 @@ class Engine:
         with as_training_error(self._runtime.coord):
             self._executor.run(self._program)
 
-    def _exchange(self, counts: dict[int, int]) -> dict[int, list[tuple[float, float]]]:
+    def _exchange(self, counts: dict[int, int]) -> dict[int, list[tuple[float, ...]]]:
         """What was drawn of each group, by group, on all ranks: only one adds what is not zero."""
-        flat = torch.zeros(sum(counts.values()), 2, dtype=torch.float64)
+        flat = torch.zeros(sum(counts.values()), self.draws.width, dtype=torch.float64)
         parts = dict(zip(counts, flat.split(list(counts.values())), strict=True))
         for number, drawn in self.drawn.items():
             if self._ranks is None or self._runtime.coord.tensor_rank == 0:
@@ -434,4 +580,4 @@ class Engine:
                 blame_peers(what, dist.get_process_group_ranks(self._ranks)),
             ):
                 dist.all_reduce(flat, group=self._ranks)
-        return {n: [(token, log_prob) for token, log_prob in part.tolist()] for n, part in parts.items()}
+        return {n: [tuple(one) for one in part.tolist()] for n, part in parts.items()}

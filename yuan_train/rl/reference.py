@@ -33,12 +33,6 @@ class Reference:
             _put(self._runtime, policy)
 
 
-def own_weights(runtime: RankRuntime) -> dict[str, torch.Tensor]:
-    """This rank's part of each parameter, by global name."""
-    parts = runtime.parts.values()
-    return {name: p.detach() for part in parts for name, p in part.named_parameters() if p.numel()}
-
-
 def finish_weight_sync(runtime: RankRuntime) -> None:
     """Wait for stepped weights that are on their way to this rank."""
     with as_training_error(runtime.coord):

@@ -19,8 +19,7 @@ from yuan_train.parallel.links import Link, RolePosition, post_weights
 from yuan_train.rl.channels import Channel
 from yuan_train.rl.engines import connect_seconds, role_buckets
 from yuan_train.rl.experience import Rows, make_score_rows
-from yuan_train.rl.reference import own_weights
-from yuan_train.train.build import DTYPES
+from yuan_train.train.build import DTYPES, own_weights
 from yuan_train.train.step import Trainer
 
 

@@ -13,24 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from yuan_train.checkpoint.load import Checkpoint, load_parts
-from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.config.errors import PlanError
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
-from yuan_train.parallel.boxes import global_boxes
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
-from yuan_train.parallel.shard import TensorBox
 from yuan_train.rl.channels import Channel
 from yuan_train.rl.engines import connect_seconds, fates_of, job_ranks, role_buckets
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.rl.lanes import Lanes, Recorder
 from yuan_train.rl.losses import TokenScores
-from yuan_train.rl.reference import own_weights
 from yuan_train.rl.remote import role_message_link, role_weight_link
 from yuan_train.rl.reward_model import LastValues, find_reward_model
-from yuan_train.train.build import DTYPES, build
+from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
 from yuan_train.train.ending import ending_together
 from yuan_train.train.job import Job, Position, check_position
 from yuan_train.train.out_of_memory import explaining_memory
@@ -136,16 +132,4 @@ def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> None:
                 dtype=dtype,
             )
         return
-
-    def shard_of(name: str, master: torch.Tensor) -> LocalShard:
-        shard = runtime.shards[name]
-        boxes = global_boxes(shard, shard.index, shard.count, 0, master.numel())
-        return LocalShard(
-            torch.Size(shard.shape),
-            tuple(
-                TensorBox(b.offsets, b.sizes, master[b.start : b.start + b.num_elements].view(b.sizes))
-                for b in boxes
-            ),
-        )
-
-    load_parts(job.reward_model, weights, shard_of)
+    load_runtime(job.reward_model, runtime)

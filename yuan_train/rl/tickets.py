@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+Ended = Literal["stop", "limit"]
+"""Why an answer ends: with a token that ends answers, or with as many tokens as it may have."""
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -32,7 +35,7 @@ class Sample:
     """With the token that ended it, if one did."""
     log_probs: tuple[float, ...]
     """Of each token, under the weights that drew it."""
-    ended: Literal["stop", "limit"]
+    ended: Ended
 
     @property
     def said(self) -> tuple[int, ...]:

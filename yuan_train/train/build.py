@@ -9,7 +9,13 @@ from typing import Literal, cast
 
 import torch
 
-from yuan_train.checkpoint.load import Checkpoint, holds_optimizer_state, load_tensors, tensor_names
+from yuan_train.checkpoint.load import (
+    Checkpoint,
+    holds_optimizer_state,
+    load_parts,
+    load_tensors,
+    tensor_names,
+)
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import LATE, WEIGHTS
 from yuan_train.config.architecture import sharding_of
@@ -20,6 +26,7 @@ from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.boxes import global_boxes
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.place import TierOptions
@@ -219,6 +226,34 @@ def _load_start(checkpoint: Checkpoint, trainer: Trainer) -> None:
     wanted = checkpoint_tensors(trainer, "held", STATES[:1])
     load_tensors(checkpoint, {name: shard for name, shard in wanted.items() if name in held})
     publish(trainer)
+
+
+def load_runtime(checkpoint: Checkpoint, runtime: RankRuntime) -> None:
+    """Fill this rank's parts of a model that only runs forward; not collective. Raises CheckpointError."""
+
+    def shard_of(name: str, master: torch.Tensor) -> LocalShard:
+        shard = runtime.shards[name]
+        boxes = global_boxes(shard, shard.index, shard.count, 0, master.numel())
+        return LocalShard(
+            torch.Size(shard.shape),
+            tuple(
+                TensorBox(b.offsets, b.sizes, master[b.start : b.start + b.num_elements].view(b.sizes))
+                for b in boxes
+            ),
+        )
+
+    load_parts(checkpoint, own_weights(runtime), shard_of)
+    for part in runtime.parts.values():
+        # Biases of routers, which every rank has whole.
+        for name, buffer in part.named_buffers():
+            whole = LocalShard(buffer.shape, (TensorBox((0,), tuple(buffer.shape), buffer),))
+            load_tensors(checkpoint, {f"{WEIGHTS}.{name}": whole}, no_dist=True)
+
+
+def own_weights(runtime: RankRuntime) -> dict[str, torch.Tensor]:
+    """This rank's part of each parameter, by global name."""
+    parts = runtime.parts.values()
+    return {name: p.detach() for part in parts for name, p in part.named_parameters() if p.numel()}
 
 
 def publish(trainer: Trainer, *, of_host: bool = True) -> None:

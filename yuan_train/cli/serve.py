@@ -1,0 +1,245 @@
+"""yuan-train serve --checkpoint C [--plan P]: an API over HTTP in OpenAI's form, under any plan."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from yuan_train.cli.launch import add_node_options, check_driver_of_rank, start_or_print
+from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_levels
+from yuan_train.config.environment import is_rank_of_several, set_rank_defaults
+from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_files import load_plan
+from yuan_train.config.rl_plan import names_rl_plan
+
+if TYPE_CHECKING:
+    from yuan_train.serve.ranks import ServeJob
+    from yuan_train.train.job import Position
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LENGTH = 4096
+INTERRUPTS = 3
+"""Presses of Ctrl-C after which the program ends where it stands."""
+OF_THE_SERVER = (
+    "host",
+    "port",
+    "slots",
+    "queue",
+    "max_length",
+    "timeout",
+    "tokenizer",
+    "precision",
+    "device",
+)
+"""Options that each rank is given."""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="answer over HTTP as OpenAI's API does",
+        description="Serves a checkpoint's model: /v1/models, /v1/completions, /v1/chat/completions, "
+        "/health, and a page at / to try it. With a plan of several ranks it starts those of this machine, "
+        "as `launch` does; rank 0 answers. Ctrl-C or SIGTERM ends it.",
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them"
+    )
+    parser.add_argument("--plan", metavar="FILE", help="of the same model (default: one process, one card)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default 127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: a free one, which is said; default 8000")
+    parser.add_argument("--slots", type=int, default=16, metavar="N", help="answers at a time; default 16")
+    parser.add_argument(
+        "--queue", type=int, default=256, metavar="N", help="answers that may wait; default 256"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help=f"tokens of a prompt and its answer; default the model's, at most {DEFAULT_LENGTH}",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="of a request; default 600 s"
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_node_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the options, start the ranks of a plan, or serve as one of them."""
+    set_rank_defaults()
+    plan, fault = None, None
+    try:
+        _check_installed()
+        _check_options(arguments)
+        plan = _read_plan(arguments)
+    except Exception as error:
+        say_without_torch(error)
+        fault = error
+    if plan is not None and (arguments.print or (plan.world_size > 1 and not is_rank_of_several())):
+        return start_or_print(arguments, plan, _command_of_rank(arguments), device=arguments.device)
+    with ending_in_time(fault):
+        from yuan_train.train.ending import fail_together
+        from yuan_train.train.job import find_position
+
+        position = find_position()
+        set_log_levels(position.rank)
+        if fault is None:
+            try:
+                job = _prepare(arguments, plan, position)
+                listening = _listen(arguments.host, arguments.port) if position.rank == 0 else None
+            except Exception as error:
+                fault = error
+            else:
+                _serve(job, listening)
+                return 0
+        fail_together(fault, position)
+
+
+def _check_installed() -> None:
+    """Raise ConfigError unless the packages of the extra are there."""
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"serve needs {' and '.join(missing)}, not installed here; "
+            "run: pip install -c constraints.txt -e '.[serve]'"
+        )
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    least = {"slots": 1, "queue": 0, "max_length": 2, "port": 0}
+    for name, most in (("slots", 4096), ("queue", 1 << 20), ("max_length", 1 << 30), ("port", 65535)):
+        value = getattr(arguments, name)
+        if value is not None and not least[name] <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')}: {value}; wanted {least[name]} to {most}")
+    if not 0 < arguments.timeout <= 1e6:
+        raise ConfigError(f"--timeout: {arguments.timeout:g}; wanted seconds above 0, at most a million")
+    if arguments.print and arguments.plan is None:
+        raise ConfigError("--print: prints the commands of a plan's nodes; give --plan")
+
+
+def _read_plan(arguments: argparse.Namespace) -> Plan | None:
+    if arguments.plan is None:
+        return None
+    if names_rl_plan(arguments.plan):
+        raise PlanError(
+            f"--plan: {arguments.plan} is a plan of reinforcement learning; give one of the model alone "
+            "(yuan-train plan --cluster F --model F)"
+        )
+    plan = load_plan(arguments.plan)
+    if arguments.device != "cpu" and is_rank_of_several():
+        check_driver_of_rank(plan)
+    return plan
+
+
+def _command_of_rank(arguments: argparse.Namespace) -> list[str]:
+    """What each rank runs: this command, with all that was given."""
+    command = ["serve", "--checkpoint", arguments.checkpoint, "--plan", arguments.plan]
+    for name in OF_THE_SERVER:
+        value = getattr(arguments, name)
+        command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    return command
+
+
+def _prepare(arguments: argparse.Namespace, plan: Plan | None, position: Position) -> ServeJob:
+    from yuan_train.checkpoint.load import find_checkpoint
+    from yuan_train.serve.ranks import Limits, prepare_serve
+
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    for note in checkpoint.notes:
+        logger.info("note: %s", note)
+    length = arguments.max_length or min(checkpoint.model.max_sequence_length, DEFAULT_LENGTH)
+    return prepare_serve(
+        checkpoint,
+        plan,
+        position,
+        tokenizer=arguments.tokenizer,
+        precision=arguments.precision,
+        device=arguments.device,
+        limits=Limits(arguments.slots, arguments.queue, length, arguments.timeout),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket at an address of this machine. Raises ConfigError if it cannot be had."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: cannot listen there: {error}; give a free port (0: any), and an "
+            "address of this machine"
+        ) from None
+    return listening
+
+
+def _serve(job: ServeJob, listening: socket.socket | None) -> None:
+    """Serve, or follow rank 0, until that is told to stop."""
+    from yuan_train.serve.app import Api, make_app, web_server
+    from yuan_train.serve.protocol import Served
+    from yuan_train.serve.ranks import opened_lane
+    from yuan_train.serve.scheduler import Scheduler
+
+    with _stopping() as stop_requested, opened_lane(job) as lane:
+        if listening is None:
+            lane.follow()
+            return
+        model, limits = job.checkpoint.model, job.limits
+        scheduler = Scheduler(lane.num_slots(limits.slots), queue=limits.queue)
+        served = Served(
+            name=model.name,
+            created=int(time.time()),
+            tokenizer=job.tokenizer,
+            vocab_size=model.vocab_size,
+            max_length=limits.max_length,
+            most_answers=scheduler.most,
+        )
+        api = Api(served, scheduler, timeout_seconds=limits.timeout_seconds)
+        with web_server(make_app(api), listening):
+            host, port = listening.getsockname()[:2]
+            logger.info(
+                "serving %s at http://%s:%d/ (%d slots of %d tokens; Ctrl-C ends it)",
+                model.name,
+                f"[{host}]" if ":" in host else host,
+                port,
+                scheduler.load()["slots"],
+                limits.max_length,
+            )
+            scheduler.run(lane.asks(), lane.pipeline, stop_requested)
+        logger.info("the server has ended")
+
+
+@contextmanager
+def _stopping() -> Iterator[list[bool]]:
+    """Inside, SIGTERM and Ctrl-C only set element 0 of the yielded list: rank 0 then ends all."""
+    stop_requested = [False]
+    left = [INTERRUPTS]
+
+    def request_stop(signum: int, frame: Any) -> None:
+        stop_requested[0] = True
+        if signum == signal.SIGINT:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop_requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

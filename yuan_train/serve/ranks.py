@@ -1,0 +1,339 @@
+"""What each rank of a server does: it builds its part of the model, and does in rounds what rank 0 says.
+
+Each pipeline of the plan is an engine of its own, which rank 0 leads: it sends the ranks an order before each
+round, and learns the tokens of the round. Pipelines do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.checkpoint.load import Checkpoint
+from yuan_train.config.architecture import sharding_of
+from yuan_train.config.dump import as_plain
+from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.plan import ANY_CARD, PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan_files import plan_digest
+from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.models.slots import DocumentRules
+from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.device import Device
+from yuan_train.parallel.executor import Stopwatch
+from yuan_train.parallel.grid import Grid
+from yuan_train.parallel.groups import as_training_error, enter_world, make_tensor_groups, meet
+from yuan_train.parallel.transport import blame_peers, wait_for_all
+from yuan_train.rl.generator import Engine, Token
+from yuan_train.serve.draws import Asked, SeededDraws
+from yuan_train.train.build import DTYPES, build_part, load_runtime
+from yuan_train.train.ending import ending_together
+from yuan_train.train.forms import settle_forms
+from yuan_train.train.job import Position, check_same_model, choose_device, choose_planned
+from yuan_train.train.out_of_memory import explaining_memory
+
+STARTUP_SECONDS = 600.0
+"""In which all ranks come to meet."""
+TIMEOUT_SECONDS = 600.0
+"""How long a rank waits for another one inside a round."""
+PREFILL_CHUNK = 512
+"""Tokens of a prompt that are read at once."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server holds at a time, and how long a request may take."""
+
+    slots: int
+    """Answers that are written at a time, over all pipelines."""
+    queue: int
+    """Answers that may wait for a slot."""
+    max_length: int
+    """Tokens of a prompt and its answer."""
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class ServeJob:
+    """What a rank needs; the ranks are not connected yet."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    position: Position
+    device: Device
+    dtype: torch.dtype
+    tokenizer: Tokenizer | None
+    limits: Limits
+
+    @property
+    def documents(self) -> DocumentRules:
+        """What the model was trained to reset at document ends, as `generate` does it."""
+        data = self.checkpoint.state.get("run", {}).get("data", {})
+        return DocumentRules(
+            eod_id=self.tokenizer.eod_id if self.tokenizer is not None else None,
+            reset_position_ids=data.get("reset_position_ids", True),
+            reset_attention=data.get("reset_attention", False),
+            reset_filter=data.get("reset_filter", False),
+        )
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the ranks of a pipeline do in a round."""
+
+    join: tuple[Asked, ...] = ()
+    leave: tuple[int | str, ...] = ()
+    stop: bool = False
+
+
+def prepare_serve(
+    checkpoint: Checkpoint,
+    plan: Plan | None,
+    position: Position,
+    *,
+    tokenizer: str | None,
+    precision: str,
+    device: str,
+    limits: Limits,
+) -> ServeJob:
+    """Check a server's files, and find this rank's device. Raises YuanError."""
+    model = checkpoint.model
+    check_served(checkpoint)
+    if plan is None:
+        plan, found = whole_model_plan(checkpoint, limits), choose_device(device, position)
+    else:
+        check_served_plan(plan, checkpoint)
+        found = choose_planned(device, plan.ranks, position, plan.find_type)
+    if plan.world_size != position.world_size:
+        raise PlanError(
+            f"the plan has {plan.world_size} ranks, but {position.world_size} were started; "
+            "start one per rank, or leave that to `yuan-train serve` outside of a launcher"
+        )
+    if limits.max_length > model.max_sequence_length:
+        raise ConfigError(
+            f"--max-length: {limits.max_length}, but the model's max_sequence_length is "
+            f"{model.max_sequence_length}; give at most that"
+        )
+    path = tokenizer or checkpoint.tokenizer
+    loaded = Tokenizer.load(path) if path is not None else None
+    return ServeJob(checkpoint, plan, position, found, DTYPES[precision], loaded, limits)
+
+
+def check_served(checkpoint: Checkpoint) -> None:
+    """Raise ConfigError for a model that cannot be served."""
+    model = checkpoint.model
+    if model.output == "value":
+        raise ConfigError(f"model {model.name} scores (output: value); only a language model is served")
+    if model.rope_scaling is not None and model.rope_scaling.rope_type == "dynamic":
+        raise ConfigError(
+            f"model {model.name}: rope_scaling: dynamic changes with each sequence's length, and answers of "
+            "several lengths are written at once; `yuan-train generate` writes one alone"
+        )
+
+
+def check_served_plan(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise YuanError for a plan of another model, or one that cannot generate."""
+    check_same_model(checkpoint, plan.model)
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            where = f"pipelines[{p}].stages[{s}]"
+            if any(edge % 1 for edge in stage.layers):
+                raise PlanError(
+                    f"{where}.layers: {list(stage.layers)}: half a layer does not generate; plan again with "
+                    "search.half_layers: false"
+                )
+            if stage.parameter_offload:
+                raise PlanError(
+                    f"{where}.parameter_offload: {stage.parameter_offload}: weights that stay on the host do "
+                    "not generate; plan again with search.offload: [optimizer, activations]"
+                )
+
+
+def whole_model_plan(checkpoint: Checkpoint, limits: Limits) -> Plan:
+    """The plan of a single process."""
+    model = checkpoint.model
+    stage = StagePlan(replicas=((0,),), layers=(0, model.num_layers), embedding=True, head=True)
+    return Plan(
+        model=model,
+        sequence_length=limits.max_length,
+        global_batch_size=1,
+        ranks=(RankPlan(rank=0, device="this machine", type=ANY_CARD),),
+        pipelines=(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=(stage,)),),
+    )
+
+
+def slots_of(plan: Plan, slots: int) -> list[int]:
+    """The slots of each pipeline: by its share of the batch, which is that of its speed; at least one."""
+    return [max(1, round(slots * p.num_sequences / plan.global_batch_size)) for p in plan.pipelines]
+
+
+Ask = Callable[[Order], list[Token]]
+"""Has a pipeline do an order; on rank 0."""
+
+
+class Lane:
+    """This rank's engine, and on rank 0 the ends of the others."""
+
+    def __init__(self, job: ServeJob, runtime: RankRuntime) -> None:
+        self._runtime = runtime
+        coord, grid = runtime.coord, runtime.grid
+        self.pipeline = coord.pipeline
+        self._own = [
+            tuple(sorted({rank for replica in grid.replicas(p) for rank in replica}))
+            for p in range(len(grid.plan.pipelines))
+        ]
+        # Rank 0 leads each pipeline.
+        self._led = [tuple(sorted({0, *ranks})) for ranks in self._own]
+        wide = [ranks for ranks in dict.fromkeys([*self._own, *self._led]) if len(ranks) > 1]
+        self._groups = (
+            make_tensor_groups(wide, timeout_seconds=TIMEOUT_SECONDS) if dist.is_initialized() else {}
+        )
+        self._draws = SeededDraws()
+        device_type = grid.plan.device_type(coord.rank)
+        slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
+        self._engine = Engine(
+            runtime,
+            slots=slots_of(grid.plan, job.limits.slots)[coord.pipeline],
+            group=1,
+            max_prompt_tokens=job.limits.max_length,
+            max_new_tokens=0,
+            prefill_chunk=PREFILL_CHUNK,
+            device=job.device.torch,
+            dtype=job.dtype,
+            stopwatch=Stopwatch(job.device, slowdown=slowdown),
+            ranks=self._groups.get(self._own[coord.pipeline]),
+            documents=job.documents,
+        )
+        self._engine.begin(self._draws)
+
+    def asks(self) -> list[Ask]:
+        """On rank 0: what has each pipeline do an order; each in a thread of its own."""
+        return [
+            self._ask_own if pipeline == self.pipeline else partial(self._ask_other, pipeline)
+            for pipeline in range(len(self._own))
+        ]
+
+    def num_slots(self, slots: int) -> list[int]:
+        """The slots of each pipeline, of so many that a server was given."""
+        found = slots_of(self._runtime.grid.plan, slots)
+        found[self.pipeline] = self._engine.num_slots
+        return found
+
+    def follow(self) -> None:
+        """On the other ranks: do what rank 0 says, until it says stop. Raises TrainingError."""
+        while True:
+            order = self._tell(self.pipeline, None)
+            if order.stop:
+                return
+            tokens = self._do(order)
+            own = self._own[self.pipeline]
+            if 0 not in own and self._runtime.coord.rank == own[0]:
+                with self._naming(self.pipeline, "the tokens of a round"):
+                    dist.send_object_list([tokens], dst=0, group=self._groups[self._led[self.pipeline]])
+
+    def _ask_own(self, order: Order) -> list[Token]:
+        self._tell(self.pipeline, order)
+        return [] if order.stop else self._do(order)
+
+    def _ask_other(self, pipeline: int, order: Order) -> list[Token]:
+        self._tell(pipeline, order)
+        if order.stop:
+            return []
+        told: list[Any] = [None]
+        with self._naming(pipeline, "the tokens of a round"):
+            leader = self._own[pipeline][0]
+            dist.recv_object_list(told, src=leader, group=self._groups[self._led[pipeline]])
+        return told[0]
+
+    def _do(self, order: Order) -> list[Token]:
+        """A round; the tokens of it are the same on all ranks of the pipeline."""
+        self._engine.leave(order.leave)
+        for number in order.leave:
+            self._draws.forget(number)
+        self._engine.join(order.join)
+        with as_training_error(self._runtime.coord):
+            tokens = [] if self._engine.is_idle else self._engine.step()
+        for token in tokens:
+            if token.sample is not None:
+                self._draws.forget(token.ticket, token.number)
+        return tokens
+
+    def _tell(self, pipeline: int, order: Order | None) -> Order:
+        """The next order of rank 0, on all ranks of a pipeline; they wait as long as nothing is asked."""
+        told: list[Any] = [order]
+        ranks = self._led[pipeline]
+        if len(ranks) > 1:
+            with self._naming(pipeline, "an order"):
+                wait_for_all(ranks, "an order", self._groups[ranks])
+                dist.broadcast_object_list(told, src=0, group=self._groups[ranks])
+        return told[0]
+
+    @contextmanager
+    def _naming(self, pipeline: int, what: str) -> Iterator[None]:
+        with as_training_error(self._runtime.coord), blame_peers(what, self._led[pipeline]):
+            yield
+
+
+@contextmanager
+def opened_lane(job: ServeJob) -> Iterator[Lane]:
+    """This rank's lane, with its weights; collective over all ranks, which end together.
+
+    Raises TrainingError if the ranks do not connect, ConfigError if they were given unlike files.
+    """
+    board = None
+    if job.position.world_size > 1:
+        board = meet(STARTUP_SECONDS, place=job.plan.ranks[job.position.rank].device)
+    explaining = explaining_memory(job.plan, job.position.rank, job.device)
+    with ending_together(board, job.device), explaining:
+        if board is not None:
+            enter_world(board, device=job.device, timeout_seconds=TIMEOUT_SECONDS)
+            _check_same(job)
+        yield Lane(job, _build(job))
+
+
+def _build(job: ServeJob) -> RankRuntime:
+    """This rank's parts of the model, with the checkpoint's weights."""
+    plan, model = job.plan, job.checkpoint.model
+    settle_forms(Grid(plan), job.position.rank, device=job.device, dtype=job.dtype)
+    sharding, row_blocks = sharding_of(model)
+    parts = ModelParts(
+        build=partial(build_part, model, job.dtype), initial=None, sharding=sharding, row_blocks=row_blocks
+    )
+    runtime = parallelize(
+        replace(plan, sequence_length=min(plan.sequence_length, job.limits.max_length)),
+        job.position.rank,
+        parts,
+        device=job.device,
+        dtype=job.dtype,
+        timeout_seconds=TIMEOUT_SECONDS,
+        startup_timeout_seconds=STARTUP_SECONDS,
+        trained=False,
+    )
+    load_runtime(job.checkpoint, runtime)
+    for part in runtime.parts.values():
+        part.eval()
+    return runtime
+
+
+def _check_same(job: ServeJob) -> None:
+    """Raise ConfigError, on all ranks, unless all have the same plan, checkpoint, tokenizer and limits."""
+    own = {
+        "plan": plan_digest(job.plan),
+        "checkpoint": [job.checkpoint.step, as_plain(job.checkpoint.model)],
+        "tokenizer": job.tokenizer.digest if job.tokenizer is not None else None,
+        "options": [as_plain(job.limits), str(job.dtype)],
+    }
+    told: list[Any] = [None] * job.position.world_size
+    dist.all_gather_object(told, own)
+    for rank, other in enumerate(told):
+        for what, value in other.items():
+            if value != told[0][what]:
+                raise ConfigError(
+                    f"rank {rank} ({job.plan.ranks[rank].device}) has another {what} than rank 0; give all "
+                    f"ranks the same {what}"
+                )
