@@ -25,11 +25,16 @@ START_SECONDS = 90
 NAME = "tiny"
 
 
-def make_checkpoint(folder: Path, variant: str = "yuan", **changes: Any) -> Path:
-    """A model of random weights with a tokenizer of bytes, which has a chat template."""
+def make_checkpoint(folder: Path, variant: str = "yuan", *, endless: bool = False, **changes: Any) -> Path:
+    """A model of random weights with a tokenizer of bytes, which has a chat template.
+
+    `endless`: greedy answers never end by themselves; the logits of special tokens are 0.
+    """
     model = Transformer(tiny_model(variant, vocab_size=260, name=NAME, **changes))
     init_weights(model, seed=5)
     tensors = {f"weights.{name}": 3 * weight.detach() for name, weight in model.named_parameters()}
+    if endless:
+        tensors["weights.embedding.weight"][256:] = 0
     tensors |= {f"weights.{name}": buffer for name, buffer in model.named_buffers()}
     save_checkpoint(folder, step=1, tensors=tensors, state=weights_state(model.config) | {"step": 1})
     tokenizer = folder / "step-00000001" / "tokenizer"

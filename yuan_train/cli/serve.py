@@ -175,12 +175,15 @@ def _prepare(arguments: argparse.Namespace, plan: Plan | None, position: Positio
 
 def _listen(host: str, port: int) -> socket.socket:
     """A socket at an address of this machine. Raises ConfigError if it cannot be had."""
+    listening = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
     except (OSError, UnicodeError) as error:
+        if listening is not None:
+            listening.close()
         raise ConfigError(
             f"--host {host} --port {port}: cannot listen there: {error}; give a free port (0: any), and an "
             "address of this machine"

@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.rl.generator import Token
@@ -227,6 +228,8 @@ async def _read_body(request: Request) -> bytes:
                 content += part
                 if len(content) > MOST_BODY_BYTES:
                     raise ApiError(f"the body has more than {MOST_BODY_BYTES} bytes", status=413)
+    except ClientDisconnect:
+        raise ApiError("the body ends before its length") from None
     except TimeoutError:
         raise ApiError(f"the body did not arrive within {BODY_SECONDS:g} s", status=408) from None
     return bytes(content)
