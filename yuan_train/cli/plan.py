@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from yuan_train.config.profile import Profile
     from yuan_train.config.run import RunConfig
     from yuan_train.planner.costs.plan_problem import PlanProblem
+    from yuan_train.planner.report.answer import Answer
     from yuan_train.planner.search.search_result import SearchResult
     from yuan_train.planner.search.what_if import Largest, Rent
 
@@ -72,6 +75,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="plan again with one card more or less, more memory, faster links, a larger batch, and say what "
         "would gain; with prices, also which nodes are worth their rent",
     )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="also print bounds, runners-up, the cut in other tools' notations, and sources of times",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
     parser.set_defaults(run=run)
@@ -82,7 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
     plan fits."""
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
-    from yuan_train.config.express import to_layout
     from yuan_train.config.merge_profiles import read_profiles
     from yuan_train.config.plan_files import save_plan
     from yuan_train.config.rl_files import is_rl_run
@@ -95,11 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile, cluster)
 
-    from yuan_train.planner.report.notations import to_blocks
     from yuan_train.planner.report.page import plan_html
     from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
-    from yuan_train.planner.report.terminal import plan_json, plan_table
-    from yuan_train.planner.search.search import search_plan
     from yuan_train.planner.search.what_if import explain_plan, with_late_updates
 
     problem = _problem_of(run_config, cluster, profile)
@@ -107,10 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     problem, result, rent = _find_plan(problem, arguments, run_config)
     if run_config.optimizer.update == "delayed":
         result = with_late_updates(problem, result)
-    price = None
-    if search.engine is not None and "yuan" not in search.engine:
-        free = search_plan(problem, replace(search, engine=("yuan",)), micro_batch_size=size)
-        price = EnginePrice(result.best.step_seconds, min(free.best.step_seconds, result.best.step_seconds))
+    price = _engine_price(problem, run_config, result)
     changes = None
     if arguments.explain:
         step = result.best.step_seconds
@@ -120,28 +121,100 @@ def run(arguments: argparse.Namespace) -> int:
         **({"Rent": rent_lines(rent)} if rent else {}),
         **({"What limits this plan": change_lines(changes)} if changes else {}),
     }
+    answer = _find_answer(result, problem, run_config, arguments)
     if arguments.report:
-        write_text(arguments.report, plan_html(result, problem, reasons=reasons))
+        page = plan_html(result, problem, reasons=reasons, answer=_answer_lines(answer, arguments))
+        write_text(arguments.report, page)
     if arguments.out:
         save_plan(arguments.out, result.best.plan)
     if arguments.json:
-        values = plan_json(result, path=arguments.out)
-        values |= {} if price is None else {"engine_price": price.as_json()}
-        values |= {"rent": rent_values(rent)} if rent else {}
-        values |= {"explanation": change_values(changes)} if changes else {}
-        print(json.dumps(values))
+        values = {
+            "engine_price": price.as_json() if price else None,
+            "rent": rent_values(rent) if rent else None,
+            "explanation": change_values(changes) if changes else None,
+        }
+        _print_json(result, answer, arguments, {k: v for k, v in values.items() if v is not None})
         return 0
-    if arguments.emit:
-        for pipeline in result.best.plan.pipelines:
-            print(to_layout(pipeline) if arguments.emit == "megatron" else to_blocks(pipeline))
-    else:
-        print(plan_table(result, problem))
-        for name, lines in reasons.items():
-            print("\n".join([f"{name}:", *(f" {line}" for line in lines)]))
+    _print_plan(result, problem, answer, arguments, reasons)
     for path in (arguments.out, arguments.report):
         if path:
             print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+def _print_json(
+    result: SearchResult, answer: Answer, arguments: argparse.Namespace, more: Mapping[str, object]
+) -> None:
+    from yuan_train.planner.report.answer import answer_values
+    from yuan_train.planner.report.terminal import plan_json
+
+    values = plan_json(result, path=arguments.out) | {"answer": answer_values(answer)}
+    print(json.dumps(values | dict(more)))
+
+
+def _print_plan(
+    result: SearchResult,
+    problem: PlanProblem,
+    answer: Answer,
+    arguments: argparse.Namespace,
+    reasons: Mapping[str, Sequence[str]],
+) -> None:
+    """The plan as text; with `--emit` its cut alone."""
+    from yuan_train.config.express import to_layout
+    from yuan_train.planner.report.notations import to_blocks
+    from yuan_train.planner.report.terminal import plan_table
+
+    if arguments.emit:
+        for pipeline in result.best.plan.pipelines:
+            print(to_layout(pipeline) if arguments.emit == "megatron" else to_blocks(pipeline))
+        return
+    lines = _answer_lines(answer, arguments)
+    print(plan_table(result, problem, answer=lines, verbose=arguments.verbose))
+    for name, words in reasons.items():
+        print("\n".join([f"{name}:", *(f" {line}" for line in words)]))
+
+
+def _find_answer(
+    result: SearchResult, problem: PlanProblem, run_config: RunConfig, arguments: argparse.Namespace
+) -> Answer:
+    """The figures that a person asks for; where cards lack bf16, plans in the other precision as well."""
+    from yuan_train.planner.report.answer import find_answer
+    from yuan_train.planner.search.precisions import other_precision
+
+    other = None
+    if not arguments.emit and not arguments.largest:
+        size = run_config.train.micro_batch_size
+        other = other_precision(problem, run_config.feasible_search, micro_batch_size=size)
+    steps = run_config.train.steps if arguments.config else None
+    return find_answer(result, problem, num_steps=steps, other=other)
+
+
+def _answer_lines(answer: Answer, arguments: argparse.Namespace) -> list[str]:
+    """The answer in words, with the commands that measure and that come next."""
+    from yuan_train.planner.report.answer import answer_lines
+
+    names = {"model": arguments.model, "config": arguments.config, "cluster": arguments.cluster}
+    given = " ".join(f"--{name} {shlex.quote(value)}" for name, value in names.items() if value)
+    measure = f"yuan-train profile {given} --out profile.json (on each node; then plan with --profile)"
+    if not arguments.config:
+        what = "yuan-train init pretrain --out run.yaml (or sft, dpo, grpo), then plan with --config run.yaml"
+    elif not arguments.out:
+        what = f"yuan-train plan {given} --out plan.yaml"
+    else:
+        paths = f"--config {shlex.quote(arguments.config)} --plan {shlex.quote(arguments.out)}"
+        what = f"yuan-train launch {paths} (with --print: the command of each node)"
+    return answer_lines(answer, measure=measure, next_command=what)
+
+
+def _engine_price(problem: PlanProblem, run_config: RunConfig, result: SearchResult) -> EnginePrice | None:
+    """What `search.engine` costs, if it leaves ours out."""
+    from yuan_train.planner.search.search import search_plan
+
+    search, size = run_config.feasible_search, run_config.train.micro_batch_size
+    if search.engine is None or "yuan" in search.engine:
+        return None
+    free = search_plan(problem, replace(search, engine=("yuan",)), micro_batch_size=size)
+    return EnginePrice(result.best.step_seconds, min(free.best.step_seconds, result.best.step_seconds))
 
 
 def _find_plan(

@@ -58,7 +58,7 @@ def test_cards_and_hosts_are_not_overfilled(
         path.write_text(cluster, encoding="utf-8")
     out = tmp_path / "plan.yaml"
     files = ["--cluster", str(path), "--model", str(CONFIGS / "model" / f"{model}.yaml"), "--out", str(out)]
-    assert main(["plan", *files, *KEYS, *keys, "search.time_limit=300 s"]) == 0
+    assert main(["plan", *files, *KEYS, *keys, "search.time_limit=300 s", "--verbose"]) == 0
     printed, plan, cards = capsys.readouterr().out, load_plan(out), load_cluster(path)
     assert "memory: at most 95% of what torch reports of a card (search.memory_fraction: 0.95)" in printed
     assert words in printed

@@ -47,18 +47,23 @@ MAX_DRAWN_PIPELINES = 8
 
 
 def plan_html(
-    result: SearchResult, problem: PlanProblem, *, reasons: Mapping[str, Sequence[str]] | None = None
+    result: SearchResult,
+    problem: PlanProblem,
+    *,
+    reasons: Mapping[str, Sequence[str]] | None = None,
+    answer: Sequence[str] = (),
 ) -> str:
-    """The report page; `reasons` are further sections, each a list of lines."""
+    """The report page; `reasons` are further sections, each a list of lines, and `answer` comes first."""
     best = result.best
     title = f"Plan for {problem.model.name} on {problem.cluster.name}"
     sections = [
-        ("Summary", _summary_html(result, problem)),
+        ("Summary", _summary_html(result, problem, answer)),
         ("Cluster", _cluster_svg(result, problem)),
         ("Stages", _stages_html(best)),
         ("Memory on each card", _memory_svg(best.cost)),
         ("Timeline of one step", _timeline_svg(best.cost)),
         *((name, _list_html(lines)) for name, lines in (reasons or {}).items()),
+        ("How good the plan is", _list_html([*best_reasons(result), cut_words(best)])),
         ("Runners-up and what was left out", _runners_up_html(result)),
         ("Assumptions", _assumptions_html(result, problem)),
         ("plan.yaml", f'<pre id="plan">{escape(dump(best.plan))}</pre>'),
@@ -66,10 +71,9 @@ def plan_html(
     return whole_page(title, sections)
 
 
-def _summary_html(result: SearchResult, problem: PlanProblem) -> str:
-    lines = [describe_shape(result.best) + even_words(result).replace("     ", "; ")]
-    lines += [step_words(result, problem), *best_reasons(result), *memory_lines(result.best.cost, problem)]
-    lines.append(cut_words(result.best))
+def _summary_html(result: SearchResult, problem: PlanProblem, answer: Sequence[str]) -> str:
+    lines = [*answer, describe_shape(result.best) + even_words(result).replace("     ", "; ")]
+    lines += [step_words(result, problem), *memory_lines(result.best.cost, problem)]
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 

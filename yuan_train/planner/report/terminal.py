@@ -29,17 +29,33 @@ MAX_WORDS = 90
 """Characters of one thing in which a runner-up differs."""
 
 
-def plan_table(result: SearchResult, problem: PlanProblem) -> str:
-    """At most a screen of plain text: stages, step, even split, runners-up, idle cards, source of costs."""
+def plan_table(
+    result: SearchResult, problem: PlanProblem, *, answer: Sequence[str] = (), verbose: bool = False
+) -> str:
+    """At most a screen of plain text: the answer, then stages, even split, idle cards and notes.
+
+    `verbose` adds bounds, runners-up, the cut in other tools' notations, and the source of every cost.
+    """
     best, cost = result.best, result.best.cost
-    lines = [f"Plan: {describe_shape(best)}" + even_words(result)]
+    lines = [*answer, f"Plan: {describe_shape(best)}" + even_words(result)]
     lines += _stage_rows(best)
     lines.append(" " + step_words(result, problem))
-    lines.append(f" {cut_words(best)}")
-    lines += [f" {line}" for line in [*best_reasons(result), *memory_lines(cost, problem)]]
-    lines += [f" runner-up: {line}" for line in runner_lines(result)]
+    notes = result.notes
+    if verbose:
+        lines.append(f" {cut_words(best)}")
+        lines += [f" {line}" for line in [*best_reasons(result), *memory_lines(cost, problem)]]
+        lines += [f" runner-up: {line}" for line in runner_lines(result)]
+    else:
+        lines += [f" {line}" for line in memory_lines(cost, problem)[1:]]
+        catalogued = tuple(f"{card.type}: " for stage in cost.stages for card in stage.cards)
+        notes = [note for note in notes if cost.source != "estimated" or not note.startswith(catalogued)]
     lines += [f" left out: {line}" for line in left_out_lines(result.left_out)]
-    lines.append(f" {cost.source}: " + "; ".join(result.notes))
+    if verbose:
+        lines.append(f" {cost.source}: " + "; ".join(notes))
+    else:
+        lines += [f" note: {note}" for note in notes]
+    if not verbose:
+        lines.append(" --verbose: bounds, runners-up, the cut as Megatron-LM writes it, sources of all times")
     return "\n".join(lines)
 
 

@@ -1,0 +1,161 @@
+"""What a person asks of a plan, answered first: how long, how fast, how full, for how much, and what next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.search.precisions import OtherPrecision
+from yuan_train.planner.search.search_result import SearchResult
+
+BILLION = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The figures of a plan that matter to whoever runs it."""
+
+    measured: bool
+    """Whether the times come from a profile of these cards."""
+    step_seconds: float
+    tokens_per_step: int
+    num_steps: int | None
+    """Of the run; None without a run file."""
+    mfu: float | None
+    """Model FLOP/s over the peak of the cards that work; None if a peak is not known."""
+    fullest: StageCost
+    """The stage whose cards have the least room left."""
+    price_per_hour: float | None
+    """Of the nodes that the plan uses, all their cards; None without prices in the cluster file."""
+    other: OtherPrecision | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all cards together."""
+        return self.tokens_per_step / self.step_seconds
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Of all steps; None without a run file."""
+        return None if self.num_steps is None else self.num_steps * self.step_seconds
+
+    @property
+    def headroom_bytes(self) -> float:
+        """What the plan leaves free of the card that it fills most."""
+        return self.fullest.card_bytes - self.fullest.memory.total
+
+
+def find_answer(
+    result: SearchResult, problem: PlanProblem, *, num_steps: int | None, other: OtherPrecision | None
+) -> Answer:
+    """The figures of the best plan."""
+    cost, cluster = result.best.cost, problem.cluster
+    cards = {card for stage in cost.stages for card in stage.cards}
+    peaks = [cluster.device_type(card.type).peak(problem.precision) for card in cards]
+    tokens = problem.global_batch_size * problem.sequence_length
+    flops = tokens * problem.model.training_flops(problem.sequence_length)
+    prices = [cluster.node_price(cluster.groups[node]) for node in {card.node for card in cards}]
+    step = result.best.step_seconds
+    return Answer(
+        measured=cost.source == "measured",
+        step_seconds=step,
+        tokens_per_step=tokens,
+        num_steps=num_steps,
+        mfu=None if None in peaks else flops / step / sum(peak or 0.0 for peak in peaks),
+        fullest=min(cost.stages, key=lambda stage: stage.card_bytes - stage.memory.total),
+        price_per_hour=None if None in prices else sum(price or 0.0 for price in prices),
+        other=other,
+    )
+
+
+def answer_lines(answer: Answer, *, measure: str | None = None, next_command: str | None = None) -> list[str]:
+    """The answer in words; `measure` is the command that measures, `next_command` what to type next."""
+    lines: list[str] = []
+    if not answer.measured:
+        how = f"; measure: {measure}" if measure else ""
+        lines.append(f"not measured, times are estimated from the catalogue of cards{how}")
+    speed = f"{answer.tokens_per_second:,.0f} tokens/s"
+    used = "" if answer.mfu is None else f", {answer.mfu:.0%} of the cards' peak (MFU)"
+    lines.append(f"{_time_words(answer)} at {speed}{used}")
+    stage = answer.fullest
+    lines.append(
+        f"memory: {show_bytes(answer.headroom_bytes)} left on the fullest card "
+        f"({stage.card.type} {stage.card.name}: {show_bytes(stage.memory.total)} of "
+        f"{show_bytes(stage.card_bytes)})"
+    )
+    if answer.price_per_hour is not None:
+        seconds = answer.run_seconds or BILLION / answer.tokens_per_second
+        what = "the run" if answer.run_seconds else "a billion tokens"
+        price = answer.price_per_hour * seconds / 3600
+        lines.append(f"rent: {answer.price_per_hour:.6g} an hour, {price:,.2f} for {what}")
+    if answer.other is not None:
+        lines.append(_other_words(answer, answer.other))
+    return [*lines, *([f"next: {next_command}"] if next_command else [])]
+
+
+def answer_values(answer: Answer) -> dict[str, Any]:
+    """The same for --json."""
+    other = answer.other
+    return {
+        "measured": answer.measured,
+        "num_steps": answer.num_steps,
+        "run_seconds": answer.run_seconds,
+        "tokens_per_second": answer.tokens_per_second,
+        "mfu": answer.mfu,
+        "headroom_bytes": answer.headroom_bytes,
+        "price_per_hour": answer.price_per_hour,
+        "other_precision": None
+        if other is None
+        else {
+            "precision": other.precision,
+            "fp16_only": dict(other.fp16_only),
+            "tokens_per_second": other.tokens_per_second,
+            "refusal": other.refusal or None,
+        },
+    }
+
+
+def show_duration(seconds: float) -> str:
+    """`3.3 hours`, `12 days`; below a minute as times of steps are shown."""
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            number = seconds / length
+            return f"{number:,.0f} {unit}" if number >= 20 else f"{number:.1f} {unit}"
+    return show_seconds(seconds)
+
+
+def _time_words(answer: Answer) -> str:
+    step = f"a step of {answer.tokens_per_step:,} tokens takes {show_seconds(answer.step_seconds)}"
+    if answer.num_steps is None or answer.run_seconds is None:
+        billion = show_duration(BILLION / answer.tokens_per_second)
+        return f"{step}, a billion tokens {billion}"
+    steps = f"{answer.num_steps:,} step{'s' * (answer.num_steps != 1)}"
+    return f"the run takes {show_duration(answer.run_seconds)} ({steps}; {step}),"
+
+
+def _other_words(answer: Answer, other: OtherPrecision) -> str:
+    """What the precision costs: both ways side by side."""
+    cards = _names([f"{count} {name}" for name, count in other.fp16_only.items()])
+    ours = f"{answer.tokens_per_second:,.0f} tokens/s"
+    lacking = "has" if sum(other.fp16_only.values()) == 1 else "have"
+    if other.tokens_per_second is None:
+        return f"{cards} {lacking} no bf16 units; in {other.precision} no plan was found: {other.refusal}"
+    more = other.tokens_per_second / answer.tokens_per_second - 1.0
+    theirs = f"{other.tokens_per_second:,.0f} tokens/s ({more:+.0%})"
+    if other.precision == "fp16":
+        ways = f"bf16 without them {ours}, fp16 on all cards {theirs}"
+        advice = (
+            "train.precision=fp16 takes them; it needs a loss scale, and models made in bf16 may overflow"
+        )
+    else:
+        ways = f"fp16 on all cards {ours}, bf16 without them {theirs}"
+        advice = "models made in bf16 may overflow in fp16; train.precision=bf16 leaves these cards out"
+    return f"{cards} {lacking} no bf16 units: {ways}; {advice}"
+
+
+def _names(words: Sequence[str]) -> str:
+    return " and ".join(words) if len(words) < 3 else ", ".join(words[:-1]) + f" and {words[-1]}"
