@@ -12,8 +12,7 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.reasons import bound_values, bound_words
 from yuan_train.planner.report.terminal import differences, limited_by, slower_because
 from yuan_train.planner.search.bounds import Bound
-from yuan_train.planner.search.explore import Candidate
-from yuan_train.planner.search.mixed_pipelines import first_shape
+from yuan_train.planner.search.candidate import Candidate, first_shape
 
 
 def test_a_bound_is_said_with_its_plans_and_what_it_knows() -> None:

@@ -15,8 +15,7 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.native.evaluator import Evaluator
-from yuan_train.planner.search.explore import Candidate
-from yuan_train.planner.search.mixed_pipelines import first_shape
+from yuan_train.planner.search.candidate import Candidate, first_shape
 from yuan_train.planner.search.shapes import read_options
 from yuan_train.planner.search.simplicity import NAMES, burdens, prefer_simple, simplicity_note
 

@@ -34,7 +34,7 @@ from yuan_train.planner.report.terminal import (
     runner_lines,
     step_words,
 )
-from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.search_result import SearchResult
 
 SENDS: dict[Sends, str] = {

@@ -16,7 +16,7 @@ from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.report.notations import to_blocks
 from yuan_train.planner.report.reasons import bound_values, bound_words
-from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.search_result import LeftOut, SearchResult
 
 CATEGORIES = tuple(name for name in MemoryForecast.__dataclass_fields__ if name != "critic")

@@ -20,9 +20,8 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, draft_of, make_tables, plan_of
 from yuan_train.planner.native.evaluator import MAX_REPLICAS, NUM_SIZES, DraftTable, SpaceTable
 from yuan_train.planner.native.pipelines import NAMES
-from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.candidate import Candidate, first_shape
 from yuan_train.planner.search.expressible import is_wanted
-from yuan_train.planner.search.mixed_pipelines import first_shape
 from yuan_train.planner.search.shapes import Options
 
 MOST_CARDS = 56

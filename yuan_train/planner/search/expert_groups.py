@@ -23,7 +23,7 @@ from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import CardCosts
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.shapes import Options, Shape, make_plan
 from yuan_train.schedule.in_flight import in_flight
 

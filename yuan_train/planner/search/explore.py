@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.grad_reduce import (
     grad_reduce_seconds,
@@ -22,8 +21,9 @@ from yuan_train.planner.costs.grad_reduce import (
     weight_sync_seconds,
 )
 from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.bounds import shape_bound
+from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.descent import Budget
 from yuan_train.planner.search.instances import is_faithful, make_instance
 from yuan_train.planner.search.offload import with_offload
@@ -63,28 +63,6 @@ MAX_STEPS_OF_THOUSANDS, NUM_ROUGH = 60_000, 64
 these have no plan; among so many of these the first plan is chosen."""
 MAX_REFINED_SHAPES, MAX_POLISHED_SHAPES = 3, 12
 """Sketches that are refined; sketches whose best cut is polished to choose among them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan, its cost, and the shape that it is a cut of."""
-
-    plan: Plan
-    cost: PlanCost
-    shape: Shape
-
-    @property
-    def step_seconds(self) -> float:
-        return self.cost.step_seconds
-
-    @property
-    def bounds(self) -> tuple[tuple[float, float], ...]:
-        """Layers of each stage of the first pipeline."""
-        return tuple(stage.layers for stage in self.plan.pipelines[0].stages)
-
-    @property
-    def cards(self) -> frozenset[Card]:
-        return frozenset(card for stage in self.cost.stages for card in stage.cards)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_units import divides_experts
 from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.descent import Budget
 from yuan_train.planner.search.drafts import searches_drafts
-from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.half_layers import shift_by_halves
 from yuan_train.planner.search.polish import (
     FEW_CARDS,

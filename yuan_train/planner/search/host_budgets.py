@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.search.explore import MANY_CARDS, Candidate, Found, solve_shapes
+from yuan_train.planner.search.candidate import Candidate
+from yuan_train.planner.search.explore import MANY_CARDS, Found, solve_shapes
 from yuan_train.planner.search.shapes import Options, Shape
 
 SHARES, SHARES_OF_MANY = (1 / 2, 1 / 4, 1 / 8, 1 / 16), (1 / 4,)

@@ -20,10 +20,9 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
 from yuan_train.planner.native.pipelines import NAMES
+from yuan_train.planner.search.candidate import Candidate, first_shape
 from yuan_train.planner.search.drafts import MOST_CARDS, draft_space
-from yuan_train.planner.search.explore import Candidate
 from yuan_train.planner.search.expressible import is_wanted
-from yuan_train.planner.search.mixed_pipelines import first_shape
 from yuan_train.planner.search.shapes import Options
 
 MOST_ISLAND_CARDS, LEAST_ISLAND_CARDS = 256, 24

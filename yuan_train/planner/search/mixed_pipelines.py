@@ -11,7 +11,6 @@ import numpy as np
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.search.instances import make_instance
 from yuan_train.planner.search.relaxation import PRUNE_FACTOR, relaxed_seconds
 from yuan_train.planner.search.shapes import (
@@ -62,16 +61,6 @@ def mix_pipelines(
         divided = _divide_batch(costs, shapes, options)
         if divided is not None and divided[0] < limit_seconds:
             yield divided[1]
-
-
-def first_shape(plan: Plan, cost: PlanCost) -> Shape:
-    """The shape of a plan's first pipeline; for mixed pipelines where no shape has a candidate."""
-    return Shape(
-        schedule=plan.schedule,
-        micro_batch_size=plan.pipelines[0].micro_batch_size,
-        num_micro_batches=plan.pipelines[0].num_micro_batches,
-        slots=tuple((tuple(stage.replicas),) for stage in cost.stages if stage.pipeline == 0),
-    )
 
 
 def deal_mixed(costs: Costs, cards: Sequence[Card], options: Options) -> Iterator[tuple[Shape, ...]]:

@@ -21,7 +21,7 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
-from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.offload import STEPS
 from yuan_train.planner.search.shapes import Options, PipelineCut, Shape, assemble_plan
 

@@ -22,14 +22,15 @@ from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.bounds import Bound, lower_bound
+from yuan_train.planner.search.candidate import Candidate, first_shape
 from yuan_train.planner.search.drafts import search_drafts, searches_drafts
 from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
-from yuan_train.planner.search.explore import Candidate, Found, solve_shapes
+from yuan_train.planner.search.explore import Found, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, keep_to_cards, rank
 from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.islands import search_islands
-from yuan_train.planner.search.mixed_pipelines import deal_mixed, first_shape, mix_pipelines
+from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines
 from yuan_train.planner.search.paged import check_pages, paged_plans
 from yuan_train.planner.search.search_result import (
     LeftOut,

@@ -11,7 +11,7 @@ from yuan_train.planner.costs.topology import unmeasured
 from yuan_train.planner.evaluate.plan_cost import PlanCost, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.bounds import Bound
-from yuan_train.planner.search.explore import Candidate
+from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.finalists import WORTH_LEAVING, beside_cards
 
 NUM_RUNNERS_UP = 4
