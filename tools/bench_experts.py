@@ -32,7 +32,7 @@ from yuan_train.config.profile import load_profile
 from yuan_train.config.run import RunConfig, SearchConfig, load_run
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.expert_groups import plans_with_experts
+from yuan_train.planner.search.expert_groups import expert_plans
 from yuan_train.planner.search.shapes import read_options
 from yuan_train.train.measure import machine_name
 
@@ -180,7 +180,7 @@ def plan_group(costs: Costs, run: RunConfig) -> Plan:
         SearchConfig(tensor=(1, len(SPEEDS)), recompute=("none",)), micro_batch_size=1, model=run.model
     )
     cards = costs.problem.cluster.cards
-    found = plans_with_experts(costs, cards, options, limit_seconds=float("inf"), stopped=lambda: False)
+    found = expert_plans(costs, cards, options, [], stopped=lambda: False)
     return min(found, key=lambda candidate: candidate.step_seconds).plan
 
 

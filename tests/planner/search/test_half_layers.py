@@ -16,8 +16,10 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.expert_costs import divides_alike
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.half_layers import shift_by_halves
+from yuan_train.planner.search.half_layers import move_halves
+from yuan_train.planner.search.local import descend
 from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.shapes import read_options
 
 MODEL = ModelConfig(
     name="m",
@@ -160,5 +162,6 @@ def test_pipelines_that_divide_experts_are_shifted_alike_or_not_at_all() -> None
     )
     assert not list(validate_plan(plan))
     costs = make_costs(problem)
-    shifted, cost = shift_by_halves(costs, plan, cost_plan(costs, plan), lambda: False)
+    options = read_options(SearchConfig(micro_batch_size=(1,)), micro_batch_size=1, model=problem.model)
+    shifted, cost = descend(costs, plan, cost_plan(costs, plan), move_halves, options, lambda: False)
     assert divides_alike(shifted) and cost.step_seconds <= cost_plan(costs, plan).step_seconds

@@ -8,6 +8,7 @@ full. Equal pipelines have equal groups, for all that hold a layer must divide i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -17,13 +18,21 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Backend
 from yuan_train.config.plan import Plan, share_only_gloo
-from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import Recompute, ScheduleName
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import CardCosts
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.candidate import Candidate
+from yuan_train.planner.search.expressible import is_wanted
+from yuan_train.planner.search.local import (
+    improve_candidate,
+    move_batches,
+    move_depths,
+    move_experts,
+    move_layers,
+    move_schedule,
+)
 from yuan_train.planner.search.shapes import Options, Shape, make_plan
 from yuan_train.schedule.in_flight import in_flight
 
@@ -35,24 +44,28 @@ MAX_ORDERED = 4
 """Groups up to which every order of the stages is tried; of more, the cluster's."""
 MAX_STAGES = 20_000
 """Stages that are costed in one search; the other divisions are left out."""
-NUM_COSTED = 12
-"""Divisions that are costed in full."""
+NUM_COSTED, NUM_IMPROVED = 12, 4
+"""Divisions that are costed in full, and the fastest of these, which are improved."""
+LEAST_HOPE = 1.25
+"""Divisions are costed if their estimate is within this multiple of the best step: it knows neither deeper
+warm-ups nor partial recompute."""
 
 Grouping = tuple[tuple[Replica, ...], ...]
 """The groups of each stage: one in each pipeline."""
 
 
-def plans_with_experts(
+def expert_plans(
     costs: Costs,
     cards: Sequence[Card],
     options: Options,
-    *,
-    limit_seconds: float,
+    known: Sequence[Candidate],
     stopped: Callable[[], bool],
 ) -> list[Candidate]:
-    """The best plans found that fit and have a group; `limit_seconds` is a step that they have to beat."""
+    """The best plans found that fit and have a group, improved by moves; none whose estimate is not near the
+    fastest known plan."""
     if not may_divide_experts(costs, cards, options):
         return []
+    limit = LEAST_HOPE * known[0].step_seconds if known else math.inf
     search = _Search(costs, options)
     divisions: list[_Division] = []
     for grouping in _groupings(cards, options, costs):
@@ -61,18 +74,29 @@ def plans_with_experts(
                 break
             for order in _orders(grouping, options):
                 found = search.divide(order, schedule, size, count)
-                if found is not None and found.seconds < limit_seconds:
+                if found is not None and found.seconds < limit:
                     divisions.append(found)
     best = sorted(divisions, key=lambda division: division.seconds)[:NUM_COSTED]
-    result: list[Candidate] = []
+    costed: list[Candidate] = []
     for division in best:
         plan = _plan_of(costs, division, options)
-        if list(validate_plan(plan)):
+        if not is_wanted(plan, options):
             continue
         cost = cost_plan(costs, plan)
         if cost.fits:
-            result.append(Candidate(plan=plan, cost=cost, shape=division.shape))
-    return result
+            costed.append(Candidate(plan=plan, cost=cost, shape=division.shape))
+    costed.sort(key=lambda one: one.step_seconds)
+    moves = functools.partial(_moves, options=options)
+    improved = [improve_candidate(costs, one, moves, options, stopped) for one in costed[:NUM_IMPROVED]]
+    return [*improved, *costed]
+
+
+def _moves(plan: Plan, *, options: Options) -> Iterator[Plan]:
+    yield from move_layers(plan)
+    yield from move_experts(plan)
+    yield from move_depths(plan)
+    yield from move_batches(plan, options)
+    yield from move_schedule(plan, options)
 
 
 def may_divide_experts(costs: Costs, cards: Sequence[Card], options: Options) -> bool:

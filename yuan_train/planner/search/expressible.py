@@ -9,7 +9,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.express import is_expressible
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.plan_units import unlike_owners
+from yuan_train.config.plan_units import divides_experts, unlike_owners
 from yuan_train.planner.search.shapes import Options, Shape, list_shapes
 
 MOST_LEFT_OUT = 4
@@ -18,10 +18,11 @@ MOST_LEFT_OUT = 4
 
 def is_wanted(plan: Plan, options: Options) -> bool:
     """Whether a plan violates no constraint, no weights are stepped by unlike owners unless nothing else is
-    asked for, and the engine that the options name can run it."""
+    asked for or cards share experts, and the engine that the options name can run it."""
     if next(validate_plan(plan), None) is not None:
         return False
-    if True in options.sharded and not _has_pages(plan) and unlike_owners(plan) is not None:
+    spared = _has_pages(plan) or divides_experts(plan)
+    if True in options.sharded and not spared and unlike_owners(plan) is not None:
         return False
     return not options.expressible or is_expressible(plan)
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_units import divides_experts
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.descent import Budget
 from yuan_train.planner.search.drafts import searches_drafts
-from yuan_train.planner.search.half_layers import shift_by_halves
 from yuan_train.planner.search.polish import (
     FEW_CARDS,
     Realised,
@@ -54,14 +52,10 @@ def improve(
     stopped: Callable[[], bool],
 ) -> list[Candidate]:
     """The candidates, the most promising ones polished, fastest first; as they are where drafts are searched
-    from them, which neither divide experts nor end in halves of layers."""
-    if not ranked:
-        return []
-    divided = options.half_layers or any(divides_experts(candidate.plan) for candidate in ranked)
-    if not divided and searches_drafts(cards, options):
+    from them."""
+    if not ranked or searches_drafts(cards, options):
         return list(ranked)
-    ranked = rank(costs, _with_polished(costs, ranked, cards, options, stopped))
-    return rank(costs, _with_half_layers(costs, ranked, stopped)) if options.half_layers else ranked
+    return rank(costs, _with_polished(costs, ranked, cards, options, stopped))
 
 
 def _reshaped(shape: Shape, plan: Plan) -> Shape:
@@ -175,17 +169,6 @@ def _under_other_schedules(
         if priced is not None:
             found.append(Candidate(plan=priced[0], cost=priced[1], shape=_reshaped(start.shape, priced[0])))
     return found
-
-
-def _with_half_layers(
-    costs: Costs, ranked: Sequence[Candidate], stopped: Callable[[], bool]
-) -> list[Candidate]:
-    """The candidates, the fastest ones with borders in the middle of layers where that gains."""
-    result = list(ranked)
-    for i in range(min(NUM_POLISHED, len(ranked))):
-        plan, cost = shift_by_halves(costs, ranked[i].plan, ranked[i].cost, stopped)
-        result[i] = replace(ranked[i], plan=plan, cost=cost)
-    return result
 
 
 def beside_cards(plan: Plan) -> int:

@@ -24,10 +24,11 @@ from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.bounds import Bound, lower_bound
 from yuan_train.planner.search.candidate import Candidate, first_shape
 from yuan_train.planner.search.drafts import search_drafts, searches_drafts
-from yuan_train.planner.search.expert_groups import may_divide_experts, plans_with_experts
+from yuan_train.planner.search.expert_groups import expert_plans, may_divide_experts
 from yuan_train.planner.search.explore import Found, solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, keep_to_cards, rank
+from yuan_train.planner.search.half_layers import half_layer_plans
 from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.islands import search_islands
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines
@@ -45,9 +46,8 @@ from yuan_train.planner.search.shapes import Options, Shape, as_plain, make_plan
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 from yuan_train.planner.search.simplicity import prefer_simple, simplicity_note
 
-LEAST_HOPE = 1.25
-"""Plans with groups that divide experts are costed if their estimate is within this multiple of the best
-step: the estimate knows neither deeper warm-ups nor partial recompute."""
+SPECIAL = (expert_plans, alternating_plans, half_layer_plans, paged_plans)
+"""Plans that the compiled core does not price: each is found from those that are known so far."""
 CLOSING_SECONDS_PER_CARD = 2e-4
 """Of a time limit; costing and checking one plan takes about that."""
 LISTING_SHARE = 1 / 2
@@ -222,8 +222,9 @@ def _find_plans(space: _Space) -> _Plans:
     cut, ranked = ranked, _improved(costs, ranked, hosted, cards, options, stopped)
     drafts = search_drafts(costs, [*ranked, *cut], cards, options, stopped, limit_seconds=space.limit_seconds)
     ranked = rank(costs, [*ranked, *drafts])
-    paged = paged_plans(costs, cards, options, limit_seconds=_least_seconds(ranked), stopped=stopped)
-    ranked, faster = rank(costs, [*ranked, *paged]), None
+    for find in SPECIAL:
+        ranked = rank(costs, [*ranked, *find(costs, cards, options, ranked, stopped)])
+    faster = None
     if options.keeps_to_cards:
         ranked, faster = keep_to_cards(costs, ranked)
     return _Plans(
@@ -278,18 +279,14 @@ def _improved(
     options: Options,
     stopped: Callable[[], bool],
 ) -> list[Candidate]:
-    """The plans under schedules that may be polished, improved, ranked. Plans with hosts, and those that
-    divide experts, are improved apart, so that no other is improved less because there are some."""
+    """The plans under schedules that may be polished, improved, ranked. Plans with hosts are improved apart,
+    so that no other is improved less because there are some."""
 
     def improved(candidates: Sequence[Candidate]) -> list[Candidate]:
         wanted = [one for one in candidates if one.plan.schedule in options.polished_schedules]
         return improve(costs, wanted, cards, options, stopped)
 
-    found = improved(ranked)
-    found = rank(costs, [*found, *improved(hosted)])
-    limit = LEAST_HOPE * _least_seconds(found)
-    grouped = plans_with_experts(costs, cards, options, limit_seconds=limit, stopped=stopped)
-    return rank(costs, [*found, *improve(costs, rank(costs, grouped), cards, options, stopped)])
+    return rank(costs, [*improved(ranked), *improved(hosted)])
 
 
 def _least_seconds(ranked: Sequence[Candidate]) -> float:
@@ -409,13 +406,11 @@ def _more_plans(
     *,
     mixes: bool,
 ) -> list[Candidate]:
-    """Plans that are no cut of a shape: mixed pipelines, and attention on other cards than feed-forwards."""
+    """Mixed pipelines, which are no cut of a shape."""
     made: list[tuple[Shape | None, Plan]] = []
     if mixes and not stopped():
         mixed = mix_pipelines(costs, cards, options, limit_seconds=_least_seconds(ranked))
         made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
-    if not stopped():
-        made += [(None, plan) for plan in alternating_plans(costs, cards, options)]
     result: list[Candidate] = []
     for shape, plan in made:
         if stopped():
