@@ -17,7 +17,8 @@ ENGINE = {"torch", "yuan_kernels"}
 MAY_IMPORT = {
     "config": set[str](),
     "schedule": set[str](),
-    "planner": {"config", "schedule"},
+    "report": {"config"},
+    "planner": {"config", "schedule", "report"},
     "models": {"config", "yuan_kernels"},
     "data": {"config"},
     "objectives": {"config"},
@@ -74,6 +75,7 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
         "planner",
+        "report",
         "rl",
     },
 }
@@ -83,6 +85,7 @@ NEVER = {
     "config": ENGINE,
     "schedule": ENGINE | {"yaml", "pydantic", "numpy"},
     "planner": ENGINE,
+    "report": ENGINE,
     "data": ENGINE,
     "models": {"torch.distributed"},
     "objectives": {"torch.distributed"},

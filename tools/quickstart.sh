@@ -55,6 +55,6 @@ step "train: one process per card" \
 step "write text" \
     yuan-train generate --checkpoint $run/checkpoints --prompt "def " --max-new-tokens 40 --temperature 0.8 --seed 1
 step "results" \
-    python tools/show_run.py $run
+    yuan-train show $run --out $run/report.html
 echo
-echo "done in $SECONDS s; open $run/plan.html for the plan"
+echo "done in $SECONDS s; open $run/plan.html for the plan, $run/report.html for the run"

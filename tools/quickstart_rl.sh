@@ -38,7 +38,7 @@ step "a hundred prompts: a b =" \
 step "draw answers, score them, train" \
     yuan-train rl --config configs/run/rl-tiny.yaml
 step "results" \
-    python tools/show_rl.py runs/rl-tiny
+    yuan-train show runs/rl-tiny --out runs/rl-tiny/report.html
 if [ -e runs/tiny/checkpoints ] && [ -e data/tokenizer/tokenizer.model ]; then
     set_aside runs/rl-code
     step "prompts for the quick start's model" \
@@ -46,7 +46,7 @@ if [ -e runs/tiny/checkpoints ] && [ -e data/tokenizer/tokenizer.model ]; then
     step "train it to return early from functions" \
         yuan-train rl --config configs/run/rl-code.yaml
     step "results" \
-        python tools/show_rl.py runs/rl-code
+        yuan-train show runs/rl-code --out runs/rl-code/report.html
 fi
 echo
 echo "done in $SECONDS s; open runs/rl-tiny/report.html for the curve of the reward"

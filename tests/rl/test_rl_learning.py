@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import rl_tasks, show_rl
+from tools import rl_tasks
+from yuan_train.cli.main import main
 
 
 def test_copying_is_learned_from_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,11 +16,9 @@ def test_copying_is_learned_from_random_weights(tmp_path: Path, capsys: pytest.C
     first, last = rl_tasks.learn("copy", 0, tmp_path, [*overrides, "train.micro_batch_size=80"])
     assert first < 0.3
     assert last > 0.7
-    assert show_rl.main([str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<polyline") == 5 and "<script" not in page
-    assert "reward" in capsys.readouterr().out
-
-
-def test_the_page_needs_a_run(tmp_path: Path) -> None:
-    assert show_rl.main([str(tmp_path)]) == 2
+    assert page.count("<polyline") == 4 and "<script" not in page
+    shown = capsys.readouterr().out
+    assert "reinforcement learning (grpo)" in shown and "reward       0." in shown

@@ -16,7 +16,6 @@ import torch
 from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, run_config
 from tests.support.ranks import Case, run_cases
-from tools.draw_trace import draw
 from yuan_train.cli.main import main
 from yuan_train.cli.trace import read_traces
 from yuan_train.config.errors import ConfigError
@@ -25,6 +24,7 @@ from yuan_train.config.plan_files import keep_plan, load_plan, save_plan
 from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.apply import pipeline_schedule
 from yuan_train.parallel.grid import Grid
+from yuan_train.report.trace_picture import draw_step
 from yuan_train.schedule.step import Step
 from yuan_train.train.rank_clock import bound_offset
 from yuan_train.train.trace import Recorder
@@ -299,7 +299,7 @@ def test_on_a_card_spans_are_on_the_streams_time() -> None:
 
 
 def test_the_picture_of_a_step(merged: list[dict[str, Any]]) -> None:
-    svg = draw(merged, step=TRACED[0])
+    svg = draw_step(merged, step=TRACED[0])
     for row in ("rank 2 (pipeline 1, stage 0) on card/2", "measured", "messages", "reductions", "forecast"):
         assert row in svg
     # Forwards and backwards of 4 micro-batches of 3 ranks, measured and forecast.

@@ -24,6 +24,7 @@ from yuan_train.config.rl_files import is_rl_run, load_rl
 from yuan_train.config.rl_plan import is_rl_plan, load_rl_plan
 from yuan_train.config.run import Source, load_run
 from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.report.run_log import is_log_directory, read_run
 
 Facts = dict[str, Any]
 
@@ -34,7 +35,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "inspect",
         help="show what a file or checkpoint holds, and check that it is complete",
         description="Shows what PATH holds: a model, run, cluster, plan or profile file; token files (their "
-        "prefix, or the .idx); or a checkpoint's directory. Exits with 2 and the reasons if incomplete.",
+        "prefix, or the .idx); a checkpoint's directory, or a run's log directory. Exits with 2 and the "
+        "reasons if incomplete.",
     )
     parser.add_argument("path", metavar="PATH", help="a file, a directory, or a prefix of token files")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -67,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 def kind_of(path: Path) -> str:
     """The kind of what is at `path`: a key of INSPECT. Raises ConfigError if its keys match no kind."""
     if path.is_dir():
+        if is_log_directory(path) and not any(path.glob("step-*")):
+            return "log"
         names = ("tokenizer.model", "tokenizer.json")
         return "tokenizer" if any((path / name).exists() for name in names) else "checkpoint"
     if path.suffix in (".idx", ".bin") or any(Path(f"{path}{end}").exists() for end in (".idx", ".bin")):
@@ -102,6 +106,21 @@ _KEYS_OF_KIND = {
 def inspect_model(path: Path) -> Facts:
     """Sizes, parameters and FLOP of a model."""
     return _model_facts(load_model(path))
+
+
+def inspect_log(path: Path) -> Facts:
+    """What a run has reached; `show` tells more."""
+    run = read_run(path)
+    return {
+        "model": run.model,
+        "trains": run.kind,
+        "steps": run.num_steps,
+        "steps_done": run.steps[-1]["step"],
+        "loss": run.steps[-1]["loss"],
+        "step_seconds": run.step_seconds,
+        "forecast_step_seconds": run.forecast_seconds,
+        "more": f"yuan-train show {path}",
+    }
 
 
 def inspect_run(path: Path) -> Facts:
@@ -288,6 +307,7 @@ INSPECT: dict[str, Callable[[Path], Facts]] = {
     "profile": inspect_profile,
     "tokens": inspect_tokens,
     "tokenizer": inspect_tokenizer,
+    "log": inspect_log,
     "checkpoint": inspect_checkpoint,
 }
 

@@ -32,6 +32,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("directory", metavar="RUN", help="log directory of the run (log.directory)")
     parser.add_argument("--out", metavar="F.json", required=True, help="trace file to write")
+    parser.add_argument("--draw", metavar="F.svg", help="also draw one training step as a picture")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="the step to draw; the last traced one if not given"
+    )
     parser.set_defaults(run=run)
 
 
@@ -50,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         write_trace(arguments.out, whole_arrows(events))
     except OSError as error:
         raise ConfigError(f"{arguments.out}: cannot be written: {error}") from None
+    if arguments.draw:
+        _draw(arguments.draw, events, traces[0].steps, arguments.step)
     for line in _summary(plan, traces):
         print(line)
     error = max(trace.clock_error_seconds for trace in traces)
@@ -59,6 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _draw(path: str, events: Sequence[Event], steps: Mapping[int, object], step: int | None) -> None:
+    """Write the picture of a step. Raises ConfigError if it was not traced."""
+    from yuan_train.config.dump import write_text
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.report.trace_picture import draw_step
+
+    step = max(steps) if step is None else step
+    if step not in steps:
+        raise ConfigError(f"--step {step}: not traced (has: {', '.join(map(str, sorted(steps)))})")
+    write_text(path, draw_step(events, step=step))
 
 
 @dataclass(frozen=True)

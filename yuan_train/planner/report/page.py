@@ -16,7 +16,6 @@ from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.simulator import Simulation
-from yuan_train.planner.report.html import key, svg, table, whole_page
 from yuan_train.planner.report.terminal import (
     CATEGORIES,
     GIB,
@@ -36,6 +35,7 @@ from yuan_train.planner.report.terminal import (
 )
 from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.search_result import SearchResult
+from yuan_train.report.html import key, svg, table, whole_page
 
 SENDS: dict[Sends, str] = {
     "overlapped": "sends overlap compute",

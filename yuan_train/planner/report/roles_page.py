@@ -12,7 +12,6 @@ from html import escape
 from yuan_train.config.dump import dump
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.planner.report.html import key, svg, table, whole_page
 from yuan_train.planner.report.roles_text import (
     describe,
     engine_words,
@@ -26,6 +25,7 @@ from yuan_train.planner.report.roles_text import (
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.play import Play
 from yuan_train.planner.roles.search import RolesResult
+from yuan_train.report.html import key, svg, table, whole_page
 
 FILLS = {"generate": "var(--c0)", "score": "var(--c4)", "train": "var(--c3)", "publish": "var(--c2)"}
 WORDS = {

@@ -1,14 +1,12 @@
-"""python tools/draw_trace.py F.json --out F.svg: draws one training step of a merged trace.
+"""One training step of a merged trace as a picture.
 
 A row for each rank's measured steps, what it waits for, its reductions, and the forecast, on one time axis.
 """
 
-import argparse
+from __future__ import annotations
+
 import html
-import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 WIDTH, LEFT, RIGHT, ROW, GAP = 1000.0, 80.0, 20.0, 15, 8
@@ -29,28 +27,8 @@ COLOURS = {
 ROWS = ("measured", "messages", "reductions", "forecast")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Draw. Returns the exit code: 2 if the file has no merged trace, or not that step."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("trace", type=Path, metavar="F.json", help="written by `yuan-train trace`")
-    parser.add_argument("--out", type=Path, metavar="F.svg", required=True)
-    parser.add_argument("--step", type=int, help="training step; the last traced one if not given")
-    given = parser.parse_args(arguments)
-    try:
-        events = json.loads(given.trace.read_text(encoding="utf-8"))["traceEvents"]
-        steps = [e["args"]["step"] for e in events if e.get("cat") == "training_step"]
-        svg = draw(events, step=given.step if given.step is not None else max(steps))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"error: {given.trace}: no such step of a merged trace ({error})", file=sys.stderr)
-        return 2
-    given.out.write_text(svg, encoding="utf-8")
-    return 0
-
-
-def draw(events: list[dict[str, Any]], *, step: int) -> str:
-    """The picture of one training step, as SVG. Raises ValueError if the trace does not have it."""
+def draw_step(events: Sequence[dict[str, Any]], *, step: int) -> str:
+    """The picture of a training step that the trace has, as SVG."""
     outer = [
         event
         for event in events
@@ -115,7 +93,3 @@ def _axis(milliseconds: float, pixels: float, top: float) -> Iterator[str]:
         x = LEFT + number * every * pixels
         yield f'<path d="M{x:.1f} 0V{top:g}" stroke="#0002"/>'
         yield f'<text x="{x:.1f}" y="{top + 12:g}" text-anchor="middle">{number * every:g} ms</text>'
-
-
-if __name__ == "__main__":
-    sys.exit(main())

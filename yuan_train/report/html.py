@@ -15,7 +15,9 @@ max-width:1080px;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse;width:100%}
 th,td{text-align:left;padding:.25em .6em;border-bottom:1px solid var(--line)}
 td.n{font-variant-numeric:tabular-nums}pre{background:var(--soft);padding:1em;overflow:auto;font-size:12px}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--ink);font:11px system-ui,sans-serif}
+.wide{overflow-x:auto}.wide>svg{min-width:560px}.wide td,.wide th{overflow-wrap:break-word}
+h1{overflow-wrap:anywhere}svg{width:100%;height:auto;display:block}
+svg text{fill:var(--ink);font:11px system-ui,sans-serif}
 .card{fill:var(--soft);stroke:var(--line)}.idle{stroke-dasharray:3 3}
 .grid{stroke:var(--line);stroke-width:.5}
 .limit{stroke:var(--ink);stroke-width:1.5}.host{fill:var(--soft);stroke:var(--ink)}.f{fill:var(--f)}.b{fill:var(--b)}.rest{fill:var(--soft)}.wait{fill:url(#hatch)}
@@ -41,12 +43,13 @@ def whole_page(title: str, sections: Sequence[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """A table; a head of nothing is left out."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    return f"<table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
+    heading = row(head, "th") if any(head) else ""
+    return f'<div class="wide"><table>{heading}{"".join(row(cells, "td") for cells in rows)}</table></div>'
 
 
 def key(fill: str, name: str) -> str:
@@ -59,9 +62,8 @@ def key(fill: str, name: str) -> str:
 
 
 def svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
-    """A drawing, as wide as the page."""
+    """A drawing, as wide as the page; on a narrow one it is scrolled by itself, so that it can be read."""
     return (
-        f'<svg viewBox="0 0 {width} {max(height, 1)}" role="img" aria-label="{escape(label)}">'
-        + "".join(parts)
-        + "</svg>"
+        f'<div class="wide"><svg viewBox="0 0 {width} {max(height, 1)}" role="img" '
+        f'aria-label="{escape(label)}">' + "".join(parts) + "</svg></div>"
     )

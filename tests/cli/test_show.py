@@ -1,0 +1,213 @@
+"""`yuan-train show`: log directories of all kinds of runs, as text and as a page that fits a phone."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.project import make_plan, make_project, run_config
+from yuan_train.cli.main import main
+from yuan_train.config.dump import dump
+from yuan_train.config.plan import Forecast, MemoryForecast, StageForecast
+from yuan_train.config.plan_files import save_plan
+from yuan_train.report.chart import round_ticks
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+
+
+def step(i: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": i,
+        "loss": 8.0 - 0.1 * i,
+        "grad_norm": 1.0,
+        "tokens": 100 * i,
+        "tokens_per_second": 200.0,
+        "mfu": 0.25,
+        "step_seconds": 9.0 if i < 4 else 0.5,
+        "forecast_step_seconds": 0.4,
+        **more,
+    }
+
+
+def write_log(folder: Path, lines: list[dict[str, Any]], config: str = "") -> Path:
+    log = folder / "log"
+    log.mkdir(parents=True, exist_ok=True)
+    (log / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if config:
+        (log / "config.yaml").write_text(config)
+    return log
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Of 40 steps of 50, on two unlike ranks, with a plan that has a forecast."""
+    run = run_config(make_project(tmp_path), "train.steps=50", f"log.directory={tmp_path / 'log'}")
+    measured = {"stage_seconds": [0.45, 0.2], "peak_memory_bytes": [3 * 2**30, 2**30]}
+    lines = [step(i, **(measured if i % 5 == 0 else {})) for i in range(1, 41)]
+    lines[19]["validation_loss"] = 5.5
+    memory = MemoryForecast(
+        parameters=2.0**30, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, reserved=0
+    )
+    stages = tuple(
+        StageForecast(
+            pipeline=0,
+            stage=s,
+            forward_seconds=0.01,
+            backward_seconds=0.02 * (2 - s),
+            peak_memory_bytes=2.0**30,
+            memory=memory,
+        )
+        for s in (0, 1)
+    )
+    forecast = Forecast(
+        step_seconds=0.4,
+        tokens_per_second=480,
+        bubble_fraction=0.1,
+        lower_bound_seconds=0.3,
+        source="measured",
+        stages=stages,
+    )
+    found = write_log(tmp_path, lines, dump(run))
+    save_plan(found / "plan.yaml", replace(make_plan(run, [[4, 2]]), forecast=forecast))
+    return found
+
+
+def test_a_run_is_summed_up_with_its_ranks_beside_their_forecast(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(log)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for words in (
+        "run          language modelling of test, ",
+        "steps        40 of 50",
+        "loss         7.900 -> 4.950 (mean of the last 20 steps)",
+        "validation   5.500 -> 5.500",
+        "step time    500 ms (median); 400 ms forecast: the forecast is 20% too short",
+        "speed        200 tokens/s, MFU 25.0%",
+        "left         5 s at this speed",
+    ):
+        assert any(line.startswith(words) for line in lines), words
+    # 8 micro-batches of 10 + 40 ms, and of 10 + 20 ms.
+    first, second = lines[-2:]
+    assert re.fullmatch(r"0 +card card/0 +0-3 \+emb +400 ms +450 ms \(\+12%\) +1.0 GiB +3.0 GiB", first)
+    assert re.fullmatch(r"1 +card card/1 +4-5 \+head +240 ms +200 ms \(-17%\) +1.0 GiB +1.0 GiB", second)
+
+
+def test_inspect_of_a_log_directory_names_show(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(log), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kind"] == "log" and facts["steps_done"] == 40
+    assert facts["more"] == f"yuan-train show {log}"
+
+
+def pages(log: Path, tmp_path: Path) -> dict[str, Path]:
+    """A page of each kind of run."""
+    pairs = yaml.safe_load((log / "config.yaml").read_text()) | {"objective": {"kind": "dpo"}}
+    answers = yaml.safe_load((log / "config.yaml").read_text())
+    answers["data"]["loss_on_answers"] = True
+    of_rl = {
+        "reward": 0.5,
+        "rewards": {"exact": 0.5, "format": 0.1},
+        "answer_tokens": {"mean": 12.0, "max": 20},
+        "entropy_estimate": 1.0,
+        "kl": 0.01,
+        "generation_seconds": 0.2,
+        "evaluation": None,
+    }
+    rl = [step(i, **of_rl) for i in range(1, 30)]
+    rl[10]["evaluation"] = {"pass_1": 0.25}
+    logs = {
+        "language modelling": log,
+        "supervised fine-tuning": write_log(tmp_path / "sft", [step(1)], yaml.safe_dump(answers)),
+        "direct preference optimisation": write_log(
+            tmp_path / "dpo", [step(i, accuracy=0.5, margin=0.1) for i in range(1, 9)], yaml.safe_dump(pairs)
+        ),
+        "reinforcement learning (grpo)": write_log(tmp_path / "rl", rl),
+    }
+    long = "a" * 300
+    samples = [{"step": i, "prompt": "2 + 2 =", "text": f"{long}<b>{i}", "reward": 0.5} for i in (1, 20)]
+    text = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (tmp_path / "rl" / "log" / "samples.jsonl").write_text(text)
+    found: dict[str, Path] = {}
+    for kind, directory in logs.items():
+        found[kind] = directory.parent / "page.html"
+        assert main(["show", str(directory), "--out", str(found[kind])]) == 0
+    return found
+
+
+def test_every_kind_of_run_has_a_page_without_scripts(log: Path, tmp_path: Path) -> None:
+    found = {kind: path.read_text() for kind, path in pages(log, tmp_path).items()}
+    for kind, page in found.items():
+        assert f": {kind}</h1>" in page and "<polyline" in page
+        assert "<script" not in page and not re.search(r"(src|href)=", page)
+    assert found["language modelling"].count("measured") > 3 and "plan.yaml" in found["language modelling"]
+    assert "Accuracy of pairs" in found["direct preference optimisation"]
+    rl = found["reinforcement learning (grpo)"]
+    assert rl.index("&lt;b&gt;1<") < rl.index("&lt;b&gt;20<") and "pass@1" in rl
+
+
+@pytest.mark.slow
+def test_the_pages_fit_a_phone_and_a_desk(log: Path, tmp_path: Path) -> None:
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    texts = [path.read_text() for path in pages(log, tmp_path).values()]
+    sheet = "".join(
+        f'<iframe width="{width}" height="700" srcdoc="{html.escape(text)}"></iframe>'
+        for text in texts
+        for width in (390, 1280)
+    )
+    script = (
+        "onload = () => document.body.dataset.wide = [...document.querySelectorAll('iframe')].map(f => "
+        "f.contentDocument.documentElement).map(e => e.querySelector('svg') ? "
+        "e.scrollWidth - e.clientWidth : 'empty').join(' ')"
+    )
+    (tmp_path / "sheet.html").write_text(f"<meta charset=utf-8>{sheet}<script>{script}</script>")
+    shown = subprocess.run(
+        [
+            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "sheet.html").as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    match = re.search(r'data-wide="([^"]*)"', shown.stdout)
+    assert match is not None, shown.stderr[-500:]
+    assert [int(over) for over in match[1].split()] == [0] * (2 * len(texts))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "has no metrics.jsonl; wanted the log directory of a run"),
+        ("", "no finished step yet"),
+        ("{torn", "no finished step yet"),
+        ('{"step": 1, "loss": null, "step_seconds": 1.0}\n', "no finished step yet"),
+    ],
+)
+def test_no_finished_step(
+    tmp_path: Path, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert main(["show", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (0.0, 1.25), (-3.0, 12.0), (5.5, 5.6), (1.0, 20000.0)])
+def test_ticks_are_round_and_around_the_values(low: float, high: float) -> None:
+    ticks = round_ticks(low, high)
+    assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 9
+    distance = ticks[1] - ticks[0]
+    assert f"{distance:.0e}"[0] in "125"

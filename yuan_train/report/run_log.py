@@ -1,0 +1,222 @@
+"""A run as its log directory tells it: what it trains, each step, the plan beside what was measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from yuan_train.config.document import is_mapping, parse_document
+from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.plan import Plan, StageForecast
+from yuan_train.config.plan_files import load_plan, plans_in
+
+METRICS, CONFIG, SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
+WARM_UP_STEPS = 3
+"""Medians leave these out, because the first steps also fill caches and buffers."""
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """What a rank has of the plan and what was measured of it; seconds are those of computing in a step."""
+
+    rank: int
+    card: str
+    type: str
+    layers: str
+    forecast_seconds: float | None
+    seconds: float | None
+    forecast_bytes: float | None
+    peak_bytes: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLog:
+    """What a log directory holds."""
+
+    directory: Path
+    steps: Sequence[Line]
+    """Lines of metrics.jsonl of training steps, in order."""
+    samples: Sequence[Line]
+    """Of reinforcement learning: answers."""
+    config: Line
+    """config.yaml, resolved; empty where there is none."""
+    config_text: str
+    """The same as it is written."""
+    plan: Plan | None
+    """The newest."""
+
+    @property
+    def kind(self) -> str:
+        """What is trained, in words."""
+        objective = self.config.get("objective", {}).get("kind", "language_model")
+        if "reward" in self.steps[-1]:
+            return f"reinforcement learning ({self.config.get('algorithm', {}).get('name', 'grpo')})"
+        if objective != "language_model":
+            return {"dpo": "direct preference optimisation", "reward": "a reward model"}[objective]
+        data = self.config.get("data", {})
+        answers = data.get("loss_on_answers") or data.get("loss_after_separator")
+        return "supervised fine-tuning" if answers else "language modelling"
+
+    @property
+    def model(self) -> str:
+        """The model's name, or nothing."""
+        return str(self.config.get("model", {}).get("name", ""))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run; those done, where the run file is not there."""
+        return int(self.config.get("train", {}).get("steps", self.steps[-1]["step"]))
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """The median of a step."""
+        return statistics.median(line["step_seconds"] for line in self.warm)
+
+    @property
+    def warm(self) -> Sequence[Line]:
+        """The steps after the warm-up, or all if there are no others."""
+        return self.steps[WARM_UP_STEPS:] or self.steps
+
+    @property
+    def forecast_seconds(self) -> float | None:
+        """Of a step, by the plan that the last logged step ran with."""
+        return self.steps[-1].get("forecast_step_seconds")
+
+    def curve(self, *keys: str) -> list[tuple[int, float]]:
+        """Step and value of a figure where it is there; `("evaluation", "pass_1")`: one inside another."""
+        found: list[tuple[int, float]] = []
+        for line in self.steps:
+            value: Any = line
+            for key in keys:
+                value = value.get(key) if is_mapping(value) else None
+            if isinstance(value, int | float):
+                found.append((line["step"], float(value)))
+        return found
+
+    @cached_property
+    def ranks(self) -> tuple[RankShare, ...]:
+        """Each rank of the plan, or those that were measured."""
+        measured = [line for line in self.warm if line.get("stage_seconds")]
+        measured = [
+            line for line in measured if len(line["stage_seconds"]) == len(measured[-1]["stage_seconds"])
+        ]
+        seconds = [
+            statistics.median(own) for own in zip(*(m["stage_seconds"] for m in measured), strict=True)
+        ]
+        peaks = [max(own) for own in zip(*(m["peak_memory_bytes"] for m in measured), strict=True)]
+        shares = _forecast_shares(self.plan) if self.plan is not None else {}
+        if self.plan is not None and measured and len(seconds) != self.plan.world_size:
+            # Measured under another plan than the newest.
+            shares = {}
+        names = {entry.rank: entry for entry in self.plan.ranks} if shares and self.plan is not None else {}
+        return tuple(
+            RankShare(
+                rank=rank,
+                card=names[rank].device if rank in names else "",
+                type=names[rank].type if rank in names else "",
+                layers=shares[rank].layers if rank in shares else "",
+                forecast_seconds=shares[rank].seconds if rank in shares else None,
+                seconds=seconds[rank] if rank < len(seconds) else None,
+                forecast_bytes=shares[rank].bytes if rank in shares else None,
+                peak_bytes=peaks[rank] if rank < len(peaks) else None,
+            )
+            for rank in range(max(len(seconds), len(shares)))
+        )
+
+
+def read_run(directory: str | Path) -> RunLog:
+    """Read a log directory. Raises ConfigError if it is none, or if no step is finished yet."""
+    folder = Path(directory)
+    path = folder / METRICS
+    if not path.is_file():
+        what = "no such directory" if not folder.is_dir() else f"has no {METRICS}"
+        raise ConfigError(f"{folder}: {what}; wanted the log directory of a run (log.directory)")
+    steps = [line for line in _read_lines(path) if _is_step(line)]
+    if not steps:
+        raise ConfigError(f"{path}: no finished step yet; train first, or look again later")
+    samples = _read_lines(folder / SAMPLES) if (folder / SAMPLES).is_file() else []
+    text = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).is_file() else ""
+    config: Any = parse_document(text, name=str(folder / CONFIG)).value
+    return RunLog(
+        directory=folder,
+        steps=steps,
+        samples=samples,
+        config=config if is_mapping(config) else {},
+        config_text=text,
+        plan=_newest_plan(folder),
+    )
+
+
+def is_log_directory(path: Path) -> bool:
+    """Whether a run has logged there."""
+    return (path / METRICS).is_file()
+
+
+@dataclass(frozen=True)
+class _Share:
+    layers: str
+    seconds: float | None
+    bytes: float | None
+
+
+def _forecast_shares(plan: Plan) -> dict[int, _Share]:
+    """By rank: its layers, and the forecast seconds and bytes of its stages in a step."""
+    stages: dict[tuple[int, int], StageForecast] = {}
+    if plan.forecast is not None:
+        stages = {(item.pipeline, item.stage): item for item in plan.forecast.stages}
+    found: dict[int, _Share] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            first, end = stage.layers
+            words = f"{first:g}-{end - 1:g}" if end - first > 1 else f"{first:g}" if end > first else "none"
+            words += " +emb" * stage.embedding + " +head" * stage.head
+            forecast = stages.get((p, s))
+            for number, replica in enumerate(stage.replicas):
+                count = len(range(number, pipeline.num_micro_batches, len(stage.replicas)))
+                seconds = (forecast.forward_seconds + forecast.backward_seconds) * count if forecast else None
+                for rank in replica:
+                    before = found.get(rank)
+                    if before is None:
+                        found[rank] = _Share(words, seconds, forecast.peak_memory_bytes if forecast else None)
+                        continue
+                    # Virtual stages: a card's time adds up; its memory is told once, for all of them.
+                    both = None if seconds is None or before.seconds is None else before.seconds + seconds
+                    found[rank] = _Share(f"{before.layers}, {words}", both, before.bytes)
+    return found
+
+
+def _newest_plan(folder: Path) -> Plan | None:
+    files = plans_in(folder)
+    try:
+        return load_plan(files[-1]) if files else None
+    except YuanError:
+        # Of an earlier release, or written by hand since.
+        return None
+
+
+def _is_step(line: Line) -> bool:
+    return all(isinstance(line.get(key), int | float) for key in ("step", "loss", "step_seconds"))
+
+
+def _read_lines(path: Path) -> list[Line]:
+    """The lines of a file that are whole: the last one may be being written. Raises ConfigError."""
+    found: list[Line] = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    for line in text.splitlines():
+        try:
+            value: Any = json.loads(line)
+        except ValueError:
+            continue
+        if is_mapping(value):
+            found.append(value)
+    return found

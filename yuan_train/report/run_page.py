@@ -1,0 +1,210 @@
+"""A run as lines for the terminal and as one HTML page: curves, forecast beside measured, plan."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from html import escape
+
+from yuan_train.config.dump import dump
+from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.report.chart import bars, chart, smooth
+from yuan_train.report.html import table, whole_page
+from yuan_train.report.run_log import CONFIG, Line, RankShare, RunLog
+
+MAX_RANKS = 16
+"""Rows of ranks in the terminal; the page has four times as many."""
+LAST_STEPS = 20
+"""Of which the mean is taken for what the run has reached."""
+GIB = 2.0**30
+MAX_TEXT = 400
+"""Characters of an answer on the page."""
+
+
+def run_lines(run: RunLog) -> list[str]:
+    """The summary of a run: what it has reached, its speed, and its ranks beside their forecast."""
+    lines = [f"{name:<12} {words}" for name, words in _summary(run)]
+    if not run.ranks:
+        return lines
+    rows = [_RANK_HEAD, *(_rank_row(share) for share in run.ranks[:MAX_RANKS])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_RANK_HEAD))]
+    lines.append("")
+    lines += ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(run.ranks) > MAX_RANKS:
+        lines.append(f"... and {len(run.ranks) - MAX_RANKS} more ranks; --out F.html shows {4 * MAX_RANKS}")
+    return lines
+
+
+def run_html(run: RunLog) -> str:
+    """The page of a run, without scripts or other files."""
+    title = f"{run.model or 'A run'}: {run.kind}"
+    shares = run.ranks[: 4 * MAX_RANKS]
+    sections = [
+        ("Summary", table(("", ""), _summary(run))),
+        *_curves(run),
+        ("Speed", _speed(run)),
+    ]
+    if shares:
+        names = [" ".join(filter(None, (f"rank {share.rank}", share.type))) for share in shares]
+        seconds = [(n, s.forecast_seconds, s.seconds) for n, s in zip(names, shares, strict=True)]
+        memory = [(n, s.forecast_bytes, s.peak_bytes) for n, s in zip(names, shares, strict=True)]
+        sections += [
+            ("Stages", table(_RANK_HEAD, map(_rank_row, shares))),
+            ("Seconds of computing in a step", bars(seconds, "s")),
+            ("Memory at its peak", bars(memory, "GiB", scale=GIB)),
+        ]
+    if run.samples:
+        sections.append(("Answers", _answers(run.samples)))
+    if run.plan is not None:
+        sections.append(("plan.yaml", f"<pre>{escape(dump(run.plan))}</pre>"))
+    if run.config_text:
+        sections.append((CONFIG, f"<pre>{escape(run.config_text)}</pre>"))
+    return whole_page(title, sections)
+
+
+def _summary(run: RunLog) -> list[tuple[str, str]]:
+    first, last = run.steps[0], run.steps[-1]
+    found = [
+        ("run", f"{run.kind}{f' of {run.model}' if run.model else ''}, {run.directory}"),
+        ("steps", f"{last['step']:,} of {run.num_steps:,}{_gaps(run)}"),
+    ]
+    if "reward" in last:
+        found.append(("reward", _change(run, "reward")))
+        if points := run.curve("evaluation", "pass_1"):
+            found.append(("pass@1", " -> ".join(f"{y:.2f}" for _, y in _some(points))))
+    else:
+        found.append(("loss", _change(run, "loss")))
+    for name, words in (("validation_loss", "validation"), ("accuracy", "accuracy"), ("margin", "margin")):
+        if points := run.curve(name):
+            found.append((words, f"{points[0][1]:.3f} -> {points[-1][1]:.3f}"))
+    measured, forecast = run.step_seconds, run.forecast_seconds
+    words = f"{show_seconds(measured)} (median)"
+    if forecast:
+        error = forecast / measured - 1.0
+        side = "as forecast" if abs(error) < 0.005 else f"the forecast is {abs(error):.0%} too "
+        words += f"; {show_seconds(forecast)} forecast: "
+        words += side if abs(error) < 0.005 else side + ("long" if error > 0 else "short")
+    found.append(("step time", words))
+    speeds = [line["tokens_per_second"] for line in run.warm if line.get("tokens_per_second")]
+    if speeds:
+        mfu = [line["mfu"] for line in run.warm if line.get("mfu") is not None]
+        used = f", MFU {statistics.median(mfu):.1%}" if mfu else ""
+        found.append(("speed", f"{statistics.median(speeds):,.0f} tokens/s{used}"))
+    if "generation_seconds" in last:
+        share = statistics.median(line["generation_seconds"] / line["step_seconds"] for line in run.warm)
+        found.append(("generation", f"{share:.0%} of a step"))
+    if last.get("tokens"):
+        found.append(("tokens", f"{last['tokens']:,} trained"))
+    if last.get("skipped_steps"):
+        found.append(("skipped", f"{last['skipped_steps']} steps, whose gradients were not finite"))
+    if last["step"] > first["step"] and last["step"] < run.num_steps:
+        left = show_seconds((run.num_steps - last["step"]) * measured)
+        found.append(("left", f"{left} at this speed"))
+    return found
+
+
+def _gaps(run: RunLog) -> str:
+    first = run.steps[0]["step"]
+    return f" (logged from {first:,})" if first > 1 else ""
+
+
+def _change(run: RunLog, name: str) -> str:
+    """`8.31 -> 2.05 (mean of the last 20 steps)`."""
+    values = [y for _, y in run.curve(name)]
+    last = values[-LAST_STEPS:] if len(values) > LAST_STEPS else values[-1:]
+    of = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
+    return f"{values[0]:.3f} -> {statistics.fmean(last):.3f}{of}"
+
+
+def _some(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most eight points, the first and the last among them."""
+    if len(points) <= 8:
+        return list(points)
+    return [points[round(i * (len(points) - 1) / 7)] for i in range(8)]
+
+
+def _curves(run: RunLog) -> list[tuple[str, str]]:
+    """Pictures of what is learned: the loss, or the reward and what goes with it."""
+    found: list[tuple[str, str]] = []
+    if rewards := run.curve("reward"):
+        names = list(run.steps[-1].get("rewards") or ())
+        curves = {"reward": smooth(rewards)}
+        if len(names) > 1:
+            curves |= {name: smooth(run.curve("rewards", name)) for name in names}
+        rings = {"pass@1 of the evaluation": run.curve("evaluation", "pass_1")}
+        found.append(("Reward", chart("reward by step", curves, dots=rewards, rings=rings)))
+        for name, keys in (
+            ("Entropy (estimate)", ("entropy_estimate",)),
+            ("Tokens of an answer", ("answer_tokens", "mean")),
+            ("Divergence from the reference", ("kl",)),
+        ):
+            if points := run.curve(*keys):
+                found.append((name, chart(name, {"mean of 10 steps": smooth(points)}, dots=points)))
+        return found
+    losses = run.curve("loss")
+    rings = {"validation": run.curve("validation_loss")}
+    found.append(
+        ("Loss", chart("loss by step", {"mean of 10 steps": smooth(losses)}, dots=losses, rings=rings))
+    )
+    if points := run.curve("accuracy"):
+        found.append(
+            ("Accuracy of pairs", chart("accuracy", {"mean of 10 steps": smooth(points)}, dots=points))
+        )
+    norms = run.curve("grad_norm")
+    if norms:
+        found.append(
+            ("Gradient norm", chart("gradient norm", {"mean of 10 steps": smooth(norms)}, dots=norms))
+        )
+    return found
+
+
+def _speed(run: RunLog) -> str:
+    points = run.curve("step_seconds")
+    curves = {"measured, mean of 10 steps": smooth(points)}
+    if forecast := run.curve("forecast_step_seconds"):
+        curves["forecast"] = forecast
+    return "<p>Seconds of a step.</p>" + chart("seconds of a step", curves, dots=points)
+
+
+_RANK_HEAD = ("rank", "card", "layers", "computes, forecast", "measured", "memory, forecast", "measured")
+
+
+def _rank_row(share: RankShare) -> tuple[str, ...]:
+    ratio = ""
+    if share.seconds and share.forecast_seconds:
+        ratio = f" ({share.seconds / share.forecast_seconds - 1.0:+.0%})"
+    return (
+        str(share.rank),
+        f"{share.type} {share.card}".strip() or "-",
+        share.layers or "-",
+        "-" if share.forecast_seconds is None else show_seconds(share.forecast_seconds),
+        "-" if share.seconds is None else show_seconds(share.seconds) + ratio,
+        "-" if share.forecast_bytes is None else show_bytes(share.forecast_bytes),
+        "-" if share.peak_bytes is None else show_bytes(share.peak_bytes),
+    )
+
+
+def _answers(samples: Sequence[Line]) -> str:
+    """The first and the last answer to the same prompt, where there are both; then the last ones."""
+    first: dict[str, Line] = {}
+    last: dict[str, Line] = {}
+    for line in samples:
+        prompt = str(line.get("prompt"))
+        first.setdefault(prompt, line)
+        last[prompt] = line
+    twice = [prompt for prompt in first if last[prompt].get("step") != first[prompt].get("step")]
+    # Those whose answers lie farthest apart.
+    twice.sort(key=lambda prompt: first[prompt].get("step", 0) - last[prompt].get("step", 0))
+    shown = [line for prompt in twice[:3] for line in (first[prompt], last[prompt])]
+    shown += [line for line in samples[-8:] if line not in shown]
+    head = ("step", "prompt", "answer", "reward")
+    return table(
+        head, ([_cell(line.get(name)) for name in ("step", "prompt", "text", "reward")] for line in shown)
+    )
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    text = str(value)
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
