@@ -1,0 +1,258 @@
+"""Tokens per second of `yuan-train serve` beside transformers' own server, both on one core.
+
+    python tools/bench_serve.py [--streams 16] [--new-tokens 64] [--layers 8] [--hidden 768]
+
+The same model of random weights in fp32, the same chats, greedy; each server alone on core 0, its client on
+the others. A CPU second is one of the server's process, which other work on the machine does not lengthen as
+it does the wall's. `generate` is transformers' own on a whole batch at once, without a server.
+transformers' server needs the package accelerate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+import torch
+
+from tests.support.hf_decoders import write_tokenizer
+from tests.support.spawn import free_port
+from yuan_train.checkpoint.hf_export import export_hf
+from yuan_train.checkpoint.hf_import import weights_state
+from yuan_train.checkpoint.load import find_checkpoint
+from yuan_train.checkpoint.save import save_checkpoint
+from yuan_train.config.model import ModelConfig
+from yuan_train.models.transformer import Transformer, init_weights
+
+ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+CORE = "0"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of all streams."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    first_seconds: float
+    """Until the last stream has its first piece."""
+    texts: tuple[str, ...]
+
+
+def make_model(folder: Path, layers: int, hidden: int) -> tuple[Path, Path, int]:
+    """A Llama of random weights as a checkpoint and in Hugging Face's layout; and its parameters."""
+    config = ModelConfig(
+        name="bench",
+        architecture="llama",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        ffn_hidden_size=hidden * 8 // 3 // 64 * 64,
+        vocab_size=32_000,
+        max_sequence_length=2048,
+    )
+    model = Transformer(config)
+    init_weights(model, seed=1)
+    tensors = {f"weights.{name}": 2 * weight.detach() for name, weight in model.named_parameters()}
+    # Only bytes are ever the most probable: answers are as long as they may be, and all of text.
+    tensors["weights.embedding.weight"][256:] = 0
+    checkpoint = folder / "checkpoint"
+    save_checkpoint(checkpoint, step=1, tensors=tensors, state=weights_state(config) | {"step": 1})
+    (checkpoint / "step-00000001/tokenizer").mkdir()
+    write_tokenizer(checkpoint / "step-00000001/tokenizer")
+    published = Path(export_hf(find_checkpoint(checkpoint), folder / "hf", dtype="float32").path)
+    write_tokenizer(published)
+    settings = published / "tokenizer_config.json"
+    plain = json.loads(settings.read_text())
+    del plain["auto_map"]
+    settings.write_text(json.dumps(plain | {"model_input_names": ["input_ids", "attention_mask"]}))
+    return checkpoint, published, sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def server(words: Sequence[str], url: str, folder: Path) -> Any:
+    """A server on core 0, once it answers at `url`."""
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen(
+            ["taskset", "-c", CORE, sys.executable, *words],
+            env=os.environ | ONE_CORE,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        end = time.monotonic() + 180
+        while True:
+            try:
+                httpx.get(url)
+                break
+            except httpx.TransportError:
+                if time.monotonic() > end or process.poll() is not None:
+                    raise SystemExit(f"no server: {(folder / 'said').read_text()[-2000:]}") from None
+                time.sleep(0.2)
+        yield process.pid
+    except AssertionError as error:
+        time.sleep(1)
+        raise SystemExit(f"{error}\n{(folder / 'said').read_text()[-9000:]}") from None
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def body_of(number: int, model: str, new_tokens: int) -> dict[str, Any]:
+    text = f"Tell me something about the number {number:03d}, please."
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+
+
+async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[float, str]:
+    """Seconds of the clock at the first piece of text, and the whole text."""
+    first, text = 0.0, ""
+    async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    text += choice["delta"].get("content") or ""
+                first = first or (time.perf_counter() if text else 0.0)
+    return first, text
+
+
+async def _all(url: str, bodies: Sequence[dict[str, Any]]) -> list[tuple[float, str]]:
+    async with httpx.AsyncClient(base_url=url, timeout=240) as client:
+        return await asyncio.gather(*(_ask(client, body) for body in bodies))
+
+
+def measure(url: str, pid: int, model: str, streams: int, new_tokens: int) -> Measured:
+    """All streams at once, after one that warms up."""
+    asyncio.run(_all(url, [body_of(999, model, 4)]))
+    start, used = time.perf_counter(), cpu_seconds(pid)
+    found = asyncio.run(_all(url, [body_of(n, model, new_tokens) for n in range(streams)]))
+    wall = time.perf_counter() - start
+    first = max(moment for moment, _ in found) - start
+    assert all(text for _, text in found), "there are streams without text"
+    return Measured(wall, cpu_seconds(pid) - used, first, tuple(text for _, text in found))
+
+
+def generate_at_once(published: Path, streams: int, new_tokens: int) -> Measured:
+    """transformers' `generate` of all chats as one batch, in a process of its own."""
+    script = f"""
+import json, sys, time, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from bench_serve import body_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+torch.set_num_threads(1)
+tokenizer = AutoTokenizer.from_pretrained({str(published)!r}, padding_side="left", pad_token="<|start|>")
+model = AutoModelForCausalLM.from_pretrained({str(published)!r}, dtype=torch.float32)
+chats = [body_of(n, "", 0)["messages"] for n in range({streams})]
+batch = tokenizer.apply_chat_template(
+    chats, add_generation_prompt=True, return_tensors="pt", padding=True, return_dict=True)
+options = dict(do_sample=False, pad_token_id=tokenizer.pad_token_id)
+model.generate(**batch, max_new_tokens=2, **options)
+start, used = time.perf_counter(), time.process_time()
+out = model.generate(**batch, max_new_tokens={new_tokens}, **options)
+told = [time.perf_counter() - start, time.process_time() - used]
+texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
+print(json.dumps([*told, texts]))
+"""
+    told = subprocess.run(
+        ["taskset", "-c", CORE, sys.executable, "-c", script],
+        env=os.environ | ONE_CORE,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wall, used, texts = json.loads(told.stdout.splitlines()[-1])
+    return Measured(wall, used, float("nan"), tuple(texts))
+
+
+def main() -> None:
+    """Measure in turns, twice, and print the faster of each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (("streams", 16), ("new-tokens", 64), ("layers", 8), ("hidden", 768), ("turns", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="bench-serve-"))
+    found: dict[str, list[Measured]] = {}
+    try:
+        checkpoint, published, parameters = make_model(folder, given.layers, given.hidden)
+        print(
+            f"{parameters / 1e6:.0f}M parameters, fp32, {given.streams} streams of {given.new_tokens} tokens"
+        )
+        for _ in range(given.turns):
+            for name, words, model in servers(checkpoint, published, given.streams):
+                port = free_port()
+                with server([*words, "--port", str(port)], f"http://127.0.0.1:{port}/health", folder) as pid:
+                    url = f"http://127.0.0.1:{port}"
+                    one = measure(url, pid, model, given.streams, given.new_tokens)
+                found.setdefault(name, []).append(one)
+            found.setdefault("transformers generate, one batch", []).append(
+                generate_at_once(published, given.streams, given.new_tokens)
+            )
+    finally:
+        shutil.rmtree(folder)
+    report(found, given.streams * given.new_tokens)
+
+
+def servers(checkpoint: Path, published: Path, streams: int) -> list[tuple[str, list[str], str]]:
+    """Each server's name, command and what it calls the model."""
+    own = ["-m", "yuan_train", "serve", "--checkpoint", str(checkpoint), "--slots", str(streams)]
+    theirs = [
+        "-m",
+        "transformers.commands.transformers_cli",
+        "serve",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    # Its --continuous_batching asks a card for its memory, and ends on a CPU.
+    return [
+        ("yuan-train serve", [*own, "--device", "cpu"], "bench"),
+        ("transformers serve", theirs, str(published)),
+    ]
+
+
+def report(found: dict[str, list[Measured]], tokens: int) -> None:
+    texts = next(iter(found.values()))[0].texts
+    for name, runs in found.items():
+        best = min(runs, key=lambda one: one.wall_seconds)
+        used = min(one.cpu_seconds for one in runs)
+        same = sum(a == b for a, b in zip(texts, best.texts, strict=True))
+        print(
+            f"{name:42s} {tokens / best.wall_seconds:7.1f} tokens/s  {tokens / used:7.1f} tokens/CPU s  "
+            f"all begun after {best.first_seconds:5.2f} s  {same} of {len(texts)} texts as the first one's"
+        )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
