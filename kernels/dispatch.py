@@ -6,8 +6,6 @@ A choice is the name of an implementation of the op's own file:
     torch       our implementation in torch operations over whole tensors
     blocks      the same in blocks of rows that stay in a core's cache: CPUs
     triton      the same with our Triton kernels between torch's matrix products: CUDA
-    liger, apex, transformer_engine
-                the norm of another package (`packages.py`): CUDA, only on request
     varlen      attention over documents in one call of torch's variable-length attention: CUDA
     loop        the same by one call per document: any device. Also: matrix products group by group
     repeated    attention of grouped queries with keys and values repeated: CUDA below compute capability 8.0
@@ -17,11 +15,10 @@ A choice is the name of an implementation of the op's own file:
 A choice that needs a test makes it when it is asked for first. A run asks for all of its choices before its
 first forward (`ops.choose_all`), and ranks that must round alike fall back together (`ops.fall_back`).
 
-`YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=rms_norm=liger` (or `apex`,
-`transformer_engine`) another package's norm, `YUAN_KERNELS=grouped_linear=triton` our kernel for products of
-groups. The variable is read at each call. Unset or empty, this module chooses; any other value is a
+`YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=grouped_linear=triton` our kernel for products
+of groups. The variable is read at each call. Unset or empty, this module chooses; any other value is a
 ValueError.
-An implementation that depends on Triton, on another package or on private operations must first pass a test
+An implementation that depends on Triton or on private operations must first pass a test
 on a small case.
 
 Triton's block sizes and warps are fixed for each kernel. Nothing is tuned at run time: a restart tunes
@@ -39,7 +36,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from yuan_kernels import packages
 
 logger = logging.getLogger("yuan_kernels")
 
@@ -64,7 +60,7 @@ FALLBACKS = {"document_attention": "loop", "grouped_linear": "loop"}
 MINIMUM_CAPABILITY = (7, 0)
 """Oldest compute capability that the tests compile our Triton kernels for (V100)."""
 
-_REQUESTS = {f"rms_norm={name}": name for name in packages.PACKAGES} | {"grouped_linear=triton": "triton"}
+_REQUESTS = {"grouped_linear=triton": "triton"}
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAXIMUM_ROW = 16384
@@ -103,7 +99,7 @@ def uses_definition() -> bool:
 
 
 def requested(op: str) -> str:
-    """Return the package or implementation that `YUAN_KERNELS` requests for `op`; empty if none."""
+    """Return the implementation that `YUAN_KERNELS` requests for `op`; empty if none."""
     value = os.environ.get("YUAN_KERNELS", "")
     return _REQUESTS.get(value, "") if value.partition("=")[0] == op else ""
 
@@ -157,18 +153,16 @@ def _told(choice: Choice) -> tuple[object, ...]:
 
 
 @functools.cache
-def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, package: str = "") -> Choice:
+def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, request: str = "") -> Choice:
     """Choose an implementation and log it; later calls return the cached choice.
 
-    `package`: use this package's implementation, or this one of ours, if it passes its test; empty for what
-    is chosen without a request.
+    `request`: an implementation that is used if it passes its test; empty for what is chosen without one.
     """
     if op == "document_attention":
         fault = varlen_fault(device, dtype, shape)
         name, reason = ("loop", fault) if fault else ("varlen", "tested")
     elif op == "grouped_linear":
-        name, reason = _grouped(device, dtype, shape, requested=package)
-        package = ""
+        name, reason = _grouped(device, dtype, shape, requested=request)
     elif op == "causal_attention":
         name, reason = _whole_attention(device, dtype)
     elif op == "add_product":
@@ -177,26 +171,9 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, packag
         name, reason = _on_cuda(op, device, dtype, shape)
     else:
         name, reason = _off_cuda(device)
-    if package:
-        fault = package_fault(package, device, dtype)
-        name, reason = (
-            (name, f"{reason}; not {package}: {fault}") if fault else (package, "requested, and tested")
-        )
     choice = Choice(op, str(device), dtype, shape, name, reason)
     logger.info(_SAID, *_told(choice))
     return choice
-
-
-def package_fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return None if a package's norm can be used; otherwise the reason why not."""
-    package, norm = packages.PACKAGES[name], packages.find_norm(name)
-    if device.type != "cuda":
-        return "it is for CUDA devices"
-    if norm is None:
-        return f"{package.module}.{package.attribute} is not installed"
-    if dtype not in _TRITON_DTYPES:
-        return f"it is not used for {dtype}"
-    return _fault(lambda: _norm_is_correct(norm, device, dtype))
 
 
 def _off_cuda(device: torch.device) -> tuple[str, str]:
@@ -293,12 +270,6 @@ def _triton_is_correct(op: str, device: torch.device, dtype: torch.dtype) -> boo
     from yuan_kernels import self_test
 
     return self_test.triton_is_correct(op, device, dtype)
-
-
-def _norm_is_correct(norm: packages.Norm, device: torch.device, dtype: torch.dtype) -> bool:
-    from yuan_kernels import self_test
-
-    return self_test.norm_is_correct(norm, device, dtype)
 
 
 def _fault(test: Callable[[], bool]) -> str | None:

@@ -1,7 +1,7 @@
 """One public function per op; `dispatch.py` chooses the implementation.
 
 The environment variable `YUAN_KERNELS` is read at each call: `reference` selects the definitions in
-`reference.py`, `rms_norm=liger` (or `apex`, `transformer_engine`) another package's norm on CUDA devices.
+`reference.py`, `grouped_linear=triton` our kernel for products of groups.
 Unset or empty selects our fast implementations; any other value is a ValueError.
 
 The ops are registered with torch.library (namespace `yuan`) and so support torch.compile, fake tensors and
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from yuan_kernels import attention, cross_entropy, dispatch, packages, products, reference
+from yuan_kernels import attention, cross_entropy, dispatch, products, reference
 from yuan_kernels import expert_rows as expert_moves
 from yuan_kernels import grouped_linear as groups
 from yuan_kernels import linear as linear_maps
@@ -63,7 +63,6 @@ __all__ = [
     "localized_filter_step",
     "localized_filter_weight_gradient",
     "masked_attention",
-    "other_norms",
     "prepare_compile",
     "rms_norm",
     "rotary",
@@ -464,15 +463,6 @@ def fall_back(choice: Choice, reason: str) -> None:
 def forget_fallbacks() -> None:
     """Use what was chosen again: another run begins, with other ranks."""
     dispatch.forget_fallbacks()
-
-
-def other_norms(device: torch.device, dtype: torch.dtype, *, hidden: int) -> dict[str, str | float]:
-    """Return by package why its norm cannot be used on a device, or its seconds over ours (CUDA only)."""
-    found: dict[str, str | float] = {}
-    for name in packages.PACKAGES:
-        fault = dispatch.package_fault(name, device, dtype)
-        found[name] = fault or packages.relative_time(name, norms.own_rms_norm, device, dtype, hidden=hidden)
-    return found
 
 
 def bf16_products() -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from yuan_kernels import dispatch, packages, reference, registration
+from yuan_kernels import dispatch, reference, registration
 from yuan_kernels.reference import accumulation_dtype
 
 _BLOCK = 1 << 16
@@ -27,14 +27,6 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
     """Return the norm alone; arguments and result as in `ops.rms_norm`."""
     if dispatch.uses_definition():
         return reference.rms_norm(x, weight, epsilon=epsilon)
-    norm = _requested_norm(x)
-    if norm is not None:
-        return norm(x, weight, epsilon)
-    return own_rms_norm(x, weight, epsilon)
-
-
-def own_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return the norm by our implementation, whichever package is requested."""
     return _rms_norm(x, weight, epsilon)[0]
 
 
@@ -42,19 +34,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
     """Return norm and sum; arguments and result as in `ops.add_rms_norm`."""
     if dispatch.uses_definition():
         return reference.add_rms_norm(x, residual, weight, epsilon=epsilon)
-    norm = _requested_norm(x)
-    if norm is not None:
-        total = x + residual
-        return norm(total, weight, epsilon), total
     return _add_rms_norm(x, residual, weight, epsilon)[:2]
-
-
-def _requested_norm(x: Tensor) -> packages.Norm | None:
-    """The norm of another package, if one is requested and can be used for x."""
-    package = dispatch.requested("rms_norm")
-    if not package or not x.numel() or dispatch.implementation("rms_norm", x) != package:
-        return None
-    return packages.find_norm(package)
 
 
 @registration.register("yuan::rms_norm")

@@ -1,4 +1,4 @@
-"""The tests that the dispatcher runs before it uses our Triton kernels or another package's norm.
+"""The tests that the dispatcher runs before it uses our Triton kernels.
 
 Each compares results on one small case.
 """
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from yuan_kernels import packages
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _TOKENS, _HIDDEN = 130, 96
@@ -18,27 +17,6 @@ _TOKENS, _HIDDEN = 130, 96
 def triton_is_correct(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether our Triton kernels of an op agree with torch. Raises what Triton raises."""
     return _TESTS[op](device, dtype)
-
-
-def norm_is_correct(norm: packages.Norm, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether another package's norm agrees with the definition in values and gradients.
-
-    It must also leave its inputs unchanged.
-    """
-    from yuan_kernels import reference
-
-    inputs = packages.random_inputs(_TOKENS, _HIDDEN, device, dtype)
-    copies = [t.detach().clone() for t in inputs]
-    (x, weight, dy), epsilon = inputs, packages.EPSILON
-    y = norm(x, weight, epsilon)
-    actual = y, *torch.autograd.grad(y, (x, weight), dy)
-    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-    exact = reference.rms_norm(*wide, epsilon=epsilon)
-    expected = exact, *torch.autograd.grad(exact, wide, dy.double())
-    unchanged = all(torch.equal(t, copy) for t, copy in zip(inputs, copies, strict=True))
-    return unchanged and all(
-        a.dtype == dtype and _close(a, b, dtype) for a, b in zip(actual, expected, strict=True)
-    )
 
 
 def varlen_is_correct(device: torch.device, dtype: torch.dtype) -> bool:

@@ -42,7 +42,6 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
         "devices",
         "host",
         "ops",
-        "other_norms",
         "fp32_products",
         "bf16_products",
         "compile",
@@ -55,9 +54,6 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     ops = [op for op in facts["ops"] if op["device"] == "cpu"]
     assert {op["op"] for op in ops} >= {"localized_filter", "rms_norm", "linear_cross_entropy"}
     assert all(op["implementation"] and op["reason"] for op in ops)
-    on_cpu = [norm for norm in facts["other_norms"] if norm["device"] == "cpu"]
-    assert [norm["package"] for norm in on_cpu] == ["liger", "apex", "transformer_engine"]
-    assert {norm["fault"] for norm in on_cpu} == {"it is for CUDA devices"}
     assert facts["host"].keys() == {"available_bytes", "memlock_bytes", "numa_nodes"}
     assert facts["fp32_products"] in ("oneDNN", "torch")
     assert facts["bf16_products"] in ("oneDNN", "fp32 blocks")
@@ -169,35 +165,6 @@ def importlib_spec(name: str) -> Any:
 def test_nvidias_apex_is_recognised_by_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "apex.normalization.fused_layer_norm", fused_rms_norm_affine=object)
     assert package("apex")["installed"] is True
-
-
-def test_the_functions_looked_for_are_those_that_are_called() -> None:
-    from yuan_kernels.packages import PACKAGES
-
-    ours = {p.module: p.attribute for p in doctor.PACKAGES}
-    assert {p.module: p.attribute for p in PACKAGES.values()}.items() <= ours.items()
-
-
-@pytest.mark.parametrize(
-    ("ratio", "expected"),
-    [
-        (
-            0.8,
-            "liger's norm takes 0.80 of our time on cuda:0 (measured just now); YUAN_KERNELS=rms_norm=liger",
-        ),
-        (1.2, "liger's norm takes 1.20 of our time on cuda:0 (measured just now)"),
-    ],
-)
-def test_a_faster_norm_is_reported_with_its_setting(
-    ratio: float, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from yuan_kernels import ops
-
-    monkeypatch.setattr(ops, "other_norms", lambda *_, **__: {"liger": ratio, "apex": "no such module"})
-    card = {"device": "cuda:0", "bf16": True}
-    first, second = (doctor._norm_line(norm) for norm in doctor._other_norms(card, 64))
-    assert first.startswith(expected) and ("YUAN_KERNELS" in first) == (ratio < 1)
-    assert second == "apex's norm is not used on cuda:0: no such module"
 
 
 def test_pypis_apex_is_another_project(monkeypatch: pytest.MonkeyPatch) -> None:

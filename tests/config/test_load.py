@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from yuan_train.config import document
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.document import format_keys, parse_document, parse_scalar, read_document
-from yuan_train.config.dump import as_plain, dump, dump_plain, write_text
+from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, load_model
 
@@ -314,32 +314,6 @@ plain = st.recursive(
 @given(st.dictionaries(st.text("abc_", min_size=1), plain, max_size=5))
 def test_dump_and_parse_give_plain_values_back(value: dict[str, object]) -> None:
     assert parse_document(dump(value), name="f").value == value
-
-
-def test_lines_written_without_pyyaml_are_those_it_writes():
-    awkward = ["a", "1", "true", "x: y", "- q", "", "n0/0", "[x", "a #b", "k" * 170, "two\nlines", ":x", "~"]
-    values = [*awkward, 1, -0.0, 0.0, 1e300, 1e-7, True, None, [], {}]
-    document = {
-        "text": "a",
-        "short": {"a": 1, "b": "c"},
-        "rows": [{"rank": rank, "device": f"n0/{rank}"} for rank in range(3)],
-        "blocks": [{"replicas": [[0, 1], [2]], "layers": [0, 4]}, [[[]], [1.0, True, 1]], "end"],
-        "long": list(range(100)),
-        **{f"row {i}": [value, 1] for i, value in enumerate(values)},
-        **{f"block {i}": {"a": [[]], "b": [value], "c": value} for i, value in enumerate(values)},
-    }
-    assert dump(document) == dump_plain(as_plain(document))
-    for value in values:
-        for other in ({"a": value}, {"a": value, "b": [1]}, {str(value)[:9]: [[value]], "": [[1]]}):
-            assert dump(other) == dump_plain(as_plain(other))
-
-
-def test_rows_of_a_plan_do_not_go_through_pyyaml(monkeypatch):
-    rows = [{"rank": 0, "device": "n0/0"}] * 1000
-    calls: list[object] = []
-    monkeypatch.setattr("yuan_train.config.dump.dump_plain", lambda value: calls.append(value) or "[a]\n")
-    dump({"ranks": rows})
-    assert len(calls) == 5  # each text once: of three keys and two values
 
 
 @given(

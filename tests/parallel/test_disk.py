@@ -1,4 +1,4 @@
-"""Optimizer state on a disk, and updates that come a step late."""
+"""Optimizer state on a disk."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ def state_of(
     away: Away,
     directory: Path,
     *,
-    late: bool = False,
     timeout_seconds: float = 60.0,
 ) -> OwnedState:
-    needed = away_bytes(bucket, shares, away, late=late)
+    needed = away_bytes(bucket, shares, away)
     store = None
     if needed.disk:
         elements = needed.disk // (3 * bucket.gradient.itemsize)
@@ -51,7 +50,7 @@ def state_of(
             device=CPU,
             timeout_seconds=timeout_seconds,
         )
-    host = make_host_place(needed.host, device=CPU, disk=store, late=late)
+    host = make_host_place(needed.host, device=CPU, disk=store)
     return OwnedState(bucket, Groups({}, {}), shares, away=away, host=host)
 
 
@@ -101,47 +100,6 @@ def test_state_on_a_disk_changes_no_bit(
         stepped = sum(shard.master.numel() for shard in state.shards if shard.on_host)
         assert stepped == pytest.approx(away.share * bucket.weights.numel(), abs=64)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("share", [0.4, 1.0])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_late_updates_are_those_of_the_definition(share: float, sharded: bool, tmp_path: Path) -> None:
-    """Masters get every gradient; what the host steps reaches the model one step later."""
-    shares = (1.0,) if sharded else None
-
-    def trained(update: str) -> torch.Tensor:
-        bucket = model_of(torch.float64)
-        state = state_of(bucket, shares, Away(share), tmp_path, late=update == "delayed")
-        optimizer = Optimizer([state], config(weight_decay=0.1, update=update))
-        for step in range(6):
-            bucket.gradient.copy_(torch.sin(3 * bucket.weights) + 0.1)
-            state.start_grad_reduce()
-            state.finish_grad_reduce()
-            optimizer.step(0.01 * (step + 1), factor=0.5)
-            state.finish_weight_sync()
-        optimizer.settle()
-        return bucket.weights.clone()
-
-    bucket = model_of(torch.float64)
-    n, num_matrix = bucket.weights.numel(), bucket.num_matrix_elements
-    on_card, _ = Away(share).cuts(n, num_matrix)
-    model = bucket.weights.clone()
-    master = model.clone()
-    parts = [master[:num_matrix], master[num_matrix:]]
-    adamw = torch.optim.AdamW(
-        [{"params": parts[:1], "weight_decay": 0.1}, {"params": parts[1:], "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-    )
-    for step in range(6):
-        gradient = 0.5 * (torch.sin(3 * model) + 0.1)
-        before = master.clone()
-        parts[0].grad, parts[1].grad = gradient[:num_matrix], gradient[num_matrix:]
-        for group in adamw.param_groups:
-            group["lr"] = 0.01 * (step + 1)
-        adamw.step()
-        model = torch.cat([master[:on_card], before[on_card:]])
-    torch.testing.assert_close(trained("delayed"), model, rtol=1e-12, atol=1e-12)
-    assert (trained("exact") - model).abs().max() > 1e-3
 
 
 def test_a_full_disk_and_one_that_cannot_be_used_are_told_at_the_start(

@@ -96,7 +96,6 @@ TIERS = {
         {},
         more=("checkpoint.asynchronous=false",),
     ),
-    "late updates": Tier("1x8: 6@0", {"optimizer_offload": [0.6]}, {}, more=("optimizer.update=delayed",)),
     "activations": Tier(
         "1x8: 6@0",
         {"activation_offload": [3], "resident_parts": [4], "fetch_ahead": [1], "schedule": "gpipe"},

@@ -221,7 +221,6 @@ def test_other_objectives_train_adapters(tmp_path: Path, kind: str) -> None:
             r"'gate' is no matrix of a layer \(has: value, query_key",
         ),
         (("lora={rank: 2}", "engine=megatron"), "engine: megatron, which trains no adapters"),
-        (("lora={rank: 2}", "optimizer.update=delayed"), "optimizer.update: delayed: the state of adapters"),
         (("lora={rank: 2}", "search.offload=[optimizer]"), "search.offload: optimizer: a run with adapters"),
         (
             ("lora={rank: 2}", "model.num_experts=4", "model.experts_per_token=2"),

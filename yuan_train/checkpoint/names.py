@@ -8,8 +8,7 @@
                       manifest.json  every file with its size; written last
 
 Tensors are `weights.NAME` (the fp32 master; of what is frozen the weights themselves), `exp_avg.NAME` and
-`exp_avg_sq.NAME`, NAME being the global name of a parameter. Where updates come a step late, `late.NAME` are
-the weights that the next step computes with.
+`exp_avg_sq.NAME`, NAME being the global name of a parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ VERSION = 1
 
 WEIGHTS = "weights"
 OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
-LATE = "late"
 BUFFERS = "buffers"
 """Prefix, like `weights`, of published buffers: they can be computed, and are kept for an export."""
 _STEP = re.compile(r"step-(\d{8,})")

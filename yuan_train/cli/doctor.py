@@ -73,21 +73,14 @@ PACKAGES = (
         attribute="fused_rms_norm_affine",
         mistaken_for="an `apex` without apex.normalization.fused_layer_norm.fused_rms_norm_affine: PyPI's is "
         "another project, not NVIDIA's; uninstall it",
-        without="nothing: our norms are already fused; it only adds one to compare with",
+        without="nothing: our norms are already fused",
     ),
     Package(
         name="TransformerEngine",
         module="transformer_engine.pytorch.cpp_extensions",
         attribute="rmsnorm_fwd",
         mistaken_for="transformer_engine without its PyTorch part, or it cannot be imported",
-        without="nothing: our norms are already fused; it only adds one to compare with",
-    ),
-    Package(
-        name="liger-kernel",
-        module="liger_kernel.transformers.functional",
-        attribute="liger_rms_norm",
-        mistaken_for="liger_kernel without liger_rms_norm, or it cannot be imported",
-        without="nothing: our norms are already fused; it only adds one to compare with",
+        without="nothing: our norms are already fused",
     ),
 )
 
@@ -195,7 +188,6 @@ def examine(*, hidden: int) -> Facts:
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
         # After the ops, whose tests wake the cards' links up.
         "surroundings": see_host([card["pci_address"] for card in devices[1:] if card["pci_address"]]),
-        "other_norms": [fact for device in devices for fact in _other_norms(device, hidden)],
         **_cpu_products(),
         "compile": [_compile_fact(device["device"]) for device in devices],
         "megatron": _megatron_facts(),
@@ -331,17 +323,6 @@ def _precision(device: Facts) -> torch.dtype:
     return torch.float32 if device["device"] == "cpu" else torch.float16
 
 
-def _other_norms(device: Facts, hidden: int) -> Iterator[Facts]:
-    """The norms of other packages: their seconds divided by ours, or why they cannot be used."""
-    import torch
-    from yuan_kernels import ops
-
-    found = ops.other_norms(torch.device(device["device"]), _precision(device), hidden=hidden)
-    for package, result in found.items():
-        fault, ratio = (result, None) if isinstance(result, str) else (None, result)
-        yield {"package": package, "device": device["device"], "fault": fault, "seconds_over_ours": ratio}
-
-
 def _cpu_products() -> Facts:
     from yuan_kernels import ops
 
@@ -408,8 +389,6 @@ def _lines(facts: Facts) -> Iterator[str]:
     yield from _columns(
         [[o["op"], o["device"], o["dtype"], o["implementation"], o["reason"]] for o in facts["ops"]]
     )
-    for norm in (n for n in facts["other_norms"] if n["device"] != "cpu"):
-        yield f"  {_norm_line(norm)}"
     yield f"  large fp32 products on the CPU go through {facts['fp32_products']} (tested just now)"
     yield f"  bf16 products on the CPU go through {facts['bf16_products']}"
     for fact in facts["compile"]:
@@ -460,14 +439,6 @@ def _shared_lines(saving: Facts | None) -> Iterator[str]:
     if nodes is not None and len(nodes) > 1:
         local = f"; but {kind} is a disk of this machine" if kind in LOCAL_FILE_SYSTEMS else ""
         yield f"  the plan's nodes share it: {', '.join(nodes)}{local}"
-
-
-def _norm_line(norm: Facts) -> str:
-    package, device, ratio = norm["package"], norm["device"], norm["seconds_over_ours"]
-    if ratio is None:
-        return f"{package}'s norm is not used on {device}: {norm['fault']}"
-    line = f"{package}'s norm takes {ratio:.2f} of our time on {device} (measured just now)"
-    return f"{line}; YUAN_KERNELS=rms_norm={package} selects it" if ratio < 1 else line
 
 
 def _columns(rows: list[list[str]]) -> Iterator[str]:

@@ -104,13 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     from yuan_train.planner.report.page import plan_html
     from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
-    from yuan_train.planner.search.what_if import explain_plan, with_late_updates
+    from yuan_train.planner.search.what_if import explain_plan
 
     problem = _problem_of(run_config, cluster, profile)
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
     problem, result, rent = _find_plan(problem, arguments, run_config)
-    if run_config.optimizer.update == "delayed":
-        result = with_late_updates(problem, result)
     price = _engine_price(problem, run_config, result)
     changes = None
     if arguments.explain:

@@ -66,11 +66,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="the most parameters reduced in one operation, with --cluster; 40000000 if not given",
     )
     parser.add_argument(
-        "--update",
-        choices=("exact", "delayed"),
-        help="whether host updates come a step late (optimizer.update), with --cluster; exact if not given",
-    )
-    parser.add_argument(
         "--sends",
         choices=("overlapped", "blocking"),
         help="who waits for a message between stages: nobody, or its sender; if not given, "
@@ -101,8 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None and not arguments.cluster:
             name = option.replace("_", "-")
             raise ConfigError(f"--{name}: needs --cluster F too, for the links that gradients go over")
-    if arguments.update is not None and not arguments.cluster:
-        raise ConfigError("--update: needs --cluster F too, for the hosts that make late updates")
     if arguments.bucket_size is not None and arguments.bucket_size < 1:
         raise ConfigError(f"--bucket-size: wanted at least 1 parameter, got {arguments.bucket_size}")
     cost: PlanCost | None = None
@@ -159,7 +152,6 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     arguments.precision = arguments.precision or run_config.train.precision
     arguments.reduce_dtype = arguments.reduce_dtype or run_config.optimizer.reduce_dtype
     arguments.bucket_size = arguments.bucket_size or run_config.optimizer.bucket_size
-    arguments.update = arguments.update or run_config.optimizer.update
     arguments.sends = arguments.sends or run_config.search.send_mode
     cluster = load_cluster(arguments.cluster)
     num_layers = run_config.model.num_layers
@@ -234,7 +226,6 @@ def _problem(
         sends=arguments.sends,
         reduce_dtype=arguments.reduce_dtype or "fp32",
         bucket_size=arguments.bucket_size or BUCKET_SIZE,
-        late_updates=arguments.update == "delayed",
     )
 
 
@@ -294,8 +285,6 @@ def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) 
         "compute_seconds": compute,
         "grad_reduce_seconds": cost.grad_reduce_seconds + cost.tied_embedding_seconds if cost else None,
         "update_seconds": cost.update_seconds if cost else None,
-        # Of the hosts' late updates, what outlasts the rest of the step.
-        "late_seconds": cost.late_seconds if cost else None,
         # Written to all disks in a step, and read.
         "disk_bytes": cost.disk_bytes if cost else None,
         "weight_sync_seconds": cost.weight_sync_seconds if cost else None,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from yuan_train.config.renamed import Renamed
 from yuan_train.config.units import Unit
 
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
@@ -59,8 +58,6 @@ class DeviceType:
     """NVIDIA's compute capability, `8.6`; None: another vendor's card, or not known."""
     price: Annotated[float, Gt(0)] | None = None
     """Rent of a card for an hour, in any currency; a node's own `price` takes precedence."""
-
-    RENAMED: ClassVar[Mapping[str, Renamed]] = {"library": Renamed("backend", {"none": "gloo"})}
 
     def peak(self, precision: Precision) -> float | None:
         """Peak FLOP/s in a precision, divided by a simulated card's slowdown; None if the card lacks it."""

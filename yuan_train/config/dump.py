@@ -16,7 +16,6 @@ from yuan_train.config.document import is_list, is_mapping, parse_scalar
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.fields import field_hints, key_of
 from yuan_train.config.units import Unit, format_quantity
-from yuan_train.config.yaml_lines import YamlLines
 
 
 def as_plain(value: Any, hint: Any = None) -> Any:
@@ -73,23 +72,7 @@ _Dumper.add_representer(str, _represent_text)
 
 def dump(value: Any) -> str:
     """A frozen value (or plain values) as YAML that `parse_document` reads back unchanged."""
-    plain = as_plain(value)
-    if not is_mapping(plain) or not any(is_mapping(item) or is_list(item) for item in plain.values()):
-        return dump_plain(plain)
-    writer = YamlLines(_show, WIDTH)
-    return "".join(writer.of_key(key, item) or _dump_key(key, item) for key, item in plain.items())
-
-
-def _show(scalar: Any) -> str | None:
-    """A scalar as it stands in a row; None if it needs quotes, with which PyYAML writes no rows."""
-    text = dump_plain([scalar])
-    return text[1:-2] if text.startswith("[") else None
-
-
-def _dump_key(key: str, item: Any) -> str:
-    """A key of a document, by PyYAML; no other key makes the document a single row."""
-    block: dict[str, list[list[str]]] = {f"{key}_": [[]]}
-    return dump_plain({key: item} | block).removesuffix(dump_plain(block))
+    return dump_plain(as_plain(value))
 
 
 def dump_plain(plain: Any) -> str:

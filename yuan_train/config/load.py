@@ -13,7 +13,6 @@ from typing import Any
 from yuan_train.config.document import Document, Keys, describe, is_list, is_mapping
 from yuan_train.config.errors import ConfigError, Violation, YuanError
 from yuan_train.config.fields import dataclasses_in, field_names, is_keyword, key_of
-from yuan_train.config.renamed import accept_earlier_keys
 
 T = typing.TypeVar("T")
 
@@ -30,7 +29,6 @@ def build(
     `validate` yields the violated constraints between fields. It also runs on a document whose only faults
     are unknown keys, so that one pass reports both. Earlier names of keys are accepted with a warning.
     """
-    document = accept_earlier_keys(document, kind)
     value, violations = _validate(document.value, kind)
     if value is None and violations and all(violation.unknown for violation in violations):
         pruned = document.value

@@ -66,10 +66,6 @@ def lora_run_violations(run: RunConfig) -> Iterator[Violation]:
         return
     if run.engine == "megatron":
         yield Violation(("engine",), "megatron, which trains no adapters (lora); set yuan, or leave lora out")
-    if run.optimizer.update == "delayed":
-        yield Violation(
-            ("optimizer", "update"), "delayed: the state of adapters (lora) stays on the cards; set exact"
-        )
     if run.search.half_layers:
         yield Violation(
             ("search", "half_layers"), "true: layers with adapters (lora) are not cut in half yet; set false"

@@ -71,10 +71,6 @@ def _sizes(run: RLConfig) -> Iterator[Violation]:
             yield Violation(
                 ("search", "policy", "offload"), f"{tier}: written for pretraining alone; leave it out"
             )
-    if run.optimizer.update == "delayed":
-        yield Violation(
-            ("optimizer", "update"), "delayed: answers would be drawn by weights that lag behind; set exact"
-        )
     if train.prompts_per_step % run.algorithm.updates:
         yield Violation(
             ("train", "prompts_per_step"),

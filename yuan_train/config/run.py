@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
@@ -17,7 +17,6 @@ from yuan_train.config.load import build
 from yuan_train.config.lora import LoraConfig, lora_run_violations
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
-from yuan_train.config.renamed import Renamed
 from yuan_train.config.run_constraints import (
     compile_constraints,
     log_constraints,
@@ -118,7 +117,6 @@ class LossScaleConfig:
     """Consecutive steps without overflow after which the scale doubles; 0: it never grows."""
     minimum: Annotated[float, Ge(1)] = 1.0
     """If gradients overflow at this scale, the run ends with an error."""
-    RENAMED: ClassVar[Mapping[str, Renamed]] = {"growth_steps": Renamed("growth_interval")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +206,6 @@ class OptimizerConfig:
     bucket_size: Count = BUCKET_SIZE
     """The most parameters whose gradients are reduced in one operation. Smaller buckets start earlier in the
     backward, each at the cost of one latency; a larger layer is two, attention and feed-forward."""
-    update: Literal["exact", "delayed"] = "exact"
-    """`delayed`: what the plan's stages keep on their hosts (`optimizer_offload`) is updated one step late,
-    while the next step computes. It changes the loss, for the worse; see docs/planning.md."""
 
 
 @dataclass(frozen=True, kw_only=True)

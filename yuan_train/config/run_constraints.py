@@ -1,4 +1,4 @@
-"""Constraints between `log`, `train.trace`, `train.compile`, `optimizer.update` and the rest of a run."""
+"""Constraints between `log`, `train.trace`, `train.compile`, disks and the rest of a run."""
 
 from __future__ import annotations
 
@@ -69,14 +69,9 @@ def compile_constraints(run: RunConfig) -> Iterator[Violation]:
 
 
 def tier_constraints(run: RunConfig) -> Iterator[Violation]:
-    """Yield what late updates and state on disks exclude."""
+    """Yield what state on disks excludes."""
     if "disk" in run.search.tiers:
         yield from _disk_constraints(run)
-    if run.optimizer.update == "delayed" and run.engine == "megatron":
-        yield Violation(
-            ("optimizer", "update"),
-            "delayed, which megatron-core's optimizers do not know; set exact, or engine: yuan",
-        )
 
 
 def _disk_constraints(run: RunConfig) -> Iterator[Violation]:
@@ -84,10 +79,6 @@ def _disk_constraints(run: RunConfig) -> Iterator[Violation]:
         what = "disk, but memory.disk_directory is not given; give a directory on a local disk"
     elif run.checkpoint.asynchronous:
         what = "disk, but checkpoint.asynchronous would copy what is there to host memory; set it to false"
-    elif run.optimizer.update == "delayed":
-        what = (
-            "disk, but updates that come late (optimizer.update) want their state in host memory; set exact"
-        )
     elif "optimizer" not in run.search.tiers:
         what = "disk holds what hosts have no room for: name optimizer too"
     else:

@@ -47,33 +47,3 @@ def check_tiers(plan: Plan, run: RunConfig) -> None:
             "checkpoint.asynchronous: true, but the plan puts optimizer state on disks, of which a copy "
             "would fill the host's memory; set false, or leave optimizer_disk out of the plan"
         )
-    if run.optimizer.update == "exact":
-        return
-    if not any(stage.optimizer_offload for stage in stages):
-        raise ConfigError(
-            "optimizer.update: delayed, but the plan offloads no optimizer state, so that nothing could come "
-            "late; set exact, or a stage's optimizer_offload"
-        )
-    if on_disk:
-        raise ConfigError(
-            "optimizer.update: delayed, but the plan puts optimizer state on disks, whose gradients stay on "
-            "the card until they are stepped; set exact, or leave optimizer_disk out of the plan"
-        )
-    if any(stage.parameter_offload for stage in stages):
-        raise ConfigError(
-            "optimizer.update: delayed, but the plan has pages of parameters (parameter_offload), which are "
-            "stepped before the next step fetches them; set exact, or leave the pages out of the plan"
-        )
-    if not plan.optimizer_sharding and _has_peers(plan):
-        raise ConfigError(
-            "optimizer.update: delayed, but several ranks hold the same state (optimizer_sharding is false): "
-            "their weights would differ where one is late and another is not; set optimizer_sharding: true "
-            "in the plan, or exact"
-        )
-
-
-def _has_peers(plan: Plan) -> bool:
-    """Whether several ranks may hold the same part of the model."""
-    replicas = [stage.replicas for pipeline in plan.pipelines for stage in pipeline.stages]
-    tied = plan.model.tie_embeddings and len({replica for own in replicas for replica in own}) > 1
-    return tied or len(plan.pipelines) > 1 or any(len(own) > 1 for own in replicas)

@@ -121,13 +121,8 @@ class AwayBytes:
     """Of the rank's file."""
 
 
-def away_bytes(
-    bucket: FlatBucket, shares: Sequence[float] | None, away: Away, *, late: bool = False
-) -> AwayBytes:
-    """What this rank's state of a bucket takes of host memory and of a disk.
-
-    `late`: updates come a step late, for which the host holds another gradient.
-    """
+def away_bytes(bucket: FlatBucket, shares: Sequence[float] | None, away: Away) -> AwayBytes:
+    """What this rank's state of a bucket takes of host memory and of a disk."""
     if shares is None:
         layouts = [(bucket.weights.numel(), bucket.num_matrix_elements)]
     else:
@@ -137,7 +132,7 @@ def away_bytes(
     host = disk = 0
     for n, num_matrix in layouts:
         on_card, in_memory = away.cuts(n, num_matrix)
-        host += (NUM_BUFFERS + late) * piece_bytes(in_memory - on_card, dtype)
+        host += NUM_BUFFERS * piece_bytes(in_memory - on_card, dtype)
         disk += sum(
             DISK_STATES * file_bytes(last - first, dtype)
             for first, last, _ in disk_parts(n, num_matrix, in_memory)
@@ -215,7 +210,6 @@ def _host_shard(
     """The shard of weights [k], in the master's precision, in host memory."""
     n = weights.numel()
     master, gradient, exp_avg, exp_avg_sq = (host.slab.take(n, weights.dtype) for _ in range(NUM_BUFFERS))
-    spare = host.slab.take(n, weights.dtype) if host.late else None
     master.copy_(weights)
     return OptimizerShard(
         start=start,
@@ -235,7 +229,6 @@ def _host_shard(
                 exp_avg_sq=exp_avg_sq[first:last],
                 decays=decays,
                 links=host.links,
-                spare=None if spare is None else spare[first:last],
             )
             for first, last, decays in chunk_ranges(n, num_matrix_elements)
         ),

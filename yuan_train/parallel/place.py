@@ -24,15 +24,13 @@ from yuan_train.parallel.zero import OwnedState
 class TierOptions:
     """What a run, and not its plan, says about state that is not on the card."""
 
-    late: bool = False
-    """The host's updates come a step late (`optimizer.update: delayed`)."""
     disk_directory: str | None = None
     disk_timeout_seconds: float = 600.0
     """How long the disk may take for one request."""
 
 
 PLAIN = TierOptions()
-"""Nothing comes late, and nothing is on a disk."""
+"""Nothing is on a disk."""
 
 
 def make_states(
@@ -55,15 +53,11 @@ def make_states(
     ]
     host: HostPlace | None = None
     if any(away.share for away in aways):
-        bills = [
-            away_bytes(bucket, shares, away, late=options.late)
-            for bucket, away in zip(buckets, aways, strict=True)
-        ]
+        bills = [away_bytes(bucket, shares, away) for bucket, away in zip(buckets, aways, strict=True)]
         host = make_host_place(
             sum(bill.host for bill in bills),
             device=device,
             disk=_disk(sum(bill.disk for bill in bills), buckets[0], options, device),
-            late=options.late,
         )
     of_pages = sum(page_state_bytes(bucket) for bucket in buckets if bucket.is_paged)
     slab = HostSlab(of_pages, device=CPU, what="parameter_offload") if of_pages else None

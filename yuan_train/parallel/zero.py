@@ -185,15 +185,14 @@ class OwnedState:
         """Begin to bring the weights of a stepped chunk up, to where `start_weight_sync` wants them."""
         chunk.start_weights(self._sync_buffers()[chunk.layout])
 
-    def start_weight_sync(self, *, of_host: bool = True) -> None:
+    def start_weight_sync(self) -> None:
         """Set the model's weights from the masters; sharded, start to send them from their owners to all.
 
-        Not `of_host`: what the host steps keeps the weights that the model has, of a step before. Until
-        `finish_weight_sync` the weights must not be used.
+        Until `finish_weight_sync` the weights must not be used.
         """
         for held, buffer in zip(self._held, self._sync_buffers(), strict=True):
             for shard in held:
-                for chunk in shard.chunks if of_host else ():
+                for chunk in shard.chunks:
                     chunk.start_weights(buffer)
                 if not shard.on_host:
                     _copy(shard.master, buffer[shard.start : shard.end])
@@ -248,19 +247,6 @@ class OwnedState:
             for shard in held:
                 first, last = max(start, shard.start), min(end, shard.end)
                 yield from _boxes(getattr(shard, state), shard.start, written, first, last)
-
-    def late_boxes(self) -> Iterator[tuple[str, TensorBox]]:
-        """Of what the host steps, the weights that the model computes with, as views to be filled: before
-        `start_weight_sync`, which sends them."""
-        for pieces, held, buffer in zip(self._layouts(), self._held, self._sync_buffers(), strict=True):
-            for shard in held:
-                if shard.on_host:
-                    yield from _boxes(buffer, 0, pieces, shard.start, shard.end)
-
-    def written_weights(self) -> Iterator[tuple[str, TensorBox]]:
-        """The weights that the model computes with, as this rank writes them: over all owners, each once."""
-        self.finish_weight_sync()
-        yield from _written_weights(self._bucket)
 
     def _layouts(self) -> list[list[_Located]]:
         """The parameters in each of `_held`'s flat layouts, and which part of the global tensor each is."""

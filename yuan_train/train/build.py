@@ -17,7 +17,7 @@ from yuan_train.checkpoint.load import (
     tensor_names,
 )
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.checkpoint.names import LATE, WEIGHTS
+from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
@@ -35,7 +35,7 @@ from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.parameters import ParameterPages
-from yuan_train.parallel.zero import STATES, OwnedState, State
+from yuan_train.parallel.zero import STATES, State
 from yuan_train.train.expert_load import ExpertLoad, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
 from yuan_train.train.forms import settle_forms
@@ -73,7 +73,6 @@ def build(
         bucket_size=run.optimizer.bucket_size,
         reduce_dtype=torch.bfloat16 if run.optimizer.reduce_dtype == "bf16" else None,
         tiers=TierOptions(
-            late=run.optimizer.update == "delayed",
             disk_directory=run.memory.disk_directory,
             disk_timeout_seconds=run.train.timeout,
         ),
@@ -256,10 +255,10 @@ def own_weights(runtime: RankRuntime) -> dict[str, torch.Tensor]:
     return {name: p.detach() for part in parts for name, p in part.named_parameters() if p.numel()}
 
 
-def publish(trainer: Trainer, *, of_host: bool = True) -> None:
-    """Make the weights of the masters on all ranks; not `of_host`: of those that cards step. Collective."""
+def publish(trainer: Trainer) -> None:
+    """Make the weights of the masters on all ranks. Collective."""
     for state in trainer.runtime.states:
-        state.start_weight_sync(of_host=of_host)
+        state.start_weight_sync()
         state.finish_weight_sync()
 
 
@@ -287,10 +286,8 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progres
     tensors = checkpoint_tensors(trainer, "held", kinds)
     if checkpoint.model.balance != "bias":
         tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(".router.bias")}
-    late = late_weights(trainer, OwnedState.late_boxes)
-    has_late = late.keys() <= tensor_names(checkpoint)
-    load_tensors(checkpoint, tensors | (late if has_late else {}))
-    publish(trainer, of_host=not late or not has_late)
+    load_tensors(checkpoint, tensors)
+    publish(trainer)
     progress = from_state(checkpoint.state, run)
     trainer.optimizer.set_step(progress.step - progress.skipped)
     return progress
@@ -318,23 +315,3 @@ def checkpoint_tensors(
         found[f"{WEIGHTS}.{name}"] = [TensorBox((0,), tuple(bias.shape), bias)]
         shapes[name] = bias.shape
     return {key: LocalShard(shapes[key.partition(".")[2]], tuple(boxes)) for key, boxes in found.items()}
-
-
-def late_weights(
-    trainer: Trainer, boxes_of: Callable[[OwnedState], Iterator[tuple[str, TensorBox]]]
-) -> dict[str, LocalShard]:
-    """The weights that the next step computes with, by global name, if the masters may be ahead of them.
-
-    `boxes_of` is `OwnedState.written_weights` for a save, `OwnedState.late_boxes` for a load.
-    """
-    if not trainer.optimizer.is_late:
-        return {}
-    found: dict[str, list[TensorBox]] = {}
-    for state in trainer.runtime.states:
-        for name, box in boxes_of(state):
-            found.setdefault(name, []).append(box)
-    shards = trainer.runtime.shards
-    return {
-        f"{LATE}.{name}": LocalShard(torch.Size(shards[name].shape), tuple(boxes))
-        for name, boxes in found.items()
-    }

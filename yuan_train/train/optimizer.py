@@ -13,7 +13,6 @@ from yuan_train.config.run import OptimizerConfig
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.optimizer_shards import OptimizerShard
 from yuan_train.parallel.tiers.host_state import HostChunk
-from yuan_train.parallel.tiers.late import LateUpdate
 from yuan_train.parallel.zero import OwnedState
 
 
@@ -37,9 +36,6 @@ class Optimizer:
 
     Weight decay applies to matrices and not to vectors (norms and biases), as in the published runs. What is
     on the host is stepped there, chunk by chunk, while the card steps its own part.
-
-    With `update: delayed` the host's part comes a step late: the update of step k, with its gradient,
-    learning rate and clip factor, is made while step k + 1 computes, and the model has it from step k + 2 on.
     """
 
     def __init__(self, states: Sequence[OwnedState], config: OptimizerConfig) -> None:
@@ -53,7 +49,6 @@ class Optimizer:
         # Weights that were stepped on the host are sent while the host steps those of the next state.
         self._rounds = [[state] for state in states] if on_host else [states]
         self._host_steps = torch.zeros((), dtype=torch.float32)
-        self._late = LateUpdate() if on_host and config.update == "delayed" else None
 
     def step(self, lr: float, *, factor: float = 1.0) -> None:
         """Step the masters by `factor` times their gradients, and start to sync the model's weights;
@@ -68,58 +63,30 @@ class Optimizer:
             # Enqueued first: a card steps its part while the host steps the other.
             for parts in self._on_card:
                 self._adamw(parts, lr)
-            if self._late is not None:
-                self._late.wait()
         for states in self._rounds:
             for state, chunk in ((s, c) for s in states for c in s.host_chunks):
                 with during(Activity("optimizer")):
-                    if self._late is None:
-                        chunk.finish_gradient()
-                        self._step_on_host(chunk, chunk.gradient, self._host_steps, lr, factor)
+                    chunk.finish_gradient()
+                    self._step_on_host(chunk, lr, factor)
                     state.start_host_weights(chunk)
             with during(Activity("weight_sync")):
                 for state in states:
                     state.start_weight_sync()
-        if self._late is not None:
-            with during(Activity("optimizer")):
-                self._begin_late_update(self._late, lr, factor)
         self._host_steps += 1
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the model's weights may lack the last update of a part of the masters."""
-        return self._config.update == "delayed"
 
     def settle(self) -> None:
         """Wait until masters and moments have every update, and may be saved."""
-        if self._late is not None:
-            self._late.wait()
         for state in self.states:
             for chunk in state.host_chunks:
                 chunk.settle()
 
-    def _begin_late_update(self, late: LateUpdate, lr: float, factor: float) -> None:
-        """Step what the host has while the next step computes."""
-        chunks = [chunk for state in self.states for chunk in state.host_chunks]
-        for chunk in chunks:
-            chunk.take_late_gradient()
-        steps = self._host_steps.clone()
-
-        def update() -> None:
-            for chunk in chunks:
-                assert chunk.spare is not None
-                self._step_on_host(chunk, chunk.spare, steps, lr, factor)
-
-        late.begin(update)
-
-    def _step_on_host(
-        self, chunk: HostChunk, gradient: torch.Tensor, steps: torch.Tensor, lr: float, factor: float
-    ) -> None:
+    def _step_on_host(self, chunk: HostChunk, lr: float, factor: float) -> None:
         if factor != 1.0:
-            gradient.mul_(factor)
+            chunk.gradient.mul_(factor)
         # It counts the step in the tensor that it is given.
         moments = [chunk.exp_avg], [chunk.exp_avg_sq]
-        self._adamw(_Parts([chunk.master], [gradient], *moments, [steps.clone()], chunk.decays), lr)
+        steps = [self._host_steps.clone()]
+        self._adamw(_Parts([chunk.master], [chunk.gradient], *moments, steps, chunk.decays), lr)
 
     @torch.no_grad()
     def _adamw(self, parts: _Parts, lr: float) -> None:

@@ -10,8 +10,7 @@ from typing import Protocol
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.data.loader import Samples
 from yuan_train.parallel.checksums import check_weights
-from yuan_train.parallel.zero import OwnedState
-from yuan_train.train.build import build, checkpoint_tensors, late_weights
+from yuan_train.train.build import build, checkpoint_tensors
 from yuan_train.train.disk_note import disk_note
 from yuan_train.train.job import Job
 from yuan_train.train.reference import prepare_reference
@@ -137,10 +136,7 @@ class YuanStepper:
         return load.take() if load is not None else None
 
     def checkpoint_tensors(self) -> dict[str, LocalShard]:
-        return {
-            **checkpoint_tensors(self.trainer, "written"),
-            **late_weights(self.trainer, OwnedState.written_weights),
-        }
+        return checkpoint_tensors(self.trainer, "written")
 
     def finish(self) -> None:
         for state in self.trainer.runtime.states:

@@ -1,4 +1,4 @@
-"""Optimizer state on disks, and updates that come a step late, in the forecast."""
+"""Optimizer state on disks, in the forecast."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.planner.evaluate.test_any_plan import EIGHT, PAIR, plan_of
-from tests.planner.search.test_offload import BIG, memory_of
-from tests.planner.search.test_search import MODEL, card, cluster, find, problem, with_hosts
+from tests.planner.search.test_search import MODEL, problem
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import Cluster, Disk, Host
 from yuan_train.config.disk import DISK_CHUNK, written_words
@@ -20,7 +19,6 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.plan_files import save_plan
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
-from yuan_train.planner.search.what_if import NOTHING_LATE, with_late_updates
 
 GIB = 2**30
 N = 4 * MODEL.layer_parameters + MODEL.embedding_parameters
@@ -34,9 +32,8 @@ def away(x: float, on_disk: float = 0.0) -> Plan:
     return replace(plan, pipelines=(replace(pipeline, stages=stages),))
 
 
-def cost_on(nodes: Cluster, plan: Plan, *, late: bool = False) -> PlanCost:
-    own = replace(problem(nodes, global_batch_size=plan.global_batch_size), late_updates=late)
-    return cost_plan(make_costs(own), plan)
+def cost_on(nodes: Cluster, plan: Plan) -> PlanCost:
+    return cost_plan(make_costs(problem(nodes, global_batch_size=plan.global_batch_size)), plan)
 
 
 def with_disk(disk: Disk | None, host: Host | None = None) -> Cluster:
@@ -68,40 +65,6 @@ def test_a_disk_that_is_too_small_does_not_fit():
     assert not cost_on(with_disk(Disk(read=1e9, write=1e9, capacity=round(needed) - 9)), plan).fits
 
 
-def test_late_updates_cost_what_outlasts_the_step_and_another_gradient():
-    plan = away(1.0)
-    slow = with_disk(None, Host(memory=100 * GIB, bandwidth=4e9))
-    exact, late = cost_on(slow, plan), cost_on(slow, plan, late=True)
-    host = max(4 / 16e9, (4 + 2 * 12 + 2) / 1e9, 2 / 16e9)
-    assert exact.update_seconds == pytest.approx(N * host, rel=0.01) and exact.late_seconds == 0.0
-    # The next step waits for the weights' way up alone; but no step is shorter than the hosts' update.
-    assert late.update_seconds == pytest.approx(N * 2 / 16e9, rel=0.01)
-    assert late.step_seconds == pytest.approx(exact.update_seconds)
-    rest = late.step_seconds - late.late_seconds
-    assert rest == pytest.approx(exact.step_seconds - exact.update_seconds + late.update_seconds)
-    ratios = [b.host_bytes / a.host_bytes for a, b in zip(exact.stages, late.stages, strict=True)]
-    assert ratios == pytest.approx([20 / 16, 20 / 16])
-    fast = cost_on(EIGHT, plan, late=True)
-    assert fast.late_seconds == 0.0 and fast.step_seconds < cost_on(EIGHT, plan).step_seconds
-
-
-def test_a_found_plan_is_priced_with_late_updates_but_not_searched_so():
-    whole = memory_of(BIG)
-    tight = problem(
-        with_hosts(cluster(Card=(1, card((whole.total - 0.9 * whole.optimizer) / GIB)))), model=BIG
-    )
-    exact = find(tight, recompute=("none",), offload=("optimizer",))
-    late = with_late_updates(tight, exact)
-    assert late.best.plan.pipelines == exact.best.plan.pipelines
-    assert late.best.plan.forecast is not None
-    (stage,) = late.best.plan.forecast.stages
-    assert stage.host_memory_bytes == late.best.cost.stages[0].host_bytes > 0 == stage.stall_seconds
-    assert late.best.plan.forecast.step_seconds == late.best.step_seconds < exact.best.step_seconds
-    assert late.notes[-1].startswith("host updates come a step late; in time, a step takes")
-    roomy = problem(cluster(Card=(1, card(80.0))), model=BIG)
-    assert with_late_updates(roomy, find(roomy)).notes[-1] == NOTHING_LATE
-
-
 def test_state_on_a_disk_is_a_part_of_what_is_offloaded():
     violation = next(iter(validate_plan(away(0.0, 0.5))))
     assert (
@@ -117,8 +80,5 @@ def test_simulate_says_what_a_day_writes_to_disks(tmp_path: Path, capsys: pytest
     found = json.loads(capsys.readouterr().out)
     assert main(given) == 0
     assert written_words(found["disk_bytes"], found["step_seconds"]) in capsys.readouterr().out
-    assert main([*given, "--update", "delayed", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["late_seconds"] > 0
-    assert main([*given[:3], "--update", "delayed"]) == 2
     assert written_words(12e9, 31.0) == "11.2 GiB written a step, 30.4 TiB a day"
     assert written_words(12e9, None) == "11.2 GiB written a step"

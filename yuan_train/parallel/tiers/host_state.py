@@ -36,20 +36,16 @@ class HostPlace:
     slab: HostSlab
     links: HostLinks
     disk: DiskStore | None = None
-    late: bool = False
-    """Whether the host's updates come a step late."""
 
 
-def make_host_place(
-    num_bytes: int, *, device: Device, disk: DiskStore | None = None, late: bool = False
-) -> HostPlace:
+def make_host_place(num_bytes: int, *, device: Device, disk: DiskStore | None = None) -> HostPlace:
     """The host memory for so much offloaded state of a rank, beside what is on its disk.
 
     Raises HostMemoryError if the host has not so much.
     """
     slab = HostSlab(num_bytes, device=device, what="optimizer_offload")
     links = HostLinks(down=make_link(device), up=make_link(device))
-    return HostPlace(slab, links, disk, late)
+    return HostPlace(slab, links, disk)
 
 
 @dataclass
@@ -66,9 +62,6 @@ class HostChunk:
     exp_avg_sq: torch.Tensor
     decays: bool
     links: HostLinks
-    spare: torch.Tensor | None = None
-    """If updates come a step late: the gradient of the step before, while the host makes its update; then the
-    rounded weights, on their way up."""
     _source: torch.Tensor | None = field(default=None, repr=False)
     """On the card, what comes down: its memory must not be used again before the copy has ended."""
     _coming: Transfer | None = field(default=None, repr=False)
@@ -100,17 +93,10 @@ class HostChunk:
         if self._going is not None:
             return
         target, source = self._of(weights), self.master
-        if target.dtype != source.dtype or self.spare is not None:
-            room = self.gradient if self.spare is None else self.spare
-            source = room.view(target.dtype)[: target.numel()]
+        if target.dtype != source.dtype:
+            source = self.gradient.view(target.dtype)[: target.numel()]
             source.copy_(self.master)
         self._going = begin_copy(self.links.up, source, target)
-
-    def take_late_gradient(self) -> None:
-        """Block the host until the gradient is there, and set it aside as `spare`, for the late update."""
-        assert self.spare is not None
-        self._finish_coming()
-        self.gradient, self.spare = self.spare, self.gradient
 
     @property
     def is_going(self) -> bool:

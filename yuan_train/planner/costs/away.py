@@ -1,7 +1,7 @@
 """What a stage's optimizer state away from its cards takes: bytes of host and disk, and seconds of a step.
 
 Chunks come down, are stepped and go up side by side with reads and writes of the disk, so that the slowest of
-them counts; the card steps its own part meanwhile. An update that comes a step late has the whole next step.
+them counts; the card steps its own part meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from yuan_train.planner.costs.host import (
     slot_bytes,
 )
 from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.costs.workload import STATE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +28,6 @@ class AwayCost:
 
     update_seconds: float
     """Of the optimizer step that the next step waits for."""
-    late_seconds: float = 0.0
-    """Of the host's update beside the next step, where updates come late."""
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
 
@@ -42,22 +39,17 @@ def away_cost(
     x, precision = stage.optimizer_offload, costs.problem.precision
     if not x:
         return AwayCost(update_seconds=num_parameters * card_seconds)
-    late, on_disk = costs.problem.late_updates, stage.optimizer_disk
+    on_disk = stage.optimizer_disk
     hosts = [costs.host_of(card) for card in cards]
     seconds = max(host_step_seconds(host, precision) for host in hosts)
     if on_disk:
         slowest = max(disk_step_seconds(costs.disk_of(card), precision) for card in cards)
         seconds = max(seconds, on_disk * slowest)
-    beside = seconds
-    if late:
-        # The next step waits for the weights' way up alone.
-        beside = max(STATE_BYTES[precision].parameters / host.link_bytes_per_second for host in hosts)
-    on_host = num_parameters * x * host_bytes(precision, late=late) * (1.0 - on_disk)
+    on_host = num_parameters * x * host_bytes(precision) * (1.0 - on_disk)
     if on_disk:
         on_host += slot_bytes(precision, num_parameters * x * on_disk)
     return AwayCost(
-        update_seconds=num_parameters * max((1.0 - x) * card_seconds, x * beside),
-        late_seconds=num_parameters * x * seconds if late else 0.0,
+        update_seconds=num_parameters * max((1.0 - x) * card_seconds, x * seconds),
         host_bytes=on_host,
         disk_bytes=num_parameters * x * on_disk * disk_bytes(precision),
     )

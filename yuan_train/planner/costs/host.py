@@ -94,10 +94,10 @@ def host_step_seconds(share: HostShare, precision: Precision) -> float:
     )
 
 
-def host_bytes(precision: Precision, *, late: bool = False) -> float:
+def host_bytes(precision: Precision) -> float:
     """Bytes that the host holds by offloaded parameter: its master, its gradient and AdamW's two moments, all
-    in the gradient's precision; another gradient if updates come a step `late`."""
-    return (5.0 if late else 4.0) * STATE_BYTES[precision].gradients
+    in the gradient's precision."""
+    return 4.0 * STATE_BYTES[precision].gradients
 
 
 def disk_bytes(precision: Precision) -> float:

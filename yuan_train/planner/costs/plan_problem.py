@@ -56,8 +56,6 @@ class PlanProblem:
     """Of a card's memory, what a plan may fill; see `SearchConfig`."""
     host_reserved: int = 0
     """Bytes of each host's memory that are left to other programs; see `MemoryConfig`."""
-    late_updates: bool = False
-    """Whether what the hosts step comes a step late (`optimizer.update: delayed`)."""
     compile: bool = False
     """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
     critic: bool = False

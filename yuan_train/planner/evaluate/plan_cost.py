@@ -56,17 +56,8 @@ class PlanCost:
     """How long forwards wait for the weights of a sharded optimizer."""
 
     @property
-    def late_seconds(self) -> float:
-        """What the hosts' updates, where they come a step late, outlast the rest of the step."""
-        return max(0.0, max(stage.late_seconds for stage in self.stages) - self._seconds)
-
-    @property
     def step_seconds(self) -> float:
         """Seconds of the whole step."""
-        return self._seconds + self.late_seconds
-
-    @property
-    def _seconds(self) -> float:
         return (
             self.compute_seconds
             + self.grad_reduce_seconds

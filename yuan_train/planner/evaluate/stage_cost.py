@@ -74,8 +74,6 @@ class StageCost:
     """What each card holds on its host."""
     host_capacity_bytes: float
     """The smallest share of a host's memory that one of its cards has; inf if not needed."""
-    late_seconds: float
-    """Of the host's update that is made while the next step computes; 0 where no update comes late."""
     disk_bytes: float
     """What each card holds on its node's disk, and reads and writes in each step."""
     disk_capacity_bytes: float
@@ -222,7 +220,6 @@ def stage_cost(
         shares=shares,
         experts=stage_experts(plan, stage) if divides else (),
         update_seconds=_update_seconds(max(away.update_seconds for away in aways), stage, pages),
-        late_seconds=max(away.late_seconds for away in aways),
         memory=tightest[0],
         capacity_bytes=tightest[1],
         card_bytes=tightest[1] / costs.problem.memory_fraction,
@@ -359,7 +356,7 @@ def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
     return native_schedule(plan.schedule, pipeline.workers, m, None).held[s]
 
 
-OF_A_CARD = ("update_seconds", "late_seconds", "host_bytes", "disk_bytes")
+OF_A_CARD = ("update_seconds", "host_bytes", "disk_bytes")
 """Of a card with several stages, what is the sum of theirs."""
 
 

@@ -249,7 +249,6 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
         or divides_experts(plan)
         or any(len(stage.replicas) > MAX_REPLICAS for stage in stages)
         or any(pipeline.page_group > 1 for pipeline in plan.pipelines)
-        or (tables.costs.problem.late_updates and any(stage.optimizer_offload for stage in stages))
     ):
         return None
     workers = list(itertools.chain.from_iterable(map(_workers_of, plan.pipelines)))

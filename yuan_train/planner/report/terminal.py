@@ -406,7 +406,6 @@ def _parts(cost: PlanCost) -> dict[str, float]:
         "gradient reduction": cost.grad_reduce_seconds + cost.tied_embedding_seconds,
         "optimizer step": cost.update_seconds,
         "weight sync": cost.weight_sync_seconds,
-        "late updates": cost.late_seconds,
     }
 
 

@@ -180,7 +180,7 @@ def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:
         sum(1 << int(sharded) for sharded in options.sharded),
         counts,
         replicas,
-        int(options.offload and not problem.late_updates),
+        int(options.offload),
         int(options.offload_activations and not problem.compile),
         int(options.use_all_devices),
         int(True in options.sharded),

@@ -3,9 +3,7 @@
 `explain_plan` changes the cluster or the run a little and says what gains; every answer is a plan, none a
 rule of thumb. `rent_plan` leaves nodes out, one after the other: from the whole cluster on, each round leaves
 out one node of each kind that is left, or all of a kind, and goes on from the rest whose plan trains most
-tokens for its price. `find_largest` asks for more layers. `with_late_updates` prices a found plan as it runs
-where host updates come a step late (`optimizer.update: delayed`); they change the loss, so that they are the
-run's choice and no search chooses them.
+tokens for its price. `find_largest` asks for more layers.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ from yuan_train.config.devices import GIB
 from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
 from yuan_train.config.run import SearchConfig
 from yuan_train.config.search_objective import check_prices
-from yuan_train.config.units import show_seconds
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
+from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.search_result import SearchResult
 
@@ -40,7 +36,6 @@ HOUR = 3600.0
 MOST_LAYERS = 4096
 PROBE_SECONDS = 2.0
 """Time limit of a search that asks only whether a plan fits; undecided, it gets the whole limit."""
-NOTHING_LATE = "no stage offloads optimizer state: train with optimizer.update: exact"
 
 
 def plan_again(
@@ -360,26 +355,3 @@ def find_largest(problem: PlanProblem, search: SearchConfig, *, micro_batch_size
 
 def _with_layers(problem: PlanProblem, num_layers: int) -> PlanProblem:
     return replace(problem, model=replace(problem.model, num_layers=num_layers))
-
-
-# --- late updates ----------------------------------------------------------------------------------------
-
-
-def with_late_updates(problem: PlanProblem, result: SearchResult) -> SearchResult:
-    """The result with its best plan's forecast as it runs with late updates, and a note on it."""
-    best = result.best
-    if not any(stage.host_bytes for stage in best.cost.stages):
-        return replace(result, notes=(*result.notes, NOTHING_LATE))
-    costs = make_costs(replace(problem, late_updates=True))
-    cost = cost_plan(costs, best.plan)
-    bound = min(result.lower_bound_seconds, cost.step_seconds)
-    plan = replace(best.plan, forecast=make_forecast(costs, best.plan, cost, lower_bound_seconds=bound))
-    note = f"host updates come a step late; in time, a step takes {show_seconds(best.step_seconds)}"
-    if not cost.fits:
-        note += ", and fits: the gradients of the late updates do not fit the hosts"
-    return replace(
-        result,
-        best=replace(best, plan=plan, cost=cost),
-        lower_bound_seconds=bound,
-        notes=(*result.notes, note),
-    )
