@@ -53,6 +53,18 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
     },
+    "profile": {
+        "config",
+        "schedule",
+        "yuan_kernels",
+        "models",
+        "data",
+        "objectives",
+        "parallel",
+        "checkpoint",
+        "train",
+        "rl",
+    },
     "serve": {
         "config",
         "models",
@@ -65,6 +77,7 @@ MAY_IMPORT = {
     "cli": {
         "serve",
         "megatron",
+        "profile",
         "config",
         "schedule",
         "yuan_kernels",

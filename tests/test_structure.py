@@ -214,7 +214,7 @@ ASKS_CUDA = {
     # Versions of what is installed, before there is a device.
     "yuan_train/train/cards.py",
     # megatron-core asks it in many places; without a card the shim answers.
-    "yuan_train/megatron/shim.py",
+    "yuan_train/megatron/core.py",
     "yuan_train/megatron/spec.py",
 }
 

@@ -26,8 +26,7 @@ import rl_tasks
 
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
-from yuan_train.config.rl import policy_run
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
 from yuan_train.planner.roles.play import FlowTimes, Play, play
 

@@ -26,9 +26,9 @@ from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, parallelize
+from yuan_train.profile.units import machine_name
 from yuan_train.train.build import DTYPES
 from yuan_train.train.job import Position, choose_device
-from yuan_train.train.measure import machine_name
 
 
 @dataclass(frozen=True)

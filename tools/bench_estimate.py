@@ -37,9 +37,9 @@ from yuan_train.parallel.device import CpuDevice
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
 from yuan_train.planner.costs.yuan_memory import yuan_memory
+from yuan_train.profile.units import machine_name
 from yuan_train.train import run as run_module
 from yuan_train.train.footprint import held_bytes, peak_memory_bytes, reset_peak_memory
-from yuan_train.train.measure import machine_name
 
 CPU = DeviceType(memory=2**35, reserved=0, fp32=1e11, bf16=1e11, memory_bandwidth=1e10, slowdown=1.0)
 NOTHING = {

@@ -37,10 +37,9 @@ from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import init_distributed, make_groups, shutdown
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
+from yuan_train.profile.links import link_ends, measure_links
+from yuan_train.profile.units import machine_name
 from yuan_train.schedule.messages import post_early
-from yuan_train.train.link_classes import link_ends
-from yuan_train.train.measure import machine_name
-from yuan_train.train.measure_links import measure_links
 
 FORWARD_SHARE = 1 / 3
 SEQUENCE_LENGTH, HIDDEN_SIZE = 256, 512

@@ -27,14 +27,14 @@ from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.dump import dump, write_text
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import RunConfig, SearchConfig, load_run
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.expert_groups import expert_plans
 from yuan_train.planner.search.shapes import read_options
-from yuan_train.train.measure import machine_name
+from yuan_train.profile.units import machine_name
 
 SPEEDS = {"Full": 1.0, "Half": 0.5, "Quarter": 0.25}
 WARM_UP_STEPS = 2

@@ -23,13 +23,13 @@ from pathlib import Path
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.dump import dump, write_text
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import RunConfig, load_run
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
-from yuan_train.train.measure import machine_name
+from yuan_train.profile.units import machine_name
 
 WARM_UP_STEPS = 3
 MODEL = ("num_layers=6", "hidden_size=256", "num_attention_heads=4", "head_dim=64", "ffn_hidden_size=1024")

@@ -32,7 +32,7 @@ from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.models.block import Block
 from yuan_train.models.rotary import rotary_tables
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.train.measure import machine_name
+from yuan_train.profile.units import machine_name
 
 ROOT = Path(__file__).parents[1]
 EPSILON = 1e-6

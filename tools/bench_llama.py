@@ -20,7 +20,7 @@ import yaml
 from tools.testbed.run import with_random_data
 from yuan_train.config.dump import dump, write_text
 from yuan_train.config.run import load_run
-from yuan_train.train.measure import machine_name
+from yuan_train.profile.units import machine_name
 
 TIMEOUT_SECONDS = 3000
 

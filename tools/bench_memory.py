@@ -31,8 +31,8 @@ from yuan_train.parallel.apply import ModelParts, parallelize
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import init_distributed, shutdown
+from yuan_train.profile.units import machine_name
 from yuan_train.train.job import Position, choose_device
-from yuan_train.train.measure import machine_name
 
 NUM_STAGES = 3
 

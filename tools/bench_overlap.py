@@ -43,12 +43,12 @@ from yuan_train.config.document import Document
 from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import YuanError
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import RunConfig, load_run
 from yuan_train.planner.costs.plan_problem import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
-from yuan_train.train.measure import machine_name
+from yuan_train.profile.units import machine_name
 
 CONFIG = Path(__file__).parent / "testbed" / "run.yaml"
 NETWORKS = {"1 Gb/s": 125e6, "100 Mb/s": 12.5e6}

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import load_run
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.search.search import Candidate, search_plan
-from yuan_train.train.measure import machine_name
+from yuan_train.profile.units import machine_name
 
 WARM_UP_STEPS = 3
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
-from yuan_train.config.plan_files import load_plan, save_plan
+from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.config.run import RunConfig, load_run
 from yuan_train.planner.costs.host import host_bytes
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs

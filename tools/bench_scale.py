@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
-from yuan_train.config.plan_files import load_plan, save_plan
+from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.config.run import DataConfig, LogConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 from yuan_train.data.indexed import HEADER, MAGIC, VERSION, IndexedWriter, bin_path, idx_path
 from yuan_train.data.loader import open_corpora

@@ -37,7 +37,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from yuan_train.cli.main import main as yuan_train
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl
 from yuan_train.models.transformer import Transformer, init_weights
 
 CONFIG = "configs/run/rl-tiny.yaml"

@@ -102,7 +102,7 @@ def train_both(work: Path) -> None:
     # Recompute imports it, which the small model does without.
     import torch._dynamo
 
-    from yuan_train.config.plan_files import load_plan
+    from yuan_train.config.plan_constraints import load_plan
     from yuan_train.config.run import load_run
     from yuan_train.train import run as run_module
     from yuan_train.train.job import Position, prepare

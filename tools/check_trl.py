@@ -28,9 +28,14 @@ from trl.trainer.reward_trainer import RewardTrainer  # pyright: ignore[reportMi
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.objectives.advantages import dr_grpo, grpo
-from yuan_train.objectives.aggregate import BatchTotals, aggregate, sample_lengths
-from yuan_train.objectives.divergence import loss_penalty
-from yuan_train.objectives.policy import aipo_loss, clipped_loss
+from yuan_train.objectives.policy import (
+    BatchTotals,
+    aggregate,
+    aipo_loss,
+    clipped_loss,
+    loss_penalty,
+    sample_lengths,
+)
 from yuan_train.objectives.preference import log_ratio_margin, preference_loss, reward_loss
 
 TOLERANCE = 1e-5

@@ -21,7 +21,7 @@ from yuan_train.checkpoint import save as save_module
 from yuan_train.checkpoint.load import find_checkpoint, find_latest, load_tensors
 from yuan_train.checkpoint.names import LATEST, step_name
 from yuan_train.cli.main import main
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.train import saver as saver_module
 from yuan_train.train.saver import Saver, Snapshots
 

@@ -14,7 +14,7 @@ import yaml
 from tests.support.project import make_plan, run_config
 from yuan_train.cli import doctor, doctor_host
 from yuan_train.cli.main import main
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 
 RUN = Path(__file__).parents[2] / "configs" / "run" / "tiny.yaml"
 

@@ -12,7 +12,7 @@ from tests.support.project import make_project, parse_plan, run_config
 from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.cli.plan import EnginePrice
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 
 
 def test_what_the_restriction_costs() -> None:

@@ -14,7 +14,7 @@ from tests.support.project import make_plan, run_config
 from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.config.environment import CUDA_DEFAULTS, rank_defaults
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
 RUN = Path(__file__).parents[2] / "configs" / "run" / "tiny.yaml"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.project import make_plan, make_project
 from yuan_train.config.plan import RankPlan
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import load_run
 
 ROOT = Path(__file__).parents[2]

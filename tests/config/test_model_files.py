@@ -12,7 +12,7 @@ import pytest
 from yuan_train.config.dump import as_plain, dump, dump_plain
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl
 from yuan_train.config.run import RunConfig, load_run
 from yuan_train.models.published import format_of
 

@@ -13,8 +13,7 @@ from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
-from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.plan_files import keep_plan, load_plan, plans_in, save_plan
+from yuan_train.config.plan_constraints import keep_plan, load_plan, plans_in, save_plan, validate_plan
 
 # The documented form; stage 0 is at line 28, stage 1 at line 29.
 PLAN = """\

@@ -12,10 +12,11 @@ from yuan_train.config.rl import (
     AlgorithmConfig,
     RLConfig,
     ScheduleConfig,
+    is_rl_run,
+    load_rl,
     policy_run,
+    validate_rl,
 )
-from yuan_train.config.rl_constraints import validate_rl
-from yuan_train.config.rl_files import is_rl_run, load_rl
 
 TINY = "configs/run/rl-tiny.yaml"
 

@@ -19,7 +19,7 @@ from tests.support.project import make_plan, make_project, read_metrics, run_con
 from tests.support.spawn import Command, start_command, start_ranks
 from yuan_train.checkpoint.load import describe
 from yuan_train.cli.main import main
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 IMPATIENT = {"yuan_train.cli.launch.GRACE_SECONDS": 1.0}

@@ -20,7 +20,7 @@ from tests.support.fake_card import FakeCard, FakeNcclTransport
 from tests.support.project import make_plan, make_project, run_config
 from tests.support.spawn import Around, start_ranks
 from yuan_train.cli import launch
-from yuan_train.config.plan_files import load_plan, save_plan
+from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.parallel import groups, transport
 from yuan_train.train import ending, job, run
 

@@ -21,7 +21,7 @@ import pytest
 from tests.support.project import make_plan, make_project, read_metrics, run_config
 from tests.support.spawn import free_port, start_ranks
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 
 TIMEOUT_SECONDS = 8
 SLOW = DeviceType(memory=2**30, fp32=1e9, memory_bandwidth=1e9, slowdown=20.0)

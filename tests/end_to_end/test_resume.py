@@ -13,7 +13,7 @@ from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.checkpoint.names import step_name
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import load_plan, plans_in, save_plan
+from yuan_train.config.plan_constraints import load_plan, plans_in, save_plan
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.support.project import make_project, parse_plan, read_metrics, run_co
 from tests.support.ranks import Case, run_alone
 from tests.support.spawn import free_port, start_command
 from yuan_train.config.errors import INTERRUPTED
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 
 STEPS = 3
 SECONDS = 10.0

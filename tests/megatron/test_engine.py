@@ -156,7 +156,7 @@ def test_each_trap_is_seen_without_its_cure(run_file: Path, tmp_path: Path) -> N
 
 
 def _traps(_: int, run_file: Path, folder: Path) -> None:
-    from yuan_train.megatron import engine, fill, model
+    from yuan_train.megatron import engine, model, state
 
     def losses(name: str, plan: str, *words: str, **options: Any) -> Path:
         fork_cases([case(run_file, folder / name, plan, *words, MEGATRON, **options)])
@@ -190,7 +190,7 @@ def _traps(_: int, run_file: Path, folder: Path) -> None:
     losses("first", "4x2: 4@0", *bf16, checkpoint)
     resume = (*bf16, f"checkpoint.resume={folder / 'ck'}")
     assert worst(losses("resumed", "4x2: 4@0", *resume, steps=6), whole) == 0
-    with _patched(fill, "publish", lambda optimizer: _from_weights(optimizer)):
+    with _patched(state, "publish", lambda optimizer: _from_weights(optimizer)):
         assert worst(losses("rounded", "4x2: 4@0", *resume, steps=6), whole, "loss") > 0
 
 
@@ -214,13 +214,13 @@ def test_each_patch_is_needed(run_file: Path, tmp_path: Path) -> None:
 
 
 def _patches(_: int, run_file: Path, folder: Path) -> None:
-    from yuan_train.megatron import shim
+    from yuan_train.megatron import core
 
-    install = shim.install
-    for patch in shim.PATCHES:
+    install = core.install
+    for patch in core.PATCHES:
         plan = "4x2: 3@0 | 1@1" if patch == "synchronize" else "4x2: 4@0"
         with (
-            _patched(shim, "install", lambda left_out=patch: install(without=(left_out,))),
+            _patched(core, "install", lambda left_out=patch: install(without=(left_out,))),
             pytest.raises(
                 torch.multiprocessing.ProcessRaisedException,
                 match="Torch not compiled with CUDA enabled|Wrapped parameters must be one of",

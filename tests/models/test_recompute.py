@@ -8,11 +8,10 @@ import torch
 from tests.support.memory import kept_bytes
 from tests.support.models import VARIANTS, tiny_model
 from yuan_train.config.architecture import is_trained, sharding_of
-from yuan_train.config.lora import LoraConfig
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import LoraConfig, ModelConfig
 from yuan_train.models.experts import Choice, Router
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.parallel import collectives
+from yuan_train.parallel import tensor
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.experts import apply_expert_parallel
 from yuan_train.parallel.tensor import ShardSpec, shard_parameters
@@ -100,7 +99,7 @@ def test_kept_bytes_of_a_rank_that_shares_experts(held, recompute, monkeypatch):
     for parameter in part.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     apply_expert_parallel(part, None, first_expert=0)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(collectives, "_all_reduce", lambda part, *_: part.contiguous().clone())
+    monkeypatch.setattr(tensor, "_all_reduce", lambda part, *_: part.contiguous().clone())
     choice = torch.arange(2).repeat(96, 1)
     chosen = Choice(choice, choice.flatten().argsort(stable=True), (96, 96, 0, 0, 0))
     monkeypatch.setattr(Router, "_choose", lambda *_: replace(chosen, **fresh(chosen)))

@@ -11,9 +11,17 @@ import pytest
 import torch
 
 from yuan_train.objectives.advantages import dr_grpo, grpo
-from yuan_train.objectives.aggregate import BatchTotals, aggregate, sample_lengths
-from yuan_train.objectives.divergence import divergence, loss_penalty, reward_penalty
-from yuan_train.objectives.policy import aipo_loss, clipped_loss, decoupled_loss
+from yuan_train.objectives.policy import (
+    BatchTotals,
+    aggregate,
+    aipo_loss,
+    clipped_loss,
+    decoupled_loss,
+    divergence,
+    loss_penalty,
+    reward_penalty,
+    sample_lengths,
+)
 from yuan_train.objectives.preference import log_ratio_margin, preference_loss, reward_loss
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl_losses.json").read_text())

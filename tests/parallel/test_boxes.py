@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yuan_train.parallel.boxes import global_boxes, run_boxes
-from yuan_train.parallel.shard import Shard, part_of
+from yuan_train.parallel.shard import Shard, global_boxes, part_of, run_boxes
 
 
 def taken(whole: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tests.support.models import VARIANTS, tiny_model
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.parallel import collectives
+from yuan_train.parallel import tensor
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.shard import sharding_style
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel
@@ -51,7 +51,7 @@ def test_a_layer_makes_the_all_reduces_that_the_planner_prices(
     variant: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = Counter()
-    monkeypatch.setattr(collectives, "_all_reduce", counter)
+    monkeypatch.setattr(tensor, "_all_reduce", counter)
     model = tiny_model(variant)
     part = Transformer(model, layers=(0, 2), embedding=False, head=False, recompute=recompute)
     init_weights(part, seed=0)

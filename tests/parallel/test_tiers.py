@@ -12,7 +12,7 @@ import torch
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.parallel.tiers import slab as slab_module
-from yuan_train.parallel.tiers.host_pool import HostPool
+from yuan_train.parallel.tiers.activations import HostPool
 from yuan_train.parallel.tiers.host_state import HostChunk, HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.slab import HostSlab, available_bytes, piece_bytes

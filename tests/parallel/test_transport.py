@@ -20,12 +20,12 @@ from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.parallel.grid import Edge, Grid
 from yuan_train.parallel.groups import Groups, init_distributed, make_groups, make_pair, shutdown
-from yuan_train.parallel.ranges import Ranges
 from yuan_train.parallel.transport import (
     HostStagedTransport,
     LostPeer,
     NcclTransport,
     PendingReceive,
+    Ranges,
     Transport,
     _host_copy,
     is_lost_connection,

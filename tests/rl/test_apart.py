@@ -25,12 +25,11 @@ from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
 from yuan_train.config.errors import ConfigError, TrainingError
-from yuan_train.config.rl import policy_run
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
 from yuan_train.parallel.links import Link
 from yuan_train.rl.apart import _Server  # pyright: ignore[reportPrivateUsage]
-from yuan_train.rl.channels import Channel
+from yuan_train.rl.engines import Channel
 from yuan_train.rl.generator import Engine, EngineClock, NotFiniteDraw
 from yuan_train.rl.job import check_supported
 from yuan_train.rl.tickets import Sample

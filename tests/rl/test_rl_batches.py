@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from tests.support.rl import RLCase, run_rl, write_rl
-from yuan_train.config.rl import AlgorithmConfig
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import AlgorithmConfig, load_rl
 from yuan_train.data.prompts import Prompt, Prompts
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.objectives import advantages
 from yuan_train.parallel.device import CPU
 from yuan_train.rl.collect import Collector
-from yuan_train.rl.credit import token_advantages
 from yuan_train.rl.experience import Group, RowFeed, make_rows
 from yuan_train.rl.tickets import Sample
+from yuan_train.rl.updates import token_advantages
 
 
 def group(ticket: int, prompt: int, *answers: int, rewards: tuple[float, ...] = ()) -> Group:

@@ -19,12 +19,10 @@ from yuan_train.cli.main import main
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import CheckpointError, PlanError
 from yuan_train.config.plan import MemoryForecast, Plan
-from yuan_train.config.rl import RLConfig, policy_run
-from yuan_train.config.rl_files import load_rl
-from yuan_train.config.rl_plan import CriticPlan, ReferencePlan, RlPlan, save_rl_plan
-from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
+from yuan_train.config.rl import RLConfig, load_rl, policy_run
+from yuan_train.config.rl_plan import CriticPlan, ReferencePlan, RlPlan, check_rl_plan_of_run, save_rl_plan
 from yuan_train.models.transformer import Transformer
-from yuan_train.objectives.value import explained_variance, value_loss
+from yuan_train.objectives.policy import explained_variance, value_loss
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.device import CPU
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs

@@ -13,8 +13,7 @@ from tests.support.project import parse_plan
 from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
 from tests.support.spawn import free_port, spawn
 from yuan_train.config.architecture import is_trained
-from yuan_train.config.rl import policy_run
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.rl.engines import weight_buckets
 
 LORA = "lora={rank: 2, alpha: 4}"

@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
-from yuan_train.config.rl import policy_run
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.planner.roles import engines
 from yuan_train.rl.generator import num_groups
 

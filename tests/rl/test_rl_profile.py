@@ -11,11 +11,11 @@ import torch
 from tests.support.rl import write_rl
 from yuan_train.cli.main import main
 from yuan_train.config.profile import load_profile
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl
 from yuan_train.config.rl_plan import load_rl_plan
 from yuan_train.parallel.device import CPU
-from yuan_train.rl.measure import measure_generation
-from yuan_train.train.measure import ProfileCase
+from yuan_train.profile.generation import measure_generation
+from yuan_train.profile.units import ProfileCase
 
 CLUSTER = """\
 name: one

@@ -20,8 +20,7 @@ from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.errors import CheckpointError, ConfigError, TrainingError
 from yuan_train.config.model import load_model
-from yuan_train.config.rl import policy_run
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.models.transformer import Transformer
 from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.unit_costs import card_costs

@@ -19,8 +19,7 @@ from tests.support.spawn import start_command
 from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError, DataError, PlanError, TrainingError
 from yuan_train.config.plan import single_card_plan
-from yuan_train.config.rl import policy_run
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.rl import metrics
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.job import prepare_rl

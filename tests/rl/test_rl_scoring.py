@@ -16,17 +16,16 @@ from tests.train.test_preference import REWARD, write_run
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
-from yuan_train.config.rl import policy_run
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import (
     GenerationPlan,
     ReferencePlan,
     RlPlan,
     RolePlan,
     RolePlans,
+    check_rl_plan_of_run,
     validate_rl_plan,
 )
-from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
 from yuan_train.rl import remote
 from yuan_train.rl.scoring import prepare_scoring
 from yuan_train.train.job import Position

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yuan_train.schedule.buckets import group_units
+from yuan_train.schedule.flow import group_units
 
 
 def test_a_run_is_divided_from_its_end():

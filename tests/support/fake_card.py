@@ -34,8 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.parallel.device import CardFacts, CardMemory, Mark, Stream
-from yuan_train.parallel.ranges import Ranges
-from yuan_train.parallel.transport import GroupTransport
+from yuan_train.parallel.transport import GroupTransport, Ranges
 
 POISON = 255
 SEGMENT = 2 << 20

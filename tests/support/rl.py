@@ -16,8 +16,7 @@ from tests.support.project import MODEL
 from tests.support.ranks import disabled
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
-from yuan_train.config.rl import RLConfig
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.rl import RLConfig, load_rl
 from yuan_train.rl.job import prepare_rl
 from yuan_train.rl.loop import train_rl
 from yuan_train.train.job import Position

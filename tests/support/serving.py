@@ -17,7 +17,7 @@ from tests.support.project import parse_plan
 from tests.support.spawn import Command, start_ranks
 from yuan_train.checkpoint.hf_import import weights_state
 from yuan_train.checkpoint.save import save_checkpoint
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.models.transformer import Transformer, init_weights
 

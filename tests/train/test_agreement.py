@@ -20,7 +20,7 @@ from yuan_train.cli import launch
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import YuanError
 from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import init_distributed, shutdown
 from yuan_train.train import agreement

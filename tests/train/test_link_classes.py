@@ -9,7 +9,7 @@ import pytest
 
 from yuan_train.config.cluster import Cluster, DedicatedLink, Link, NodeGroup
 from yuan_train.config.devices import Backend
-from yuan_train.train.link_classes import (
+from yuan_train.profile.links import (
     LinkEnd,
     LinkFigures,
     MeasuredLinks,

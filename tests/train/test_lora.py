@@ -21,10 +21,9 @@ from yuan_train.checkpoint.megatron_import import import_megatron
 from yuan_train.cli.main import main
 from yuan_train.config.architecture import ADAPTERS, is_trained
 from yuan_train.config.errors import CheckpointError, ConfigError
-from yuan_train.config.lora import LoraConfig
-from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan_files import load_plan
-from yuan_train.config.rl_files import load_rl
+from yuan_train.config.model import LoraConfig, ModelConfig
+from yuan_train.config.plan_constraints import load_plan
+from yuan_train.config.rl import load_rl
 from yuan_train.config.run import load_run
 from yuan_train.models.transformer import Transformer, init_weights
 

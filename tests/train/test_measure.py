@@ -22,7 +22,8 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.profile import ProfileEntry, StageStart, UnitProfile, load_profile
 from yuan_train.parallel.device import CPU, Device
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.train import job, measure, measure_passes
+from yuan_train.profile import units
+from yuan_train.train import job
 from yuan_train.train.footprint import can_track_memory
 
 CLUSTER = """
@@ -36,9 +37,9 @@ device_types:
 """
 
 
-def short_case(tmp_path: Path, dtype: torch.dtype, *, seconds_per_unit: float) -> measure.ProfileCase:
+def short_case(tmp_path: Path, dtype: torch.dtype, *, seconds_per_unit: float) -> units.ProfileCase:
     """Two sequences of eight tokens of the project's model, on the CPU."""
-    return measure.ProfileCase(
+    return units.ProfileCase(
         model=run_config(make_project(tmp_path)).model,
         sequence_length=8,
         micro_batch_size=2,
@@ -104,12 +105,12 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
 
 def test_a_units_time_is_divided_into_passes_on_a_cpu(tmp_path: Path) -> None:
     case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
-    assert measure_passes.num_passes(case) == 3
-    assert measure_passes.num_passes(replace(case, seconds_per_unit=0.9)) == 1
-    assert measure_passes.num_passes(replace(case, device=FakeCard())) == 1
-    part = measure_passes.of_pass(case, 3)
+    assert units.num_passes(case) == 3
+    assert units.num_passes(replace(case, seconds_per_unit=0.9)) == 1
+    assert units.num_passes(replace(case, device=FakeCard())) == 1
+    part = units.of_pass(case, 3)
     assert (part.seconds_per_unit, part.least_repeats) == (0.5, 2)
-    assert measure_passes.of_pass(case, 1) == case
+    assert units.of_pass(case, 1) == case
 
 
 def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first(tmp_path: Path) -> None:
@@ -129,15 +130,15 @@ def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first(
         return ProfileEntry(device_type="A", embedding=one, layers=(one,), head=one, bare_layer=one)
 
     # A single layer takes as long as each of several in a row: a stage has no start.
-    passes = [measure.MeasuredCase(entry(x, y), (x, 2 * x)) for x, y in ((1.0, 5.0), (3.0, 7.0))]
-    assert measure_passes.make_entry(case, passes) == entry(2.0, 5.0)
-    plain = measure.MeasuredCase(replace(passes[0].entry, bare_layer=None), (1.0, 2.0))
-    assert measure_passes.make_entry(case, [plain] * 2).bare_layer is None
+    passes = [units.MeasuredCase(entry(x, y), (x, 2 * x)) for x, y in ((1.0, 5.0), (3.0, 7.0))]
+    assert units.make_entry(case, passes) == entry(2.0, 5.0)
+    plain = units.MeasuredCase(replace(passes[0].entry, bare_layer=None), (1.0, 2.0))
+    assert units.make_entry(case, [plain] * 2).bare_layer is None
 
 
 def test_what_a_stage_takes_besides_its_layers_is_no_part_of_any_unit(tmp_path: Path) -> None:
     case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
-    count = measure.num_layers_in_a_row(case)
+    count = units.num_layers_in_a_row(case)
     assert count > 1
 
     def unit(forward: float, backward: float) -> UnitProfile:
@@ -154,7 +155,7 @@ def test_what_a_stage_takes_besides_its_layers_is_no_part_of_any_unit(tmp_path: 
     entry = ProfileEntry(
         device_type="A", embedding=unit(0.2, 0.6), layers=(row,), head=unit(4.3, 0.6), bare_layer=row
     )
-    found = measure_passes.make_entry(case, [measure.MeasuredCase(entry, (1.3, 2.5))])
+    found = units.make_entry(case, [units.MeasuredCase(entry, (1.3, 2.5))])
     assert (found.start.forward_seconds, found.start.backward_seconds) == pytest.approx((0.3, 0.5))
     for got, wanted in (
         (found.layers[0], unit(1.0, 2.0)),
@@ -167,13 +168,13 @@ def test_what_a_stage_takes_besides_its_layers_is_no_part_of_any_unit(tmp_path: 
         assert got.backward_seconds == pytest.approx(wanted.backward_seconds)
     # The model's only layer is all that is measured.
     single = replace(case, model=replace(case.model, num_layers=1))
-    assert measure_passes.make_entry(single, [measure.MeasuredCase(entry, (1.3, 2.5))]).start == StageStart()
+    assert units.make_entry(single, [units.MeasuredCase(entry, (1.3, 2.5))]).start == StageStart()
 
 
 def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
     """Measured memory is at least what autograd saves; a recomputed layer needs transient memory."""
     run = run_config(make_project(tmp_path))
-    case = measure.ProfileCase(
+    case = units.ProfileCase(
         model=replace(
             run.model, num_layers=2, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64
         ),
@@ -185,8 +186,8 @@ def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
         seconds_per_unit=0.01,
     )
     hidden_bytes = 2 * 256 * 256 * 4
-    (kept,) = measure.measure_case(case, device_type="here").entry.layers
-    (recomputed,) = measure.measure_case(replace(case, recompute="full"), device_type="here").entry.layers
+    (kept,) = units.measure_case(case, device_type="here").entry.layers
+    (recomputed,) = units.measure_case(replace(case, recompute="full"), device_type="here").entry.layers
     assert hidden_bytes <= recomputed.activation_bytes < 0.5 * kept.activation_bytes
     if can_track_memory(case.device):
         # For its backward, a recomputed layer holds everything again that it did not keep.
@@ -195,7 +196,7 @@ def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
 
 def test_state_bytes_under_bf16(tmp_path: Path) -> None:
     case = short_case(tmp_path, torch.bfloat16, seconds_per_unit=0.01)
-    entry = measure.measure_case(case, device_type="here").entry
+    entry = units.measure_case(case, device_type="here").entry
     assert entry.layers[0].state_bytes == 18 * case.model.layer_parameters
 
 
@@ -203,7 +204,7 @@ def test_what_is_reserved_on_a_card(tmp_path: Path) -> None:
     """All that is not free once the model has gone: here what others than torch hold."""
     case = short_case(tmp_path, torch.float32, seconds_per_unit=0.01)
     for outside in (0, 700 << 20):
-        found = measure.measure_reserved(replace(case, device=FakeCard(outside=outside)))
+        found = units.measure_reserved(replace(case, device=FakeCard(outside=outside)))
         assert found == outside
 
 
@@ -260,5 +261,5 @@ def test_a_card_by_its_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         card = Namespace(total_memory=memory)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, card=card: card)
-        assert measure.name_of(torch.device("cuda", 0)) == known
-    assert measure.name_of(torch.device("cpu")) == measure.name_of(CPU) == "CPU"
+        assert units.name_of(torch.device("cuda", 0)) == known
+    assert units.name_of(torch.device("cpu")) == units.name_of(CPU) == "CPU"

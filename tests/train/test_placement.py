@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fake_card import FakeCard
 from yuan_train.parallel.device import CPU
-from yuan_train.train import placement
+from yuan_train.train import job
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ def host(tmp_path: Path) -> Path:
 
 
 def test_the_node_and_the_cores_of_a_card(host: Path) -> None:
-    assert placement.numa_node("0000:3b:00.0", host / "pci") == 1
-    assert placement.numa_node("0000:af:00.0", host / "pci") is None
-    assert placement.numa_node("0000:00:00.0", host / "pci") is None
-    assert placement.cores_of(1, host / "nodes") == {2, 3, 6, 7}
-    assert placement.cores_of(0, host / "nodes") == placement.cores_of(None, host / "nodes") == set()
+    assert job.numa_node("0000:3b:00.0", host / "pci") == 1
+    assert job.numa_node("0000:af:00.0", host / "pci") is None
+    assert job.numa_node("0000:00:00.0", host / "pci") is None
+    assert job.cores_of(1, host / "nodes") == {2, 3, 6, 7}
+    assert job.cores_of(0, host / "nodes") == job.cores_of(None, host / "nodes") == set()
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_a_rank_runs_beside_its_card_unless_its_cores_were_chosen(
     monkeypatch: pytest.MonkeyPatch, own: range, near: set[int], chosen: set[int] | None
 ) -> None:
     found: list[set[int]] = []
-    monkeypatch.setattr(placement, "numa_node", {"0000:3b:00.0": 1}.__getitem__)
-    monkeypatch.setattr(placement, "cores_of", lambda node: near)
+    monkeypatch.setattr(job, "numa_node", {"0000:3b:00.0": 1}.__getitem__)
+    monkeypatch.setattr(job, "cores_of", lambda node: near)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(own))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.append(cores))
-    placement.run_beside(CPU)
+    job.run_beside(CPU)
     assert not found
-    placement.run_beside(FakeCard(pci_address="0000:3b:00.0"))
+    job.run_beside(FakeCard(pci_address="0000:3b:00.0"))
     assert found == ([] if chosen is None else [chosen])

@@ -20,13 +20,13 @@ from yuan_train.cli.main import main
 from yuan_train.cli.trace import read_traces
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
-from yuan_train.config.plan_files import keep_plan, load_plan, save_plan
+from yuan_train.config.plan_constraints import keep_plan, load_plan, save_plan
 from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.apply import pipeline_schedule
 from yuan_train.parallel.grid import Grid
 from yuan_train.report.trace_picture import draw_step
 from yuan_train.schedule.step import Step
-from yuan_train.train.rank_clock import bound_offset
+from yuan_train.train.clock import bound_offset
 from yuan_train.train.trace import Recorder
 
 TRACED = (3, 4)

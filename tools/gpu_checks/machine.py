@@ -93,7 +93,7 @@ def memory(bench: Bench) -> Verdict:
     words = ", ".join(f"{mode.lower()} {megabytes(count)}" for mode, count in taken.items())
 
     from yuan_train.config.devices import CATALOGUE
-    from yuan_train.train.measure import name_of
+    from yuan_train.profile.units import name_of
 
     name = name_of(torch.device("cuda", 0))
     card = CATALOGUE.get(name)

@@ -21,12 +21,11 @@ from tools.gpu_checks.machine import run_pytest
 from yuan_train.config.devices import CATALOGUE, DeviceType, Precision
 from yuan_train.config.model import load_model
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.groups import init_distributed, make_tensor_groups, shutdown
-from yuan_train.parallel.ranges import Ranges
-from yuan_train.parallel.transport import transport_of
+from yuan_train.parallel.transport import Ranges, transport_of
 from yuan_train.planner.costs.unit_costs import card_costs
-from yuan_train.train.measure import ProfileCase, measure_case
+from yuan_train.profile.units import ProfileCase, measure_case
 
 SUITES = ("equality", "plans", "zero", "loss_scale", "activation_offload", "parameter_offload")
 """Of tests/parallel: losses and weights under every kind of plan against one process. In order of value."""

@@ -20,7 +20,7 @@ from yuan_train.cli.main import main
 from yuan_train.config.plan import Plan
 from yuan_train.data.indexed import IndexedWriter
 from yuan_train.parallel.device import CPU, CudaDevice, Device
-from yuan_train.train.measure import name_of
+from yuan_train.profile.units import name_of
 
 LENGTH = 4096
 """Tokens of a sequence of the large project."""

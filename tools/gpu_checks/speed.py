@@ -20,7 +20,7 @@ from tests.support.rl import RLCase, run_rl, write_rl
 from tools.gpu_checks import runs
 from tools.gpu_checks.bench import Bench, Verdict, megabytes
 from yuan_train.config.model import load_model
-from yuan_train.config.plan_files import load_plan
+from yuan_train.config.plan_constraints import load_plan
 from yuan_train.models.generate import generate_batch
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.activity import Activity, observed_by

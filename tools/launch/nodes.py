@@ -9,7 +9,7 @@ from pathlib import Path
 from yuan_train.cli.launch import Node, nodes_of
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import load_plan
+from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import load_run
 from yuan_train.data.indexed import IndexedDataset
 

@@ -34,13 +34,13 @@ from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.plan import Plan, ScheduleName
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import RunConfig, load_run
 from yuan_train.planner.costs.plan_problem import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
-from yuan_train.train.measure import machine_name
+from yuan_train.profile.units import machine_name
 
 CONFIG = Path(__file__).parent / "run.yaml"
 CHANGES = ("model.num_layers=8", "model.vocab_size=1024", "train.global_batch_size=8", "search.tensor=[1]")

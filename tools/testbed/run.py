@@ -28,7 +28,7 @@ from yuan_train.config.devices import DeviceType
 from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import save_plan
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import Profile, load_profile
 from yuan_train.config.run import RunConfig, Source, load_run
 from yuan_train.data.indexed import IndexedWriter, token_dtype
@@ -36,7 +36,7 @@ from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.simulator import simulate_schedule
 from yuan_train.planner.search.search import search_plan
-from yuan_train.train.measure import machine_name
+from yuan_train.profile.units import machine_name
 
 HERE = Path(__file__).parent
 WARM_UP_STEPS = 2

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from yuan_train.checkpoint.hf_files import DTYPES, find_tokenizer_file
-from yuan_train.checkpoint.load import Checkpoint
+from yuan_train.checkpoint.load import Checkpoint, WholeTensorReader
 from yuan_train.checkpoint.save import copy_tokenizer
 from yuan_train.checkpoint.stream import LazyTensor, split_into_shards, write_safetensors
-from yuan_train.checkpoint.whole_tensors import WholeTensorReader
 from yuan_train.config.errors import CheckpointError
 from yuan_train.models.published import EMBEDDING, HEAD, PublishedFormat, TensorMapping, format_of
 

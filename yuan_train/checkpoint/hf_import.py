@@ -7,6 +7,7 @@ not read.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,13 +19,29 @@ import torch
 from yuan_train.checkpoint.hf_files import DTYPES, find_tokenizer_file, open_tensors, read_json_object
 from yuan_train.checkpoint.names import BUFFERS, WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed
-from yuan_train.checkpoint.tensor_checks import digest, is_finite
 from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.model_files import hub_advice
 from yuan_train.models.published import EMBEDDING, HEAD, TensorMapping, format_for, format_of, rotary_buffer
+
+CHECKED_ELEMENTS = 1 << 24
+"""Elements (or bytes) of a piece."""
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(CHECKED_ELEMENTS))
+
+
+def digest(tensor: LazyTensor) -> tuple[str, str]:
+    """Dtype and SHA-256 of the values: to compare two large tensors with only one in memory at a time."""
+    checksum = hashlib.sha256()
+    for piece in tensor.read().contiguous().view(-1).view(torch.uint8).split(CHECKED_ELEMENTS):
+        checksum.update(piece.numpy().data)
+    return str(tensor.dtype), checksum.hexdigest()
+
 
 MAX_LISTED = 5
 """Differences that a message lists."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from yuan_train.checkpoint.local_shards import LoadPlanner, LocalShard, Tensors
 from yuan_train.checkpoint.metadata import Reader
 from yuan_train.checkpoint.names import (
+    BUFFERS,
     LATEST,
     OPTIMIZER_STATES,
     STATE,
@@ -27,6 +28,8 @@ from yuan_train.checkpoint.names import (
     step_name,
     steps_in,
 )
+from yuan_train.checkpoint.stream import LazyTensor
+from yuan_train.config.architecture import ADAPTERS
 from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
@@ -253,3 +256,60 @@ def _dtype_of(reader: Reader, key: str) -> torch.dtype:
     entry = reader.read_metadata().state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     return entry.properties.dtype
+
+
+class WholeTensorReader:
+    """Reads full tensors of a checkpoint; keeps the last one, since its parts are read one after another."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._lora = checkpoint.model.lora
+        self._entries = {
+            name: entry
+            for name, entry in Reader(checkpoint.path).read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The weights of global name `name` and global shape `shape`. Raises CheckpointError."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # Freed before the next one is allocated.
+            self._last = (name, self._merged(name, self._load(f"{WEIGHTS}.{name}", shape)))
+        return self._last[1]
+
+    def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """W + alpha / r B A of a matrix W with adapters, in fp32 (fp64 for fp64) or wider."""
+        module, _, kind = name.rpartition(".")
+        names = [f"{module}.{adapter}" for adapter in ADAPTERS]
+        if self._lora is None or kind != "weight" or f"{WEIGHTS}.{names[0]}" not in self._entries:
+            return weight
+        rank, (rows, columns) = self._lora.rank, weight.shape
+        a, b = (
+            self._load(f"{WEIGHTS}.{adapter}", shape)
+            for adapter, shape in zip(names, ((rank, columns), (rows, rank)), strict=True)
+        )
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=self._lora.scale)
+
+    def buffers(self) -> Iterator[tuple[str, LazyTensor]]:
+        """The published buffers that an import kept, by their published names."""
+        for key, entry in self._entries.items():
+            if key.startswith(f"{BUFFERS}."):
+                shape, dtype = tuple(entry.size), entry.properties.dtype
+                read = _bind(self._load, key, shape)
+                yield key.removeprefix(f"{BUFFERS}."), LazyTensor(shape, dtype, read)
+
+    def _load(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if key not in self._entries:
+            raise CheckpointError(f"{self._checkpoint.path}: {key} is missing")
+        tensor = torch.empty(shape, dtype=self._entries[key].properties.dtype)
+        load_tensors(self._checkpoint, {key: tensor}, no_dist=True)
+        return tensor
+
+
+def _bind(
+    load: Callable[[str, tuple[int, ...]], torch.Tensor], key: str, shape: tuple[int, ...]
+) -> Callable[[], torch.Tensor]:
+    """`load` with its arguments bound now, and not when a loop variable has moved on."""
+    return lambda: load(key, shape)

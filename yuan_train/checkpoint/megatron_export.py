@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from yuan_train.checkpoint.load import Checkpoint
-from yuan_train.checkpoint.megatron_import import shard_shape
-from yuan_train.checkpoint.megatron_layout import FILE, TRACKER, Tensors, layer_names, take_shard
-from yuan_train.checkpoint.whole_tensors import WholeTensorReader
+from yuan_train.checkpoint.load import Checkpoint, WholeTensorReader
+from yuan_train.checkpoint.megatron_import import FILE, TRACKER, Tensors, layer_names, shard_shape, take_shard
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.yuan.hf import published_layout

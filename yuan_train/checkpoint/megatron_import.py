@@ -2,25 +2,189 @@
 
 from __future__ import annotations
 
+import pickle
 import re
-from collections.abc import Mapping
+import types
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from yuan_train.checkpoint.hf_import import Imported, weights_state
-from yuan_train.checkpoint.inert_pickle import Inert, load_inert
-from yuan_train.checkpoint.megatron_layout import BUFFER, FILE, TRACKER, Tensors, join_shards, layer_names
+from yuan_train.checkpoint.hf_import import Imported, is_finite, weights_state
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed
-from yuan_train.checkpoint.tensor_checks import is_finite
 from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.models.yuan.hf import published_layout
+
+FILE = "model_optim_rng.pt"
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File that names the newest iteration."""
+
+COMMON_NAMES = {
+    # Our name, after `layers.N.`: the original name, and how tensor parallelism shards it.
+    "attention_norm.weight": ("input_layernorm.weight", "whole"),
+    "filter.conv1.weight": ("self_attention.lf_gate.conv1.weight", "whole"),
+    "filter.conv1.bias": ("self_attention.lf_gate.conv1.bias", "whole"),
+    "filter.conv2.weight": ("self_attention.lf_gate.conv2.weight", "whole"),
+    "filter.conv2.bias": ("self_attention.lf_gate.conv2.bias", "whole"),
+    "filter.norm.weight": ("self_attention.lf_gate.output_layernorm.weight", "whole"),
+    "attention.value.weight": ("self_attention.get_value.weight", "rows"),
+    "attention.query_key.weight": ("self_attention.get_query_key.weight", "rows"),
+    "attention.out.weight": ("self_attention.dense.weight", "columns"),
+    "feed_forward_norm.weight": ("post_attention_layernorm.weight", "whole"),
+}
+
+DENSE_NAMES = COMMON_NAMES | {
+    "feed_forward.up.weight": ("mlp.dense_h_to_4h.weight", "halves"),
+    "feed_forward.down.weight": ("mlp.dense_4h_to_h.weight", "columns"),
+}
+
+EXPERT_NAMES = COMMON_NAMES | {
+    # The router's rows are Q, K, V; a rank has the next 3N/t of them, whatever they are.
+    "router.weight": ("mlp.router.attention_router.query_key_value.weight", "rows"),
+    # For t ranks `weight1` is named [H, N 2F/t], and its memory is [N, H, 2F/t]: reading it as N blocks of
+    # columns mixes the experts. On the last dim a rank has its part of the silu half, then of the other.
+    "experts.up.weight": ("mlp.experts.weight1", "expert up"),
+    # `weight2` is named [N F/t, H]; its memory is [N, F/t, H].
+    "experts.down.weight": ("mlp.experts.weight2", "expert down"),
+}
+
+
+def layer_names(model: ModelConfig) -> dict[str, tuple[str, str]]:
+    """By our name, after `layers.N.`: the original name of a layer's tensor, and how it is sharded."""
+    return EXPERT_NAMES if model.num_experts else DENSE_NAMES
+
+
+BUFFER = "rotary_pos_emb.inv_freq"
+"""Suffix of buffers that are computed, and not converted."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def join_shards(shards: Sequence[torch.Tensor], sharding: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The full tensor [shape] from the shards of all tensor ranks, in order; the inverse of `take_shard`."""
+    if sharding == "expert up":
+        halves = [shard.reshape(shape[0], shape[2], -1).chunk(2, dim=2) for shard in shards]
+        return torch.cat([half[i] for i in range(2) for half in halves], dim=2).transpose(1, 2)
+    if sharding == "expert down":
+        parts = [shard.reshape(shape[0], -1, shape[1]) for shard in shards]
+        return torch.cat(parts, dim=1).transpose(1, 2)
+    if sharding == "whole":
+        return shards[0]
+    if sharding == "columns":
+        return torch.cat(list(shards), dim=1)
+    if sharding == "halves":
+        halves = [shard.chunk(2) for shard in shards]
+        return torch.cat([half[i] for i in range(2) for half in halves])
+    return torch.cat(list(shards))
+
+
+def take_shard(tensor: torch.Tensor, sharding: str, rank: int, width: int) -> torch.Tensor:
+    """The shard of a full tensor on tensor rank `rank` of `width`."""
+    if sharding == "whole":
+        return tensor
+    if sharding == "expert up":
+        halves = tensor.transpose(1, 2).chunk(2, dim=2)
+        part = torch.cat([half.chunk(width, dim=2)[rank] for half in halves], dim=2)
+        return part.reshape(tensor.shape[2], -1)
+    if sharding == "expert down":
+        return tensor.transpose(1, 2).chunk(width, dim=1)[rank].reshape(-1, tensor.shape[1])
+    if sharding == "columns":
+        return tensor.chunk(width, dim=1)[rank]
+    if sharding == "halves":
+        return torch.cat([half.chunk(width)[rank] for half in tensor.chunk(2)])
+    return tensor.chunk(width)[rank]
+
+
+class Inert:
+    """In place of an object whose class we do not import: keeps its state and does nothing."""
+
+    state: Any = None
+    """What the pickle sets as the object's state."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_TENSORS = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_tensor"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}
+
+_INERT = ("argparse.Namespace", "megatron.", "numpy.", "_codecs.encode")
+"""Prefixes of what the original code saves besides tensors: arguments, enumerations, generator states."""
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Creates tensors, and an `Inert` for known other classes; refuses all else. Imports nothing."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) in _TENSORS:
+            return super().find_class(module, name)
+        if module == "torch":
+            value = getattr(torch, name, None)
+            if value in (torch.Size, torch.device) or isinstance(value, torch.dtype):
+                return value
+        if f"{module}.{name}".startswith(_INERT):
+            return Inert
+        if module in ("builtins", "__builtin__") and name == "getattr":
+            # Newer Pythons pickle a member of an enumeration as a call of getattr.
+            return _inert_member
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint")
+
+
+def _inert_member(owner: object, name: str) -> Inert:
+    """In place of `getattr(owner, name)` of an inert class. Raises UnpicklingError for any other owner."""
+    if owner is not Inert:
+        raise pickle.UnpicklingError(f"builtins.getattr of {owner!r} does not belong in a checkpoint")
+    return Inert()
+
+
+def load_inert(path: Path) -> Any:
+    """The content of a rank's file, with memory-mapped tensors.
+
+    Raises CheckpointError if the file is truncated or hostile.
+    """
+    restricted = types.SimpleNamespace(__name__="narrow", Unpickler=_InertUnpickler, load=_unpickle)
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as content:
+                if any(name.endswith("constants.pkl") for name in content.namelist()):
+                    raise pickle.UnpicklingError("a TorchScript program, not a checkpoint")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mapped = zipfile.is_zipfile(path)
+            return torch.load(
+                path, map_location="cpu", pickle_module=restricted, weights_only=False, mmap=mapped or None
+            )
+    except Exception as error:
+        # Hostile bytes can raise anything, but no code of theirs was called.
+        cause = str(error).split("\n")[0][:200]
+        raise CheckpointError(
+            f"{path}: torn, or holds more than it should (nothing in it was run): {cause}"
+        ) from None
+
+
+def _unpickle(file: Any, **_: Any) -> Any:
+    return _InertUnpickler(file).load()
+
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 

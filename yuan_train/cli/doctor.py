@@ -21,7 +21,7 @@ from yuan_train.cli.launch import nodes_of
 from yuan_train.cli.preflight import check, see_host, summary, words
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import INSTALL, TESTED
-from yuan_train.config.plan_files import load_plan
+from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import load_run
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _devices() -> list[Facts]:
     import torch
 
     from yuan_train.parallel.device import visible_cards
-    from yuan_train.train.measure import machine_name
+    from yuan_train.profile.units import machine_name
 
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     fast = [name for name in ("amx_bf16", "avx512_bf16") if capabilities.get(name)]
@@ -279,7 +279,7 @@ def _devices() -> list[Facts]:
 
 def _card(card: Device) -> Facts:
     from yuan_train.train.cards import architecture_fault, driver_fault, type_of
-    from yuan_train.train.placement import numa_node
+    from yuan_train.train.job import numa_node
 
     facts = card.facts()
     assert facts is not None

@@ -18,9 +18,9 @@ from yuan_train.config.document import is_mapping, read_document
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import load_plan
+from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.profile import load_profile
-from yuan_train.config.rl_files import is_rl_run, load_rl
+from yuan_train.config.rl import is_rl_run, load_rl
 from yuan_train.config.rl_plan import is_rl_plan, load_rl_plan
 from yuan_train.config.run import Source, load_run
 from yuan_train.config.units import show_bytes, show_seconds

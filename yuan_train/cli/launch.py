@@ -30,12 +30,9 @@ from yuan_train.config.environment import (
 from yuan_train.config.errors import CAUSE, INTERRUPTED, ConfigError, NoDriver, PlanError
 from yuan_train.config.express import check_engine, express
 from yuan_train.config.plan import Plan, RankPlan
-from yuan_train.config.plan_constraints import check_plan_of_run
-from yuan_train.config.plan_files import load_plan
-from yuan_train.config.rl import policy_run
-from yuan_train.config.rl_files import is_rl_run, load_rl
-from yuan_train.config.rl_plan import RlPlan, load_rl_plan, names_rl_plan
-from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
+from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
+from yuan_train.config.rl import is_rl_run, load_rl, policy_run
+from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 from yuan_train.config.run import load_run
 
 logger = logging.getLogger(__name__)

@@ -90,9 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
     plan fits."""
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
-    from yuan_train.config.merge_profiles import read_profiles
-    from yuan_train.config.plan_files import save_plan
-    from yuan_train.config.rl_files import is_rl_run
+    from yuan_train.config.plan_constraints import save_plan
+    from yuan_train.config.profile import read_profiles
+    from yuan_train.config.rl import is_rl_run
 
     if arguments.config and is_rl_run(arguments.config):
         from yuan_train.cli.plan_rl import plan_roles

@@ -17,8 +17,8 @@ def plan_roles(arguments: argparse.Namespace) -> int:
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.dump import write_text
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.merge_profiles import read_profiles
-    from yuan_train.config.rl_files import load_rl
+    from yuan_train.config.profile import read_profiles
+    from yuan_train.config.rl import load_rl
     from yuan_train.config.rl_plan import save_rl_plan
     from yuan_train.planner.report.roles_page import roles_html
     from yuan_train.planner.report.roles_text import roles_json, roles_table

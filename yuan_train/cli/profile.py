@@ -19,7 +19,6 @@ from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.dump import as_plain, write_text
 from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError, HostMemoryError
-from yuan_train.config.merge_profiles import merge_profiles
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import RankPlan
 from yuan_train.config.profile import (
@@ -29,15 +28,15 @@ from yuan_train.config.profile import (
     Profile,
     ProfileEntry,
     load_profile,
+    merge_profiles,
 )
-from yuan_train.config.rl import RLConfig, policy_run
-from yuan_train.config.rl_files import is_rl_run, load_rl
+from yuan_train.config.rl import RLConfig, is_rl_run, load_rl, policy_run
 from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig, load_run
 
 if TYPE_CHECKING:
     from yuan_train.parallel.device import Device
+    from yuan_train.profile.units import ProfileCase
     from yuan_train.train.job import Position
-    from yuan_train.train.measure import ProfileCase
 
 T = TypeVar("T")
 
@@ -258,7 +257,7 @@ def _name_type(
     The cluster file's for a simulated card, and where each of its cards has a process; then --device-type;
     then the catalogue's name of the card.
     """
-    from yuan_train.train.measure import name_of
+    from yuan_train.profile.units import name_of
 
     if cluster is not None:
         planned = cluster.cards[position.rank].type
@@ -312,9 +311,7 @@ def _tensor_groups(nodes_and_types: Sequence[tuple[str, str]], width: int) -> li
 
 def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int]:
     """All ranks' entries (the first rank's where several have the same key) and the links; and this rank."""
-    from yuan_train.train.link_classes import link_ends
-    from yuan_train.train.measure_links import measure_links
-    from yuan_train.train.measure_nodes import measure_node_links
+    from yuan_train.profile.links import link_ends, measure_links, measure_node_links
 
     position = bench.position
     parts = _all_gather(_measure_card(bench), position)
@@ -352,9 +349,9 @@ def _all_gather(value: T, position: Position) -> list[T]:
 
 def _measure_card(bench: Bench) -> Profile:
     """A profile of the entries that this rank takes part in."""
+    from yuan_train.profile.units import ProfileCase, machine_name, measure_reserved, name_of
     from yuan_train.train.build import DTYPES
     from yuan_train.train.footprint import long_lived_objects
-    from yuan_train.train.measure import ProfileCase, machine_name, measure_reserved, name_of
 
     config, model = bench.config, bench.model
     precision = config.train.precision if config else "bf16"
@@ -393,8 +390,8 @@ def _measure_card(bench: Bench) -> Profile:
 def _measure_batch(bench: Bench) -> BatchProfile | None:
     """What rank 0 does with a batch beside the model; None on other ranks, and in other runs."""
     from yuan_train.data.tokenizer import Tokenizer
+    from yuan_train.profile.generation import measure_batch
     from yuan_train.rl.job import read_file
-    from yuan_train.rl.measure import measure_batch
 
     run = bench.rl
     if run is None or bench.position.rank > 0:
@@ -406,7 +403,7 @@ def _measure_batch(bench: Bench) -> BatchProfile | None:
 
 def _measure_host(bench: Bench) -> tuple[HostProfile, ...]:
     """What this rank's card gets of its host; nothing if some rank has no host memory for that."""
-    from yuan_train.train.measure_host import host_room, measure_host
+    from yuan_train.profile.host import host_room, measure_host
 
     room, fault = None, ""
     try:
@@ -433,9 +430,8 @@ def _measure_cases(
     """The entry of each case that this rank takes part in, and with the first of a width its generation."""
     import torch.distributed as dist
 
-    from yuan_train.rl.measure import measure_generation
-    from yuan_train.train.measure import MeasuredCase, measure_case
-    from yuan_train.train.measure_passes import make_entry, num_passes, of_pass
+    from yuan_train.profile.generation import measure_generation
+    from yuan_train.profile.units import MeasuredCase, make_entry, measure_case, num_passes, of_pass
 
     cases, passes = list(_cases(bench, base)), num_passes(base)
     measured: list[list[MeasuredCase]] = [[] for _ in cases]

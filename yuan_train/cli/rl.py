@@ -11,11 +11,9 @@ from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_leve
 from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import load_plan
-from yuan_train.config.rl import RLConfig
-from yuan_train.config.rl_files import load_rl
-from yuan_train.config.rl_plan import RlForecast, RlPlan, load_rl_plan, names_rl_plan
-from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
+from yuan_train.config.plan_constraints import load_plan
+from yuan_train.config.rl import RLConfig, load_rl
+from yuan_train.config.rl_plan import RlForecast, RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -17,7 +17,7 @@ from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_leve
 from yuan_train.config.environment import is_rank_of_several, set_rank_defaults
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import load_plan
+from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl_plan import names_rl_plan
 
 if TYPE_CHECKING:

@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_plan(arguments: argparse.Namespace) -> Plan:
     """The plan file, or the plan of a hand-made cut over the cluster's cards in their order."""
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.plan_files import load_plan
+    from yuan_train.config.plan_constraints import load_plan
 
     given = [name for name in ("plan", "layout", "blocks") if getattr(arguments, name)]
     if len(given) != 1:
@@ -198,7 +198,7 @@ def _check_schedule(plan: Plan) -> None:
 
 def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.config.merge_profiles import read_profiles
+    from yuan_train.config.profile import read_profiles
     from yuan_train.planner.costs.plan_problem import make_costs
     from yuan_train.planner.evaluate.plan_cost import cost_plan
 

@@ -38,9 +38,9 @@ def simulate_roles(arguments: argparse.Namespace) -> int:
 def _priced(arguments: argparse.Namespace, plan: RlPlan) -> Play:
     from yuan_train.cli.plan_rl import read_reward_model
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.config.merge_profiles import read_profiles
-    from yuan_train.config.rl_files import load_rl
-    from yuan_train.config.rl_plan_of_run import check_rl_plan_of_run
+    from yuan_train.config.profile import read_profiles
+    from yuan_train.config.rl import load_rl
+    from yuan_train.config.rl_plan import check_rl_plan_of_run
     from yuan_train.planner.roles.plan import placement_of, roles_problem
 
     run = load_rl(arguments.config, tuple(arguments.overrides))

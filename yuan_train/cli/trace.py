@@ -142,7 +142,7 @@ def read_traces(directory: Path) -> tuple[Plan, list[RankTrace]]:
 def _plan_of(directory: Path) -> tuple[Plan, Path]:
     """The plan that was traced, of those that a run has had, and its file. Raises ConfigError, PlanError."""
     from yuan_train.config.errors import ConfigError, PlanError
-    from yuan_train.config.plan_files import load_plan, plan_digest, plans_in
+    from yuan_train.config.plan_constraints import load_plan, plan_digest, plans_in
     from yuan_train.schedule.trace import trace_path
 
     files = plans_in(directory)

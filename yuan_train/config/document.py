@@ -7,10 +7,12 @@ so the scalars are resolved here, and duplicate keys are refused.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +20,20 @@ from typing import Any, TypeGuard, cast
 
 import yaml
 
-from yuan_train.config.collector import without_garbage_collector
 from yuan_train.config.errors import ConfigError, Violation
+
+
+@contextmanager
+def without_garbage_collector() -> Generator[None]:
+    """Disable the collector inside: it starts whenever there are more objects, and scans them all again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
 
 Keys = tuple[str | int, ...]
 

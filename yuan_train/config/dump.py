@@ -14,7 +14,7 @@ import yaml
 
 from yuan_train.config.document import is_list, is_mapping, parse_scalar
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.fields import field_hints, key_of
+from yuan_train.config.load import field_hints, key_of
 from yuan_train.config.units import Unit, format_quantity
 
 

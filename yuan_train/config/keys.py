@@ -26,8 +26,7 @@ import annotated_types
 from yuan_train.config.document import is_list, is_mapping
 from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.fields import dataclasses_in, field_hints, key_of
-from yuan_train.config.load import adapter
+from yuan_train.config.load import adapter, dataclasses_in, field_hints, key_of
 from yuan_train.config.model_files import WANTED
 from yuan_train.config.units import Unit, format_quantity
 

@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Lt
 from yuan_train.config.architecture import (
     ADAPTERS,
     ModelSpec,
+    adaptable,
     architectures,
     ends,
     find_spec,
@@ -24,7 +25,6 @@ from yuan_train.config.architecture import (
 from yuan_train.config.document import override
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import build
-from yuan_train.config.lora import LoraConfig, lora_violations
 from yuan_train.config.model_files import locate_model, read_model_document
 
 AttentionKind = Literal["localized_filter", "plain"]
@@ -408,3 +408,41 @@ def load_model(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig
     for assignment in overrides:
         document = override(document, assignment)
     return build(document, ModelConfig, validate=validate_model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Which matrices of each layer have adapters, and of what rank."""
+
+    rank: Annotated[int, Gt(0)]
+    """Rows of A and columns of B in each adapter."""
+    alpha: Annotated[float, Gt(0), Lt(math.inf)] | None = None
+    """Adapters are scaled by alpha / rank; None: the rank, as in the paper."""
+    targets: tuple[str, ...] = ()
+    """Last words of the names of linear maps: `query`, `value`, `out`, `up`, `down`, ...; empty: all."""
+
+    def __post_init__(self) -> None:
+        if self.alpha is None:
+            object.__setattr__(self, "alpha", float(self.rank))
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        assert self.alpha is not None
+        return self.alpha / self.rank
+
+
+def lora_violations(model: ModelConfig) -> Iterator[Violation]:
+    """Yield what is wrong with a model's adapters."""
+    lora = model.lora
+    if lora is None:
+        return
+    if model.num_experts:
+        yield Violation(("lora",), "a model with experts has no adapters yet; wanted a dense model")
+        return
+    words = [name.rpartition(".")[2] for name in adaptable(model)]
+    for i, target in enumerate(lora.targets):
+        if target not in words:
+            yield Violation(
+                ("lora", "targets", i), f"{target!r} is no matrix of a layer (has: {', '.join(words)})"
+            )

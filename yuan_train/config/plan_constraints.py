@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from yuan_train.config.document import is_list, is_mapping, read_document
+from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import ConfigError, PlanError, Violation
+from yuan_train.config.load import build
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
-from yuan_train.config.page_constraints import page_constraints
-from yuan_train.config.plan import PipelinePlan, Plan
-from yuan_train.config.plan_units import divides_experts
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
 from yuan_train.config.run import RunConfig, ScheduleName
-from yuan_train.config.tier_constraints import adapter_constraints, disk_constraints
 
 
 def validate_plan(plan: Plan) -> Iterator[Violation]:
@@ -347,3 +353,170 @@ def check_precision(plan: Plan, run: RunConfig) -> None:
             f"train.precision: {precision}, but the plan uses {names} without {precision} units; "
             f"set train.precision: {usable}, or plan again: the planner leaves such cards out"
         )
+
+
+_KEPT = re.compile(r"plan(?:\.step-(\d+)(?:\.(\d+))?)?\.yaml")
+"""Plans in a log directory: `plan.yaml`, and of later ones the step from which on they ran."""
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan. Raises PlanError with every violated constraint."""
+    try:
+        document = read_document(path)
+    except ConfigError as error:
+        raise PlanError(str(error)) from None
+    return build(document, Plan, validate=validate_plan, error=PlanError)
+
+
+def save_plan(path: str | Path, plan: Plan) -> None:
+    """Write a plan atomically. Raises ConfigError if it fails."""
+    write_text(path, dump(plan))
+
+
+def keep_plan(directory: str | Path, plan: Plan, *, step: int) -> Path:
+    """Write the plan that runs from `step` on into a run's log directory; the file that holds it.
+
+    Another plan that is found there stays: it may be the user's own, or what steps before this one ran with.
+    Raises ConfigError if it cannot be written.
+    """
+    directory, text = Path(directory), dump(plan)
+    found = plans_in(directory)
+    for path in found:
+        with contextlib.suppress(PlanError, OSError):
+            # A plan by hand is written otherwise; reading one of thousands of ranks takes seconds.
+            if path.read_bytes() == text.encode() or load_plan(path) == plan:
+                return path
+    taken = {path.name for path in found}
+    names = (f"plan.step-{step}.{number}.yaml" for number in range(2, len(found) + 3))
+    names = itertools.chain(["plan.yaml", f"plan.step-{step}.yaml"], names)
+    path = directory / next(name for name in names if name not in taken)
+    write_text(path, text)
+    return path
+
+
+def plans_in(directory: str | Path) -> list[Path]:
+    """The plans in a run's log directory: `plan.yaml`, and those of later steps in their order."""
+    found = {path: _KEPT.fullmatch(path.name) for path in Path(directory).glob("plan*.yaml")}
+    order = {path: (int(match[1] or -1), int(match[2] or 0)) for path, match in found.items() if match}
+    return sorted(order, key=order.__getitem__)
+
+
+def plan_digest(plan: Plan) -> str:
+    """What tells a plan from others: 16 hexadecimal digits of all that it says; 1 and 1.0 are the same."""
+    return hashlib.sha256(json.dumps(_with_floats(as_plain(plan))).encode()).hexdigest()[:16]
+
+
+def _with_floats(plain: Any) -> Any:
+    if is_mapping(plain):
+        return {key: _with_floats(value) for key, value in plain.items()}
+    if is_list(plain):
+        return [_with_floats(item) for item in plain]
+    return float(plain) if type(plain) is int else plain
+
+
+def disk_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
+    """Yield what is wrong with the state of a pipeline's stages on disks."""
+    for s, stage in enumerate(pipeline.stages):
+        if stage.optimizer_disk and not stage.optimizer_offload:
+            yield Violation(
+                ("stages", s, "optimizer_disk"),
+                f"{stage.optimizer_disk:g} of the offloaded state, but optimizer_offload is 0; set it too",
+            )
+
+
+def adapter_constraints(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[Violation]:
+    """Yield what stages put on hosts although the model has adapters, of which all stays on cards."""
+    for s, stage in enumerate(pipeline.stages if model.lora is not None else ()):
+        for key in ("optimizer_offload", "activation_offload", "parameter_offload"):
+            if getattr(stage, key):
+                yield Violation(
+                    ("stages", s, key),
+                    f"{getattr(stage, key):g}, but a model with adapters (lora) keeps nothing on hosts yet; "
+                    "leave this out",
+                )
+
+
+def check_tiers(plan: Plan, run: RunConfig) -> None:
+    """Check the run's options for state that is not on the card. Raises ConfigError, or PlanError for a plan
+    that needs a disk without a directory on one."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    on_disk = any(stage.optimizer_disk for stage in stages)
+    if on_disk and run.memory.disk_directory is None:
+        raise PlanError(
+            "optimizer_disk: the plan puts optimizer state on disks, but memory.disk_directory is not given; "
+            "give a directory on a local disk, or leave optimizer_disk out of the plan"
+        )
+    if on_disk and run.checkpoint.asynchronous:
+        raise ConfigError(
+            "checkpoint.asynchronous: true, but the plan puts optimizer state on disks, of which a copy "
+            "would fill the host's memory; set false, or leave optimizer_disk out of the plan"
+        )
+
+
+def page_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violation]:
+    """Every violated constraint of a pipeline's pages; paths begin at the pipeline."""
+    paged = {s: stage for s, stage in enumerate(pipeline.stages) if stage.parameter_offload}
+    for s, stage in enumerate(pipeline.stages):
+        if stage.page_slots is not None and s not in paged:
+            yield Violation(
+                ("stages", s, "page_slots"),
+                "given, but no parameters leave; set parameter_offload too, or leave this out",
+            )
+        if stage.in_flight is not None and pipeline.page_group > 1:
+            yield Violation(
+                ("stages", s, "in_flight"),
+                f"{stage.in_flight}, but page_group: {pipeline.page_group} sets it; leave it out",
+            )
+    if pipeline.page_group > 1 and not paged:
+        yield Violation(
+            ("page_group",),
+            f"{pipeline.page_group}, but no stage has pages; set parameter_offload, or leave this out",
+        )
+    if pipeline.page_group > pipeline.num_micro_batches:
+        yield Violation(
+            ("page_group",),
+            f"{pipeline.page_group}, but the pipeline has {pipeline.num_micro_batches} micro-batches; "
+            "use as many or fewer",
+        )
+    for s, stage in paged.items():
+        path = ("stages", s, "parameter_offload")
+        for fault in (*_stage_faults(stage), *_plan_faults(pipeline, plan)):
+            yield Violation(path, fault)
+        if stage.page_slots is None:
+            yield Violation(
+                ("stages", s, "page_slots"),
+                "missing: how many of these layers may be on the card at a time; 3 is a start",
+            )
+
+
+def _stage_faults(stage: StagePlan) -> Iterator[str]:
+    count = stage.parameter_offload
+    if count > stage.num_blocks:
+        yield f"{count} layers, but the stage holds {stage.num_blocks}"
+    if any(border % 1 for border in stage.layers):
+        yield "not with half a layer: a page is a whole layer; move the stage's borders to whole layers"
+    if stage.recompute != "full" or stage.num_recomputed < count:
+        yield (
+            "what a layer keeps for its backward holds on to its weights, which leave; "
+            "set recompute: full for these layers"
+        )
+    if stage.optimizer_disk:
+        yield "not with optimizer_disk: pages are stepped on their host; leave optimizer_disk out"
+    if stage.activation_offload:
+        yield "not with activation_offload: full recompute leaves it nothing to do; leave that out"
+
+
+def _plan_faults(pipeline: PipelinePlan, plan: Plan) -> Iterator[str]:
+    if plan.schedule not in ("1f1b", "gpipe"):
+        yield f"not under schedule {plan.schedule}; use 1f1b or gpipe"
+    if any(len(stage.replicas[0]) > 1 for stage in pipeline.stages):
+        yield "not in a pipeline with tensor parallelism; use replicas of one rank"
+    if len(plan.pipelines) > 1 or any(len(stage.replicas) > 1 for stage in pipeline.stages):
+        yield (
+            "not with data parallelism, whose reductions need gradients on the card; use one pipeline of "
+            "stages with one replica each"
+        )
+    if plan.optimizer_sharding:
+        yield "not with optimizer_sharding, for a layer has one owner; set it to false"
+    if plan.model.num_experts:
+        yield "not for a model with experts; leave it out"

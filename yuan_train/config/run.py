@@ -6,31 +6,74 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
+from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import GIB, MEMORY_FRACTION, Precision
 from yuan_train.config.document import read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
-from yuan_train.config.lora import LoraConfig, lora_run_violations
-from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.config.objective import ObjectiveConfig, StartConfig, objective_constraints
-from yuan_train.config.run_constraints import (
-    compile_constraints,
-    log_constraints,
-    tier_constraints,
-)
-from yuan_train.config.run_files import is_rl_document, with_overrides
-from yuan_train.config.search_objective import SearchObjective, deadline_constraints
+from yuan_train.config.model import LoraConfig, ModelConfig, validate_model
+from yuan_train.config.model_files import is_rl_document, with_overrides
 from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
+
+ObjectiveKind = Literal["language_model", "dpo", "reward"]
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "language_model": {},
+    "dpo": {"beta": 0.1, "smoothing": 0.0, "loss": "sigmoid"},
+    "reward": {"margin": 0.0},
+}
+"""The fields that each kind takes, and their defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """The loss of a run; see `docs/rl.md`. `language_model` reads `data.train`, the others `data.pairs`."""
+
+    kind: ObjectiveKind = "language_model"
+    """Next token, direct preference optimisation, or a reward model's ranking of pairs."""
+    beta: Annotated[float, Gt(0)] | None = None
+    """Of `dpo`: how much a preference weighs against the distance from the reference; None: 0.1."""
+    smoothing: Annotated[float, Ge(0), Lt(0.5)] | None = None
+    """Of `dpo`: the probability that a pair's label is wrong (cDPO); None: 0."""
+    loss: Literal["sigmoid", "ipo"] | None = None
+    """Of `dpo`; None: sigmoid."""
+    margin: Annotated[float, Ge(0)] | None = None
+    """Of `reward`: by how much the chosen answer's score should be greater; None: 0."""
+
+    def __post_init__(self) -> None:
+        for name, value in DEFAULTS.get(self.kind, {}).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected answer of one pair."""
+        return self.kind != "language_model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """What a run begins with; a run that is resumed goes on with its own checkpoint instead."""
+
+    checkpoint: str | None = None
+    """Weights, of a checkpoint or of the newest in a folder of them; the optimizer begins anew, at step 0.
+    None draws them from train.seed. A reward model takes all but the head of a language model."""
+
 
 Count = Annotated[int, Gt(0)]
 Counts = Annotated[tuple[Count, ...], MinLen(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
+
+
+SearchObjective = Literal["step_time", "tokens_per_price", "price_under_deadline"]
+
+
 Recompute = Literal["none", "selective", "full"]
 Tier = Literal["optimizer", "activations", "parameters", "disk"]
 """What a plan can put in host memory; `disk`: optimizer state that the host has no room for."""
@@ -441,6 +484,47 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
         yield Violation(("validation", "every"), f"there is no validation data; {what_to_do}")
 
 
+def objective_constraints(run: RunConfig) -> Iterator[Violation]:
+    """Yield the violated constraints between a run's objective and the rest of it."""
+    objective, data = run.objective, run.data
+    for name in ("beta", "smoothing", "loss", "margin"):
+        if getattr(objective, name) is not None and name not in DEFAULTS[objective.kind]:
+            kind = next(kind for kind, fields in DEFAULTS.items() if name in fields)
+            yield Violation(
+                ("objective", name), f"goes with kind: {kind}, not {objective.kind}; leave it out"
+            )
+    if objective.loss == "ipo" and objective.smoothing:
+        yield Violation(("objective", "smoothing"), "goes with loss: sigmoid; set it to 0 for ipo")
+    if objective.kind != "reward" and run.model.output == "value":
+        yield Violation(("model", "output"), "value needs objective.kind: reward; set it to vocabulary")
+    if not objective.reads_pairs:
+        if data.pairs is not None:
+            kinds = "objective.kind: dpo or reward"
+            yield Violation(("data", "pairs"), f"is read with {kinds}; give data.train instead")
+        if not data.train:
+            yield Violation(("data", "train"), "wanted at least one, got none")
+        return
+    if data.pairs is None:
+        wanted = 'a .jsonl file of {"prompt": ..., "chosen": ..., "rejected": ...}'
+        yield Violation(("data", "pairs"), f"missing; objective.kind {objective.kind} reads {wanted}")
+    for name in ("train", "validation", "split"):
+        if getattr(data, name):
+            what_to_do = "leave it out; `yuan-train evaluate --pairs` measures held-out pairs"
+            yield Violation(("data", name), f"is not read with objective.kind {objective.kind}; {what_to_do}")
+    for name in ("fim_rate", "loss_after_separator", "loss_on_answers", "mask_loss_after_eod"):
+        if getattr(data, name):
+            yield Violation(("data", name), "is for documents; pairs have a loss on their answers alone")
+    sizes = {("train", "micro_batch_size"): (run.train.micro_batch_size,)}
+    sizes |= {("search", "micro_batch_size"): run.search.micro_batch_size or ()}
+    for path, found in sizes.items():
+        if any(size % 2 for size in found):
+            shown = ", ".join(map(str, found))
+            yield Violation(path, f"{shown}: rows 2i and 2i + 1 are one pair; wanted even numbers")
+    if objective.kind == "dpo" and run.checkpoint.directory is not None and run.log.directory is None:
+        what = "the reference's log-probabilities are kept there (reference.npy) for a run that is resumed"
+        yield Violation(("log", "directory"), f"missing; {what}")
+
+
 def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:
     scale = train.loss_scale
     if scale is None:
@@ -455,6 +539,127 @@ def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:
         yield Violation(
             ("train", "loss_scale", "minimum"), f"greater than initial ({scale.initial:g}); make it smaller"
         )
+
+
+def lora_run_violations(run: RunConfig) -> Iterator[Violation]:
+    """Yield what of a training run does not go with adapters."""
+    if run.model.lora is None:
+        return
+    if run.engine == "megatron":
+        yield Violation(("engine",), "megatron, which trains no adapters (lora); set yuan, or leave lora out")
+    if run.search.half_layers:
+        yield Violation(
+            ("search", "half_layers"), "true: layers with adapters (lora) are not cut in half yet; set false"
+        )
+    if "megatron" in (run.search.engine or ()):
+        yield Violation(("search", "engine"), "megatron trains no adapters (lora); leave it out")
+    for tier in run.search.offload or ():
+        yield Violation(
+            ("search", "offload"),
+            f"{tier}: a run with adapters (lora) keeps nothing on hosts yet; leave it out",
+        )
+
+
+def deadline_constraints(objective: SearchObjective, deadline: float | None) -> Iterator[Violation]:
+    """Yield a violation unless there is a deadline where the objective has one, and only there."""
+    path = ("search", "deadline")
+    if objective == "price_under_deadline" and deadline is None:
+        yield Violation(path, "missing; price_under_deadline needs it: give the run's time, such as 72 h")
+    if objective != "price_under_deadline" and deadline is not None:
+        yield Violation(
+            path, f"{objective} has none; leave it out, or set search.objective: price_under_deadline"
+        )
+
+
+def check_prices(cluster: Cluster, objective: SearchObjective) -> None:
+    """Raise ConfigError if an objective needs prices and a card has none."""
+    if objective == "step_time":
+        return
+    faults = [
+        f"cluster {cluster.name!r}: nodes[{i}] ({group.name}): {name} has no price, and "
+        f"search.objective: {objective} needs one for every card; add price: (for a card and hour) to the "
+        f"node or to device_types.{name}, or set search.objective: step_time"
+        for i, group in enumerate(cluster.nodes)
+        for name in dict.fromkeys(group.types)
+        if cluster.price(group, name) is None
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def log_constraints(run: RunConfig) -> Iterator[Violation]:
+    """Yield what is wrong with where figures go, and with the steps to be traced."""
+    if run.log.to and run.log.directory is None:
+        yield Violation(
+            ("log", "to"),
+            f"{', '.join(run.log.to)} write into log.directory, or keep there which of their runs this is; "
+            "give one",
+        )
+    trace = run.train.trace
+    if trace is None:
+        return
+    if trace.last_step > run.train.steps:
+        yield Violation(
+            ("train", "trace"),
+            f"steps {trace.first_step} to {trace.last_step} are to be traced, but the run ends at step "
+            f"{run.train.steps} (train.steps); trace earlier steps, or fewer",
+        )
+    if run.log.directory is None:
+        yield Violation(("train", "trace"), "trace files are written to log.directory; give one")
+
+
+def compile_constraints(run: RunConfig) -> Iterator[Violation]:
+    """Yield what compiled layers exclude."""
+    search = run.search
+    if run.model.num_experts:
+        yield Violation(
+            ("train", "compile"),
+            "true, but the numbers of tokens of a layer's experts are known to the host only while it runs; "
+            "set train.compile: false",
+        )
+    if run.data.reset_attention:
+        yield Violation(
+            ("train", "compile"),
+            "true, but data.reset_attention gives every micro-batch other ranges, for which the layers would "
+            "be compiled again; set one of the two to false",
+        )
+    if "zero_bubble" in (search.schedule or ()):
+        yield Violation(
+            ("search", "schedule"),
+            "zero_bubble splits backwards, and the backward of a compiled layer (train.compile) is one "
+            "piece; leave it out, or set train.compile: false",
+        )
+    for tier in ("activations", "parameters"):
+        if tier in (search.offload or ()):
+            yield Violation(
+                ("search", "offload"),
+                f"{tier}, which leave layer by layer, and a compiled layer (train.compile) is one piece; "
+                "leave them out, or set train.compile: false",
+            )
+    if search.tensor is not None and set(search.tensor) != {1}:
+        yield Violation(
+            ("search", "tensor"),
+            f"{list(search.tensor)}, but compiled layers (train.compile) are not sharded; set [1], or set "
+            "train.compile: false",
+        )
+
+
+def tier_constraints(run: RunConfig) -> Iterator[Violation]:
+    """Yield what state on disks excludes."""
+    if "disk" in run.search.tiers:
+        yield from _disk_constraints(run)
+
+
+def _disk_constraints(run: RunConfig) -> Iterator[Violation]:
+    if run.memory.disk_directory is None:
+        what = "disk, but memory.disk_directory is not given; give a directory on a local disk"
+    elif run.checkpoint.asynchronous:
+        what = "disk, but checkpoint.asynchronous would copy what is there to host memory; set it to false"
+    elif "optimizer" not in run.search.tiers:
+        what = "disk holds what hosts have no room for: name optimizer too"
+    else:
+        return
+    yield Violation(("search", "offload"), what + ", or leave disk out")
 
 
 def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from yuan_train.config.errors import DataError
 from yuan_train.data.chat import check_question, render_chat
-from yuan_train.data.records import read_records
 from yuan_train.data.sampler import hash_key, permuted
 from yuan_train.data.tokenizer import Tokenizer
+
+
+def read_records(path: Path, *, keys: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each object of a JSON-lines file stands (`path:line`), and the object; empty lines are skipped.
+
+    Raises DataError, which names `keys` of the run file if the file cannot be read, else file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; check {keys}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: not JSON ({error}); wanted one JSON object a line") from None
+        if not isinstance(record, dict):
+            raise DataError(f"{path}:{number}: {type(record).__name__}; wanted a JSON object")
+        yield f"{path}:{number}", record
+
 
 NAMED = 8
 """Lines that an error names one by one."""

@@ -17,9 +17,8 @@ from yuan_train.config.errors import LostRank, NotFinite
 from yuan_train.config.express import TESTED, Expression, express, renumber
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Samples
-from yuan_train.megatron import core, shim
+from yuan_train.megatron import core
 from yuan_train.megatron.batches import Batches, LayerInputs
-from yuan_train.megatron.fill import fill
 from yuan_train.megatron.model import (
     Chunk,
     build_chunks,
@@ -28,8 +27,7 @@ from yuan_train.megatron.model import (
     sum_head_norms,
     unwrap,
 )
-from yuan_train.megatron.state import KINDS, Held, as_shards, hold_states
-from yuan_train.megatron.timers import Timers
+from yuan_train.megatron.state import KINDS, Held, as_shards, fill, hold_states
 from yuan_train.models.documents import DocumentResets
 from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.rotary import rotary_tables
@@ -48,6 +46,60 @@ from yuan_train.train.state import Progress
 from yuan_train.train.step import StepResult
 from yuan_train.train.world import blame, count_trained, num_terms
 
+_COMPUTE = ("forward-compute", "backward-compute")
+
+
+class Timers:
+    """Lets our stopwatch run while megatron-core computes, so that simulated cards are slow here too."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self._running: AbstractContextManager[None] | None = None
+        self._compute, self._other = _Compute(self), _Other()
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        """What is called `start` and `stop` on."""
+        return self._compute if name in _COMPUTE else self._other
+
+    def start(self) -> None:
+        """Compute begins."""
+        self._running = self._stopwatch.running()
+        self._running.__enter__()
+
+    def stop(self) -> None:
+        """Compute ends."""
+        if self._running is not None:
+            self._running.__exit__(None, None, None)
+            self._running = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is no compute, in the middle of it."""
+        was_running = self._running is not None
+        self.stop()
+        yield
+        if was_running:
+            self.start()
+
+
+class _Compute:
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+
+    def start(self, barrier: bool = False) -> None:
+        self._timers.start()
+
+    def stop(self, barrier: bool = False) -> None:
+        self._timers.stop()
+
+
+class _Other:
+    def start(self, barrier: bool = False) -> None:
+        """Of a part that we do not measure."""
+
+    def stop(self, barrier: bool = False) -> None:
+        """See `start`."""
+
 
 @dataclass(frozen=True)
 class MegatronWorld:
@@ -61,7 +113,7 @@ class MegatronWorld:
 def build(job: Job) -> tuple[Job, MegatronStepper, Progress]:
     """Build the engine of a job; see `stepper.BuildStepper`. Raises PlanError if it cannot run the plan."""
     run, expression = job.run, express(job.plan)
-    shim.install()
+    core.install()
     position = replace(job.position, rank=expression.rank_of[job.position.rank])
     job = replace(job, plan=renumber(job.plan, expression.rank_of), position=position)
     enter_world_as(position.rank, device=job.device, timeout_seconds=run.train.timeout)

@@ -27,8 +27,7 @@ from yuan_train.models.documents import DocumentRanges
 from yuan_train.models.dropout import DropoutSeed, LayerDropout
 from yuan_train.models.initial import initial_weight
 from yuan_train.models.layers import Embedding, Linear, RMSNorm, Score
-from yuan_train.models.parts import Parts
-from yuan_train.models.recompute import KeptDecision, SaveInParts, SelectiveRecompute
+from yuan_train.models.recompute import KeptDecision, Parts, SaveInParts, SelectiveRecompute
 from yuan_train.models.rotary import RotaryTables, rotary_tables
 
 IGNORE_INDEX = -100

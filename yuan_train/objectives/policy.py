@@ -7,8 +7,101 @@ token (m), advantages (A).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None = 0.5) -> Tensor:
+    """0.5 max((V - R)^2, (clip(V, o - c, o + c) - R)^2), a number a token; o are the values at the batch's
+    start, R the returns. Without `clip` 0.5 (V - R)^2.
+
+    The value term of PPO (Schulman et al. 2017, arXiv 1707.06347), clipped as its authors' code does.
+    """
+    squares = (values - returns).square()
+    if clip is not None:
+        near = old + (values - old).clamp(-clip, clip)
+        squares = torch.maximum(squares, (near - returns).square())
+    return 0.5 * squares
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float | None:
+    """1 - var(R - V) / var(R): 1 where values tell all, 0 where nothing; None if all R are equal."""
+    variance = returns.var(correction=0)
+    return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else None
+
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def divergence(log_probs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+    """The estimate of each token."""
+    d = reference - log_probs
+    if estimator == "k1":
+        return -d
+    return d.square() / 2 if estimator == "k2" else d.exp() - d - 1
+
+
+def loss_penalty(log_probs: Tensor, reference: Tensor, estimator: Estimator, *, coefficient: float) -> Tensor:
+    """What is added to each token's loss: coefficient * k.
+
+    Raises ValueError for k1: its gradient, that of the log-probability, has a mean of zero.
+    """
+    if estimator == "k1":
+        raise ValueError("k1 in the loss has a mean gradient of zero; use k2 or k3, or put k1 in the reward")
+    return coefficient * divergence(log_probs, reference, estimator)
+
+
+def reward_penalty(
+    log_probs: Tensor, reference: Tensor, estimator: Estimator, *, coefficient: float
+) -> Tensor:
+    """What is taken from each token's reward: coefficient * k, without a gradient."""
+    return coefficient * divergence(log_probs, reference, estimator).detach()
+
+
+Normalise = Literal["sequence", "token", "constant"]
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """Counts over the whole global batch, known before any rank's loss: every rank divides by the same."""
+
+    samples: int
+    tokens: int
+    """Trained tokens."""
+    max_new_tokens: int = 0
+    """Longest answer that was allowed; `constant` needs it."""
+
+
+def sample_lengths(mask_BS: Tensor) -> Tensor:
+    """Trained tokens of the sample of each token, int64 [B, 1], where a row is one sample."""
+    return mask_BS.sum(1, keepdim=True)
+
+
+def aggregate(
+    losses_BS: Tensor, mask_BS: Tensor, lengths_BS: Tensor, normalise: Normalise, totals: BatchTotals
+) -> Tensor:
+    """This part's share of the batch's loss, a scalar: the shares of all parts add up to the loss.
+
+        sequence  1/B sum_i 1/|o_i| sum_t L     (GRPO, Shao et al. 2024, arXiv 2402.03300, eq. 3)
+        token     sum L / all trained tokens    (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 8)
+        constant  sum L / (B * max_new_tokens)  (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)
+
+    `lengths_BS` has the trained tokens of the sample that a token belongs to: `sample_lengths`, or [B, S] if
+    rows are packed from several samples. Raises ValueError for `constant` without `max_new_tokens`.
+    """
+    masked_BS = losses_BS.where(mask_BS, 0)
+    if normalise == "sequence":
+        return (masked_BS / lengths_BS.clamp(min=1)).sum() / totals.samples
+    if normalise == "token":
+        return masked_BS.sum() / max(totals.tokens, 1)
+    if totals.max_new_tokens < 1:
+        raise ValueError(
+            f"max_new_tokens {totals.max_new_tokens}: 'constant' divides by it; wanted 1 or more"
+        )
+    return masked_BS.sum() / (totals.samples * totals.max_new_tokens)
 
 
 def clipped_loss(

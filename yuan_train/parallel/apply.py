@@ -10,8 +10,7 @@ import torch
 
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import PlanError
-from yuan_train.config.plan import Plan, StagePlan
-from yuan_train.config.plan_units import divides_experts, expert_ranges
+from yuan_train.config.plan import Plan, StagePlan, divides_experts, expert_ranges
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads

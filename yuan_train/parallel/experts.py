@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yuan_train.parallel.collectives import copy_to_tp, reduce_from_tp
+from yuan_train.parallel.tensor import copy_to_tp, reduce_from_tp
 
 
 def apply_expert_parallel(model: Any, group: dist.ProcessGroup, *, first_expert: int) -> None:

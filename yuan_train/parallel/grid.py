@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from yuan_train.config.architecture import HALVES, half_of
-from yuan_train.config.plan import PipelinePlan, Plan
-from yuan_train.config.plan_units import (
+from yuan_train.config.plan import (
+    PipelinePlan,
+    Plan,
     divides_experts,
     expert_cuts,
     expert_parameters,
@@ -20,7 +21,7 @@ from yuan_train.config.plan_units import (
     whole_layers,
 )
 from yuan_train.config.run import BUCKET_SIZE
-from yuan_train.schedule.buckets import group_units, is_halved
+from yuan_train.schedule.flow import group_units, is_halved
 from yuan_train.schedule.step import Workers, worker_of
 
 Replica = tuple[int, ...]

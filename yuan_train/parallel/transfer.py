@@ -20,8 +20,7 @@ import torch
 
 from yuan_train.config.architecture import ParameterSpec, ends, half_of, layer_table
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan, StagePlan
-from yuan_train.config.plan_units import divides_experts, expert_ranges
+from yuan_train.config.plan import Plan, StagePlan, divides_experts, expert_ranges
 from yuan_train.parallel.shard import Shard, find_shard
 
 BUCKET_BYTES = 64 * 2**20

@@ -19,6 +19,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
@@ -29,7 +30,28 @@ import torch.distributed as dist
 
 from yuan_train.parallel.activity import Activity, during, is_observed
 from yuan_train.parallel.device import Device, Mark
-from yuan_train.parallel.ranges import Ranges
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """A flat tensor [n] divided among the ranks of a group: the elements of each, in the group's order."""
+
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def each(self) -> int:
+        """Elements that every rank has, if all have as many but the last one, which may have more; else 0.
+
+        An operation for all ranks then does for the leading ones, and another for the last one's rest.
+        """
+        first = self.sizes[0]
+        return first if set(self.sizes[:-1]) <= {first} and self.sizes[-1] >= first else 0
+
+    def of(self, index: int) -> tuple[int, int]:
+        """The range [start, end) of the rank at a position of the group."""
+        start = sum(self.sizes[:index])
+        return start, start + self.sizes[index]
+
 
 POLL_SECONDS = 1e-3
 """Between two looks at an operation for which the host waits."""

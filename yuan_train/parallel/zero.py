@@ -20,7 +20,6 @@ from typing import Literal
 
 import torch
 
-from yuan_train.parallel.boxes import global_boxes
 from yuan_train.parallel.gradients import FlatBucket, Piece, squared_norm, sum_of_squares
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.optimizer_shards import (
@@ -32,7 +31,7 @@ from yuan_train.parallel.optimizer_shards import (
     own_ranges,
     owner_ranges,
 )
-from yuan_train.parallel.shard import TensorBox
+from yuan_train.parallel.shard import TensorBox, global_boxes
 from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace
 from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.parallel.transport import Pending

@@ -34,9 +34,9 @@ from yuan_train.parallel.groups import (
 )
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
 from yuan_train.parallel.transport import blame_peers, wait_for_all
-from yuan_train.rl.channels import Channel
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
+    Channel,
     Engines,
     connect_seconds,
     engine_ranks,
@@ -58,7 +58,7 @@ from yuan_train.train.build import DTYPES, build_part, own_weights
 from yuan_train.train.ending import ending_together
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.out_of_memory import explaining_memory
-from yuan_train.train.signals import stop_on_sigterm
+from yuan_train.train.run import stop_on_sigterm
 from yuan_train.train.step import Trainer
 
 

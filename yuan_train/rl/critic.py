@@ -15,7 +15,7 @@ from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import CheckpointError, TrainingError
 from yuan_train.config.rl import CriticConfig
 from yuan_train.models.transformer import Transformer
-from yuan_train.objectives.value import value_loss
+from yuan_train.objectives.policy import value_loss
 from yuan_train.rl.experience import RowFeed, Rows
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.lanes import Lanes

@@ -52,9 +52,8 @@ from yuan_train.train.footprint import keep_freed_memory
 from yuan_train.train.metrics import Log, peak_flops
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.out_of_memory import explaining_memory
-from yuan_train.train.run import Measured, check_weights, last_good, measure_step, open_log
+from yuan_train.train.run import Measured, check_weights, last_good, measure_step, open_log, stop_on_sigterm
 from yuan_train.train.saver import Saver, make_saver, save_progress
-from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
 from yuan_train.train.step import Trainer
 from yuan_train.train.stepper import YuanStepper

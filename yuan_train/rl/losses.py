@@ -13,9 +13,15 @@ from torch import Tensor
 
 from yuan_train.config.rl import AlgorithmConfig
 from yuan_train.models.transformer import Transformer
-from yuan_train.objectives.aggregate import BatchTotals, aggregate
-from yuan_train.objectives.divergence import divergence, loss_penalty
-from yuan_train.objectives.policy import aipo_loss, clipped_loss, decoupled_loss
+from yuan_train.objectives.policy import (
+    BatchTotals,
+    aggregate,
+    aipo_loss,
+    clipped_loss,
+    decoupled_loss,
+    divergence,
+    loss_penalty,
+)
 from yuan_train.train.objective import Targets
 
 SUMS = ("ratio", "clipped", "kl", "tokens", "gap", "first_tokens")

@@ -16,8 +16,7 @@ from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
 from yuan_train.parallel.links import Link, RolePosition, post_weights
-from yuan_train.rl.channels import Channel
-from yuan_train.rl.engines import connect_seconds, role_buckets
+from yuan_train.rl.engines import Channel, connect_seconds, role_buckets
 from yuan_train.rl.experience import Rows, make_score_rows
 from yuan_train.train.build import DTYPES, own_weights
 from yuan_train.train.step import Trainer

@@ -19,8 +19,7 @@ from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
 from yuan_train.parallel.links import RolePosition, join_role, move_weights
-from yuan_train.rl.channels import Channel
-from yuan_train.rl.engines import connect_seconds, fates_of, job_ranks, role_buckets
+from yuan_train.rl.engines import Channel, connect_seconds, fates_of, job_ranks, role_buckets
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.rl.lanes import Lanes, Recorder
 from yuan_train.rl.losses import TokenScores
@@ -30,7 +29,7 @@ from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
 from yuan_train.train.ending import ending_together
 from yuan_train.train.job import Job, Position, check_position
 from yuan_train.train.out_of_memory import explaining_memory
-from yuan_train.train.signals import stop_on_sigterm
+from yuan_train.train.run import stop_on_sigterm
 from yuan_train.train.step import Trainer
 
 

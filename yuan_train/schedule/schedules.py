@@ -7,10 +7,13 @@ schedule follows from its name, the workers of the stages and the number of micr
 from __future__ import annotations
 
 import functools
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from yuan_train.schedule.list_scheduling import Limits, list_schedule
 from yuan_train.schedule.messages import FAST_MESSAGE, SLOW_MESSAGE, with_messages
 from yuan_train.schedule.step import (
+    Kind,
     RankProgram,
     Schedule,
     Step,
@@ -19,6 +22,148 @@ from yuan_train.schedule.step import (
     one_worker_each,
     worker_of,
 )
+
+MESSAGES_PER_EDGE = 2
+"""Buffers besides those of the micro-batches in flight: one message being sent, one being received."""
+
+
+def in_flight(
+    schedule: str,
+    *,
+    stage: int,
+    num_stages: int,
+    num_micro_batches: int,
+    replicas: Sequence[int] = (),
+    depths: Sequence[int] | None = None,
+) -> int:
+    """The most micro-batches in flight (forward begun, backward not ended) on a replica of stage s = `stage`.
+
+    For P stages and m micro-batches: 1F1B min(P - s, m), GPipe m, zero bubble min(P, m). With `replicas`, the
+    number of each stage's replicas, P - s is the number of replicas from s to the end, P that of all, and a
+    stage's replicas share it and m, rounded up. `depths` gives the 1F1B depth of each stage instead of P - s.
+    """
+    num_replicas = replicas[stage] if replicas else 1
+    per_replica = -(-num_micro_batches // num_replicas)
+    if schedule == "gpipe":
+        return per_replica
+    if schedule == "zero_bubble":
+        return min(sum(replicas) if replicas else num_stages, per_replica)
+    assert schedule == "1f1b", f"no closed form for schedule {schedule!r}"
+    depth = sum(replicas[stage:]) if replicas else num_stages - stage
+    depth = depths[stage] if depths else depth
+    return min(-(-depth // num_replicas), per_replica)
+
+
+_DURATIONS: dict[Kind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory limits and priorities of the list scheduler."""
+
+    caps: tuple[int, ...]
+    """Per worker: the most activations of virtual stages that it may hold at once."""
+    split: bool
+    """Whether the backward is split into `backward_input` and `backward_weight`."""
+    group: int | None
+    """Forwards run in groups of this many micro-batches, stage by stage; None: the deepest stage first."""
+
+
+def list_schedule(workers: Workers, num_micro_batches: int, limits: Limits) -> tuple[RankProgram, ...]:
+    """The compute steps of every worker, in order, without messages."""
+    return _ListScheduler(workers, num_micro_batches, limits).run()
+
+
+class _ListScheduler:
+    """One run: when each worker is free, which steps are ready, how many activations it holds."""
+
+    def __init__(self, workers: Workers, num_micro_batches: int, limits: Limits) -> None:
+        self._workers = workers
+        self._limits = limits
+        count = num_workers(workers)
+        self._caps = list(limits.caps)
+        self._num_alive = [0] * count
+        self._programs: list[list[Step]] = [[] for _ in range(count)]
+        self._free_at = [0] * count
+        self._ready_backwards: list[list[tuple[tuple[int, ...], Step]]] = [[] for _ in range(count)]
+        self._ready_forwards: list[list[tuple[tuple[int, ...], Step]]] = [[] for _ in range(count)]
+        self._ready_weights: list[list[tuple[tuple[int, ...], Step]]] = [[] for _ in range(count)]
+        self._completions: list[tuple[int, int, Step]] = []
+        self._num_completions = 0
+        self._num_remaining = num_micro_batches * len(workers) * (3 if limits.split else 2)
+        for m in range(num_micro_batches):
+            self._make_ready(Step("forward", 0, m))
+
+    def run(self) -> tuple[RankProgram, ...]:
+        """Advance the clock from completion to completion until every step is taken."""
+        now = 0
+        while self._num_remaining:
+            for worker in range(len(self._programs)):
+                if self._free_at[worker] <= now:
+                    self._take(worker, now)
+            if not self._completions:
+                self._raise_caps()
+                continue
+            now = self._completions[0][0]
+            while self._completions and self._completions[0][0] == now:
+                self._complete(heapq.heappop(self._completions)[2])
+        return tuple(tuple(program) for program in self._programs)
+
+    def _take(self, worker: int, now: int) -> None:
+        if self._ready_backwards[worker]:
+            _, step = heapq.heappop(self._ready_backwards[worker])
+        elif self._ready_forwards[worker] and self._num_alive[worker] < self._caps[worker]:
+            _, step = heapq.heappop(self._ready_forwards[worker])
+            self._num_alive[worker] += 1
+        elif self._ready_weights[worker]:
+            _, step = heapq.heappop(self._ready_weights[worker])
+        else:
+            return
+        self._programs[worker].append(step)
+        self._free_at[worker] = now + _DURATIONS[step.kind]
+        self._num_completions += 1
+        heapq.heappush(self._completions, (self._free_at[worker], self._num_completions, step))
+        self._num_remaining -= 1
+
+    def _complete(self, step: Step) -> None:
+        """Make the steps ready that depend on `step`, and release what it held."""
+        last = len(self._workers) - 1
+        backward: Kind = "backward_input" if self._limits.split else "backward"
+        if step.kind == "forward":
+            following = (
+                Step(backward, last, step.micro_batch)
+                if step.stage == last
+                else Step("forward", step.stage + 1, step.micro_batch)
+            )
+            self._make_ready(following)
+            return
+        if step.kind in ("backward", "backward_input") and step.stage > 0:
+            self._make_ready(Step(backward, step.stage - 1, step.micro_batch))
+        if step.kind == "backward_input":
+            self._make_ready(Step("backward_weight", step.stage, step.micro_batch))
+        else:
+            self._num_alive[worker_of(self._workers, step.stage, step.micro_batch)] -= 1
+
+    def _make_ready(self, step: Step) -> None:
+        worker = worker_of(self._workers, step.stage, step.micro_batch)
+        m, stage = step.micro_batch, step.stage
+        if step.kind == "forward":
+            group = self._limits.group
+            priority = (-stage, m) if group is None else (m // group, stage, m)
+            heapq.heappush(self._ready_forwards[worker], (priority, step))
+        elif step.kind == "backward_weight":
+            heapq.heappush(self._ready_weights[worker], ((m, -stage), step))
+        else:
+            group = self._limits.group
+            priority = (m, -stage) if group is None else (m // group, -stage, m)
+            heapq.heappush(self._ready_backwards[worker], (priority, step))
+
+    def _raise_caps(self) -> None:
+        """Every worker is blocked by its cap: raise the caps of those with a ready forward by one."""
+        for worker, forwards in enumerate(self._ready_forwards):
+            if forwards:
+                self._caps[worker] += 1
+
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 """The names that `make_schedule` accepts."""

@@ -20,7 +20,7 @@ from yuan_train.config.architecture import sharding_of
 from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import ANY_CARD, PipelinePlan, Plan, RankPlan, StagePlan
-from yuan_train.config.plan_files import plan_digest
+from yuan_train.config.plan_constraints import plan_digest
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.slots import DocumentRules
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize

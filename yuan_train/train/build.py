@@ -26,11 +26,10 @@ from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
-from yuan_train.parallel.boxes import global_boxes
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.place import TierOptions
-from yuan_train.parallel.shard import TensorBox
+from yuan_train.parallel.shard import TensorBox, global_boxes
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import make_link
@@ -42,8 +41,7 @@ from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Job
 from yuan_train.train.objective import Objective, PairLoss
 from yuan_train.train.optimizer import Optimizer
-from yuan_train.train.paged_stage import PagedRunner
-from yuan_train.train.stage import StageRunner, stage_needs
+from yuan_train.train.stage import PagedRunner, StageRunner, stage_needs
 from yuan_train.train.state import Progress, from_state
 from yuan_train.train.step import Trainer
 

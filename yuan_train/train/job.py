@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest
 from yuan_train.config.devices import DeviceType
@@ -16,9 +17,8 @@ from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
 from yuan_train.config.express import check_engine
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
 from yuan_train.config.plan import Plan, RankPlan, single_card_plan
-from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision
+from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision, check_tiers
 from yuan_train.config.run import RunConfig
-from yuan_train.config.tier_constraints import check_tiers
 from yuan_train.data.loader import Blend, Samples, open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
@@ -26,7 +26,6 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.device import CPU, CardFacts, Device, visible_cards
 from yuan_train.train.cards import check_card, check_processor, choose_card, why_no_card
 from yuan_train.train.compiler import check_compiler
-from yuan_train.train.placement import run_beside
 from yuan_train.train.trackers import check_trackers
 
 
@@ -314,3 +313,41 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, as_start: bo
             f"{checkpoint.path} holds another model: {'; '.join(differences)}. {advice}"
             + ("; export-hf and import-hf merge adapters (lora)" if saved.lora != model.lora else "")
         )
+
+
+PCI = Path("/sys/bus/pci/devices")
+NODES = Path("/sys/devices/system/node")
+
+
+def run_beside(device: Device) -> None:
+    """Keep this process to the cores of its card's NUMA node, and the threads that it starts from now on.
+
+    Nothing to do on a CPU, where the node is not known, or if something (taskset, a batch system) has chosen
+    among the cores before.
+    """
+    card = device.facts()
+    if card is None or not hasattr(os, "sched_setaffinity"):
+        return
+    own = os.sched_getaffinity(0)
+    near = own & cores_of(numa_node(card.pci_address))
+    if near and len(own) == os.cpu_count():
+        os.sched_setaffinity(0, near)
+
+
+def numa_node(address: str | None, pci: Path = PCI) -> int | None:
+    """The NUMA node of the card at a PCI address; None if the system does not say."""
+    path = pci / (address or "unknown") / "numa_node"
+    number = int(path.read_text(encoding="ascii")) if path.exists() else -1
+    return number if number >= 0 else None
+
+
+def cores_of(node: int | None, nodes: Path = NODES) -> set[int]:
+    """The cores of a NUMA node; none if the node or its cores are not known."""
+    path = nodes / f"node{node}" / "cpulist"
+    if node is None or not path.exists():
+        return set()
+    cores: set[int] = set()
+    for part in filter(None, path.read_text(encoding="ascii").strip().split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from yuan_train.config.objective import ObjectiveConfig
+from yuan_train.config.run import ObjectiveConfig
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer
 from yuan_train.objectives.preference import log_ratio_margin, preference_loss, reward_loss
 

@@ -5,6 +5,7 @@ Reads top to bottom: connect and build, open the log, step, measure, save.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,8 @@ import torch
 from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError
-from yuan_train.config.plan import Plan
-from yuan_train.config.plan_files import keep_plan
-from yuan_train.config.plan_units import unlike_owners
+from yuan_train.config.plan import Plan, unlike_owners
+from yuan_train.config.plan_constraints import keep_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel.groups import as_training_error, enter_world, meet
 from yuan_train.parallel.world_sum import gather_on_first
@@ -36,7 +36,6 @@ from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.out_of_memory import explaining_memory
 from yuan_train.train.saver import Saver, make_saver, save_progress
-from yuan_train.train.signals import stop_on_sigterm
 from yuan_train.train.state import Progress
 from yuan_train.train.step import StepResult
 from yuan_train.train.stepper import BuildStepper, Stepper, build_stepper
@@ -307,3 +306,18 @@ def _metrics(
         accuracy=None if result.preference is None else result.preference[0],
         margin=None if result.preference is None else result.preference[1],
     )
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[list[bool]]:
+    """While inside, SIGTERM only sets element 0 of the yielded list; the run stops after the current step."""
+    stop_requested = [False]
+
+    def request_stop(signum: int, frame: object) -> None:
+        stop_requested[0] = True
+
+    previous = signal.signal(signal.SIGTERM, request_stop)
+    try:
+        yield stop_requested
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from yuan_train.config.plan_files import plan_digest
+from yuan_train.config.plan_constraints import plan_digest
 from yuan_train.config.run import TraceConfig
 from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.device import Device, Mark
@@ -35,8 +35,7 @@ from yuan_train.schedule.trace import (
     trace_path,
     write_trace,
 )
-from yuan_train.train.clock import StepClock
-from yuan_train.train.rank_clock import SharedClock, share_clock
+from yuan_train.train.clock import SharedClock, StepClock, share_clock
 
 logger = logging.getLogger(__name__)
 

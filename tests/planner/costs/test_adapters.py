@@ -10,8 +10,7 @@ from yuan_train.config.architecture import is_trained, layer_table, sharding_of
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.lora import LoraConfig
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import LoraConfig, ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig

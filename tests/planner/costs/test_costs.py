@@ -41,8 +41,7 @@ from yuan_train.planner.search.shapes import (
 from yuan_train.planner.solver.cost_tables import CostTables
 from yuan_train.planner.solver.estimate import simulate_cuts
 from yuan_train.schedule.check import peak_in_flight
-from yuan_train.schedule.in_flight import in_flight
-from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.schedules import in_flight, make_schedule
 
 MODEL = ModelConfig(
     name="toy",

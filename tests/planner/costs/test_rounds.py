@@ -9,9 +9,15 @@ import pytest
 from tests.planner.search.test_roles import ONE_CUT
 from tools.bench_roles import cluster_of, problem_of
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.merge_profiles import merge_profiles
 from yuan_train.config.model import load_model
-from yuan_train.config.profile import BatchProfile, GenerationProfile, Profile, ProfileEntry, UnitProfile
+from yuan_train.config.profile import (
+    BatchProfile,
+    GenerationProfile,
+    Profile,
+    ProfileEntry,
+    UnitProfile,
+    merge_profiles,
+)
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import make_topology
 from yuan_train.planner.report.roles_text import roles_table

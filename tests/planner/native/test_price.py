@@ -14,10 +14,9 @@ from tests.planner.search.test_activations import of_short_cards
 from tests.planner.search.test_expert_groups import MODEL as EXPERTS
 from tests.planner.search.test_search import MODEL, card
 from yuan_train.config.cluster import Card, Cluster, Host, Link, NodeGroup
-from yuan_train.config.lora import LoraConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.model import LoraConfig
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, divides_experts
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.plan_units import divides_experts
 from yuan_train.config.profile import (
     LinkProfile,
     NodeLinkProfile,

@@ -6,7 +6,7 @@ import pytest
 
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
-from yuan_train.config.plan_files import load_plan
+from yuan_train.config.plan_constraints import load_plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GIB = 2**30

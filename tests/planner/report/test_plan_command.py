@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from yuan_train.cli.main import main
-from yuan_train.config.plan_files import load_plan, save_plan
+from yuan_train.config.plan_constraints import load_plan, save_plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LAPTOP = str(CONFIGS / "cluster" / "laptop.yaml")

@@ -9,7 +9,7 @@ import yaml
 
 from tests.planner.instances import CASES, brute_force, event_simulation, random_case
 from yuan_train.cli.main import main
-from yuan_train.config.plan_files import load_plan
+from yuan_train.config.plan_constraints import load_plan
 
 NAMES = [f"n{i}" for i in range(8)]
 

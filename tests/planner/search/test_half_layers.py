@@ -9,9 +9,17 @@ import pytest
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import (
+    PipelinePlan,
+    Plan,
+    RankPlan,
+    StagePlan,
+    layer_units,
+    num_units,
+    plan_unit_parameters,
+    stage_unit_range,
+)
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.plan_units import layer_units, num_units, plan_unit_parameters, stage_unit_range
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.expert_costs import divides_alike
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs

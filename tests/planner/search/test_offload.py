@@ -10,9 +10,8 @@ import pytest
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
 from yuan_train.config.cluster import Host
 from yuan_train.config.errors import NoPlanFits
-from yuan_train.config.merge_profiles import merge_profiles
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
-from yuan_train.config.profile import HostProfile, Profile
+from yuan_train.config.profile import HostProfile, Profile, merge_profiles
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import plan_table

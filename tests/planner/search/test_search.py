@@ -23,8 +23,7 @@ from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import PipelinePlan, RankPlan, StagePlan
-from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.plan_files import load_plan, save_plan
+from yuan_train.config.plan_constraints import load_plan, save_plan, validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan

@@ -9,8 +9,7 @@ import pytest
 from tests.parallel.test_grid import run_of
 from tests.support.project import parse_plan
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.plan import Plan
-from yuan_train.config.plan_units import unlike_owners
+from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.search.expressible import is_wanted
 from yuan_train.planner.search.shapes import read_options

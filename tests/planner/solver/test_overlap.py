@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from yuan_train.planner.solver.instance import Halves
 from yuan_train.planner.solver.overlap import exposed_grad_reduce, exposed_weight_sync, with_halves
-from yuan_train.schedule.buckets import group_units
+from yuan_train.schedule.flow import group_units
 
 
 def buckets_of(seconds, latency, sizes, first, end, bucket_size):

@@ -12,8 +12,7 @@ from dataclasses import replace
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan, StagePlan
-from yuan_train.config.plan_units import expert_parameters, expert_ranges, stage_unit_range
+from yuan_train.config.plan import Plan, StagePlan, expert_parameters, expert_ranges, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.halves import half_shares

@@ -17,8 +17,8 @@ from typing import Protocol
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan
-from yuan_train.config.plan_units import (
+from yuan_train.config.plan import (
+    Plan,
     divides_experts,
     expert_parameters,
     layer_units,
@@ -39,7 +39,7 @@ from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import Topology, uses_gloo
 from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS
 from yuan_train.planner.costs.workload import STATE_BYTES, model_work
-from yuan_train.schedule.buckets import group_units, is_halved
+from yuan_train.schedule.flow import group_units, is_halved
 
 
 @dataclass(frozen=True, kw_only=True)

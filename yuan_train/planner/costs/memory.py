@@ -16,7 +16,7 @@ from yuan_train.config.plan import MemoryForecast
 from yuan_train.planner.costs.critic import without_critic
 from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
-from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE
+from yuan_train.schedule.schedules import MESSAGES_PER_EDGE
 
 
 def stage_memory(

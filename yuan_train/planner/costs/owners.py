@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from yuan_train.config.plan import Plan, StagePlan
-from yuan_train.config.plan_units import (
+from yuan_train.config.plan import (
+    Plan,
+    StagePlan,
     divides_experts,
     num_units,
     plan_unit_parameters,

@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
-from yuan_train.config.plan_units import divides_experts, layer_units, stage_unit_range
+from yuan_train.config.plan import (
+    PipelinePlan,
+    Plan,
+    RankPlan,
+    StagePlan,
+    divides_experts,
+    layer_units,
+    stage_unit_range,
+    uncatalogued_types,
+)
 from yuan_train.config.profile import Profile, StageStart
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleName
 from yuan_train.config.sends import Sends

@@ -8,8 +8,7 @@ from typing import Literal, get_args
 
 from yuan_train.config.architecture import adaptable
 from yuan_train.config.devices import CATALOGUE, MEMORY_FRACTION, DeviceType, usable_bytes
-from yuan_train.config.lora import LoraConfig
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import LoraConfig, ModelConfig
 from yuan_train.config.run import Recompute
 from yuan_train.config.shape import ModelShape
 from yuan_train.planner.costs.phases import PhaseBytes, Samples

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import Plan
-from yuan_train.config.plan_units import num_units
+from yuan_train.config.plan import Plan, num_units
 from yuan_train.planner.costs.grad_reduce import BucketCost
 from yuan_train.planner.costs.owners import units_by_stage
 from yuan_train.planner.costs.unit_costs import UnitCost

@@ -18,8 +18,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from yuan_train.config.plan import Forecast, Plan, StageForecast
-from yuan_train.config.plan_units import divides_experts
+from yuan_train.config.plan import Forecast, Plan, StageForecast, divides_experts
 from yuan_train.planner.costs.expert_costs import check_alike
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
 from yuan_train.planner.costs.owners import PlanCards, state_shares

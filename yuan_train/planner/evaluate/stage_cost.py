@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import PlanError
-from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
-from yuan_train.config.plan_units import divides_experts
+from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan, divides_experts
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.away import away_cost, disk_capacity
 from yuan_train.planner.costs.expert_costs import held_expert_parameters, stage_experts
@@ -28,8 +27,7 @@ from yuan_train.planner.evaluate.tiers import (
 )
 from yuan_train.planner.native.pipelines import native_schedule
 from yuan_train.schedule.check import peak_in_flight
-from yuan_train.schedule.in_flight import in_flight
-from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.schedules import in_flight, make_schedule
 from yuan_train.schedule.step import RankProgram, Workers, num_workers
 
 

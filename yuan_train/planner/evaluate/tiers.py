@@ -27,9 +27,8 @@ from yuan_train.schedule.copies import (
     offloads_of,
     with_copies,
 )
-from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, paging_of, with_pages
-from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.schedules import MESSAGES_PER_EDGE, make_schedule
 from yuan_train.schedule.step import RankProgram, Schedule, Workers
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from yuan_train.config.dump import as_plain
 from yuan_train.config.express import to_layout
-from yuan_train.config.plan import MemoryForecast, StagePlan
-from yuan_train.config.plan_units import divides_experts
+from yuan_train.config.plan import MemoryForecast, StagePlan, divides_experts
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost

@@ -34,7 +34,7 @@ from yuan_train.planner.search.local import (
     move_schedule,
 )
 from yuan_train.planner.search.shapes import Options, Shape, make_plan
-from yuan_train.schedule.in_flight import in_flight
+from yuan_train.schedule.schedules import in_flight
 
 MAX_FREELY_GROUPED = 6
 """Cards of a pipeline up to which every way to group neighbours is tried, across nodes too."""

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import Plan
-from yuan_train.config.plan_units import divides_experts
+from yuan_train.config.plan import Plan, divides_experts
 from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan

@@ -22,7 +22,7 @@ from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.unit_costs import UnitCost
 from yuan_train.planner.search.offload import offload_bytes
 from yuan_train.planner.search.shapes import Options, Shape
-from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE
+from yuan_train.schedule.schedules import MESSAGES_PER_EDGE
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.integer]

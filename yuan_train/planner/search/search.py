@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.collector import without_garbage_collector
+from yuan_train.config.document import without_garbage_collector
 from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan

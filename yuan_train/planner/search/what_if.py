@@ -16,8 +16,7 @@ from typing import Literal
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import GIB
 from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
-from yuan_train.config.run import SearchConfig
-from yuan_train.config.search_objective import check_prices
+from yuan_train.config.run import SearchConfig, check_prices
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.search_result import SearchResult

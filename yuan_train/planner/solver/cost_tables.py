@@ -14,7 +14,7 @@ import numpy as np
 from yuan_train.planner.solver.instance import SPLIT_SCHEDULES, Cut, Floats, Instance, Integers
 from yuan_train.planner.solver.overlap import exposed_grad_reduce, exposed_weight_sync, with_halves
 from yuan_train.planner.solver.ranges import prefix_sums, range_maxima, range_sums
-from yuan_train.schedule.in_flight import MESSAGES_PER_EDGE, in_flight
+from yuan_train.schedule.schedules import MESSAGES_PER_EDGE, in_flight
 
 
 class CostTables:

@@ -21,7 +21,7 @@ import numpy as np
 from yuan_train.planner.solver.cost_tables import CostTables
 from yuan_train.planner.solver.instance import Floats, Instance, Integers
 from yuan_train.planner.solver.ranges import prefix_sums, range_sums
-from yuan_train.schedule.in_flight import in_flight
+from yuan_train.schedule.schedules import in_flight
 
 MAX_CELLS = 2_000_000
 """Array elements of a block of partial orders; bounds the memory."""
