@@ -18,8 +18,8 @@ from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.optimizer_shards import Away, away_bytes
 from yuan_train.parallel.tiers import host_state
-from yuan_train.parallel.tiers.disk import DiskFile, DiskStore, chunk_elements
-from yuan_train.parallel.tiers.host_state import make_host_place
+from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
+from yuan_train.parallel.tiers.host_state import chunk_elements, make_host_place
 from yuan_train.parallel.zero import STATES, OwnedState
 from yuan_train.train.optimizer import Optimizer
 

@@ -9,8 +9,8 @@ import torch
 
 from yuan_train.config.disk import DISK_STATES
 from yuan_train.parallel.gradients import FlatBucket, Slice, master_dtype
-from yuan_train.parallel.tiers.disk import disk_chunks, file_bytes
-from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, chunk_ranges
+from yuan_train.parallel.tiers.disk import file_bytes
+from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, chunk_ranges, disk_chunks
 from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
 from yuan_train.parallel.transport import Ranges
 

@@ -13,8 +13,8 @@ from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.optimizer_shards import Away, away_bytes, page_state_bytes
-from yuan_train.parallel.tiers.disk import DiskFile, DiskStore, chunk_elements
-from yuan_train.parallel.tiers.host_state import HostPlace, make_host_place
+from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
+from yuan_train.parallel.tiers.host_state import HostPlace, chunk_elements, make_host_place
 from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.parallel.zero import OwnedState
 

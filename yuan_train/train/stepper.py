@@ -13,7 +13,8 @@ from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.disk import written_words
 from yuan_train.data.loader import Samples
 from yuan_train.parallel.checksums import check_weights
-from yuan_train.parallel.tiers.disk import DiskChunk, DiskFile
+from yuan_train.parallel.tiers.disk import DiskFile
+from yuan_train.parallel.tiers.host_state import DiskChunk
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.train.build import build, checkpoint_tensors
 from yuan_train.train.job import Job
