@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.express import is_expressible
-from yuan_train.config.plan import Plan, unlike_owners
+from yuan_train.config.plan import Plan, divides_experts, unlike_owners
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.plan_units import divides_experts, unlike_owners
 from yuan_train.planner.search.shapes import Options, Shape, list_shapes
 
 MOST_LEFT_OUT = 4
