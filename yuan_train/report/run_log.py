@@ -13,7 +13,7 @@ from typing import Any
 from yuan_train.config.document import is_mapping, parse_document
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.plan import Plan, StageForecast
-from yuan_train.config.plan_files import load_plan, plans_in
+from yuan_train.config.plan_constraints import load_plan, plans_in
 
 METRICS, CONFIG, SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
 WARM_UP_STEPS = 3
