@@ -35,10 +35,14 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     # PyPI has another project called `kernels`, so ours is imported under a name of its own.
-    package_dir={"yuan_kernels": "kernels"},
-    packages=["yuan_kernels", *find_packages(include=["yuan_train", "yuan_train.*"])],
+    # Models, clusters, first files and schemas come along as data, from the folder where a checkout has them.
+    package_dir={"yuan_kernels": "kernels", "yuan_train.configs": "configs"},
+    packages=["yuan_kernels", "yuan_train.configs", *find_packages(include=["yuan_train", "yuan_train.*"])],
     # Model code for the models that export-hf writes: data here, run by transformers there.
-    package_data={"yuan_train": ["hf_export/*.py", "planner/native/*.[ch]", "serve/*.html"]},
+    package_data={
+        "yuan_train": ["hf_export/*.py", "planner/native/*.[ch]", "serve/*.html"],
+        "yuan_train.configs": ["*/*.yaml", "schema/*.json"],
+    },
     # What it is made of is library.py's to say; its name makes a wheel one of a platform.
     ext_modules=[Extension("yuan_train.planner.native.core", sources=[])],
     cmdclass={"build_ext": BuildCore},

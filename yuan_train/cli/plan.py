@@ -44,7 +44,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cluster", required=True, metavar="F", help="cluster file")
+    parser.add_argument(
+        "--cluster", required=True, metavar="F", help="cluster file, or a name of configs/cluster"
+    )
     parser.add_argument(
         "--model",
         metavar="F",

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, MinLen
 
+from yuan_train.config.catalogue import locate_cluster
 from yuan_train.config.devices import (
     CATALOGUE,
     Bytes,
@@ -310,8 +311,8 @@ def _link_constraints(cluster: Cluster, nodes: set[str]) -> Iterator[Violation]:
 
 
 def load_cluster(path: str | Path, overrides: tuple[str, ...] = ()) -> Cluster:
-    """Read a cluster file. Raises ConfigError with every violation."""
-    document = read_document(path)
+    """Read a cluster file, also by a name of `configs/cluster`. Raises ConfigError with every violation."""
+    document = read_document(locate_cluster(path))
     for assignment in overrides:
         document = override(document, assignment)
     return _with_catalogue_names(build(document, Cluster, validate=validate_cluster))

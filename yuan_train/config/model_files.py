@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.config.architecture import find_format
+from yuan_train.config.catalogue import names
 from yuan_train.config.document import Document, graft, is_mapping, override, read_document
 from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import ConfigError, YuanError
 
-CATALOGUE = Path(__file__).parents[2] / "configs" / "model"
-"""The model files of a checkout."""
 STATE = "state.json"
 """Of a step's checkpoint: what it holds beside the tensors, the model too."""
 WANTED = "a model file, a name of configs/model, a Hugging Face folder or its config.json, or a checkpoint"
@@ -48,7 +47,7 @@ def locate_model(name: str | Path, folders: Sequence[Path] = (Path(),)) -> Path:
     for folder in folders:
         if (folder / name).exists():
             return folder / name
-    known = {path.stem.lower(): path for path in sorted(CATALOGUE.glob("*.yaml"))}
+    known = names("model")
     plain = str(name).lower()
     if plain in known:
         return known[plain]
