@@ -11,6 +11,8 @@ from yuan_train.config.cluster import Disk, Host
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan, cost_stages
+from yuan_train.planner.evaluate.tables import draft_of, make_tables
+from yuan_train.planner.search.disks import with_disks
 
 DEEP = replace(BIG, num_layers=4)
 
@@ -102,3 +104,29 @@ def test_a_disk_takes_what_its_host_has_no_room_for():
     assert short.optimizer_offload == roomy.optimizer_offload and short.optimizer_disk > 0
     # As little as that: a thousandth less does not fit.
     assert slower.stages[0].host_bytes > small - 2e-3 * cost.stages[0].host_bytes
+
+
+def test_the_core_prices_what_hosts_have_no_room_for_as_on_disks():
+    """Nine tenths of the state on hosts that have room for a part of it; fractions are in thousandths."""
+    given = problem(cluster(Card=(2, card(64.0))), model=BIG)
+    seconds = [card_seconds(given, room) for room in (1.0, 0.7, 0.2)]
+    assert seconds == sorted(seconds) and seconds[2] > 1.2 * seconds[0]
+
+
+def card_seconds(given, room):
+    """The step of two stages whose hosts have room for that part of what they hold, as `cost_plan` says."""
+    plan = find(given, pipelines=(1,), recompute=("none",)).best.plan
+    stages = tuple(replace(stage, optimizer_offload=0.9) for stage in plan.pipelines[0].stages)
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),))
+    held = max(stage.host_bytes for stage in cost_plan(make_costs(given), plan).stages)
+    (node,) = given.cluster.nodes
+    memory = int(len(stages) * room * held * 1.001) + 1
+    node = replace(node, host=Host(memory=memory), disk=Disk(read=2e9, write=1e9))
+    costs = make_costs(replace(given, cluster=replace(given.cluster, nodes=(node,))))
+    tables = make_tables(costs, (plan.pipelines[0].micro_batch_size,), (1,), on_disk=True)
+    draft = draft_of(tables, plan) if tables else None
+    priced = tables.evaluator.price(draft) if tables and draft else None
+    defined = cost_plan(costs, with_disks(costs, plan))
+    assert priced and defined.fits and not priced.over_bytes
+    assert priced.step_seconds == pytest.approx(defined.step_seconds, rel=2e-3)
+    return defined.step_seconds

@@ -23,7 +23,13 @@ from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_expert
 from yuan_train.config.run import Recompute
 from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.grad_reduce import half_parts, unit_parameters
-from yuan_train.planner.costs.host import host_bytes, host_step_seconds
+from yuan_train.planner.costs.host import (
+    disk_bytes,
+    disk_step_seconds,
+    host_bytes,
+    host_step_seconds,
+    slot_bytes,
+)
 from yuan_train.planner.costs.plan_problem import Costs, plan_on_cards
 from yuan_train.planner.costs.topology import Route, copy_seconds_per_byte, find_route
 from yuan_train.planner.costs.unit_costs import CardCosts
@@ -68,10 +74,16 @@ class Tables:
 
 
 def make_tables(
-    costs: Costs, sizes: Sequence[int], widths: Sequence[int], *, num_islands: int = 1
+    costs: Costs,
+    sizes: Sequence[int],
+    widths: Sequence[int],
+    *,
+    num_islands: int = 1,
+    on_disk: bool = False,
 ) -> Tables | None:
     """The tables of a problem for these micro-batch sizes and tensor-parallel widths; None for a problem that
-    the core does not price whole. With several islands they are those of one, and prices those of all."""
+    the core does not price whole. With several islands they are those of one, and prices those of all;
+    `on_disk`: state that hosts have no room for is priced as if it lay on the disks of the cluster file."""
     problem, topology = costs.problem, costs.topology
     cards = [card for card in problem.cluster.cards if _has_precision(costs, card)]
     if len(sizes) > NUM_SIZES or not cards:
@@ -87,7 +99,7 @@ def make_tables(
     table.num_islands = num_islands
     table.sizes[: len(sizes)] = list(sizes)
     table.hidden_bytes[: len(sizes)] = [costs.hidden_bytes(size) for size in sizes]
-    _fill_pools(costs, pools, nodes, table)
+    _fill_pools(costs, pools, nodes, table, on_disk=on_disk)
     _fill_units(costs, pools, sizes, widths, table)
     _fill_routes(costs, pools, table)
     _fill_reductions(costs, problem.model, table)
@@ -101,9 +113,14 @@ def _has_precision(costs: Costs, card: Card) -> bool:
 
 
 def _fill_pools(
-    costs: Costs, pools: Sequence[Sequence[Card]], nodes: dict[str, int], table: ProblemTable
+    costs: Costs,
+    pools: Sequence[Sequence[Card]],
+    nodes: dict[str, int],
+    table: ProblemTable,
+    *,
+    on_disk: bool,
 ) -> None:
-    problem = costs.problem
+    problem, precision = costs.problem, costs.problem.precision
     rows = (Pool * len(pools))()
     kinds: dict[object, int] = {}
     types: dict[str, int] = {}
@@ -113,7 +130,7 @@ def _fill_pools(
         device, host = problem.cluster.device_type(card.type), costs.host_of(card)
         group = costs.topology.groups[card.node]
         # Nodes of a group, or alike ones, differ in nothing but their names and dedicated links.
-        kind = (card.type, len(others), repr((group.link, group.network, host)))
+        kind = (card.type, len(others), repr((group.link, group.network, host, group.disk)))
         row.kind = kinds.setdefault(kind, len(kinds))
         row.type = types.setdefault(card.type, len(types))
         row.node, row.count = nodes[card.node], 1 + len(others)
@@ -125,9 +142,14 @@ def _fill_pools(
         row.limit = problem.usable_bytes(card.type)
         row.reserved = float(device.reserved)
         row.host_bytes = host.memory_bytes
-        row.host_seconds = host_step_seconds(host, problem.precision)
-        row.host_bytes_each = host_bytes(problem.precision)
+        row.host_seconds = host_step_seconds(host, precision)
+        row.host_bytes_each = host_bytes(precision)
         row.host_link = host.link_bytes_per_second
+        if on_disk and costs.has_disk(card):
+            disk = costs.disk_of(card)
+            row.disk_bytes = disk.capacity_bytes / disk_bytes(precision) * row.host_bytes_each
+            row.disk_seconds = disk_step_seconds(disk, precision) / row.host_bytes_each
+            row.disk_slots = slot_bytes(precision, math.inf)
     table.pools = rows
 
 
@@ -260,7 +282,8 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
         row.layers, row.width = int(stage.num_layers), len(stage.replicas[0])
         row.num_replicas = len(stage.replicas)
         row.depth = stage.in_flight or 0
-        row.may_offload = stage.optimizer_offload > 0
+        recomputes = row.layers and stage.num_recomputed == row.layers
+        row.may_offload = (2 if recomputes else 1) if stage.optimizer_offload > 0 else 0
         row.recompute, row.num_recomputed = RECOMPUTES.index(stage.recompute), int(stage.num_recomputed)
         row.offload, row.share = stage.optimizer_offload, stage.optimizer_share
         row.away, row.resident = stage.activation_offload, stage.resident_parts or 1

@@ -675,11 +675,23 @@ static double least_seconds(const struct evaluator *evaluator, const struct draf
 
 /* --- the step --------------------------------------------------------------------------------------------- */
 
+/* Put state that the hosts of a stage have no room for on their disks: they are read and written beside the step. */
+static void put_on_disks(struct stage_price *price)
+{
+    double over = price->host_bytes - price->host_capacity;
+    if (over <= 0.0 || price->disk_bytes <= 0.0)
+        return;
+    double moved = fmin(over + price->disk_slots, price->disk_bytes);
+    price->host_bytes += price->disk_slots - moved;
+    price->update = fmax(price->update, moved * price->disk_seconds);
+}
+
 static void sum_up(struct evaluator *evaluator, const struct draft *draft, struct price *price)
 {
     price->compute = price->update = price->over = 0.0;
     for (int32_t s = 0; s < draft->num_stages; s++) {
-        const struct stage_price *own = &evaluator->prices[s];
+        struct stage_price *own = &evaluator->prices[s];
+        put_on_disks(own);
         price->compute = fmax(price->compute, evaluator->end[s]);
         price->update = fmax(price->update, own->update);
         double over = fmax(0.0, own->memory - own->capacity) + fmax(0.0, own->host_bytes - own->host_capacity);

@@ -35,6 +35,9 @@ struct pool {
     double host_bytes; /* of a card's share of the host; infinite if not known */
     double host_seconds, host_bytes_each; /* of a parameter whose optimizer state is on the host */
     double host_link;    /* bytes per second, each way */
+    /* Of what a host has no room for: bytes of it that the disk takes (0: there is none), seconds of each of these, and
+     * bytes that the host keeps for all of them. */
+    double disk_bytes, disk_seconds, disk_slots;
     double copy_seconds; /* of a byte between a card and its host, for groups without a library of their own */
 };
 
@@ -67,6 +70,9 @@ struct problem {
 
 enum { MAX_REPLICAS = 16 };
 
+/* State on hosts in place of recompute, or what all recompute still leaves over. */
+enum offloads { NO_OFFLOAD, BEFORE_RECOMPUTE, AFTER_RECOMPUTE, NUM_OFFLOADS };
+
 struct draft_stage {
     int16_t layers, width, num_replicas;
     int16_t depth;                     /* micro-batches in flight under 1F1B; 0: as it comes */
@@ -76,7 +82,7 @@ struct draft_stage {
     double offload, share;             /* of the optimizer state on hosts; weight among its owners */
     /* What `realise_draft` makes `depth`, `offload` and `away` of: `sends` is one more than the kind of recompute of a
      * stage whose activations leave, 0 where none do. */
-    int16_t deeper, may_offload, sends;
+    int16_t deeper, may_offload, sends; /* `may_offload`: see `enum offloads` */
     int16_t worker; /* 0: replicas of its own; k: those of stage k - 1 of its pipeline, which is before it */
     int16_t tilt;   /* layers of the last round that the first one has, while it is folded */
 };
@@ -97,6 +103,7 @@ struct stage_price {
     double forward, backward, weight, update;
     double memory, capacity; /* bytes on its tightest card: forecast, and what may be filled */
     double host_bytes, host_capacity;
+    double disk_bytes, disk_seconds, disk_slots; /* as of a pool, of its replica with the least; 0: nothing may go there */
     double optimizer_share, packed_share;
     double activations, reserved; /* of `memory` */
     double copied_share;          /* of `packed_share`, what a reduction in another dtype packs */

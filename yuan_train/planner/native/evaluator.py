@@ -44,7 +44,8 @@ class Pool(ctypes.Structure):
         *((name, c_int32) for name in ("node", "count", "kind", "type")),
         *((name, c_int32) for name in ("first_place", "place_step", "backend", "is_simulated")),
         *((name, c_double) for name in ("reserved", "limit", "host_bytes", "host_seconds")),
-        *((name, c_double) for name in ("host_bytes_each", "host_link", "copy_seconds")),
+        *((name, c_double) for name in ("host_bytes_each", "host_link")),
+        *((name, c_double) for name in ("disk_bytes", "disk_seconds", "disk_slots", "copy_seconds")),
     ]
 
 
@@ -158,7 +159,8 @@ class StagePrice(ctypes.Structure):
             (name, c_double)
             for name in (
                 *("forward", "backward", "weight", "update", "memory", "capacity"),
-                *("host_bytes", "host_capacity", "optimizer_share", "packed_share"),
+                *("host_bytes", "host_capacity", "disk_bytes", "disk_seconds", "disk_slots"),
+                *("optimizer_share", "packed_share"),
                 *("activations", "reserved", "copied_share"),
             )
         ),

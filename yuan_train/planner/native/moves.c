@@ -446,10 +446,10 @@ static int change_offload(struct search *search, struct draft *draft, int32_t p,
 {
     if (!search->space->may_offload)
         return 0;
-    int32_t s = draw(search, draft->pipelines[p].num_stages), all = draw(search, 2);
+    int32_t s = draw(search, draft->pipelines[p].num_stages), all = draw(search, 2), more = 1 + draw(search, 2);
     for (int32_t i = 0; i < count; i++) {
         struct draft_stage *own = stages_of(draft, search->members[i]);
-        int16_t wanted = !own[s].may_offload;
+        int16_t wanted = (int16_t)((own[s].may_offload + more) % NUM_OFFLOADS);
         for (int32_t t = 0; t < draft->pipelines[search->members[i]].num_stages; t++)
             if (all || t == s)
                 own[t].may_offload = wanted;
@@ -910,7 +910,8 @@ int draw_start(struct search *search, struct draft *draft)
     for (int32_t p = 0; p < pipelines; p++)
         draft->pipelines[p] = (struct draft_pipeline){size, total / pipelines + (p < total % pipelines), 0, 0};
     deal_types(search, draft);
-    int16_t may_offload = search->space->may_offload && draw(search, 4) == 0;
+    int32_t offloads = search->space->may_offload ? draw(search, 8) : 0;
+    int16_t may_offload = (int16_t)(offloads < NUM_OFFLOADS ? offloads : NO_OFFLOAD);
     struct draft_stage wanted = {0};
     if (search->space->may_send && draw(search, 3) == 0)
         draw_sending(search, &wanted);

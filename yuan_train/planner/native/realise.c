@@ -131,7 +131,16 @@ static int fit_stage(struct search *search, struct draft *draft, int32_t p, int3
             stage->recompute = stage->num_recomputed = 0;
         price_stage(search->evaluator, draft, p, s);
     }
-    if (stage->may_offload && search->space->may_offload && price->memory > price->capacity) {
+    if (stage->may_offload == AFTER_RECOMPUTE && search->space->may_offload && stage->layers) {
+        int32_t kind = search->space->recomputes >> 2 & 1 ? 2 : search->space->recomputes >> 1 & 1;
+        stage->recompute = (int16_t)kind;
+        stage->num_recomputed = kind ? stage->layers : 0;
+        if (!price_stage(search->evaluator, draft, p, s) && price->memory > price->capacity) {
+            offload_some(search, draft, p, s);
+            stage->away = 0;
+            return 0;
+        }
+    } else if (stage->may_offload && search->space->may_offload && price->memory > price->capacity) {
         offload_some(search, draft, p, s);
         price_stage(search->evaluator, draft, p, s);
         if (price->memory <= price->capacity && (stage->away || (search->space->recomputes & 1)))
@@ -155,6 +164,12 @@ static int fit_stage(struct search *search, struct draft *draft, int32_t p, int3
     }
     stage->recompute = (int16_t)best;
     stage->num_recomputed = (int16_t)count;
+    if (stage->offload > 0.0) {
+        /* Recomputed layers leave room that no state on hosts has to make. */
+        stage->offload = 0.0;
+        if (!price_stage(search->evaluator, draft, p, s) && price->memory > price->capacity)
+            offload_some(search, draft, p, s);
+    }
     return 0;
 }
 

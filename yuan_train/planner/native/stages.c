@@ -240,8 +240,8 @@ static void price_update(const struct problem *problem, int32_t size,
 {
     double parameters = stored(SUM(parameters, units), units->part->parameters, is_twice);
     double owned = parameters * price->optimizer_share, slowest = 0.0, host = 0.0, x = stage->offload;
-    price->host_bytes = 0.0;
-    price->host_capacity = INFINITY;
+    price->host_bytes = price->disk_seconds = price->disk_slots = 0.0;
+    price->host_capacity = price->disk_bytes = INFINITY;
     for (int32_t r = 0; r < stage->num_replicas; r++) {
         int32_t number = stage->pools[r];
         const struct pool *pool = &problem->pools[number];
@@ -252,7 +252,11 @@ static void price_update(const struct problem *problem, int32_t size,
             price->host_capacity = pool->host_bytes;
         if (x > 0.0)
             price->host_bytes = owned * x * pool->host_bytes_each;
+        price->disk_bytes = fmin(price->disk_bytes, pool->disk_bytes);
+        price->disk_seconds = fmax(price->disk_seconds, pool->disk_seconds);
+        price->disk_slots = pool->disk_slots;
     }
+    price->disk_bytes = fmin(price->disk_bytes, price->host_bytes);
     price->update = owned * (x > 0.0 ? fmax((1.0 - x) * slowest, x * host) : slowest);
 }
 
@@ -572,17 +576,19 @@ static void sum_over_worker(struct evaluator *evaluator, const struct draft_pipe
 {
     struct stage_price *prices = evaluator->prices + pipeline->first_stage;
     const int32_t *first = evaluator->first_replica + pipeline->first_stage;
-    double memory = memory_of_worker(evaluator, pipeline, schedule, leader), update = 0.0, host = 0.0;
+    double memory = memory_of_worker(evaluator, pipeline, schedule, leader), update = 0.0, host = 0.0, disk = 0.0;
     for (int32_t s = leader; s < pipeline->num_stages; s++)
         if (first[s] == first[leader]) {
             update += prices[s].update;
             host += prices[s].host_bytes;
+            disk += prices[s].disk_bytes;
         }
     for (int32_t s = leader; s < pipeline->num_stages; s++)
         if (first[s] == first[leader]) {
             prices[s].memory = memory;
             prices[s].update = update;
             prices[s].host_bytes = host;
+            prices[s].disk_bytes = disk;
         }
 }
 

@@ -129,7 +129,9 @@ class _Ways:
             # has it.
             wanted: Floats = sums[1:] + kept - room
             first: Integers = np.searchsorted(sums, wanted)
-            result.append(np.where(first <= np.arange(len(held)), before[first], np.inf))
+            result.append(
+                np.where(first <= np.arange(len(held)), before[np.minimum(first, len(held))], np.inf)
+            )
         return np.array(result)
 
     def _units(self, part: CardCosts) -> list[UnitCost]:

@@ -21,6 +21,7 @@ from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, draft_of, mak
 from yuan_train.planner.native.evaluator import MAX_REPLICAS, NUM_SIZES, DraftTable, SpaceTable
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.candidate import Candidate, first_shape
+from yuan_train.planner.search.disks import with_disks
 from yuan_train.planner.search.expressible import is_wanted
 from yuan_train.planner.search.shapes import Options
 
@@ -54,10 +55,11 @@ def search_drafts(
     *,
     limit_seconds: float,
 ) -> list[Candidate]:
-    """The fastest plans that the core finds, the known ones given; none where it cannot search what is asked:
-    disks, and what only `cost_plan` prices."""
+    """The fastest plans that the core finds, the known ones given; none where it cannot search."""
     runs = list(_wanted_runs(draft_space(options, costs.problem), cards, options))
-    tables = make_tables(costs, options.polished_sizes, options.tensor) if runs else None
+    tables = None
+    if runs:
+        tables = make_tables(costs, options.polished_sizes, options.tensor, on_disk=options.offload_disk)
     if tables is None:
         return []
     first = _first_drafts(tables, ranked[: 4 * NUM_GIVEN])
@@ -153,6 +155,8 @@ def _wanted_runs(space: SpaceTable, cards: Sequence[Card], options: Options) -> 
 
 def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -> list[Candidate]:
     plan = plan_of(tables, draft)
+    if options.offload_disk:
+        plan = with_disks(costs, plan)
     if not is_wanted(plan, options):
         return []
     cost = cost_plan(costs, plan)
@@ -162,9 +166,9 @@ def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -
 
 
 def searches_drafts(cards: Sequence[Card], options: Options) -> bool:
-    """Whether drafts are searched: on few cards, without disks, of few micro-batch sizes."""
+    """Whether drafts are searched: on few cards, of few micro-batch sizes."""
     few = len(cards) <= MOST_CARDS and len(options.polished_sizes) <= NUM_SIZES
-    return few and options.restructures and not options.offload_disk
+    return few and options.restructures
 
 
 def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:

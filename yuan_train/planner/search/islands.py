@@ -108,7 +108,7 @@ def _is_special(options: Options) -> bool:
     """Whether the search keys ask for what has no island's draft."""
     ordered = options.fixed_order or options.expressible or options.num_micro_batches is not None
     plain = "1f1b" in options.polished_schedules and options.restructures
-    return bool(ordered or options.offload_disk or not plain)
+    return bool(ordered or not plain)
 
 
 def _islands(

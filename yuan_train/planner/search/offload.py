@@ -21,14 +21,11 @@ from numpy.typing import NDArray
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.planner.costs.away import most_away
-from yuan_train.planner.costs.host import slot_bytes
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
+from yuan_train.planner.search.disks import STEPS, with_disks
 from yuan_train.planner.search.shapes import Options, Shape
-
-STEPS = 1000
-"""Fractions are multiples of one over this."""
 
 
 def offload_bytes(costs: Costs, shape: Shape, options: Options) -> NDArray[np.float64] | None:
@@ -62,23 +59,8 @@ def with_offload(costs: Costs, plan: Plan, *, on_disk: bool) -> tuple[Plan, Plan
             own[stage.stage] = replace(own[stage.stage], optimizer_offload=fraction)
     plan = _with_stages(plan, pipelines)
     if on_disk:
-        plan = _with_disks(costs, plan)
+        plan = with_disks(costs, plan)
     return plan, cost_plan(costs, plan)
-
-
-def _with_disks(costs: Costs, plan: Plan) -> Plan:
-    """The plan with the smallest part of the state on each host on its node's disk with which the rest fits
-    the host, as far as there is one."""
-    pipelines = [list(pipeline.stages) for pipeline in plan.pipelines]
-    slots = slot_bytes(costs.problem.precision, math.inf)
-    for stage in cost_stages(costs, plan):
-        own = pipelines[stage.pipeline]
-        over = stage.host_bytes - stage.host_capacity_bytes
-        if over > 0 and all(map(costs.has_disk, stage.cards)):
-            over += slots * sum(other.replicas == own[stage.stage].replicas for other in own)
-            fraction = min(STEPS, math.ceil(STEPS * over / stage.host_bytes)) / STEPS
-            own[stage.stage] = replace(own[stage.stage], optimizer_disk=fraction)
-    return _with_stages(plan, pipelines)
 
 
 def _with_stages(plan: Plan, pipelines: Sequence[Sequence[StagePlan]]) -> Plan:

@@ -22,13 +22,12 @@ from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.candidate import Candidate
+from yuan_train.planner.search.disks import STEPS
 from yuan_train.planner.search.shapes import Options, PipelineCut, Shape, assemble_plan
 
 MOST_CARDS, FEW_CARDS = 16, 3
 """Cards beyond which no pages are tried; up to the second, every order of every set of types is."""
 SLOTS = (3, 2, 1)
-STEPS = 1000
-"""Fractions of the state on hosts are multiples of one over this."""
 GROUPS = (1, 1 / 2, 1 / 4, 0)
 """Of a pipeline's micro-batches; 0: one micro-batch."""
 
