@@ -107,20 +107,20 @@ def test_a_disk_takes_what_its_host_has_no_room_for():
 
 
 def test_the_core_prices_what_hosts_have_no_room_for_as_on_disks():
-    """Nine tenths of the state on hosts that have room for a part of it; fractions are in thousandths."""
+    """Nine tenths of the state on a host that has room for a part of it; fractions are in thousandths."""
     given = problem(cluster(Card=(2, card(64.0))), model=BIG)
-    seconds = [card_seconds(given, room) for room in (1.0, 0.7, 0.2)]
-    assert seconds == sorted(seconds) and seconds[2] > 1.2 * seconds[0]
+    seconds = [card_seconds(given, room) for room in (1.0, 0.7, 0.5)]
+    assert seconds == sorted(seconds) and seconds[2] > 1.1 * seconds[0]
 
 
 def card_seconds(given, room):
-    """The step of two stages whose hosts have room for that part of what they hold, as `cost_plan` says."""
+    """The step of two cards whose host has room for that part of what they put there, as `cost_plan` says."""
     plan = find(given, pipelines=(1,), recompute=("none",)).best.plan
     stages = tuple(replace(stage, optimizer_offload=0.9) for stage in plan.pipelines[0].stages)
     plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),))
     held = max(stage.host_bytes for stage in cost_plan(make_costs(given), plan).stages)
     (node,) = given.cluster.nodes
-    memory = int(len(stages) * room * held * 1.001) + 1
+    memory = int(2 * room * held * 1.001) + 1
     node = replace(node, host=Host(memory=memory), disk=Disk(read=2e9, write=1e9))
     costs = make_costs(replace(given, cluster=replace(given.cluster, nodes=(node,))))
     tables = make_tables(costs, (plan.pipelines[0].micro_batch_size,), (1,), on_disk=True)
