@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.parallel.device import CPU
-from yuan_train.parallel.links import Link, join_role, move_weights
+from yuan_train.parallel.links import Link, enter_role, join_role, move_weights
 from yuan_train.parallel.transfer import (
     Bucket,
     bound_elements,
@@ -90,7 +90,8 @@ def run_rank(rank: int, num_ranks: int, model: ModelConfig, port: int) -> None:
     policy = plan_of(model, [[(cut[0], 1), (cut[1], 1)] if num_policy == 2 else [(model.num_layers, 1)]])
     engines = plan_of(model, [[(model.num_layers, 1)]] * (num_ranks - num_policy))
     roles = {"policy": range(num_policy), "generation": range(num_policy, num_ranks)}
-    position = join_role(roles, device=CPU, timeout_seconds=60, startup_seconds=60)
+    position = join_role(roles, startup_seconds=60)
+    enter_role(position, device=CPU, timeout_seconds=60)
     link = Link("weights", range(num_ranks), position, timeout_seconds=60)
     sources, targets = plan_holdings(policy), plan_holdings(engines, first_rank=num_policy)
     table = transfer_table(sources, targets)

@@ -20,8 +20,10 @@ from tests.support.fake_card import FakeCard, FakeNcclTransport
 from tests.support.project import make_plan, make_project, run_config
 from tests.support.spawn import Around, start_ranks
 from yuan_train.cli import launch
+from yuan_train.config.errors import INTERRUPTED
 from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.parallel import groups, transport
+from yuan_train.parallel.board import Board
 from yuan_train.train import ending, job, run
 
 SECONDS = 10.0
@@ -68,8 +70,27 @@ def killed_while_groups_are_made() -> Iterator[None]:
     yield
 
 
+def interrupt() -> None:
+    """Ctrl-C, also where these tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
+
+
 def interrupted() -> Any:
-    return breaking_step(lambda: signal.raise_signal(signal.SIGINT))
+    return breaking_step(interrupt)
+
+
+@contextmanager
+def interrupted_before_it_has_met() -> Iterator[None]:
+    Board.wait_for_all = lambda self, seconds: interrupt()
+    yield
+
+
+@contextmanager
+def killed_before_the_ring() -> Iterator[None]:
+    """It has come; nobody has a connection to it."""
+    Board.join_ring = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    yield
 
 
 @contextmanager
@@ -163,6 +184,7 @@ ENDINGS = {
         1, GONE, {0: stuck_for_ever, 1: killed, 2: stuck_for_ever}, codes=frozenset({1, -9})
     ),
     "killed at the start": Ending(1, GONE, {1: killed_while_groups_are_made}, codes=frozenset({1, -9})),
+    "killed before the ring": Ending(1, GONE, {1: killed_before_the_ring}, codes=frozenset({1, -9})),
     "first killed": Ending(
         0, "is gone, and with it the ranks' meeting point", {0: killed}, codes=frozenset({1, -9})
     ),
@@ -174,6 +196,12 @@ ENDINGS = {
     "build": Ending(1, "RuntimeError: mat1 and mat2", {1: that_cannot_build}),
     "nan": Ending(
         -1, "the first output that is not finite came from rank", {}, ("optimizer.learning_rate=1e30",)
+    ),
+    "interrupted at the start": Ending(
+        1,
+        r"interrupted \(Ctrl-C\)",
+        {1: interrupted_before_it_has_met},
+        codes=frozenset({INTERRUPTED}),
     ),
     "interrupted": Ending(1, r"interrupted \(Ctrl-C\)", {1: interrupted}, codes=frozenset({1, 130})),
 }

@@ -46,6 +46,11 @@ def words(steps: int) -> tuple[str, ...]:
     return (f"train.steps={steps}", "optimizer.decay_steps=20", "validation.every=0")
 
 
+def hear_interrupts() -> None:
+    """Else an agent ignores Ctrl-C where these tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def started(
     lines: Sequence[Sequence[str]], hosts: Sequence[Host], logs: Path
@@ -57,7 +62,9 @@ def started(
             log = stack.enter_context((logs / f"agent-{number}").open("wb"))
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **host.environment}
             command = [*host.prefix, sys.executable, "-m", *line]
-            agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+            agents.append(
+                subprocess.Popen(command, stdout=log, stderr=log, env=environment, preexec_fn=hear_interrupts)
+            )
         try:
             yield agents
         finally:

@@ -8,25 +8,39 @@ import torch
 from tests.support.models import tiny_model
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.deferred import add_embedding_rows
-from yuan_train.parallel.gradients import BLOCK, CARD_BLOCK, FlatBucket, sum_of_squares
+from yuan_train.parallel.gradients import BLOCK, FlatBucket, sum_of_squares
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard
 
+CACHE = 1 << 20
+"""Bytes that stay in a core's cache: a block's copy in 8 bytes each on a processor."""
+CARD_BYTES = 64 << 20
+"""What the norm may take of a card, whatever the size of a bucket: it is in no forecast."""
+LAUNCHES = 200
+"""For a bucket of 500 million elements: blocks on a card must not be as small as on a processor either."""
 
-@pytest.mark.parametrize(("device", "block"), [("cpu", BLOCK), ("meta", CARD_BLOCK)])
-def test_the_norm_takes_a_block_at_a_time(device: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize(
+    ("device", "most", "count"), [("cpu", CACHE, 1 << 22), ("meta", CARD_BYTES, 1 << 29)]
+)
+def test_the_norm_takes_a_block_at_a_time(
+    device: str, most: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch copies what it is given to fp64. `meta` stands for a card, and needs no memory."""
-    given: list[int] = []
+    copied: list[int] = []
     real = torch.linalg.vector_norm
 
     def record(x: torch.Tensor, **options: object) -> torch.Tensor:
-        given.append(x.numel())
+        copied.append(x.numel() * torch.float64.itemsize)
         return real(x, **options)
 
     monkeypatch.setattr(torch.linalg, "vector_norm", record)
     for extra in (0, 1, 5):
-        sum_of_squares(torch.empty(3 * block + extra, device=device))
-    assert max(given) == block and sum(given) > 9 * block
+        copied.clear()
+        sum_of_squares(torch.empty(count + extra, device=device))
+        blocks = copied[:-1]
+        assert sum(blocks) == (count + extra) * torch.float64.itemsize and max(copied) <= most
+        assert len(blocks) <= LAUNCHES
 
 
 def test_the_norm_is_that_of_fp64() -> None:

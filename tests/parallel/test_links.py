@@ -15,7 +15,7 @@ from tests.support.models import tiny_model
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.parallel.device import CPU
-from yuan_train.parallel.links import Link, join_role, move_weights
+from yuan_train.parallel.links import Link, enter_role, join_role, move_weights
 from yuan_train.parallel.transfer import (
     bound_elements,
     make_buckets,
@@ -54,7 +54,8 @@ def run_roles(rank: int, port: int, folder: Path) -> None:
         "generation": range(policy.world_size, policy.world_size + engines.world_size),
     }
     as_rank(rank, roles["generation"].stop, port)
-    position = join_role(roles, device=CPU, timeout_seconds=20, startup_seconds=60)
+    position = join_role(roles, startup_seconds=60)
+    enter_role(position, device=CPU, timeout_seconds=20)
     token = torch.ones(1)
     dist.all_reduce(token)
     assert token.item() == dist.get_world_size() == len(roles[position.role])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
+from yuan_train.parallel import links
 from yuan_train.parallel.links import Link
 from yuan_train.rl.apart import _Server  # pyright: ignore[reportPrivateUsage]
 from yuan_train.rl.engines import Channel
@@ -247,6 +250,26 @@ def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
     assert wanted in policy and "last good checkpoint is that of step 1" in policy
     assert "the run ends: rank 0 (policy rank 0" in engine and wanted in engine
     assert {line["step"] for line in read_lines(tmp_path / "log", "samples.jsonl")} == {1}
+
+
+@contextmanager
+def killed_while_groups_are_made() -> Iterator[None]:
+    links.dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    yield
+
+
+def test_a_rank_that_is_killed_while_the_groups_of_its_role_are_made_is_named(tmp_path: Path) -> None:
+    """Also by the other role, which waits for it in a link."""
+    path = write_rl(tmp_path)
+    save_rl_plan(
+        tmp_path / "plan.yaml", roles_of(path, staleness=0, policy="2x4: 2@0 | 2@1", engines="8x1: 4@0")
+    )
+    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={tmp_path / 'log'}"]
+    with start_ranks(words, tmp_path, 3, around={1: killed_while_groups_are_made}) as ranks:
+        assert ranks[1].wait(within_seconds=60)[0] == -signal.SIGKILL
+        told = [ranks[rank].wait(within_seconds=10) for rank in (0, 2)]
+    for code, said in told:
+        assert code == 1 and "rank 1 (policy rank 1 on " in said and "does not answer: killed" in said, said
 
 
 @dataclass

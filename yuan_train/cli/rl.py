@@ -38,7 +38,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Check the files, then train. What one rank finds wrong ends all, and is printed once per machine."""
     set_rank_defaults()
-    config, plan, roles, forecast, fault = None, None, None, None, None
+    config, plan, roles, forecast = None, None, None, None
+    fault: Exception | KeyboardInterrupt | None = None
     try:
         config = load_rl(arguments.config, tuple(arguments.overrides))
         if arguments.plan:
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ending_in_time(fault):
         from yuan_train.rl.job import prepare_rl
         from yuan_train.rl.loop import train_rl
-        from yuan_train.train.ending import fail_together
+        from yuan_train.train.ending import fail_together, telling_interrupts
         from yuan_train.train.job import find_position
 
         position = find_position()
@@ -61,10 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
         if config is not None:
             try:
                 job = prepare_rl(config, plan, position, forecast=forecast)
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 fault = error
             else:
-                train_rl(job)
+                with telling_interrupts(position):
+                    train_rl(job)
                 return 0
         assert fault is not None
         fail_together(fault, position)
@@ -93,7 +95,7 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
     from yuan_train.rl.job import check_supported, prepare_rl
     from yuan_train.rl.loop import train_rl
     from yuan_train.rl.scoring import prepare_scoring, serve_scores
-    from yuan_train.train.ending import fail_together
+    from yuan_train.train.ending import fail_together, telling_interrupts
     from yuan_train.train.job import choose_planned, find_position, types_here
 
     position = find_position()
@@ -118,7 +120,8 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
         else:
             policy = roles.roles.policy.plan
             start = partial(train_rl, prepare_rl(config, policy, own, roles=roles, forecast=roles.forecast))
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         fail_together(error, position)
-    start()
+    with telling_interrupts(position):
+        start()
     return 0

@@ -47,7 +47,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Check the files, then train. What one rank finds wrong ends all, and is printed once per machine."""
     set_rank_defaults()
-    config, plan, fault = None, None, None
+    config, plan = None, None
+    fault: Exception | KeyboardInterrupt | None = None
     try:
         config = load_run(arguments.config, tuple(arguments.overrides))
         plan = load_plan(arguments.plan) if arguments.plan else None
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         say_without_torch(error)
         config, fault = None, error
     with ending_in_time(fault):
-        from yuan_train.train.ending import fail_together
+        from yuan_train.train.ending import fail_together, telling_interrupts
         from yuan_train.train.job import find_position, prepare
         from yuan_train.train.run import train
 
@@ -69,10 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         if config is not None:
             try:
                 job = prepare(config, plan, position)
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 fault = error
             else:
-                train(job, _engine(config.engine))
+                with telling_interrupts(position):
+                    train(job, _engine(config.engine))
                 return 0
         assert fault is not None
         fail_together(fault, position)
@@ -90,7 +92,7 @@ def say_without_torch(error: Exception) -> None:
 
 
 @contextmanager
-def ending_in_time(fault: Exception | None) -> Iterator[None]:
+def ending_in_time(fault: BaseException | None) -> Iterator[None]:
     """Around the telling of a fault: a process for which there is no card here ends within TELL_SECONDS."""
     timer = threading.Timer(TELL_SECONDS, os._exit, (NoDriver.exit_code,))
     timer.daemon = True

@@ -106,6 +106,8 @@ class Router(nn.Module):
     def _choose(self, products: Tensor) -> Choice:
         chosen_TK = self.best(products)
         slots = chosen_TK.flatten()
+        # The host waits for its card here, once a layer: products of the experts, and what other ranks are
+        # sent, have sizes that only the host can give, and that nobody knows before. Both take these.
         counts = tuple(slots.bincount(minlength=self.num_experts).tolist())
         if torch.is_grad_enabled():
             self._load = [load + count for load, count in zip(self._load, counts, strict=True)]

@@ -4,7 +4,9 @@ It lies in torch.distributed's store, at the address that the launcher gave. Eve
 to time, from a thread of its own (`train/ending.py`): so that all ranks end within seconds and know why, also
 those that stand in an operation of NCCL or gloo that nothing will end. Keys, below the number of the attempt:
 
-- `came`, `came/R`, `joined`: how many ranks are there and in the ring, and where rank R runs;
+- `came`, `counted/R`, `joined`: how many ranks are there and in the ring, and that R is one of them;
+- `came/R`: where rank R runs; also of one that only tells what it has found wrong;
+- `asked/R`, `alive/R`: whether rank R is there, which the rank before it could not reach, and its answer;
 - `beside`: how many ranks torchrun's agent runs that holds the store; they are the first ones;
 - `failed`: the fault that ends the run. The first writer wins;
 - `line/R`: where rank R listens for the rank before it, whose connection ends when R does;
@@ -185,6 +187,8 @@ class Board:
             f"line/{meeting.rank}", f"{self._line.getsockname()[0]} {self._listener.getsockname()[1]}"
         )
         self._next: tuple[int, socket.socket] | None = None
+        self._may_be_asked = False
+        """Whether the rank before this one may not have reached it yet."""
 
     def narrow(self, members: Sequence[int]) -> None:
         """Once all have come: end with these ranks alone, this one among them."""
@@ -194,10 +198,12 @@ class Board:
         """Wait until all ranks have come. Raises LostRank if some do not, or what a rank has found wrong."""
         end, world_size = time.monotonic() + seconds, self.meeting.world_size
         self._all.add("came", 1)
+        # Counted first: whoever is not there when time is up has no name in the message for being late alone.
+        self._all.set(f"counted/{self.meeting.rank}", "")
         while self._all.add("came", 0) < world_size:
             self._raise_fault()
             if time.monotonic() > end:
-                missing = [r for r in range(world_size) if not self._all.check([f"came/{r}"])]
+                missing = [r for r in range(world_size) if not self._all.check([f"counted/{r}"])]
                 who = _joined([f"rank {rank}" for rank in missing])
                 raise LostRank(
                     f"{self.name(self.meeting.rank)}: {who} did not come to {self.meeting.host}:"
@@ -223,25 +229,53 @@ class Board:
             self._holder = f"{self.meeting.holder} with {_joined(names)}"
 
     def join_ring(self) -> None:
-        """Hold a connection to the next rank, to notice its end where no library does; none if it cannot be
-        reached. Once all ranks have come."""
+        """Hold a connection to the next rank, to notice its end where no library does, and wait for the other
+        members to do so: the end of each is noticed from then on. Once all ranks have come.
+
+        A rank that cannot be reached is asked over the store: one that lives may be behind a firewall, and
+        then there is no connection to it. Raises what ends the run, if it does not answer.
+        """
         following = self.members[(list(self.members).index(self.meeting.rank) + 1) % len(self.members)]
-        if following == self.meeting.rank or self._next is not None:
-            return
-        with suppress(OSError, RuntimeError):
-            host, port = self._all.get(f"line/{following}").decode().split()
+        self._may_be_asked = True
+        # If the store fails, its holder has ended, or it may answer again.
+        with suppress(RuntimeError):
+            if following != self.meeting.rank:
+                self._reach(following)
+            end = time.monotonic() + ANSWER_SECONDS
+            self._own.add("joined", 1)
+            while not self._have_all_joined() and time.monotonic() < end:
+                self._raise_fault()
+                time.sleep(POLL_SECONDS / 4)
+        self._raise_fault()
+
+    def _reach(self, following: int) -> None:
+        host, port = self._all.get(f"line/{following}").decode().split()
+        try:
             line = socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS)
+        except OSError as error:
+            if not self._does_answer(following):
+                self.accuse(f"the connection to rank {following} was not made ({error})")
+            self._raise_fault()
+        else:
             line.setblocking(False)
             self._next = following, line
 
-    def join_ring_together(self) -> None:
-        """As `join_ring`, and wait for the others to do so: the end of each is noticed from then on."""
-        self.join_ring()
-        end = time.monotonic() + ANSWER_SECONDS
-        self._all.add("joined", 1)
-        while self._all.add("joined", 0) < self.meeting.world_size and time.monotonic() < end:
+    def _does_answer(self, rank: int) -> bool:
+        """Ask a rank whether it is there, and wait for its answer as long as for one to a roll call."""
+        self._own.set(f"asked/{rank}", "")
+        end = time.monotonic() + ROLL_CALL_SECONDS
+        while time.monotonic() < end:
             self._raise_fault()
+            if self._own.check([f"alive/{rank}"]):
+                return True
             time.sleep(POLL_SECONDS / 4)
+        return False
+
+    def _have_all_joined(self) -> bool:
+        """Whether all members have reached the next one, or know that it lives: then nobody is asked."""
+        if self._may_be_asked:
+            self._may_be_asked = self._own.add("joined", 0) < len(self.members)
+        return not self._may_be_asked
 
     def look_around(self) -> Fault | None:
         """As `look`; and calls the roll if the next rank has ended without a word."""
@@ -267,6 +301,8 @@ class Board:
                 return self._hear()
             if self._own.check(["lost"]):
                 self._own.set(f"here/{self.meeting.rank}", "")
+            if not self._have_all_joined() and self._own.check([f"asked/{self.meeting.rank}"]):
+                self._own.set(f"alive/{self.meeting.rank}", "")
         return None
 
     def report(self, text: str, exit_code: int) -> Fault | None:

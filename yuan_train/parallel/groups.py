@@ -83,7 +83,7 @@ def meet(startup_seconds: float, *, place: str = "") -> Board:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     board = Board(meeting, place, seconds=startup_seconds)
     board.wait_for_all(startup_seconds)
-    board.join_ring_together()
+    board.join_ring()
     return board
 
 

@@ -65,15 +65,12 @@ def join_role(
     role_ranks: Mapping[str, range],
     *,
     fates: Sequence[Sequence[int]] | None = None,
-    device: Device,
-    timeout_seconds: float,
     startup_seconds: float,
 ) -> RolePosition:
-    """Join the world of this rank's role, with the variables that the launcher set; collective over the job.
+    """Meet the ranks of all roles, with the variables that the launcher set; collective over the job.
 
-    A role of one rank is a single process, without process groups. `fates` are the ranks of the job that end
-    together; None: all. Raises TrainingError if its ranks do not connect within `startup_seconds`, and what a
-    rank has found wrong with its files.
+    `fates` are the ranks of the job that end together; None: all. Raises TrainingError if some do not come
+    within `startup_seconds`, and what a rank has found wrong with its files.
     """
     meeting = Meeting.of_launcher()
     job_rank, wanted = meeting.rank, sum(map(len, role_ranks.values()))
@@ -84,21 +81,31 @@ def join_role(
     board.wait_for_all(startup_seconds)
     if fates is not None and len(fates) > 1:
         board.narrow(next(ranks for ranks in fates if job_rank in ranks))
+    board.join_ring()
     store = dist.PrefixStore(f"attempt-{meeting.attempt}", board.store)
+    return RolePosition(role, job_rank - role_ranks[role].start, job_rank, dict(role_ranks), store, board)
+
+
+def enter_role(position: RolePosition, *, device: Device, timeout_seconds: float) -> None:
+    """Initialise torch.distributed with the ranks of a role, all of which have come; collective over them.
+
+    A role of one rank is a single process, without process groups. Raises LostRank if they do not connect.
+    """
+    ranks = position.role_ranks[position.role]
+    if len(ranks) == 1:
+        return
     try:
-        if len(role_ranks[role]) > 1:
-            dist.init_process_group(
-                world_backend(device),
-                store=dist.PrefixStore(role, store),
-                rank=job_rank - role_ranks[role].start,
-                world_size=len(role_ranks[role]),
-                timeout=timedelta(seconds=timeout_seconds),
-            )
+        dist.init_process_group(
+            world_backend(device),
+            store=dist.PrefixStore(position.role, position.store),
+            rank=position.rank,
+            world_size=len(ranks),
+            timeout=timedelta(seconds=timeout_seconds),
+        )
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
         raise LostRank(f"the ranks of a role could not connect: {without_frames(error)}") from error
-    return RolePosition(role, job_rank - role_ranks[role].start, job_rank, dict(role_ranks), store, board)
 
 
 class Link:

@@ -32,7 +32,7 @@ from yuan_train.parallel.groups import (
     make_tensor_groups,
     wait_for_world,
 )
-from yuan_train.parallel.links import RolePosition, join_role, move_weights
+from yuan_train.parallel.links import RolePosition, enter_role, join_role, move_weights
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
@@ -258,14 +258,13 @@ def serve(job: EngineJob) -> None:
     position = join_role(
         job_ranks(roles),
         fates=fates_of(roles, run.generation.on_lost_engine),
-        device=job.device,
-        timeout_seconds=run.train.timeout,
         startup_seconds=run.train.startup_timeout,
     )
     dtype = DTYPES[run.train.precision]
     # The policy ends the run, also on SIGTERM; engines then hear of it.
     explaining = explaining_memory(plan, position.rank, job.device)
     with stop_on_sigterm(), ending_together(position.board, job.device), position.naming_role(), explaining:
+        enter_role(position, device=job.device, timeout_seconds=run.train.timeout)
         settle_forms(Grid(plan), position.rank, device=job.device, dtype=dtype)
         sharding, row_blocks = sharding_of(run.model)
         parts = ModelParts(

@@ -22,7 +22,7 @@ from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.parallel.board import Board
 from yuan_train.parallel.groups import enter_world, make_tensor_groups, meet
-from yuan_train.parallel.links import RolePosition, join_role
+from yuan_train.parallel.links import RolePosition, enter_role, join_role
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told
 from yuan_train.rl.collect import Collected, Collector
@@ -95,8 +95,6 @@ def train_rl(job: RLJob) -> None:
         apart = join_role(
             job_ranks(job.roles),
             fates=fates_of(job.roles, job.run.generation.on_lost_engine),
-            device=policy.device,
-            timeout_seconds=policy.run.train.timeout,
             startup_seconds=policy.run.train.startup_timeout,
         )
         board = apart.board
@@ -105,8 +103,11 @@ def train_rl(job: RLJob) -> None:
         board = meet(policy.run.train.startup_timeout, place=place)
     keep_freed_memory(policy.device)
     with ending_together(board, policy.device) as ending:
-        if board is not None and apart is None:
-            enter_world(board, device=policy.device, timeout_seconds=policy.run.train.timeout)
+        timeout = policy.run.train.timeout
+        if apart is not None:
+            enter_role(apart, device=policy.device, timeout_seconds=timeout)
+        elif board is not None:
+            enter_world(board, device=policy.device, timeout_seconds=timeout)
         check_same_job(policy)
         check_cards(policy)
         if policy.run.checkpoint.directory is not None:

@@ -18,7 +18,7 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
-from yuan_train.parallel.links import RolePosition, join_role, move_weights
+from yuan_train.parallel.links import RolePosition, enter_role, join_role, move_weights
 from yuan_train.rl.engines import Channel, connect_seconds, fates_of, job_ranks, role_buckets
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.rl.lanes import Lanes, Recorder
@@ -65,12 +65,11 @@ def serve_scores(job: ScoringJob) -> None:
     position = join_role(
         job_ranks(job.roles),
         fates=fates_of(job.roles, job.run.generation.on_lost_engine),
-        device=job.own.device,
-        timeout_seconds=train.timeout,
         startup_seconds=train.startup_timeout,
     )
     # The policy ends the run, also on SIGTERM; this role then hears of it.
     with stop_on_sigterm(), ending_together(position.board, job.own.device), position.naming_role():
+        enter_role(position, device=job.own.device, timeout_seconds=train.timeout)
         with explaining_memory(job.own.plan, position.rank, job.own.device):
             _serve(job, position)
 

@@ -133,7 +133,6 @@ class Ending:
         assert board is not None
         seconds = POLL_SECONDS * max(1.0, len(board.members) / RANKS_A_LOOK)
         board.learn_holder()
-        board.join_ring()
         fault = None
         while fault is None:
             if self._stop.wait(seconds):
@@ -200,16 +199,17 @@ def ending_together(board: Board | None, device: Device) -> Iterator[Ending]:
         shutdown()
 
 
-def fail_together(error: Exception, position: Position) -> NoReturn:
+def fail_together(error: Exception | KeyboardInterrupt, position: Position) -> NoReturn:
     """Say what this rank has found wrong by itself, tell the others, who are on their way, and raise it.
 
     It is said before the others are met, which may never come, once on each machine: another rank of it says
     nothing if it has found the same. Whoever comes within a few seconds hears of it.
     """
     if position.world_size > 1:
-        speaks = position.local_rank == 0
+        # An interrupt is not found by the other ranks of the machine: each of them tells its own.
+        speaks = position.local_rank == 0 or isinstance(error, KeyboardInterrupt)
         if speaks:
-            say(error)
+            _say_own(error)
         # The first of a machine has told the others by then.
         told = _tell(error, MEET_SECONDS if speaks else MEET_SECONDS + POLL_SECONDS)
         if told is not None and told.text == _text(error):
@@ -217,7 +217,21 @@ def fail_together(error: Exception, position: Position) -> NoReturn:
     raise error
 
 
-def _tell(error: Exception, seconds: float) -> Fault | None:
+@contextmanager
+def telling_interrupts(position: Position) -> Iterator[None]:
+    """Around the work of a rank: a Ctrl-C before the ranks have met is told to the others, who wait for it.
+
+    From then on `Ending` tells it.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if getattr(error, "is_said", False):
+            raise
+        fail_together(error, position)
+
+
+def _tell(error: BaseException, seconds: float) -> Fault | None:
     """Write an error to the board, if it is there within some seconds. Returns the first that was written."""
     end = time.monotonic() + seconds
     try:

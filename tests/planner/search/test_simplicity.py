@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.native.evaluator import Evaluator
 from yuan_train.planner.search.candidate import Candidate, first_shape
+from yuan_train.planner.search.search_result import passed_over
 from yuan_train.planner.search.shapes import read_options
 from yuan_train.planner.search.simplicity import NAMES, burdens, prefer_simple, simplicity_note
 
@@ -47,6 +49,16 @@ def test_a_warm_up_that_gains_little_is_left_out_and_one_that_gains_more_is_not(
         "warm-ups of their own 1 instead of 0; search.simplicity: 0 takes it"
         in simplicity_note(replace(fastest, plan=plain, cost=cost_plan(costs, plain)), fastest)[0]
     )
+
+
+@pytest.mark.parametrize(("gain", "wanted"), [(0.0004, ()), (0.0006, ("0.1% faster with more beside",))])
+def test_a_gain_that_rounds_to_nothing_is_not_said(gain: float, wanted: tuple[str, ...]) -> None:
+    given = problem(cluster(Card=(2, card())))
+    plan = pipeline_of(given, given.cluster.cards, (0, 2, MODEL.num_layers))
+    costed = cost_plan(make_costs(given), plan)
+    faster = Candidate(plan=plan, cost=costed, shape=first_shape(plan, costed))
+    slower = cast(Candidate, SimpleNamespace(step_seconds=faster.step_seconds * (1 + gain)))
+    assert tuple(note[:28] for note in passed_over(slower, faster)) == wanted
 
 
 def test_a_search_takes_no_plan_that_is_slower_than_it_may_be() -> None:

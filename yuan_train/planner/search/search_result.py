@@ -135,11 +135,13 @@ def passed_over(best: Candidate, faster: Candidate | None) -> tuple[str, ...]:
     """What a plan gains that was not chosen for what it uses beside the cards, and the key that allows it."""
     if faster is None:
         return ()
+    gain = f"{best.step_seconds / faster.step_seconds - 1:.1%}"
+    if gain == f"{0:.1%}":
+        return ()
     level = beside_cards(faster.plan)
     tiers = ("optimizer", "activations", "parameters", "disk")[: level if level < 3 else 4]
-    gain = best.step_seconds / faster.step_seconds - 1
     return (
-        f"{gain:.1%} faster with more beside the cards, which has not run on CUDA (docs/ran_on.md) and is "
+        f"{gain} faster with more beside the cards, which has not run on CUDA (docs/ran_on.md) and is "
         f"chosen only where it is needed or gains {WORTH_LEAVING:.0%}; search.offload: "
         f"[{', '.join(tiers)}] takes it",
     )
