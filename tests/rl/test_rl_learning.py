@@ -19,6 +19,6 @@ def test_copying_is_learned_from_random_weights(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     assert main(["show", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<polyline") == 4 and "<script" not in page
+    assert page.count("<polyline") == 6 and "<script" not in page
     shown = capsys.readouterr().out
     assert "reinforcement learning (grpo)" in shown and "reward       0." in shown

@@ -23,11 +23,11 @@ from yuan_train.config.environment import is_rank_of_several
 from yuan_train.config.errors import INTERRUPTED, YuanError, say
 
 COMMANDS = {
-    "init": "write a commented file to begin with: a run of some kind, or a cluster",
     "plan": "partition a model unevenly over the cards of a cluster; forecast time and memory",
     "simulate": "run a plan's schedule in virtual time; write a timeline",
     "estimate": "what reinforcement learning of a model takes on a card; whether it fits",
     "profile": "measure this machine's cards, and the links between them",
+    "init": "write a commented file to begin with: a run of some kind, or a cluster",
     "tokenizer": "train a tokenizer on text",
     "preprocess": "turn text into token files",
     "train": "train; one process alone, or each rank under torchrun",
