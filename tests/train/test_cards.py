@@ -38,6 +38,7 @@ from yuan_train.train.cards import (
     host_note,
     needs_of,
     node_lines,
+    snapshot_bytes,
 )
 from yuan_train.train.job import Position, choose_device, choose_planned, prepare, types_here
 from yuan_train.train.run import train
@@ -258,7 +259,7 @@ def forecast_plan() -> Plan:
     )
     stages = tuple(StagePlan(replicas=((rank,),), layers=(s, s + 1)) for s, rank in enumerate((0, 1, 0)))
     return Plan(
-        model=ModelConfig(**MODEL),
+        model=replace(ModelConfig(**MODEL), num_layers=3),
         sequence_length=8,
         global_batch_size=1,
         ranks=tuple(RankPlan(rank=rank, device=f"a/{rank}", type="RTX-4090") for rank in range(2)),
@@ -300,6 +301,21 @@ def test_the_forecast_beside_the_memory_of_the_host() -> None:
     assert note is not None and "node a: by the plan's forecast its 2 ranks put 9.0 GiB on the host" in note
     # One rank says it for all of the node.
     assert host_note(plan, plan.ranks[1], 8.0 * GIB) is None
+
+
+def test_saves_in_the_background_count_in_the_memory_of_the_host() -> None:
+    """The second stage is the only one of its rank; the first rank holds the others, embedding and head."""
+    plan = forecast_plan()
+    embedding, *layers, head = plan.model.trained_unit_parameters
+    for ranks, held in (({0}, embedding + 2 * layers[0] + head), ({1}, layers[1]), ({0, 1}, sum(layers))):
+        ends = embedding + head if len(ranks) == 2 else 0
+        assert snapshot_bytes(plan, ranks, bytes_per_parameter=12) == 12 * (held + ends)
+    (pipeline,) = plan.pipelines
+    both = replace(plan, pipelines=(pipeline, pipeline))
+    assert snapshot_bytes(both, {0, 1}, bytes_per_parameter=12) == 12 * plan.model.parameters
+    assert host_note(plan, plan.ranks[0], 9.0 * GIB) is None
+    note = host_note(plan, plan.ranks[0], 9.0 * GIB, copied=12)
+    assert note is not None and "(checkpoint.asynchronous)" in note and "put 9.0 GiB on the host and" in note
 
 
 def test_who_else_is_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

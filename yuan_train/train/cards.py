@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -259,18 +259,41 @@ def check_card_memory(entry: RankPlan, needs: Needs, memory: CardMemory, card: C
     )
 
 
-def host_note(plan: Plan, entry: RankPlan, available: float) -> str | None:
-    """A note of the first rank of a node whose ranks put more on the host than is available there."""
+def snapshot_bytes(plan: Plan, ranks: Collection[int], *, bytes_per_parameter: int) -> float:
+    """What a save in the background copies to the hosts of these ranks: over all ranks, the state of each
+    trained parameter once, of which all that hold it write equal parts."""
+    trained, total = plan.model.trained_unit_parameters, 0.0
+    for unit, size in enumerate(trained):
+        # The embedding lies with the first layer, the head with the last.
+        layer = min(max(unit - 1, 0), plan.model.num_layers - 1)
+        holders = [
+            rank
+            for pipeline in plan.pipelines
+            for stage in pipeline.stages
+            if stage.layers[0] < layer + 1 and layer < stage.layers[1]
+            for rank in stage.ranks
+        ]
+        total += size * bytes_per_parameter * sum(rank in ranks for rank in holders) / len(holders)
+    return total
+
+
+def host_note(plan: Plan, entry: RankPlan, available: float, *, copied: int = 0) -> str | None:
+    """A note of the first rank of a node whose ranks put more on the host than is available there.
+
+    `copied`: bytes of each trained parameter that saves in the background copy there; 0: there are none.
+    """
     node = entry.device.rpartition("/")[0]
     own = [other for other in plan.ranks if other.device.rpartition("/")[0] == node]
     if own[0] != entry:
         return None
-    wanted = sum(needs.host for other in own if (needs := needs_of(plan, other.rank)) is not None)
-    if wanted <= available:
+    forecast = sum(needs.host for other in own if (needs := needs_of(plan, other.rank)) is not None)
+    snapshot = snapshot_bytes(plan, {other.rank for other in own}, bytes_per_parameter=copied)
+    if forecast + snapshot <= available:
         return None
+    saves = f" and saves copy {show_bytes(snapshot)} there (checkpoint.asynchronous)" if snapshot else ""
     return (
-        f"node {node}: by the plan's forecast its {len(own)} ranks put {show_bytes(wanted)} on the host, of "
-        f"which {show_bytes(available)} are available now"
+        f"node {node}: by the plan's forecast its {len(own)} ranks put {show_bytes(forecast)} on the "
+        f"host{saves}, of which {show_bytes(available)} are available now"
     )
 
 
