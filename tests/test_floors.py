@@ -302,15 +302,19 @@ def test_no_circles_between_folders() -> None:
         waiting -= free
 
 
-def module_arrows() -> dict[str, set[str]]:
-    """For each module of ours the modules of ours that it imports, type checkers' imports left out."""
+TYPES_OWED = {("yuan_train.config.architecture", "yuan_train.config.model")}
+"""Imports for a type checker alone that close a circle; none is to come to these."""
+
+
+def module_arrows(*, types: bool = False) -> dict[str, set[str]]:
+    """For each module of ours the modules of ours that it imports; `types`: those for a type checker too."""
     files = {
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         for path in ROOT.glob("yuan_train/**/*.py")
     }
     arrows: dict[str, set[str]] = {file: set() for file in files}
     for item in IMPORTS:
-        if item.typing_only or item.folder == "kernels":
+        if (item.typing_only and not types) or item.folder == "kernels":
             continue
         source = "yuan_train." + item.file.removesuffix(".py").replace("/", ".")
         module = item.module if item.module in files else item.module.rpartition(".")[0]
@@ -320,7 +324,9 @@ def module_arrows() -> dict[str, set[str]]:
 
 
 def test_no_circles_between_files() -> None:
-    arrows = module_arrows()
+    arrows = module_arrows(types=True)
+    for source, target in TYPES_OWED:
+        arrows[source].remove(target)
     files = set(arrows)
     done: set[str] = set()
     while waiting := files - done:

@@ -138,8 +138,7 @@ def build(job: Job) -> tuple[Job, MegatronStepper, Progress]:
 
 def _make_stepper(job: Job, world: MegatronWorld, expression: Expression) -> MegatronStepper:
     run, coord = job.run, world.coord
-    device_type = job.plan.device_type(coord.rank)
-    stopwatch = Stopwatch(job.device, slowdown=(device_type.slowdown if device_type else None) or 1.0)
+    stopwatch = Stopwatch(job.device, slowdown=world.grid.slowdown(coord.rank))
     batches, timers = Batches(), Timers(stopwatch)
     resets = job.tokenizer is not None and run.data.resets
     chunks = build_chunks(job.plan, coord, expression, batches, precision=run.train.precision, timers=timers)

@@ -130,6 +130,15 @@ class Grid:
         """The ranks of each worker of a pipeline, by the worker's number."""
         return self.plan.pipelines[pipeline].worker_replicas
 
+    def ranks_of(self, pipeline: int) -> tuple[int, ...]:
+        """All ranks of a pipeline, the lowest first."""
+        return tuple(sorted({rank for replica in self.replicas(pipeline) for rank in replica}))
+
+    def slowdown(self, rank: int) -> float:
+        """How many times as long a computation takes on a simulated card of a rank; 1 on a real one."""
+        device_type = self.plan.device_type(rank)
+        return (device_type.slowdown if device_type is not None else None) or 1.0
+
     def workers(self, pipeline: int) -> Workers:
         """The workers' numbers of each stage of a pipeline."""
         return self.plan.pipelines[pipeline].workers

@@ -29,7 +29,6 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import (
     as_training_error,
     guard_world_collective,
-    make_tensor_groups,
     wait_for_world,
 )
 from yuan_train.parallel.links import RolePosition, enter_role, join_role, move_weights
@@ -47,7 +46,7 @@ from yuan_train.rl.engines import (
     weight_buckets,
     weight_link,
 )
-from yuan_train.rl.generator import Drawing, Engine, NotFiniteDraw
+from yuan_train.rl.generator import Drawing, NotFiniteDraw, make_engine, pipeline_group
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.remote import RemoteRewardModel
 from yuan_train.rl.reward_model import RewardModel
@@ -293,13 +292,7 @@ class _Server:
     ) -> None:
         run, roles = job.run, job.roles
         coord, grid = runtime.coord, runtime.grid
-        pipelines = [
-            tuple(sorted({rank for replica in grid.replicas(p) for rank in replica}))
-            for p in range(len(grid.plan.pipelines))
-        ]
-        wide = [ranks for ranks in pipelines if len(ranks) > 1]
-        groups = make_tensor_groups(wide, timeout_seconds=run.train.timeout) if dist.is_initialized() else {}
-        self._group = groups.get(pipelines[coord.pipeline])
+        self._group = pipeline_group(runtime, timeout_seconds=run.train.timeout)
         leader, ranks = engine_ranks(roles)[coord.pipeline][0], job_ranks(roles)
         self._leader = leader - ranks["generation"].start
         self._channel: Channel | None = None
@@ -312,20 +305,14 @@ class _Server:
         self._buckets = weight_buckets(roles, dtype.itemsize, trained=True)[coord.pipeline]
         tell_launcher(position.job_rank)
         self._runtime, self._position, self._dtype = runtime, position, dtype
-        device_type = grid.plan.device_type(coord.rank)
-        slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
         pipeline = grid.plan.pipelines[coord.pipeline]
-        self._engine = Engine(
+        self._engine = make_engine(
             runtime,
+            run,
             slots=pipeline.num_sequences,
             groups=pipeline.num_micro_batches,
-            group=run.algorithm.group,
-            max_prompt_tokens=run.data.max_prompt_tokens,
-            max_new_tokens=run.generation.max_new_tokens,
-            prefill_chunk=run.generation.prefill_chunk,
+            stopwatch=Stopwatch(job.device, slowdown=grid.slowdown(coord.rank)),
             device=job.device.torch,
-            dtype=dtype,
-            stopwatch=Stopwatch(job.device, slowdown=slowdown),
             ranks=self._group,
         )
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yuan_train.config.errors import TrainingError
+from yuan_train.config.rl import RLConfig
 from yuan_train.models.generate import Resets
 from yuan_train.models.sampling import draw, draw_keys
 from yuan_train.models.slots import (
@@ -39,9 +40,10 @@ from yuan_train.models.transformer import Cache, Transformer
 from yuan_train.parallel.apply import RankRuntime, make_forward_lane
 from yuan_train.parallel.bridge import Boundary
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.groups import as_training_error
+from yuan_train.parallel.groups import as_training_error, make_tensor_groups
 from yuan_train.parallel.transport import blame_peers
 from yuan_train.rl.tickets import Ended, Sample, Ticket
+from yuan_train.train.build import DTYPES
 
 CacheKind = Literal["prompts", "answers"]
 GROUPS_PER_STAGE = 4
@@ -581,3 +583,38 @@ class Engine:
             ):
                 dist.all_reduce(flat, group=self._ranks)
         return {n: [tuple(one) for one in part.tolist()] for n, part in parts.items()}
+
+
+def pipeline_group(runtime: RankRuntime, *, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """The group of all ranks of this rank's pipeline; None if it has one. Collective over all ranks."""
+    grid = runtime.grid
+    pipelines = [grid.ranks_of(p) for p in range(len(grid.plan.pipelines))]
+    wide = [ranks for ranks in pipelines if len(ranks) > 1]
+    groups = make_tensor_groups(wide, timeout_seconds=timeout_seconds) if dist.is_initialized() else {}
+    return groups.get(pipelines[runtime.coord.pipeline])
+
+
+def make_engine(
+    runtime: RankRuntime,
+    run: RLConfig,
+    *,
+    slots: int,
+    groups: int | None = None,
+    stopwatch: Stopwatch,
+    device: torch.device,
+    ranks: dist.ProcessGroup | None,
+) -> Engine:
+    """The engine that writes a run's answers on this rank's pipeline, whose `pipeline_group` is `ranks`."""
+    return Engine(
+        runtime,
+        slots=slots,
+        groups=groups,
+        group=run.algorithm.group,
+        max_prompt_tokens=run.data.max_prompt_tokens,
+        max_new_tokens=run.generation.max_new_tokens,
+        prefill_chunk=run.generation.prefill_chunk,
+        device=device,
+        dtype=DTYPES[run.train.precision],
+        stopwatch=stopwatch,
+        ranks=ranks,
+    )

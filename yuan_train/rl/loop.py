@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
@@ -29,7 +28,7 @@ from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic
 from yuan_train.rl.engines import fates_of, job_ranks
 from yuan_train.rl.experience import RowFeed
-from yuan_train.rl.generator import Engine
+from yuan_train.rl.generator import make_engine, pipeline_group
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.losses import PolicyLoss
 from yuan_train.rl.metrics import RLMetrics, SampleLog
@@ -45,7 +44,7 @@ from yuan_train.train.agreement import (
     find_resume_together,
     raise_together,
 )
-from yuan_train.train.build import DTYPES, build, restore
+from yuan_train.train.build import build, restore
 from yuan_train.train.clock import StepClock, device_clock
 from yuan_train.train.ending import ending_together
 from yuan_train.train.footprint import keep_freed_memory
@@ -157,7 +156,16 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
     feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=policy.device)
     trainer, progress, reference = _build(job, feed, loss, apart)
     critic = Critic(job, feed) if run.critic is not None else None
-    engine = None if job.generates_apart else _make_engine(job, trainer)
+    engine = None
+    if not job.generates_apart:
+        engine = make_engine(
+            trainer.runtime,
+            run,
+            slots=job.slots(trainer.runtime.coord.pipeline),
+            stopwatch=trainer.stopwatch,
+            device=trainer.device.torch,
+            ranks=pipeline_group(trainer.runtime, timeout_seconds=run.train.timeout),
+        )
     updater = Updater(
         run,
         trainer,
@@ -234,32 +242,6 @@ def _build(
     if policy.checkpoint is not None:
         progress = restore(policy.checkpoint, trainer, policy.run)
     return trainer, progress, reference
-
-
-def _make_engine(job: RLJob, trainer: Trainer) -> Engine:
-    run, runtime = job.run, trainer.runtime
-    own = None
-    if dist.is_initialized():
-        pipelines = [
-            tuple(sorted({rank for replica in runtime.grid.replicas(p) for rank in replica}))
-            for p in range(len(runtime.grid.plan.pipelines))
-        ]
-        groups = make_tensor_groups(
-            [ranks for ranks in pipelines if len(ranks) > 1], timeout_seconds=run.train.timeout
-        )
-        own = groups.get(pipelines[runtime.coord.pipeline])
-    return Engine(
-        runtime,
-        slots=job.slots(runtime.coord.pipeline),
-        group=run.algorithm.group,
-        max_prompt_tokens=run.data.max_prompt_tokens,
-        max_new_tokens=run.generation.max_new_tokens,
-        prefill_chunk=run.generation.prefill_chunk,
-        device=trainer.device.torch,
-        dtype=DTYPES[run.train.precision],
-        stopwatch=trainer.stopwatch,
-        ranks=own,
-    )
 
 
 def _run_steps(parts: _Parts, progress: Progress, state: RLProgress, stop_requested: list[bool]) -> None:

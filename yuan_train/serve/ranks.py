@@ -183,10 +183,7 @@ class Lane:
         self._runtime = runtime
         coord, grid = runtime.coord, runtime.grid
         self.pipeline = coord.pipeline
-        self._own = [
-            tuple(sorted({rank for replica in grid.replicas(p) for rank in replica}))
-            for p in range(len(grid.plan.pipelines))
-        ]
+        self._own = [grid.ranks_of(p) for p in range(len(grid.plan.pipelines))]
         # Rank 0 leads each pipeline.
         self._led = [tuple(sorted({0, *ranks})) for ranks in self._own]
         wide = [ranks for ranks in dict.fromkeys([*self._own, *self._led]) if len(ranks) > 1]
@@ -194,8 +191,6 @@ class Lane:
             make_tensor_groups(wide, timeout_seconds=TIMEOUT_SECONDS) if dist.is_initialized() else {}
         )
         self._draws = SeededDraws()
-        device_type = grid.plan.device_type(coord.rank)
-        slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
         self._engine = Engine(
             runtime,
             slots=slots_of(grid.plan, job.limits.slots)[coord.pipeline],
@@ -205,7 +200,7 @@ class Lane:
             prefill_chunk=PREFILL_CHUNK,
             device=job.device.torch,
             dtype=job.dtype,
-            stopwatch=Stopwatch(job.device, slowdown=slowdown),
+            stopwatch=Stopwatch(job.device, slowdown=grid.slowdown(coord.rank)),
             ranks=self._groups.get(self._own[coord.pipeline]),
             documents=job.documents,
         )

@@ -76,12 +76,10 @@ def build(
         ),
         trained=trained,
     )
-    device_type = plan.device_type(rank)
-    slowdown = (device_type.slowdown if device_type is not None else None) or 1.0
     resets = _resets(job) if feed is None else run.data.resets
     feed = Feed(_share(job, runtime)) if feed is None else feed
     pair_loss = PairLoss(run.objective, device=job.device.torch) if run.objective.reads_pairs else None
-    stopwatch = Stopwatch(job.device, slowdown=slowdown)
+    stopwatch = Stopwatch(job.device, slowdown=runtime.grid.slowdown(rank))
     runtime.reducer.pace = stopwatch.catch_up
     for state in runtime.states:
         state.pause = stopwatch.paused
