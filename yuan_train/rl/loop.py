@@ -20,7 +20,7 @@ import torch
 from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.parallel.board import Board
-from yuan_train.parallel.groups import enter_world, make_tensor_groups, meet
+from yuan_train.parallel.groups import enter_world, meet
 from yuan_train.parallel.links import RolePosition, enter_role, join_role
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told
