@@ -28,7 +28,7 @@ from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic
 from yuan_train.rl.engines import fates_of, job_ranks
 from yuan_train.rl.experience import RowFeed
-from yuan_train.rl.generator import make_engine, pipeline_group
+from yuan_train.rl.generator import Engine, make_engine, pipeline_group
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.losses import PolicyLoss
 from yuan_train.rl.metrics import RLMetrics, SampleLog
@@ -156,16 +156,7 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
     feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=policy.device)
     trainer, progress, reference = _build(job, feed, loss, apart)
     critic = Critic(job, feed) if run.critic is not None else None
-    engine = None
-    if not job.generates_apart:
-        engine = make_engine(
-            trainer.runtime,
-            run,
-            slots=job.slots(trainer.runtime.coord.pipeline),
-            stopwatch=trainer.stopwatch,
-            device=trainer.device.torch,
-            ranks=pipeline_group(trainer.runtime, timeout_seconds=run.train.timeout),
-        )
+    engine = None if job.generates_apart else _make_engine(job, trainer)
     updater = Updater(
         run,
         trainer,
@@ -242,6 +233,17 @@ def _build(
     if policy.checkpoint is not None:
         progress = restore(policy.checkpoint, trainer, policy.run)
     return trainer, progress, reference
+
+
+def _make_engine(job: RLJob, trainer: Trainer) -> Engine:
+    return make_engine(
+        trainer.runtime,
+        job.run,
+        slots=job.slots(trainer.runtime.coord.pipeline),
+        stopwatch=trainer.stopwatch,
+        device=trainer.device.torch,
+        ranks=pipeline_group(trainer.runtime, timeout_seconds=job.run.train.timeout),
+    )
 
 
 def _run_steps(parts: _Parts, progress: Progress, state: RLProgress, stop_requested: list[bool]) -> None:
