@@ -85,21 +85,21 @@ SAME_NAMES = {
 }
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (12, 2100),
-    "cli": (30, 5900),
-    "config": (23, 6550),
-    "data": (12, 3000),
-    "hf_export": (3, 635),
-    "megatron": (7, 1190),
-    "models": (31, 3750),
-    "objectives": (4, 315),
-    "parallel": (32, 7700),
-    "profile": (5, 1315),
-    "report": (8, 1000),
-    "rl": (21, 4400),
-    "schedule": (9, 2070),
-    "serve": (9, 2000),
-    "train": (30, 5800),
+    "checkpoint": (16, 2600),
+    "cli": (33, 5900),
+    "config": (28, 7000),
+    "data": (16, 3500),
+    "hf_export": (3, 632),
+    "megatron": (7, 1189),
+    "models": (31, 3703),
+    "objectives": (4, 314),
+    "parallel": (35, 8000),
+    "profile": (5, 1311),
+    "report": (10, 1300),
+    "rl": (24, 4700),
+    "schedule": (9, 2068),
+    "serve": (11, 2200),
+    "train": (32, 6000),
 }
 """The most files and lines of each folder beside the planner: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""
