@@ -15,7 +15,7 @@ from yuan_train.planner.native import library
 
 RANDOM_PLANS = """
 import ctypes, random, sys
-from tests.planner.native import test_price
+from tests.planner.native import test_price, test_prove
 from yuan_train.planner.native import evaluator, pipelines
 
 evaluator.load_library = pipelines.load_library = lambda: ctypes.CDLL(sys.argv[1])
@@ -39,6 +39,8 @@ test_price.test_the_core_prices_a_step_as_it_is_defined(0)
 test_price.test_profiles_and_other_libraries_are_priced_as_defined(100)
 test_price.test_profiles_and_other_libraries_are_priced_as_defined(101)
 test_price.test_found_drafts_are_lawful_plans_of_the_price_they_say(1, 0b1111, True)
+for schedule in ("1f1b", "gpipe", "zero_bubble"):
+    test_prove.test_what_is_proven_is_the_fastest_of_all(1, schedule)
 print("done")
 """
 

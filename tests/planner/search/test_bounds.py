@@ -145,7 +145,8 @@ def test_no_cut_of_two_equal_pipelines_is_faster(bandwidth, layers, sharded):
     lowest = min(cost.step_seconds for cost in costs_of_cuts)
     keys = {"tensor": (1,), "replicas": (1,), "recompute": ("none",), "num_micro_batches": (4,)}
     result = find(given_problem, pipelines=(2,), optimizer_sharding=(sharded,), **keys)
-    # Over slow links deeper warm-ups are faster still. No proof covers them, nor buckets that share a card.
-    assert result.best.step_seconds < lowest if bandwidth == 1e8 else not result.exact or layers > 1
+    # Over slow links deeper warm-ups are faster still. No proof covers them.
+    assert result.best.step_seconds <= lowest * (1 + 1e-9)
+    assert not result.exact if bandwidth == 1e8 else result.best.step_seconds < lowest or result.exact
     assert result.best.step_seconds <= lowest * (1 + 1e-9)
     assert result.lower_bound_seconds <= lowest * (1 + 1e-9)

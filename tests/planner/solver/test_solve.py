@@ -1,19 +1,13 @@
 """The solver against hand-solved cases, known optima, and an independent brute force."""
 
-import itertools
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.instances import CASES, brute_force, case_instance, event_simulation, random_case
-from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
-from yuan_train.planner.solver.area_bound import area_bound_seconds
 from yuan_train.planner.solver.cost_tables import CostTables
 from yuan_train.planner.solver.dynamic_program import threshold_bounds
-from yuan_train.planner.solver.proof import promising_cuts, promising_orders
 from yuan_train.planner.solver.seeds import count_order, slot_classes
 from yuan_train.planner.solver.solve import solve
 
@@ -44,7 +38,6 @@ def test_two_stages_by_hand():
     # first, its 100 s of work wait twice for 1 s: F0 runs 0-5, F1 5-10, and B0 starts when the slow card is
     # done at 5 + 6 = 11; the last backward waits again. So 102 s.
     solution = solve(case_instance(two_cards()))
-    assert solution.exact
     assert solution.cuts[0].step_seconds == pytest.approx(102)
     assert solution.cuts[0].order == (0, 1)
     sizes = dict(zip(solution.cuts[0].order, np.diff(solution.cuts[0].bounds).tolist(), strict=True))
@@ -80,86 +73,12 @@ def test_known_optimum(name):
     solution = solve(case_instance(case))
     if expect["optimum_s"] is None:
         assert not solution.cuts
-        assert solution.exact
         return
     cut = solution.cuts[0]
     counts = tuple(np.diff(cut.bounds).tolist())
     simulated = event_simulation(case | {"overlap": case.get("overlap", True)}, cut.order, counts)
     assert simulated == pytest.approx(cut.step_seconds)
     assert simulated <= expect["optimum_s"] * 1.01
-    assert solution.lower_bound_seconds <= expect["optimum_s"] * (1 + 1e-9)
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(seed=st.integers(0, 10_000))
-def test_as_good_as_brute_force(seed):
-    case = random_case(seed)
-    instance = case_instance(case)
-    best = brute_force(case)
-    solution = solve(instance)
-    if best is None:
-        assert not solution.cuts
-        return
-    assert solution.exact
-    assert solution.cuts, "the solver found no cut, but one fits"
-    assert solution.cuts[0].step_seconds == pytest.approx(best, rel=1e-9)
-    assert area_bound_seconds(instance) <= best * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("seed", [4, 6, 7, 31])
-def test_as_good_as_brute_force_where_senders_wait(seed):
-    case = random_case(seed)
-    instance = replace(case_instance(case), sends="blocking")
-    numbers = {name: getattr(instance, name)[0] for name in ("forward_seconds", "backward_seconds")}
-
-    def step(case, order, counts):
-        ends = [0, *itertools.accumulate(counts)]
-        stages = list(zip(order, ends, ends[1:], strict=False))
-        size = [end - 1 for end in ends[1:-1]]
-        return simulate_schedule(
-            "1f1b",
-            StageTimes(
-                **{name: tuple(row[d, a:b].sum() for d, a, b in stages) for name, row in numbers.items()},
-                send_activation_seconds=tuple(instance.message_seconds[size, order[:-1], order[1:]]),
-                send_gradient_seconds=tuple(instance.message_seconds[size, order[1:], order[:-1]]),
-            ),
-            num_micro_batches=case["num_microbatches"],
-            sends="blocking",
-        ).step_seconds
-
-    solution, best = solve(instance), brute_force(case, step)
-    assert solution.exact and solution.cuts[0].step_seconds == pytest.approx(best, rel=1e-9)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 3, 5])
-def test_five_different_cards_are_proven(seed):
-    case = random_case(seed, size=(5, 8)) | {"order": None, "use_all_devices": True}
-    best = brute_force(case)
-    solution = solve(case_instance(case))
-    assert solution.exact
-    assert (solution.cuts[0].step_seconds if solution.cuts else None) == pytest.approx(best, rel=1e-9)
-
-
-def test_a_limit_excludes_no_order_that_beats_it():
-    """With a limit just above the optimum, the orders and the cuts of the optimal plans are not excluded."""
-    entry = CASES["c1_a100x2_v100x2_12L_compute_bound"]
-    tables = CostTables(case_instance(entry["case"]))
-    best, classes = entry["expect"]["optimum_s"], slot_classes(tables.instance)
-    above = promising_orders(tables, classes, range(4, 5), best * (1 + 1e-9), max_rows=1000)
-    assert above.complete
-    kinds = {tuple(int(classes[slot]) for slot in order) for order in above.orders}
-    winners = entry["expect"]["optimal_plans"]
-    assert {tuple(int(classes[slot]) for slot in plan["order"]) for plan in winners} <= kinds
-    for plan in winners:
-        order = np.array([plan["order"]])
-        bounds = np.concatenate(([0], np.cumsum(plan["layers"])))
-        kept = promising_cuts(tables, order, best * (1 + 1e-9), max_rows=10_000)
-        assert (kept.bounds == bounds).all(axis=1).any()
-
-
-def test_a_proof_without_budget_is_abandoned():
-    case = random_case(0, size=(5, 8)) | {"order": None, "use_all_devices": True}
-    assert not solve(case_instance(case), max_work=1).exact
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
@@ -195,11 +114,10 @@ def test_same_instance_same_cuts():
     assert solve(case_instance(case)).cuts == solve(case_instance(case)).cuts
 
 
-def test_bound_counts_filling_the_pipeline():
+def test_two_micro_batches_fill_two_stages():
     # Two equal cards, m = 2: stage 0 has T / 2 for a micro-batch, stage 1 half of the rest, T / 4. A
     # micro-batch takes 12 s, so T >= 16. Four units on stage 0 and two on stage 1 reach it: 2 * 8, and 8 + 2
     # * 4.
     devices = [{"type": "A", "mem_bytes": 1000, "reserved_bytes": 0} for _ in range(2)]
     case = two_cards(devices=devices, num_microbatches=2)
-    assert area_bound_seconds(case_instance(case)) == pytest.approx(16)
     assert solve(case_instance(case)).cuts[0].step_seconds == pytest.approx(16)

@@ -80,15 +80,18 @@ def make_tables(
     *,
     num_islands: int = 1,
     on_disk: bool = False,
+    apart: bool = False,
 ) -> Tables | None:
     """The tables of a problem for these micro-batch sizes and tensor-parallel widths; None for a problem that
     the core does not price whole. With several islands they are those of one, and prices those of all;
-    `on_disk`: state that hosts have no room for is priced as if it lay on the disks of the cluster file."""
+    `on_disk`: state that hosts have no room for is priced as if it lay on the disks of the cluster file.
+    Pools of cards that stand `apart` have one card each: a draft then says which."""
     problem, topology = costs.problem, costs.topology
     cards = [card for card in problem.cluster.cards if _has_precision(costs, card)]
     if len(sizes) > NUM_SIZES or not cards:
         return None
-    pools = tuple(tuple(own) for _, own in itertools.groupby(cards, key=lambda card: (card.node, card.type)))
+    alike = itertools.groupby(cards, key=lambda card: (card.node, card.type, card.name if apart else ""))
+    pools = tuple(tuple(own) for _, own in alike)
     table = ProblemTable()
     nodes = {node: i for i, node in enumerate(dict.fromkeys(card.node for card in cards))}
     table.num_units, table.num_pools = problem.model.num_layers + 2, len(pools)

@@ -207,6 +207,48 @@ class _Found(ctypes.Structure):
     ]
 
 
+class ProofSlot(ctypes.Structure):
+    """`struct proof_slot`."""
+
+    num_replicas: int
+    width: int
+    alike: int
+    block: int
+    block_kind: int
+    pools: Any
+    _fields_ = [
+        *((name, c_int32) for name in ("num_replicas", "width", "alike", "block", "block_kind")),
+        ("pools", POINTER(c_int16)),
+    ]
+
+
+class ProofShape(ctypes.Structure):
+    """`struct proof_shape`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("schedule", "size", "num_micro_batches", "num_pipelines")),
+        *((name, c_int32) for name in ("is_sharded", "needs_first", "needs_last", "num_slots")),
+        ("slots", POINTER(ProofSlot)),
+    ]
+
+
+class ProofState(ctypes.Structure):
+    """`struct proof_state`."""
+
+    budget: int
+    spent: int
+    num_priced: int
+    best: float
+    draft: DraftTable
+    rows: object
+    """What the draft points to."""
+    _fields_ = [
+        *((name, c_int64) for name in ("budget", "spent", "num_priced")),
+        ("best", c_double),
+        ("draft", DraftTable),
+    ]
+
+
 class _Price(ctypes.Structure):
     _fields_ = [
         *((name, c_double) for name in ("step", "compute", "reduce", "tied", "update", "sync", "over")),
@@ -250,6 +292,11 @@ def _core() -> ctypes.CDLL:
             "search_drafts",
             c_int,
             [c_void_p, POINTER(SpaceTable), POINTER(_Wish), POINTER(_Found)],
+        ),
+        (
+            "prove_shape",
+            c_int,
+            [c_void_p, POINTER(SpaceTable), POINTER(ProofShape), POINTER(ProofState)],
         ),
         ("price_draft", c_int, [c_void_p, POINTER(DraftTable), c_double, POINTER(_Price)]),
     ):
@@ -309,3 +356,17 @@ class Evaluator:
             num_priced=found.num_priced,
             rows=tuple(rows),
         )
+
+    def proof_state(self, *, best: float, budget: int) -> ProofState:
+        """The begin of a proof that nothing takes less than `best` seconds, which may try `budget` stages."""
+        pipelines = (PipelineRow * (self._problem.num_cards + 1))()
+        stages = (StageRow * (most_stages(self._problem) + 1))()
+        state = ProofState(budget, 0, 0, best, DraftTable(0, 0, 0, 0, 0, pipelines, stages))
+        state.rows = pipelines, stages
+        return state
+
+    def prove(self, space: SpaceTable, shape: ProofShape, state: ProofState) -> None:
+        """Look for a plan of a shape that takes less than `state.best`, which then has it; nothing is proven
+        any more once all of its budget is spent."""
+        if _core().prove_shape(self._pointer, byref(space), byref(shape), byref(state)):
+            raise MemoryError("no memory to prove a plan")

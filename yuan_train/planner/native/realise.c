@@ -109,8 +109,7 @@ static int send_some(struct search *search, struct draft *draft, int32_t p, int3
     return 0;
 }
 
-/* The fastest way in which a stage fits, if it does in any. */
-static int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s)
+int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s)
 {
     int32_t number = draft->pipelines[p].first_stage + s;
     struct draft_stage *stage = &draft->stages[number];

@@ -106,8 +106,7 @@ static struct draft *realised(struct search *search, struct draft *draft)
 /* Parts of a price: what a draft takes whose step is longer than wanted for certain, and what its simulation takes. */
 enum { REALISED = 1, PLAYED = 3, PARTS_PLAYED = 512 };
 
-/* The step of a draft, which is realised; above MISFIT if it does not fit, IMPOSSIBLE if it cannot be. */
-static double step_of(struct search *search, struct draft *draft, double limit)
+double step_of(struct search *search, struct draft *draft, double limit)
 {
     struct price price;
     if (!is_allowed(search, draft))

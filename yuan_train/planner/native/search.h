@@ -44,6 +44,11 @@ struct draft take_draft(const struct problem *problem, struct arena *arena);
 
 /* Depths, recompute and state on hosts of a draft, as its memory needs them; 0, or 1 if it cannot be. */
 int realise_draft(struct search *search, struct draft *draft);
+/* The fastest way in which stage s fits, if it does in any, its holders and micro-batches in flight being known; 0, or 1
+ * if it cannot be. */
+int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s);
+/* The step of a draft, which is realised; above MISFIT if it does not fit, IMPOSSIBLE if it cannot be. */
+double step_of(struct search *search, struct draft *draft, double limit);
 /* Deal the layers of pipeline p to the stages that are least busy and have room. */
 void deal_layers(struct search *search, struct draft *draft, int32_t p);
 /* Deal the batch to the pipelines by their speed; 0 if it does not come out even. */

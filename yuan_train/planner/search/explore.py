@@ -1,7 +1,7 @@
 """Which shapes are cut, in which order, and with how much work.
 
 A shape's relaxed estimate decides the order, the most promising first; its lower bound excludes it. Small
-shapes are solved and proven; the large ones are sketched within a budget, and the best sketches are refined.
+shapes are solved; the large ones are sketched within a budget, and the best sketches are refined.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.bounds import shape_bound
 from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.descent import Budget
-from yuan_train.planner.search.instances import is_faithful, make_instance
+from yuan_train.planner.search.instances import make_instance
 from yuan_train.planner.search.offload import with_offload
 from yuan_train.planner.search.polish import polish_plan
 from yuan_train.planner.search.relaxation import PRUNE_FACTOR, relaxed_seconds
@@ -49,8 +49,6 @@ MAX_SMALL_STEPS, MAX_SMALL_STEPS_OF_FEW = 640, 10_000
 """Stages * micro-batches up to which a shape is solved; the second number is for few cards."""
 SOLVED_STEPS, SOLVED_STEPS_OF_FEW = 1_000, 40_000
 """Budget of the same, summed over all solved shapes; the other shapes are sketched."""
-PROOF_WORK, PROOF_WORK_OF_FEW = 100_000_000, 4_000_000_000
-"""Budget of all proofs together; see `solve.Solution.work`."""
 SKETCH_WORK_PER_CARD = 250_000
 """Budget of all sketches together: cells of dynamic programming (stages * units^2), per card."""
 MANY_CARDS, KEPT_OF_MANY = 48, 2
@@ -67,13 +65,9 @@ MAX_REFINED_SHAPES, MAX_POLISHED_SHAPES = 3, 12
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Candidates of all shapes, and what is known of the other plans."""
+    """Candidates of all shapes."""
 
     candidates: tuple[Candidate, ...]
-    lower_bound_seconds: float
-    """No plan of these shapes takes less."""
-    exact: bool
-    """Whether no plan of these shapes is faster than the best candidate, polish not counted."""
     num_simulated: int
 
 
@@ -84,25 +78,21 @@ def solve_shapes(
     stopped: Callable[[], bool],
     *,
     best_seconds: float = float("inf"),
-    proves: bool = True,
 ) -> Found:
     """Solve every small shape that no bound excludes, the most promising first; sketch the large ones, and
     refine the best sketches. Once `stopped()` is true and one shape was tried, the others are skipped.
-    There is a plan of `best_seconds` already. Without `proves`, no cut is proven to be the fastest."""
-    search = _Search(costs, options, stopped, best_seconds, proves=proves)
+    There is a plan of `best_seconds` already."""
+    search = _Search(costs, options, stopped, best_seconds)
     if len(costs.problem.cluster.cards) <= THOUSANDS:
         search.explore_all(shapes)
     else:
         shapes, longer = _by_steps(shapes, costs.problem.model.num_layers + 2)
-        search.exact = False
         search.sketch_roughly(shapes)
         search.explore_all(shapes)
         if not search.candidates and not stopped():
             search.explore_all(longer)
     return Found(
         candidates=tuple(search.candidates),
-        lower_bound_seconds=search.lower_bound,
-        exact=search.exact,
         num_simulated=search.num_simulated,
     )
 
@@ -128,21 +118,17 @@ class _Search:
         options: Options,
         stopped: Callable[[], bool],
         best_seconds: float,
-        *,
-        proves: bool,
     ) -> None:
         self.costs, self.options, self.stopped = costs, options, stopped
         self.candidates: list[Candidate] = []
         self.taken: set[tuple[Shape, Cut]] = set()
         """Cuts that were costed: a shape is sketched in two ways, often with the same cuts."""
-        self.best, self.lower_bound = best_seconds, float("inf")
-        self.exact = True
+        self.best = best_seconds
         self.num_simulated = self.solved_steps = self.num_tried = 0
         self.few = len(costs.problem.cluster.cards) <= FEW_CARDS
         self.many = len(costs.problem.cluster.cards) > MANY_CARDS
         self.max_steps = MAX_SMALL_STEPS_OF_FEW if self.few else MAX_SMALL_STEPS
         self.max_solved = SOLVED_STEPS_OF_FEW if self.few else SOLVED_STEPS
-        self.proof_work = 0 if not proves else PROOF_WORK_OF_FEW if self.few else PROOF_WORK
 
     def prunes(self, scored: ScoredShape) -> bool:
         """Whether a shape is skipped: it cannot win, is unlikely to (on many cards), or the time is over."""
@@ -158,9 +144,7 @@ class _Search:
         costs, cards = self.costs, self.costs.problem.cluster.cards
         bounded: list[tuple[float, Shape]] = []
         for shape in shapes:
-            # `bounds.lower_bound` covers the shapes that are left out.
             if bounded and self.stopped():
-                self.exact = False
                 break
             bounded.append((shape_bound(costs, shape, self.options), shape))
         # Estimates of stages with several replicas are too low, because no deeper warm-up hides their
@@ -174,9 +158,7 @@ class _Search:
         large = [item for item in bounded if not (solving and self.may_solve(item[1]))]
         small = [item for item in bounded if solving and self.may_solve(item[1])]
         for scored in self.ranked(small, lambda: self.solved_steps >= self.max_solved or self.is_late()):
-            if self.prunes(scored):
-                self.skip(scored.lower_bound_seconds)
-            elif not (self.may_solve(scored.shape) and self.solve(scored.shape)):
+            if not self.prunes(scored) and not (self.may_solve(scored.shape) and self.solve(scored.shape)):
                 large.append((scored.lower_bound_seconds, scored.shape))
         self.sketch_shapes(large)
 
@@ -201,11 +183,6 @@ class _Search:
             seconds += _exposed_estimate(self.costs, shape, self.options)
             heapq.heappush(waiting, (max(seconds, bound), bound, i, True))
 
-    def skip(self, lower_bound_seconds: float) -> None:
-        """Record a skipped shape: nothing is proven any more unless its bound excludes it."""
-        self.exact = self.exact and lower_bound_seconds >= self.best
-        self.lower_bound = min(self.lower_bound, lower_bound_seconds)
-
     def may_solve(self, shape: Shape) -> bool:
         """Whether a shape looks small, and the budget of solved shapes is not used up."""
         depth = min(len(shape.slots), self.costs.problem.model.num_layers + 2)
@@ -222,13 +199,11 @@ class _Search:
         if not is_small(instance):
             return False
         self.num_tried += 1
-        solution = solve(instance, max_work=max(self.proof_work, 0), stopped=self.stopped)
+        solution = solve(instance, stopped=self.stopped)
         self.solved_steps += instance.num_slots * shape.num_micro_batches
-        self.proof_work -= solution.work
-        proven = solution.exact and (not solution.cuts or is_faithful(self.costs, shape))
-        self._take(shape, solution, proven=proven)
+        self._take(shape, solution)
         if instance.num_slots > 1 and may_hide(instance) and instance.message_seconds.any():
-            # The proof covers 1F1B's own warm-up depths only; `polish_plan` may make these cuts faster.
+            # Cuts are of 1F1B's own warm-up depths; `polish_plan` may make these faster.
             deeper = refine(sketch(instance), hidden=True, stopped=self.stopped)
             self.candidates += _as_candidates(self.costs, shape, self.options, deeper.cuts)
         return True
@@ -245,14 +220,11 @@ class _Search:
         for scored in self.ranked(large, is_over):
             least_of_shape = min(scored.lower_bound_seconds, scored.estimated_seconds / PRUNE_FACTOR)
             if is_over() or self.prunes(scored) or least_of_shape >= least:
-                self.skip(scored.lower_bound_seconds)
                 continue
             instance = make_instance(self.costs, scored.shape, self.options)
             self.num_tried += 1
             found = sketch(instance)
             budget -= min(instance.num_slots, instance.num_units) * instance.num_units**2 * 40
-            self.exact = False
-            self.lower_bound = min(self.lower_bound, scored.lower_bound_seconds)
             if found.plain:
                 sketches.append((scored.shape, found))
                 least = min(least, *found.plain.values())
@@ -261,11 +233,11 @@ class _Search:
         for shape, found in ranked[:MAX_REFINED_SHAPES]:
             if self.candidates and self.stopped():
                 return
-            self._take(shape, refine(found, stopped=self.stopped), proven=False)
+            self._take(shape, refine(found, stopped=self.stopped))
         for shape, found in self._best_if_deepened([item for item in sketches if item[1].hidden]):
             if self.candidates and self.stopped():
                 return
-            self._take(shape, refine(found, hidden=True, stopped=self.stopped), proven=False)
+            self._take(shape, refine(found, hidden=True, stopped=self.stopped))
 
     def sketch_roughly(self, shapes: Sequence[Shape]) -> None:
         """Sketch the most promising of the first shapes: on thousands of cards, where they take the least
@@ -302,14 +274,9 @@ class _Search:
             seconds[i] = cost.step_seconds
         return [chosen[i] for i in sorted(seconds, key=lambda i: (seconds[i], i))[:MAX_REFINED_SHAPES]]
 
-    def _take(self, shape: Shape, solution: Solution, *, proven: bool) -> None:
-        """Add a solution's candidates, its bound and its count of simulated cuts."""
-        self.exact = self.exact and proven
+    def _take(self, shape: Shape, solution: Solution) -> None:
+        """Add a solution's candidates, and its count of simulated cuts."""
         self.num_simulated += solution.num_simulated
-        if not proven:
-            self.lower_bound = min(self.lower_bound, shape_bound(self.costs, shape, self.options))
-        elif solution.cuts:
-            self.lower_bound = min(self.lower_bound, solution.lower_bound_seconds)
         for cut in solution.cuts[:KEPT_OF_MANY] if self.many else solution.cuts:
             known = shape, replace(cut, step_seconds=0.0)
             if known in self.taken:
@@ -317,7 +284,6 @@ class _Search:
             self.taken.add(known)
             self.candidates += _as_candidates(self.costs, shape, self.options, [cut])
             if self.candidates and self.stopped():
-                self.exact = False
                 break
         self.best = min([self.best, *(c.step_seconds for c in self.candidates)])
 

@@ -23,14 +23,14 @@ def solve_with_hosts(
     """What was found without hosts, and the plans that offload optimizer state.
 
     First the hosts cost nothing, in the choice of cuts: what is then faster than the best plan shows what
-    there is to gain, and bounds every plan that offloads. If nothing is, the others are not searched.
+    there is to gain. If nothing is, the others are not searched.
     """
     if stopped():
-        return replace(found, exact=False)
+        return found
     best = min((c.step_seconds for c in found.candidates), default=math.inf)
     many = len(costs.problem.cluster.cards) > MANY_CARDS
     if many and best < math.inf and not is_short_of_memory(costs, found.candidates):
-        return replace(found, exact=False)
+        return found
     if many and best < math.inf:
         ranked = sorted(found.candidates, key=lambda c: c.step_seconds)
         shapes = list(dict.fromkeys(c.shape for c in ranked))[:NUM_SHAPES_OF_MANY]
@@ -57,8 +57,6 @@ def solve_with_hosts(
     faster = [c for c in added if c.step_seconds < plain]
     return Found(
         candidates=(*found.candidates, *faster),
-        lower_bound_seconds=min(found.lower_bound_seconds, unlimited.lower_bound_seconds),
-        exact=found.exact and unlimited.exact and not gaining and not (many and best < math.inf),
         num_simulated=found.num_simulated + unlimited.num_simulated,
     )
 

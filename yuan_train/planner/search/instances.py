@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ import numpy as np
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.grad_reduce import (
     bucket_units,
-    crossing_rings,
     grad_reduce_seconds,
     half_parts,
     ring_sharers,
@@ -144,46 +142,6 @@ def _held(costs: Costs, shape: Shape, numbers: Numbers, owners: np.ndarray) -> _
 def _holds_once(costs: Costs) -> bool:
     """Whether a stage of the whole model holds one matrix for embedding and head."""
     return costs.ties
-
-
-def is_faithful(costs: Costs, shape: Shape) -> bool:
-    """Whether the instance of a shape costs every cut exactly as `cost_plan` does.
-
-    It takes the slowest pipeline's messages for all pipelines, lets the gradient reductions of all slots
-    share the network all the time, not with messages, and takes them for latency + bytes / bandwidth. So it
-    differs where equal pipelines have different links, where reductions share a NIC with each other or with
-    messages, and on measured links.
-    """
-    if shape.num_pipelines == 1 and max(len(slot[0]) for slot in shape.slots) == 1:
-        return True
-    if costs.topology.measured or max(len(slot[0]) for slot in shape.slots) > 1:
-        return False
-    sizes = [costs.hidden_bytes(shape.micro_batch_size)]
-    messages = _pipeline_messages(costs, shape, sizes)[0]
-    owners = [_owners(slot) for slot in shape.slots]
-    alone = [ring_sharers([replicas])[0] for replicas in owners]
-    crossed = {node for replicas in owners for node in crossing_rings(replicas)}
-    pipelines = ({slot[d][0][0].node for slot in shape.slots} for d in range(shape.num_pipelines))
-    shares_nic = ring_sharers(owners) != alone or any(
-        len(nodes) > 1 and not crossed.isdisjoint(nodes) for nodes in pipelines
-    )
-    same = bool((messages.min(axis=0) == messages.max(axis=0)).all())
-    return same and not shares_nic and all(_is_line(costs, shape, replicas) for replicas in owners)
-
-
-def _is_line(costs: Costs, shape: Shape, owners: Sequence[Replica]) -> bool:
-    """Whether the seconds to reduce gradients are latency + bytes / bandwidth, from the smallest unit on."""
-    sharers = ring_sharers([owners])[0]
-
-    def seconds(size: float) -> float:
-        return grad_reduce_seconds(costs, owners, size, sharded=shape.sharded, sharers=sharers)
-
-    sizes = [size for size in unit_parameters(costs) if size]
-    if _halves(costs) is not None:
-        share = half_parts(costs).parameters
-        sizes.append(costs.problem.model.trained_unit_parameters[1] * min(share, 1 - share))
-    row, start = _as_line(seconds, sizes, far=True)
-    return math.isclose(min(row) + start, seconds(min(sizes)), rel_tol=1e-9)
 
 
 def _cards(slot: Slot) -> list[Card]:

@@ -25,7 +25,7 @@ from yuan_train.planner.search.bounds import Bound, lower_bound
 from yuan_train.planner.search.candidate import Candidate, first_shape
 from yuan_train.planner.search.drafts import search_drafts, searches_drafts
 from yuan_train.planner.search.expert_groups import expert_plans, may_divide_experts
-from yuan_train.planner.search.explore import Found, solve_shapes
+from yuan_train.planner.search.explore import solve_shapes
 from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
 from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, keep_to_cards, rank
 from yuan_train.planner.search.half_layers import half_layer_plans
@@ -33,6 +33,7 @@ from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.islands import search_islands
 from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines
 from yuan_train.planner.search.paged import check_pages, paged_plans
+from yuan_train.planner.search.prove import NOTHING_PROVEN, Proof, is_provable, prove_shapes
 from yuan_train.planner.search.search_result import (
     LeftOut,
     SearchResult,
@@ -97,10 +98,12 @@ class _Plans:
     """The plans that fit, fastest first."""
     faster: Candidate | None
     """A plan that is a little faster, but uses more beside the cards than it gains (`keep_to_cards`)."""
-    solved: Found
-    """Of the shapes alone."""
+    num_simulated: int
+    """Plans of the shapes that were priced."""
     any_fits: bool
     """Whether a plan fits, be it under a schedule that `search.schedule` does not name."""
+    lowest: float = math.inf
+    """Seconds of the fastest plan of the shapes, if that is proven."""
 
 
 # The search keeps millions of small values without cycles: scanning them would take a quarter of the time.
@@ -147,7 +150,7 @@ def search_plan(
         exact=exact,
         stopped=limit.is_over(),
         num_shapes=len(space.shapes),
-        num_simulated=plans.solved.num_simulated,
+        num_simulated=plans.num_simulated,
         notes=(
             *notes_of(space.costs, best.cost),
             *passed_over(best, plans.faster),
@@ -205,8 +208,11 @@ def _find_plans(space: _Space) -> _Plans:
     Where drafts are searched and nothing can be proven, cuts are only what that search begins with.
     """
     costs, cards, options, stopped = space.costs, space.cards, space.options, space.stopped
-    searches = searches_drafts(cards, options) and _has_unproven(costs, cards, options)
-    found = solve_shapes(costs, space.shapes, options, stopped, proves=not searches)
+    known, proof = _prove(space)
+    if proof.exact:
+        return _proven_plans(space, known, proof)
+    searches = searches_drafts(cards, options)
+    found = solve_shapes(costs, space.shapes, options, stopped)
     # Few plans are improved on many cards, and those with hosts among them.
     apart = bool(found.candidates) and len(cards) <= MAX_RESTRUCTURED_CARDS
     without_hosts = found.candidates
@@ -220,7 +226,8 @@ def _find_plans(space: _Space) -> _Plans:
     hosted = rank(costs, _valid(hosted, options))
     # Under another schedule than the search keys name, to be split in virtual stages.
     cut, ranked = ranked, _improved(costs, ranked, hosted, cards, options, stopped)
-    drafts = search_drafts(costs, [*ranked, *cut], cards, options, stopped, limit_seconds=space.limit_seconds)
+    limit = space.limit_seconds
+    drafts = known or search_drafts(costs, [*ranked, *cut], cards, options, stopped, limit_seconds=limit)
     ranked = rank(costs, [*ranked, *drafts])
     for find in SPECIAL:
         ranked = rank(costs, [*ranked, *find(costs, cards, options, ranked, stopped)])
@@ -230,16 +237,43 @@ def _find_plans(space: _Space) -> _Plans:
     return _Plans(
         ranked=ranked,
         faster=faster,
-        solved=found,
+        num_simulated=found.num_simulated,
         any_fits=any_fits,
+    )
+
+
+def _prove(space: _Space) -> tuple[Sequence[Candidate], Proof]:
+    """Where a proof may stand, the plans that a search of drafts finds, and what is proven of them."""
+    costs, cards, options, stopped = space.costs, space.cards, space.options, space.stopped
+    improves = (options.plain or searches_drafts(cards, options)) and not options.offload_disk
+    provable = improves and space.has_all_shapes and is_provable(space.shapes, cards)
+    if not provable or _has_unproven(costs, cards, options):
+        return (), NOTHING_PROVEN
+    drafts = search_drafts(costs, (), cards, options, stopped, limit_seconds=space.limit_seconds)
+    known = rank(costs, drafts)
+    least = _least_seconds(known)
+    return known, prove_shapes(costs, space.shapes, cards, options, stopped, best_seconds=least)
+
+
+def _proven_plans(space: _Space, known: Sequence[Candidate], proof: Proof) -> _Plans:
+    """The plans of a proof that was completed."""
+    ranked, faster = rank(space.costs, [*known, *proof.found]), None
+    if space.options.keeps_to_cards:
+        ranked, faster = keep_to_cards(space.costs, ranked)
+    lowest = min((one.step_seconds for one in proof.found), default=math.inf)
+    return _Plans(
+        ranked=ranked,
+        faster=faster,
+        num_simulated=proof.num_priced,
+        lowest=lowest,
+        any_fits=bool(ranked),
     )
 
 
 def _ranked_plans(space: _Space, candidates: Sequence[Candidate]) -> _Plans:
     """Plans that were found without shapes."""
-    solved = Found(candidates=(), lower_bound_seconds=0.0, exact=False, num_simulated=len(candidates))
     ranked = rank(space.costs, candidates)
-    return _Plans(ranked=ranked, faster=None, solved=solved, any_fits=True)
+    return _Plans(ranked=ranked, faster=None, num_simulated=len(candidates), any_fits=True)
 
 
 def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchStopped | NoPlanFits:
@@ -258,15 +292,12 @@ def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchSto
 def _bounded(space: _Space, plans: _Plans) -> tuple[bool, float, Bound | None]:
     """(whether the first plan is proven to be the fastest, seconds that no plan beats, how that is known)."""
     costs, cards, best = space.costs, space.cards, (plans.faster or plans.ranked[0]).step_seconds
-    lowest = plans.solved.lower_bound_seconds
     stages = [stage for candidate in plans.ranked for stage in candidate.cost.stages]
     # Where no plan recomputes, activations on hosts gain nothing.
     may_send = any(stage.num_recomputed or stage.leaving for stage in stages)
     may_send = may_send and space.options.offload_activations and not costs.problem.compile
-    has_unproven = plans.faster is not None or may_send or _has_unproven(costs, cards, space.options)
-    proven = plans.solved.exact and space.has_all_shapes and not has_unproven
-    if proven and best >= lowest * (1 - 1e-9):
-        return True, min(lowest, best), None
+    if plans.faster is None and not may_send and best >= plans.lowest * (1 - 1e-9):
+        return True, min(plans.lowest, best), None
     bound = lower_bound(costs, cards, space.options)
     return False, min(bound.seconds, best), bound
 

@@ -165,10 +165,6 @@ class CostTables:
         first = self._rings
         return table(compute[:, first], seconds[first], latency[first], self.instance.bucket_starts)
 
-    def micro_batches_per_replica(self, slot: int) -> int:
-        """Most micro-batches that one replica of a slot runs in a step."""
-        return -(-self.instance.num_micro_batches // int(self.instance.replicas[slot]))
-
     def stage_seconds(self, order: Sequence[int]) -> list[Floats]:
         """Seconds of one micro-batch on each stage of an order, [U+1, U+1] each; see `stage`."""
         return [self.stage(slot, n)[0] for slot, n in zip(order, self.in_flights(order), strict=True)]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from yuan_train.planner.solver.area_bound import area_bound_seconds
 from yuan_train.planner.solver.cost_tables import CostTables, make_cut
 from yuan_train.planner.solver.dynamic_program import threshold_bounds
 from yuan_train.planner.solver.estimate import estimate_cuts, may_hide
@@ -90,8 +89,5 @@ def refine(found: Sketch, *, hidden: bool = False, stopped: Callable[[], bool] =
     finalists = list(best.items())[:NUM_REFINED_CUTS]
     return Solution(
         cuts=tuple(make_cut(tables, order, bounds, seconds) for (order, bounds), seconds in finalists),
-        exact=False,
-        lower_bound_seconds=area_bound_seconds(tables.instance),
         num_simulated=len(finalists),
-        work=0,
     )
