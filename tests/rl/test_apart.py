@@ -113,8 +113,11 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
 def run_slowly(rank: int, path: Path, overrides: tuple[str, ...], roles: RlPlan, port: int) -> None:
     """An engine whose first batch takes longer than train.timeout."""
     generate, waits = Engine.generate, [8.0, 0.0]
+    planned = roles.plans["generation"].pipelines[0].num_micro_batches
 
     def slowly(self: Engine, *arguments: Any) -> list[Sample]:
+        own = self._num_groups  # pyright: ignore[reportPrivateUsage]
+        assert own == planned, "groups of slots are those of the plan"
         time.sleep(waits.pop(0))
         return generate(self, *arguments)
 
