@@ -190,7 +190,7 @@ def _traps(_: int, run_file: Path, folder: Path) -> None:
     losses("first", "4x2: 4@0", *bf16, checkpoint)
     resume = (*bf16, f"checkpoint.resume={folder / 'ck'}")
     assert worst(losses("resumed", "4x2: 4@0", *resume, steps=6), whole) == 0
-    with _patched(state, "publish", lambda optimizer: _from_weights(optimizer)):
+    with _patched(state, "publish", _from_weights(state.publish)):
         assert worst(losses("rounded", "4x2: 4@0", *resume, steps=6), whole, "loss") > 0
 
 
@@ -198,11 +198,12 @@ def _in_plan_order(express: Callable[..., Any]) -> Callable[..., Any]:
     return lambda plan: replace(express(plan), rank_of=tuple(range(plan.world_size)))
 
 
-def _from_weights(optimizer: Any) -> None:
-    from yuan_train.megatron.state import publish
+def _from_weights(publish: Callable[[Any], None]) -> Callable[[Any], None]:
+    def published(optimizer: Any) -> None:
+        publish(optimizer)
+        optimizer.reload_model_params()
 
-    publish(optimizer)
-    optimizer.reload_model_params()
+    return published
 
 
 # --- the patches that a CPU needs --------------------------------------------------------------------------
