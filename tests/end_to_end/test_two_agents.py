@@ -16,11 +16,14 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_lost_ranks import Host, three_hosts, wait_for_steps
+from tests.rl.test_apart import roles_of
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone
+from tests.support.rl import write_rl
 from tests.support.spawn import free_port, start_command
 from yuan_train.config.errors import INTERRUPTED
 from yuan_train.config.plan_constraints import save_plan
+from yuan_train.config.rl_plan import save_rl_plan
 
 STEPS = 3
 SECONDS = 10.0
@@ -169,6 +172,37 @@ def test_ctrl_c_of_one_launcher_ends_both_and_is_told(project: Path, tmp_path: P
     first, second = ((tmp_path / f"agent-{n}").read_text() for n in (0, 1))
     assert re.search(r"error: the run ends: rank [01] \(a/[01] on .*\): interrupted", second), second
     assert "interrupted" in first and "Traceback" not in first + second
+
+
+def test_what_is_not_finite_ends_both_launchers(project: Path, tmp_path: Path) -> None:
+    lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")
+    lines = [[*line, "optimizer.learning_rate=1e30"] for line in lines]
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        codes = [agent.wait(timeout=120) for agent in agents]
+    assert codes == [1, 1]
+    for number in (0, 1):
+        said = (tmp_path / f"agent-{number}").read_text()
+        assert "error: step 2: loss nan" in said and "that is not finite came from rank" in said, said
+
+
+def test_roles_of_a_run_on_two_nodes_end_together(tmp_path: Path) -> None:
+    """The policy's two ranks on one node, an engine on the other, which is killed."""
+    path, log = write_rl(tmp_path), tmp_path / "log"
+    roles = roles_of(path, staleness=1, policy="2x4: 2@0 | 2@1", engines="8x1: 4@0")
+    save_rl_plan(tmp_path / "plan.yaml", roles)
+    line = ["yuan_train", "launch", "--config", str(path), "--plan", str(tmp_path / "plan.yaml")]
+    line += ["--rendezvous", f"127.0.0.1:{free_port()}", "train.steps=100000", f"log.directory={log}"]
+    lines = [[*line, "--this-node", node] for node in "pg"]
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        wait_for_steps(log, lambda: all(agent.poll() is None for agent in agents))
+        os.kill(children(agents[1])[0], signal.SIGKILL)
+        began = time.monotonic()
+        codes = [agent.wait(timeout=60) for agent in agents]
+        assert time.monotonic() - began < SECONDS
+    assert codes == [1, 1]
+    first, second = ((tmp_path / f"agent-{n}").read_text() for n in (0, 1))
+    assert "error: the run ends: rank 2 (generation rank 0 on " in first, first
+    assert "error: rank 2 was killed by SIGKILL" in second
 
 
 def test_a_missing_tokenizer_is_named_though_the_other_node_never_comes(
