@@ -106,14 +106,8 @@ NEVER = {
 }
 """Modules that a folder never imports, wherever in a file."""
 
-PLANNER_FLOORS = ("native", "costs", "evaluate", "solver", "search", "roles", "report")
+PLANNER_FLOORS = ("native", "costs", "evaluate", "search", "roles", "report")
 """Folders of the planner; each may import those before it."""
-
-OF_THE_SOLVER = {"yuan_train.schedule", "yuan_train.planner.evaluate.simulator", "yuan_train.planner.native"}
-"""What the solver may import of ours, besides itself: it knows numbers and schedules."""
-
-UNKNOWN_TO_THE_SOLVER = {"config.plan", "config.cluster", "config.run", "config.model"}
-"""Modules that must not be reachable from the solver by any chain of imports."""
 
 PYDANTIC = {"config/load.py", "config/units.py", "serve/protocol.py"}
 PLANNER = {"cli/estimate.py", "cli/plan.py", "cli/simulate.py", "cli/trace.py"}
@@ -226,25 +220,6 @@ def test_the_planner_has_no_rooms_but_its_floors() -> None:
     rooms = {path.name for path in planner.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms == set(PLANNER_FLOORS)
     assert [path.name for path in planner.glob("*.py")] == ["__init__.py"]
-
-
-def test_the_solver_knows_numbers_and_schedules_alone() -> None:
-    ours = [i for i in IMPORTS if i.file.startswith("planner/solver/") and i.target is not None]
-    outside = [i for i in ours if not within(i.module, {"yuan_train.planner.solver"})]
-    assert outside
-    refused([i for i in outside if not within(i.module, OF_THE_SOLVER)])
-
-
-def test_no_plan_or_cluster_is_within_reach_of_the_solver() -> None:
-    known = module_arrows()
-    reached = {module for module in known if module.startswith("yuan_train.planner.solver.")}
-    waiting = list(reached)
-    while waiting:
-        for module in known[waiting.pop()] - reached:
-            reached.add(module)
-            waiting.append(module)
-    assert "yuan_train.planner.evaluate.simulator" in reached
-    assert not reached & {f"yuan_train.{name}" for name in UNKNOWN_TO_THE_SOLVER}
 
 
 def test_kernels_are_entered_by_their_ops_alone() -> None:

@@ -1,4 +1,4 @@
-"""Solver instances for the tests, and a brute force that shares no code with the planner."""
+"""Small problems for the tests, and a brute force that shares no code with the planner."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from yuan_train.planner.solver.instance import Instance
-
 CASES: dict[str, Any] = {
     entry["case"]["name"]: entry
     for entry in json.loads((Path(__file__).parents[1] / "golden" / "planner_cases.json").read_text())[
@@ -20,53 +18,6 @@ CASES: dict[str, Any] = {
 }
 
 Step = Callable[[dict[str, Any], tuple[int, ...], tuple[int, ...]], float]
-
-
-def case_instance(case: dict[str, Any]) -> Instance:
-    """A case of planner_cases.json as an `Instance`."""
-    layers, devices = case["layers"], case["devices"]
-    types = [device["type"] for device in devices]
-    num_devices, num_layers = len(devices), len(layers)
-
-    def per_type(key: str) -> np.ndarray:
-        return np.array([[[layer[key][kind] for layer in layers] for kind in types]], dtype=float)
-
-    def per_layer(key: str) -> np.ndarray:
-        return np.array([[[layer[key] for layer in layers]] * num_devices], dtype=float)
-
-    latency = np.array(case["links"]["latency"], dtype=float)
-    bandwidth = np.array(case["links"]["bandwidth"], dtype=float)
-    np.fill_diagonal(bandwidth, 1.0)
-    free = [device["mem_bytes"] - device.get("reserved_bytes", 0) for device in devices]
-    return Instance(
-        schedule="1f1b",
-        num_micro_batches=case["num_microbatches"],
-        sends="overlapped" if case.get("overlap", True) else "blocking",
-        forward_seconds=per_type("fwd"),
-        backward_seconds=per_type("bwd"),
-        forward_start_seconds=np.zeros((1, num_devices)),
-        backward_start_seconds=np.zeros((1, num_devices)),
-        weight_seconds=per_type("bwd") / 2,
-        resident_bytes=per_layer("weight_bytes"),
-        activation_bytes=per_layer("act_bytes"),
-        transient_bytes=np.zeros((1, num_devices, num_layers)),
-        capacity_bytes=np.array(free, dtype=float),
-        whole_model_saving_bytes=np.zeros(num_devices),
-        boundary_bytes=np.zeros(num_devices),
-        message_seconds=np.stack([latency + layer["out_bytes"] / bandwidth for layer in layers]),
-        message_of=np.arange(num_layers),
-        bucket_starts=np.maximum(np.arange(num_layers + 1) - 1, 0),
-        grad_reduce_seconds=np.zeros((num_devices, num_layers)),
-        grad_reduce_start_seconds=np.zeros(num_devices),
-        weight_sync_seconds=np.zeros((num_devices, num_layers)),
-        weight_sync_start_seconds=np.zeros(num_devices),
-        update_seconds=np.zeros((num_devices, num_layers)),
-        ends_seconds=np.zeros((num_devices, num_devices)),
-        order=tuple(case["order"]) if case.get("order") else None,
-        use_all=case.get("use_all_devices", True),
-        replicas=np.ones(num_devices, dtype=np.int64),
-        has_work=np.ones(num_layers, dtype=bool),
-    )
 
 
 def random_case(seed: int, *, size: tuple[int, int] | None = None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from yuan_train.config.cluster import Card, Cluster, DedicatedLink, Link, NodeGroup
@@ -19,7 +18,7 @@ from yuan_train.config.profile import (
     UnitProfile,
     for_cluster,
 )
-from yuan_train.config.run import Recompute, SearchConfig
+from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.grad_reduce import unit_parameters
 from yuan_train.planner.costs.links import allreduce_seconds, message_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
@@ -29,17 +28,12 @@ from yuan_train.planner.costs.workload import STATE_BYTES, has_flash, model_work
 from yuan_train.planner.evaluate.messages import edge_flows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import layer_words
-from yuan_train.planner.search.instances import make_instance
 from yuan_train.planner.search.shapes import (
     PipelineCut,
     Shape,
     assemble_plan,
-    list_shapes,
     make_plan,
-    read_options,
 )
-from yuan_train.planner.solver.cost_tables import CostTables
-from yuan_train.planner.solver.estimate import simulate_cuts
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import in_flight, make_schedule
 
@@ -286,55 +280,6 @@ def test_in_flight_is_what_the_schedule_has(schedule, stages, m):
         assert in_flight(schedule, stage=stage, num_stages=stages, num_micro_batches=m) == peak_in_flight(
             program
         )
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("start", [None, StageStart(forward_seconds=0.7, backward_seconds=1.1)])
-@pytest.mark.parametrize(("recompute", "layers"), [("none", 99), ("full", 0.5), ("none", 2)])
-def test_cost_tables_and_forecast_agree(schedule, tied, recompute: Recompute, layers, start):
-    """The search's cost tables and the forecast count the same seconds and bytes, with so many layers in a
-    bucket; those of half a layer over a sharded optimizer, those of two in bf16 as well, beside a critic. The
-    same of a profile in which a stage takes some time besides its units."""
-    measured = start and profile(
-        *(started(start, kind, name) for kind in ("none", "full") for name in ("Card", "Slow"))
-    )
-    changes = {
-        "profile": measured,
-        "critic": layers == 2 and measured is None,
-        "bucket_size": int(layers * MODEL.layer_parameters),
-        "reduce_dtype": "bf16" if layers == 2 and measured is None else "fp32",
-    }
-    costs = make_costs(problem(model=replace(MODEL, tie_embeddings=tied), **changes))
-    keys = SearchConfig(
-        recompute=(recompute,),
-        schedule=(schedule,),
-        replicas=(1,),
-        tensor=(1,),
-        optimizer_sharding=(layers != 99,),
-    )
-    options = read_options(keys, micro_batch_size=1, model=MODEL)
-    for shape in list_shapes(list(CARDS.values()), options, global_batch_size=8):
-        instance = make_instance(costs, shape, options)
-        tables = CostTables(instance)
-        count = len(shape.slots)
-        for bounds in ([0, 8], [0, 1, 8], [0, 4, 8], [0, 7, 8], [0, 2, 4, 8]):
-            length = len(bounds) - 1
-            if length > count:
-                continue
-            order = list(range(length))
-            plan = make_plan(
-                costs, shape, order=order, bounds=bounds, recompute=same_recompute(recompute, length)
-            )
-            cost = cost_plan(costs, plan)
-            (seconds,) = simulate_cuts(tables, np.array([order]), np.array([bounds]))
-            if shape.num_pipelines == 1:
-                assert seconds == pytest.approx(cost.step_seconds, rel=1e-9)
-            assert seconds >= cost.step_seconds * (1 - 1e-9), "an approximation may only be slower"
-            for s, stage in enumerate(cost.stages[:length]):
-                count_in_flight = tables.in_flights(order)[s]
-                needed = tables.needed_bytes(order[s], count_in_flight)[0, bounds[s], bounds[s + 1]]
-                assert needed + CARD.reserved == pytest.approx(stage.memory.total)
 
 
 def test_tied_embedding_counts_once_on_a_single_stage_and_twice_on_two():

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tests.planner.costs.test_costs import CARD, MODEL, problem
@@ -25,11 +24,8 @@ from yuan_train.planner.costs.links import (
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.costs.topology import find_route, make_topology, unmeasured
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.instances import make_instance
 from yuan_train.planner.search.search_result import notes_of
-from yuan_train.planner.search.shapes import PipelineCut, assemble_plan, list_shapes, read_options
-from yuan_train.planner.solver.cost_tables import CostTables
-from yuan_train.planner.solver.estimate import simulate_cuts
+from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
 
 RATE = 1.25e6
 """Bytes per second of a NIC."""
@@ -92,23 +88,6 @@ def test_all_rings_of_a_tensor_parallel_group_leave_the_node(sharded):
         assert reduced == pytest.approx((gradients / 2 + tied * RATE / 2) / RATE, rel=1e-3)
         weights = result.weight_sync_seconds + tied / 2
         assert weights == pytest.approx(gradients / 2 / RATE, rel=1e-3)
-
-
-def test_the_search_charges_all_rings_too():
-    costs = costs_of(nodes_of(4))
-    keys = SearchConfig(tensor=(4,), pipelines=(2,), replicas=(1,), optimizer_sharding=(False,))
-    options = read_options(keys, micro_batch_size=1, model=costs.problem.model)
-    (shape,) = [
-        shape
-        for shape in list_shapes(costs.problem.cluster.cards, options, global_batch_size=8)
-        if len(shape.slots) == 1
-    ]
-    cards = costs.problem.cluster.cards
-    num_units = costs.problem.model.num_layers + 2
-    tables = CostTables(make_instance(costs, shape, options))
-    (seconds,) = simulate_cuts(tables, np.array([[0]]), np.array([[0, num_units]]))
-    plan = plan_of(costs, [cards[:4], cards[4:]])
-    assert seconds == pytest.approx(cost_plan(costs, plan).step_seconds, rel=1e-9)
 
 
 def test_cards_whose_links_were_not_measured_take_their_nodes_and_say_so():

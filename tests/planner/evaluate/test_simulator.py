@@ -1,6 +1,5 @@
 """The simulator against closed forms and pipelines solved by hand."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +9,6 @@ from yuan_train.planner.evaluate.simulator import (
     StageTimes,
     order_operations,
     simulate,
-    simulate_many,
     simulate_schedule,
 )
 from yuan_train.planner.native.pipelines import run_rounds
@@ -85,45 +83,6 @@ def test_a_slow_link_is_first_in_first_out():
     assert arrivals == [6, 11, 16]
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(
-    data=st.data(),
-    stages=st.integers(1, 5),
-    m=st.integers(1, 7),
-    sends=st.sampled_from(["overlapped", "blocking"]),
-    schedule=st.sampled_from(["1f1b", "gpipe"]),
-)
-def test_many_pipelines_at_once_equal_one_at_a_time(data, stages, m, sends, schedule):
-    seconds = st.floats(0, 3)
-    rows = [[data.draw(seconds) for _ in range(4 * stages)] for _ in range(3)]
-    steps = make_schedule(schedule, num_stages=stages, num_micro_batches=m)
-    parts = [np.array([row[i * stages : (i + 1) * stages] for row in rows]) for i in range(4)]
-    ends = simulate_many(
-        schedule,
-        num_micro_batches=m,
-        forward_seconds=parts[0],
-        backward_seconds=parts[1],
-        send_activation_seconds=parts[2][:, 1:],
-        send_gradient_seconds=parts[3][:, 1:],
-        sends=sends,
-    )
-    for i in range(3):
-        times = StageTimes(
-            forward_seconds=tuple(parts[0][i]),
-            backward_seconds=tuple(parts[1][i]),
-            send_activation_seconds=tuple(parts[2][i, 1:]),
-            send_gradient_seconds=tuple(parts[3][i, 1:]),
-        )
-        single = simulate(steps, times, sends=sends)
-        assert ends[i] == pytest.approx(single.stage_end_seconds)
-        # No stage is faster than its own work plus the first micro-batch down and its gradient back up.
-        w = parts[0][i] + parts[1][i]
-        c = np.concatenate(([0], parts[2][i, 1:] + parts[3][i, 1:]))
-        lower = max(w[:s].sum() + c[: s + 1].sum() + m * w[s] for s in range(stages))
-        assert single.step_seconds >= lower - 1e-9
-        assert single.step_seconds >= simulate(steps, times).step_seconds - 1e-9
-
-
 def test_every_compute_step_runs_once():
     operations = order_operations(make_schedule("1f1b", num_stages=3, num_micro_batches=4))
     compute = [operation[:3] for operation in operations if operation[0] in ("forward", "backward")]
@@ -154,16 +113,6 @@ SLOW_MIDDLE = StageTimes(
 def test_a_deeper_warm_up_hides_a_slow_link(in_flight, seconds):
     result = simulate_schedule("1f1b", SLOW_MIDDLE, num_micro_batches=32, in_flight=in_flight)
     assert result.step_seconds == pytest.approx(seconds)
-    ends = simulate_many(
-        "1f1b",
-        num_micro_batches=32,
-        forward_seconds=np.array([SLOW_MIDDLE.forward_seconds]),
-        backward_seconds=np.array([SLOW_MIDDLE.backward_seconds]),
-        send_activation_seconds=np.array([SLOW_MIDDLE.send_activation_seconds]),
-        send_gradient_seconds=np.array([SLOW_MIDDLE.send_gradient_seconds]),
-        in_flight=in_flight,
-    )
-    assert ends.max() == pytest.approx(seconds)
 
 
 @settings(derandomize=True, deadline=None, max_examples=160)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from yuan_train.planner.search.shapes import list_shapes, make_plan, read_option
 def drawn(seed, *, schedule):
     """(costs, shapes, cards, options) of three or four cards of two types, some with little memory."""
     draw = random.Random(seed)
-    model = MODEL.__class__(**{**vars(MODEL), "num_layers": 4})
+    model = replace(MODEL, num_layers=4)
     cards = cluster(
         Fast=(draw.randint(1, 2), card(draw.choice((0.16, 4.0)), speed=draw.uniform(1.0, 3.0))),
         Slow=(2, card(draw.choice((0.17, 4.0)))),

@@ -49,7 +49,8 @@ def test_a_batch_that_does_not_divide_is_dealt_by_single_sequences() -> None:
     assert sum(one.num_micro_batches * one.micro_batch_size for one in plan.pipelines) == 47
     cost = cost_plan(costs, plan)
     assert cost.fits
-    assert cost.step_seconds <= island.steps[0] * (1 + 1e-9)
+    # A pipeline with fewer micro-batches ends earlier, and its reductions meet other messages.
+    assert cost.step_seconds <= island.steps[0] * 1.01
 
 
 def test_many_cards_are_searched_as_islands_within_the_limits_of_the_search_keys() -> None:

@@ -70,22 +70,23 @@ def test_a_search_takes_no_plan_that_is_slower_than_it_may_be() -> None:
 
 
 def test_effort_is_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A third and ten times the drafts of a normal search, up to what fits the time limit."""
-    monkeypatch.setattr("yuan_train.planner.search.drafts.BUDGET_PER_SECOND", 300)
+    """A third and ten times the drafts of a normal search."""
+    monkeypatch.setattr("yuan_train.planner.search.drafts.LEAST_BUDGET", 24_000)
+    monkeypatch.setattr("yuan_train.planner.search.drafts.BUDGET_PER_CARD", 0)
     budgets: list[int] = []
     whole = Evaluator.search
 
     def search(self: Evaluator, *arguments: Any, budget: int, **keys: Any) -> Any:
         budgets.append(budget)
-        return whole(self, *arguments, budget=1, **keys)
+        return whole(self, *arguments, budget=budget, **keys)
 
     monkeypatch.setattr(Evaluator, "search", search)
     given = problem(cluster(Card=(2, card())))
     found: dict[str, int] = {}
     for effort in ("quick", "normal", "thorough"):
         budgets.clear()
-        find(given, effort=effort, time_limit=40_000.0)
-        found[effort] = sum(budgets)
+        find(given, effort=effort, time_limit=60.0)
+        found[effort] = budgets[0]
     assert found["quick"] == pytest.approx(found["normal"] / 3, rel=1e-3)
     assert found["thorough"] == pytest.approx(10 * found["normal"], rel=1e-3)
 

@@ -70,17 +70,6 @@ class UnitCost:
     def state_bytes(self) -> float:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
-    @property
-    def own_gradient_bytes(self) -> float:
-        """Without a critic's."""
-        return self.gradient_bytes - (0.0 if self.critic is None else self.critic.gradient_bytes)
-
-    @property
-    def tied_share(self) -> float:
-        """Of the states of an embedding, the share that a head with its matrix holds: not a critic's, which
-        ties nothing, and has as many bytes of each kind."""
-        return 1.0 if self.critic is None else 1.0 - self.critic.parameter_bytes / self.parameter_bytes
-
 
 def share_of_layer(layer: UnitCost, half: HalfShare) -> UnitCost:
     """The costs of half a layer."""

@@ -31,7 +31,6 @@ from yuan_train.planner.native.pipelines import (
     Operation,
     Sent,
     native_schedule,
-    run_many,
     run_rounds,
     run_schedule,
 )
@@ -223,34 +222,6 @@ def _simulation(found: NativeRun, times: StageTimes, play: Callable[[], Played])
         stall_seconds=(0.0,) * len(found.busy_seconds),
         play=play,
         native=found,
-    )
-
-
-def simulate_many(
-    schedule: str,
-    *,
-    num_micro_batches: int,
-    forward_seconds: Floats,
-    backward_seconds: Floats,
-    send_activation_seconds: Floats,
-    send_gradient_seconds: Floats,
-    weight_seconds: Floats | None = None,
-    workers: Workers | None = None,
-    in_flight: tuple[int, ...] | None = None,
-    sends: Sends = "overlapped",
-) -> Floats:
-    """End of the last compute step of each stage, in seconds, [N, P], of N pipelines of P stages that run the
-    same schedule on equally many workers.
-
-    The times are those of StageTimes for all pipelines: compute [N, P], sends [N, P - 1].
-    """
-    weight = backward_seconds / 2 if weight_seconds is None else weight_seconds
-    return run_many(
-        native_schedule(
-            schedule, workers or one_worker_each(forward_seconds.shape[1]), num_micro_batches, in_flight
-        ),
-        (forward_seconds, backward_seconds, weight, send_activation_seconds, send_gradient_seconds),
-        blocking=sends != "overlapped",
     )
 
 

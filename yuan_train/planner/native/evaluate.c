@@ -699,11 +699,13 @@ static void sum_up(struct evaluator *evaluator, const struct draft *draft, struc
     }
 }
 
-int price_draft(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price)
+/* The price of a draft; `is_realised`: the prices of its stages are there, with what their schedules hold. */
+static int price_step(struct evaluator *evaluator, const struct draft *draft, double limit, int is_realised,
+                      struct price *price)
 {
     price->stages = evaluator->prices;
     price->reduce = price->sync = price->tied = 0.0;
-    int failed = price_stages(evaluator, draft);
+    int failed = is_realised ? 0 : price_stages(evaluator, draft);
     if (failed)
         return failed;
     for (int32_t s = 0; s < draft->num_stages; s++) {
@@ -720,7 +722,7 @@ int price_draft(struct evaluator *evaluator, const struct draft *draft, double l
     price_messages(evaluator, draft);
     if ((failed = play_all(evaluator, draft)))
         return failed;
-    if (draft->schedule != ONE_F_ONE_B && draft->schedule != GPIPE &&
+    if (draft->schedule != ONE_F_ONE_B && draft->schedule != GPIPE && !is_realised &&
         ((failed = price_stages(evaluator, draft)) || (failed = sum_over_workers(evaluator, draft))))
         return failed;
     sum_up(evaluator, draft, price);
@@ -740,6 +742,16 @@ int price_draft(struct evaluator *evaluator, const struct draft *draft, double l
     price->tied = tied_seconds(evaluator, draft);
     price->step = price->compute + price->reduce + price->tied + price->update + price->sync;
     return 0;
+}
+
+int price_draft(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price)
+{
+    return price_step(evaluator, draft, limit, 0, price);
+}
+
+int price_realised(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price)
+{
+    return price_step(evaluator, draft, limit, draft->schedule != INTERLEAVED, price);
 }
 
 static void take_memory(struct evaluator *evaluator)

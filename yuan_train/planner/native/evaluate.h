@@ -125,6 +125,7 @@ struct space {
     int32_t like_owners; /* whether what is not sharded may be stepped by owners alone that compute alike */
     int32_t is_ordered;  /* whether the stages of a pipeline are in the order of the pools */
     int32_t is_even;     /* one width, a replica a stage, pipelines cut alike with equal shares, no depths */
+    int32_t is_plain;      /* schedules at their own depths; of a stage's layers all are recomputed or none */
     const uint8_t *counts; /* [batch + 1]: whether a pipeline may have so many micro-batches; NULL: any number */
 };
 
@@ -157,6 +158,8 @@ struct wish {
     uint64_t seed;
     int32_t num_given;
     const struct draft *given; /* drafts that are known */
+    int32_t goes_on;           /* from these alone, without random ones */
+    int32_t deals;             /* to these alone, after layers are dealt to their stages */
 };
 
 /* The same drafts for the same arguments on all machines. 0, or -1 without memory. */

@@ -117,6 +117,8 @@ int price_stages(struct evaluator *evaluator, const struct draft *draft);
 /* Of a group whose first card is at this place. */
 const struct unit_table *table_of(const struct problem *problem, int32_t place, int32_t width, int32_t size,
                                   int32_t recompute);
+/* As `price_draft`, of a draft that was realised last: its stages are priced already, but for virtual ones. */
+int price_realised(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price);
 double message_seconds(const struct route *route, double bytes, int32_t sharers);
 double ring_seconds(const struct problem *problem, const struct ring *ring, enum collective collective,
                     double parameters, int32_t sharers);

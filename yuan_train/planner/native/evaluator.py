@@ -175,7 +175,7 @@ class SpaceTable(ctypes.Structure):
         *((name, c_int32) for name in ("recomputes", "schedules", "shardings")),
         *((name, c_uint64) for name in ("pipelines", "replicas")),
         *((name, c_int32) for name in ("may_offload", "may_send", "uses_all", "like_owners")),
-        *((name, c_int32) for name in ("is_ordered", "is_even")),
+        *((name, c_int32) for name in ("is_ordered", "is_even", "is_plain")),
         ("counts", POINTER(c_uint8)),
     ]
 
@@ -194,6 +194,8 @@ class _Wish(ctypes.Structure):
         ("seed", c_uint64),
         ("num_given", c_int32),
         ("given", POINTER(DraftTable)),
+        ("goes_on", c_int32),
+        ("deals", c_int32),
     ]
 
 
@@ -335,10 +337,19 @@ class Evaluator:
         )
 
     def search(
-        self, space: SpaceTable, given: Sequence[DraftTable], *, budget: int, seed: int, room: int
+        self,
+        space: SpaceTable,
+        given: Sequence[DraftTable],
+        *,
+        budget: int,
+        seed: int,
+        room: int,
+        goes_on: bool = False,
+        deals: bool = False,
     ) -> NativeFound:
         """The fastest `room` drafts that a search of so many priced drafts finds; it begins with those that
-        are given, and with random ones."""
+        are given, and with random ones unless it `goes_on` from the given ones alone, or deals
+        layers to their stages first."""
         cards = self._problem.num_cards + 1
         drafts = (DraftTable * room)()
         most = most_stages(self._problem) + 1
@@ -347,7 +358,7 @@ class Evaluator:
             draft.pipelines, draft.stages = pipelines, stages
         steps = (c_double * room)()
         found = _Found(0, room, 0, steps, drafts)
-        wish = _Wish(budget, seed, len(given), (DraftTable * max(len(given), 1))(*given))
+        wish = _Wish(budget, seed, len(given), (DraftTable * max(len(given), 1))(*given), goes_on, deals)
         if _core().search_drafts(self._pointer, byref(space), byref(wish), byref(found)):
             raise MemoryError("no memory to search for plans")
         return NativeFound(

@@ -165,7 +165,7 @@ static int shift_layers(struct search *search, struct draft *draft, int32_t p, i
 static int deepen(struct search *search, struct draft *draft, int32_t p, int32_t count)
 {
     static const int16_t steps[] = {1, 1, 2, 3, -1, -1};
-    if (draft->schedule != ONE_F_ONE_B)
+    if (draft->schedule != ONE_F_ONE_B || search->space->is_plain)
         return 0;
     int32_t last = draw(search, draft->pipelines[p].num_stages);
     int32_t first = draw(search, 100) < 60 ? 0 : last, by = steps[draw(search, 6)];

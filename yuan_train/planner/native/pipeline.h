@@ -85,9 +85,6 @@ void free_schedule(struct schedule *schedule);
 /* 0, or -1 without memory. */
 int run_schedule(const struct schedule *schedule, const struct times *times, int sends,
                  struct figures *figures);
-/* The ends of the stages [count, stages] of as many pipelines; `times` one after another. */
-int run_many(const struct schedule *schedule, int32_t count, const struct times *times, int sends,
-             double *stage_end);
 /* 1F1B with a worker for each stage, whose messages leave when their steps have ended; see `rounds.c`. */
 int run_rounds(int32_t num_stages, int32_t num_micro_batches, const int32_t *depths,
                const struct times *times, struct figures *figures);

@@ -99,7 +99,6 @@ def _core() -> ctypes.CDLL:
         ("make_schedule", POINTER(_Schedule), [POINTER(_Layout)]),
         ("free_schedule", None, [POINTER(_Schedule)]),
         ("run_schedule", c_int, [POINTER(_Schedule), POINTER(_Times), c_int, POINTER(_Figures)]),
-        ("run_many", c_int, [POINTER(_Schedule), c_int32, POINTER(_Times), c_int, POINTER(c_double)]),
         (
             "run_rounds",
             c_int,
@@ -250,17 +249,3 @@ def run_rounds(
         stages,
         2 * (stages - 1) * min(num_micro_batches, ROUNDS_KEPT * depths[0]),
     )
-
-
-def run_many(own: NativeSchedule, times: Sequence[Floats], *, blocking: bool) -> Floats:
-    """The end of each stage [N, stages] of N pipelines that run the same schedule; `times` as above, each
-    with N rows."""
-    import numpy as np
-
-    rows = [np.ascontiguousarray(part, dtype=np.float64) for part in times]
-    ends = np.empty_like(rows[0])
-    pointers = [part.ctypes.data_as(POINTER(c_double)) for part in rows]
-    target = ends.ctypes.data_as(POINTER(c_double))
-    if _core().run_many(own.pointer, len(ends), byref(_Times(*pointers)), int(blocking), target):
-        raise MemoryError("no memory to simulate pipelines of the planner")
-    return ends

@@ -10,15 +10,16 @@ static int32_t larger(int32_t a, int32_t b)
 }
 
 /* A stage's depth is in whole rounds of its replicas, and not less than the next one's. */
-static void find_lawful_depths(const struct draft *draft, const struct draft_pipeline *pipeline)
+static void find_lawful_depths(const struct search *search, const struct draft *draft,
+                               const struct draft_pipeline *pipeline)
 {
-    int32_t after = 0, rest = 0;
+    int32_t after = 0, rest = 0, own_depths = pipeline->num_stages == 1 || search->space->is_plain;
     for (int32_t s = pipeline->num_stages - 1; s >= 0; s--) {
         struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
         int32_t n = stage->num_replicas;
         rest += n;
         after = larger(larger(rest + stage->deeper, n), (after + n - 1) / n * n);
-        stage->depth = (int16_t)(draft->schedule == ONE_F_ONE_B && after != rest ? after : 0);
+        stage->depth = (int16_t)(draft->schedule == ONE_F_ONE_B && after != rest && !own_depths ? after : 0);
     }
 }
 
@@ -152,7 +153,7 @@ int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s)
         if (!(search->space->recomputes >> kind & 1))
             continue;
         int32_t own = least_recomputed(search, draft, p, s, kind);
-        if (own && !(search->space->recomputes & 1))
+        if (own && (search->space->is_plain || !(search->space->recomputes & 1)))
             own = stage->layers;
         stage->num_recomputed = (int16_t)own;
         if (!own || price_stage(search->evaluator, draft, p, s) || price->forward + price->backward >= fastest)
@@ -169,7 +170,7 @@ int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s)
         if (!price_stage(search->evaluator, draft, p, s) && price->memory > price->capacity)
             offload_some(search, draft, p, s);
     }
-    return 0;
+    return price_stage(search->evaluator, draft, p, s);
 }
 
 int realise_draft(struct search *search, struct draft *draft)
@@ -178,7 +179,7 @@ int realise_draft(struct search *search, struct draft *draft)
     for (int32_t s = 0; s < draft->num_stages; s++)
         draft->stages[s].away = 0;
     for (int32_t p = 0; p < draft->num_pipelines; p++)
-        find_lawful_depths(draft, &draft->pipelines[p]);
+        find_lawful_depths(search, draft, &draft->pipelines[p]);
     if (find_holders(evaluator, draft))
         return 1;
     for (int32_t p = 0; p < draft->num_pipelines; p++) {
@@ -200,6 +201,7 @@ struct dealt {
     double bytes, least_bytes;     /* the same */
     double some_seconds, some_bytes; /* with the least recompute that there is */
     double ends, room;             /* seconds of embedding and head; bytes that are there for layers */
+    double next;                   /* seconds with one layer more */
     int32_t layers, num_replicas;
 };
 
@@ -316,12 +318,15 @@ void deal_layers(struct search *search, struct draft *draft, int32_t p)
         int32_t in_flight = (expected_depth(draft, pipeline, s, rest, all) + n - 1) / n;
         begin_dealing(search, draft, p, s, in_flight < most ? in_flight : most, &dealt[s]);
     }
+    for (int32_t s = 0; s < stages; s++)
+        dealt[s].next = seconds_with(&dealt[s], 1);
     for (int32_t layer = 0; layer < search->problem->num_units - 2; layer++) {
         int32_t best = 0;
         for (int32_t s = 1; s < stages; s++)
-            if (seconds_with(&dealt[s], dealt[s].layers + 1) < seconds_with(&dealt[best], dealt[best].layers + 1))
+            if (dealt[s].next < dealt[best].next)
                 best = s;
         dealt[best].layers++;
+        dealt[best].next = seconds_with(&dealt[best], dealt[best].layers + 1);
     }
     for (int32_t s = 0; s < stages; s++)
         draft->stages[pipeline->first_stage + s].layers = (int16_t)dealt[s].layers;

@@ -309,19 +309,20 @@ static int is_deep(const struct layout *layout)
 /* Whether a peak of a worker has at least as many micro-batches of each stage in flight; peaks that have fewer go. */
 static int is_below_peak(struct schedule *schedule, int32_t worker, const int32_t *alive)
 {
-    int32_t stages = schedule->num_stages, left = 0;
-    for (int32_t i = 0; i < schedule->num_peaks; i++) {
+    int32_t stages = schedule->num_stages, left = schedule->num_peaks;
+    /* Those of this worker are the last ones. */
+    while (left > 0 && schedule->peak_workers[left - 1] == worker)
+        left--;
+    for (int32_t i = left; i < schedule->num_peaks; i++) {
         int32_t *peak = schedule->peaks + (size_t)i * stages, more = 0, fewer = 0;
         for (int32_t s = 0; s < stages; s++) {
             more |= alive[s] > peak[s];
             fewer |= alive[s] < peak[s];
         }
-        if (schedule->peak_workers[i] == worker && !more)
+        if (!more)
             return 1;
-        if (schedule->peak_workers[i] == worker && !fewer)
-            continue;
-        memmove(schedule->peaks + (size_t)left * stages, peak, sizeof(int32_t) * (size_t)stages);
-        schedule->peak_workers[left++] = schedule->peak_workers[i];
+        if (fewer)
+            memmove(schedule->peaks + (size_t)left++ * stages, peak, sizeof(int32_t) * (size_t)stages);
     }
     schedule->num_peaks = left;
     return 0;

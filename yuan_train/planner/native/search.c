@@ -103,8 +103,25 @@ static struct draft *realised(struct search *search, struct draft *draft)
     return realise_draft(search, whole) ? NULL : whole;
 }
 
+/* Whether a stage of a draft, which is realised, passes on alone what it gets: other stages warm up as deep without. */
+static int has_idle_stage(const struct search *search, const struct draft *draft)
+{
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        for (int32_t s = pipeline->first_stage; s < pipeline->first_stage + pipeline->num_stages; s++) {
+            const struct stage_price *price = &search->evaluator->prices[s];
+            const struct unit_table *table =
+                table_of(search->problem, price->place, draft->stages[s].width, pipeline->size, 0);
+            int32_t first = price->first_unit, end = price->end_unit;
+            if (table->forward[end] - table->forward[first] + table->backward[end] - table->backward[first] <= 0.0)
+                return 1;
+        }
+    }
+    return 0;
+}
+
 /* Parts of a price: what a draft takes whose step is longer than wanted for certain, and what its simulation takes. */
-enum { REALISED = 1, PLAYED = 3, PARTS_PLAYED = 512 };
+enum { REALISED = 1, PLAYED = 3, PARTS_PLAYED = 128 };
 
 double step_of(struct search *search, struct draft *draft, double limit)
 {
@@ -116,10 +133,12 @@ double step_of(struct search *search, struct draft *draft, double limit)
     struct draft *whole = realised(search, draft);
     if (!whole)
         return IMPOSSIBLE;
+    if (has_idle_stage(search, whole))
+        return IMPOSSIBLE;
     if (!draft->is_sharded && search->space->like_owners && has_unlike_owners(search, whole))
         return IMPOSSIBLE;
     price.over = 0.0;
-    int failed = price_draft(search->evaluator, whole, limit, &price);
+    int failed = price_realised(search->evaluator, whole, limit, &price);
     search->spent +=
         PLAYED * (draft->schedule == INTERLEAVED ? draft->rounds : 1) * (search->evaluator->num_played - played) +
         (search->evaluator->placed->num_positions - parts) / PARTS_PLAYED;
@@ -289,38 +308,51 @@ static void take_given(struct search *search, struct found *starts, const struct
     }
 }
 
-static void find_starts(struct search *search, struct found *starts, int64_t budget)
+/* A start, and what few small moves make of it, unless it is hopeless. */
+static void try_start(struct search *search, struct found *starts, struct draft *draft)
+{
+    double step = step_of(search, draft, INFINITY);
+    if (step >= IMPOSSIBLE || is_hopeless(starts, step))
+        return;
+    step = descend(search, draft, step, 30);
+    keep(search, draft, step);
+    add_draft(starts, draft, step);
+}
+
+/* Random starts; or the given ones, to which layers are dealt first. */
+static void find_starts(struct search *search, struct found *starts, const struct wish *wish)
 {
     struct draft *draft = &search->candidate;
-    for (int64_t tries = 0; search->spent < budget && tries < 20 * budget + 1000; tries++) {
-        if (!draw_start(search, draft))
-            continue;
-        double step = step_of(search, draft, INFINITY);
-        if (step >= IMPOSSIBLE || is_hopeless(starts, step))
-            continue;
-        step = descend(search, draft, step, 30);
-        keep(search, draft, step);
-        add_draft(starts, draft, step);
+    int64_t budget = wish->budget / 5;
+    for (int32_t i = 0; wish->deals && i < wish->num_given; i++) {
+        copy_draft(draft, &wish->given[i]);
+        for (int32_t p = 0; p < draft->num_pipelines; p++)
+            deal_layers(search, draft, p);
+        try_start(search, starts, draft);
     }
+    for (int64_t tries = 0; !wish->deals && search->spent < budget && tries < 4 * budget + 1000; tries++)
+        if (draw_start(search, draft))
+            try_start(search, starts, draft);
 }
 
 static void run_search(struct search *search, struct found *starts, const struct wish *wish)
 {
-    int64_t budget = wish->budget;
-    take_given(search, starts, wish);
-    find_starts(search, starts, budget / 5);
+    if (!wish->deals)
+        take_given(search, starts, wish);
+    if (!wish->goes_on)
+        find_starts(search, starts, wish);
+    int64_t left = wish->budget - search->spent;
     sort_drafts(starts, starts->count);
     int32_t count = starts->count < NUM_ANNEALED ? starts->count : NUM_ANNEALED;
     for (int32_t i = 0; i < count; i++)
-        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], budget * 3 / 10 / count, 0.02, 2e-4, 12);
+        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], left * 3 / 8 / count, 0.02, 2e-4, 12);
     sort_drafts(starts, count);
     int32_t finalists = count < NUM_FINALISTS ? count : NUM_FINALISTS;
     for (int32_t i = 0; i < finalists; i++)
-        starts->steps[i] =
-            anneal(search, &starts->drafts[i], starts->steps[i], budget * 2 / 5 / finalists, 0.01, 2e-5, 20);
+        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], left / 2 / finalists, 0.01, 2e-5, 20);
     sort_drafts(starts, finalists);
     if (finalists)
-        anneal(search, &starts->drafts[0], starts->steps[0], budget / 10, 1e-4, 1e-7, 20);
+        anneal(search, &starts->drafts[0], starts->steps[0], left / 8, 1e-4, 1e-7, 20);
 }
 
 /* Take moves of whole types, one or two at a time, that make a draft faster, until so much is spent; its step. */
@@ -347,8 +379,12 @@ static void run_large_search(struct search *search, struct found *starts, const 
     enum { ANNEALED = 5, BY_TYPES = 8 };
     int64_t budget = wish->budget;
     struct draft *draft = &search->candidate;
-    take_given(search, starts, wish);
-    for (int64_t tries = 0; search->spent < budget / 5 && tries < 20 * budget + 1000; tries++) {
+    if (wish->deals)
+        find_starts(search, starts, wish);
+    else
+        take_given(search, starts, wish);
+    int64_t most_tries = wish->deals || wish->goes_on ? 0 : 4 * budget + 1000;
+    for (int64_t tries = 0; search->spent < budget / 5 && tries < most_tries; tries++) {
         if (!draw_start(search, draft))
             continue;
         double step = step_of(search, draft, INFINITY);

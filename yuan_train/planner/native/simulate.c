@@ -115,29 +115,3 @@ int run_schedule(const struct schedule *schedule, const struct times *times, int
     release(&arena);
     return 0;
 }
-
-int run_many(const struct schedule *schedule, int32_t count, const struct times *times, int sends,
-             double *stage_end)
-{
-    struct arena arena = {.blocks = NULL};
-    if (setjmp(arena.failed)) {
-        release(&arena);
-        return -1;
-    }
-    struct clock clock = take_clock(schedule, &arena);
-    size_t stages = (size_t)schedule->num_stages;
-    struct figures figures = {
-        TAKE(&arena, stages, double), NULL, TAKE(&arena, schedule->num_workers, double),
-        TAKE(&arena, schedule->num_workers, double), NULL, 0, 0, 0.0,
-    };
-    for (size_t i = 0; i < (size_t)count; i++) {
-        struct times own = {
-            times->forward + i * stages, times->backward + i * stages, times->weight + i * stages,
-            times->send_activation + i * (stages - 1), times->send_gradient + i * (stages - 1), NULL,
-        };
-        figures.stage_end = stage_end + i * stages;
-        run_operations(schedule, &own, sends, &clock, &figures);
-    }
-    release(&arena);
-    return 0;
-}

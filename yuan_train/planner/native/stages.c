@@ -81,7 +81,8 @@ int find_holders(struct evaluator *evaluator, const struct draft *draft)
                 evaluator->stage_of[(size_t)p * units + u] = pipeline->first_stage + s;
                 evaluator->holders[u] += stage->num_replicas;
                 evaluator->weights[u] += stage->num_replicas * stage->share;
-                evaluator->slices[u] = common_multiple(evaluator->slices[u], stage->width);
+                if (evaluator->slices[u] != stage->width)
+                    evaluator->slices[u] = common_multiple(evaluator->slices[u], stage->width);
             }
         }
         if (next != units - 1)
@@ -539,20 +540,25 @@ static double activations_of_worker(const struct evaluator *evaluator, const str
 {
     const struct stage_price *prices = evaluator->prices + pipeline->first_stage;
     const int32_t *first = evaluator->first_replica + pipeline->first_stage, *peak;
-    int32_t worker = first[leader] - first[0], stages = pipeline->num_stages;
+    int32_t worker = first[leader] - first[0], stages = pipeline->num_stages, begin = 0, end;
     double most = 0.0, each[stages];
+    /* Peaks stand worker by worker. */
+    while (begin < schedule->num_peaks && schedule->peak_workers[begin] != worker)
+        begin++;
+    for (end = begin; end < schedule->num_peaks && schedule->peak_workers[end] == worker;)
+        end++;
     for (int32_t s = 0; s < stages; s++) {
         int32_t held = 1;
-        for (int32_t i = 0; i < schedule->num_peaks; i++) {
+        for (int32_t i = begin; i < end; i++) {
             peak = schedule->peaks + (size_t)i * stages;
-            held = schedule->peak_workers[i] == worker && peak[s] > held ? peak[s] : held;
+            held = peak[s] > held ? peak[s] : held;
         }
         each[s] = prices[s].activations / held;
     }
-    for (int32_t i = 0; i < schedule->num_peaks; i++) {
+    for (int32_t i = begin; i < end; i++) {
         double sum = 0.0;
         peak = schedule->peaks + (size_t)i * stages;
-        for (int32_t s = 0; schedule->peak_workers[i] == worker && s < stages; s++)
+        for (int32_t s = 0; s < stages; s++)
             sum += peak[s] * each[s];
         most = fmax(most, sum);
     }

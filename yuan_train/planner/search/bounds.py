@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost, share_of_layer
 from yuan_train.planner.search.shapes import Options, Shape
-from yuan_train.planner.solver.instance import SPLIT_SCHEDULES, Floats, Integers
 
+Floats = NDArray[np.float64]
+Integers = NDArray[np.integer]
+SPLIT_SCHEDULES = ("zero_bubble",)
+"""Schedules that split the backward: its weight-gradient part runs in the bubble of the filling pipeline."""
 PRECISION = 1e-6
 """Bisection ends at this ratio less one."""
 

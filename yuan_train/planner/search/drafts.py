@@ -9,34 +9,48 @@ so that equal input gives equal plans. `cost_plan` has the last word on what it 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from ctypes import c_uint8
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, draft_of, make_tables, plan_of
-from yuan_train.planner.native.evaluator import MAX_REPLICAS, NUM_SIZES, DraftTable, SpaceTable
+from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of
+from yuan_train.planner.native.evaluator import (
+    MAX_REPLICAS,
+    NUM_SIZES,
+    DraftTable,
+    PipelineRow,
+    SpaceTable,
+    StageRow,
+)
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.candidate import Candidate, first_shape
 from yuan_train.planner.search.disks import with_disks
 from yuan_train.planner.search.expressible import is_wanted
-from yuan_train.planner.search.shapes import Options
+from yuan_train.planner.search.shapes import Options, Shape
 
-MOST_CARDS = 56
-"""Cards up to which drafts are searched: on more, cuts of shapes are better in the same time."""
-BUDGET_PER_CARD, LEAST_BUDGET = 32_000, 960_000
+FEW_CARDS = 56
+"""Cards up to which more are searched longer: on more still, a draft takes as much longer to price."""
+BUDGET_PER_CARD, LEAST_BUDGET = 20_000, 600_000
 """Of a search, for each card, and at least: a draft that is priced whole takes 4 of it, one that is longer
 than wanted for certain 1."""
 BUDGET_PER_SECOND = 30_000
 """At most, for each second of `search.time_limit`; 4 of it take 10 to 50 us. A search looks at no clock, so
 that equal input gives equal plans."""
-SHARE_OF_VIRTUAL = 1 / 2
-"""What is spent on plans with virtual stages, besides the budget of the others."""
-NUM_RESTARTS, SHARE_OF_RESTARTS = 3, 0.6
-"""Searches in each part of the space that know nothing of each other, and what they take of the budget."""
+NUM_RESTARTS, MORE_RESTARTS, RESTART = 4, 8, 1 / 24
+"""Searches under each set of schedules that know nothing of each other, those that follow under the better
+set, and the part of the budget that each takes."""
+GOING_ON, MOST_ROUNDS, LEAST_GAIN = 1 / 4, 4, 1e-3
+"""Part of the budget that goes on from the fastest drafts in a round, most rounds, and what one must
+gain for there to be a next one."""
+PROMISING_VIRTUAL, PROMISING_BESIDE = 1.02, 0.99
+"""A part of the space that few plans gain by is searched further if a short search has found a step of at
+most this multiple of the fastest one's: virtual stages, and what is preferred only if it gains much."""
+OF_SHAPES, MOST_SHAPES = 1 / 8, 400
+"""Part of the budget of a search that begins with shapes, and how many of these."""
 NUM_GIVEN = 6
 """Of the fastest drafts that are known, which a search begins with."""
 NUM_JUDGED, NEAR = 20, 1.004
@@ -46,92 +60,187 @@ ANY = 2**64 - 1
 """The set of all counts."""
 
 
+@dataclass(frozen=True)
+class FoundDrafts:
+    """Plans that fit, and whether some fits under a schedule that the search keys may not name."""
+
+    candidates: tuple[Candidate, ...]
+    any_fits: bool
+    num_priced: int
+
+
 def search_drafts(
     costs: Costs,
-    ranked: Sequence[Candidate],
+    shapes: Sequence[Shape],
     cards: Sequence[Card],
     options: Options,
     stopped: Callable[[], bool],
     *,
     limit_seconds: float,
-) -> list[Candidate]:
-    """The fastest plans that the core finds, the known ones given; none where it cannot search."""
-    runs = list(_wanted_runs(draft_space(options, costs.problem), cards, options))
-    tables = None
-    if runs:
-        tables = make_tables(costs, options.polished_sizes, options.tensor, on_disk=options.offload_disk)
-    if tables is None:
-        return []
-    first = _first_drafts(tables, ranked[: 4 * NUM_GIVEN])
-    split = _first_drafts(tables, [one for one in ranked if _can_split(one.plan)])
-    most = options.effort * max(BUDGET_PER_CARD * len(cards), LEAST_BUDGET)
-    most = min(most, BUDGET_PER_SECOND * limit_seconds)
-    on_cards, beside = list[_Known](), list[_Known]()
-    for seed, run in enumerate(runs, start=1):
-        if stopped():
-            break
-        given = _fastest([*first, *on_cards, *beside])[:NUM_GIVEN] if run.goes_on else []
-        given += split if run.space.schedules == VIRTUAL else []
-        drafts, budget = [draft for _, draft in given], int(most * run.share)
-        found = tables.evaluator.search(run.space, drafts, budget=budget, seed=seed, room=NUM_JUDGED)
-        known = zip(found.steps, found.drafts, strict=True)
-        if run.space.may_offload or run.space.may_send:
-            beside = _fastest([*known, *beside])
-        else:
-            on_cards = _fastest([*known, *on_cards])
-    # Those that keep to the cards may be preferred to faster ones.
-    near = [one for pool in (on_cards, beside) for one in pool if one[0] <= NEAR * pool[0][0]]
-    return [candidate for _, draft in near for candidate in _judged(tables, costs, draft, options)]
+) -> FoundDrafts:
+    """The fastest plans that the core finds, from shapes and from random drafts; none where it has no tables
+    of the problem."""
+    sizes, found = options.polished_sizes, list[Candidate]()
+    any_fits, num_priced = False, 0
+    # The core has room for so many sizes at a time.
+    for first in range(0, len(sizes), NUM_SIZES):
+        some = sizes[first : first + NUM_SIZES]
+        tables = make_tables(costs, some, options.tensor, on_disk=options.offload_disk)
+        if tables is None:
+            continue
+        search = _Search(tables, _budget(len(cards), options, limit_seconds), stopped)
+        drafts = [draft_of_shape(tables, shape) for shape in _some(shapes, MOST_SHAPES)]
+        shaped = [draft for draft in drafts if draft is not None]
+        space = draft_space(options, costs.problem)
+        pools = search_space(search, space, shaped, keeps_to_cards=options.keeps_to_cards)
+        # Those that keep to the cards may be preferred to faster ones.
+        near = [one for pool in pools for one in pool if one[0] <= NEAR * pool[0][0]]
+        found += [candidate for _, draft in near for candidate in _judged(tables, costs, draft, options)]
+        any_fits, num_priced = any_fits or search.any_fits, num_priced + search.num_priced
+    return FoundDrafts(tuple(found), any_fits=any_fits, num_priced=num_priced)
+
+
+def draft_of_shape(tables: Tables, shape: Shape) -> DraftTable | None:
+    """Equal pipelines of a shape's slots, without layers; None if a draft cannot have them."""
+    rows: list[StageRow] = []
+    for d, slot in itertools.product(range(shape.num_pipelines), shape.slots):
+        group = slot[d]
+        if len(group) > MAX_REPLICAS:
+            return None
+        row = StageRow(width=len(group[0]), num_replicas=len(group), share=1.0)
+        for r, replica in enumerate(group):
+            row.pools[r] = tables.pool_of[replica[0].name]
+        rows.append(row)
+    if shape.micro_batch_size not in tables.sizes:
+        return None
+    size, count, stages = (
+        tables.sizes.index(shape.micro_batch_size),
+        shape.num_micro_batches,
+        len(shape.slots),
+    )
+    lines = [PipelineRow(size, count, d * stages, stages) for d in range(shape.num_pipelines)]
+    draft = DraftTable(schedule=NAMES.index(shape.schedule), is_sharded=shape.sharded)
+    draft.num_pipelines, draft.num_stages = len(lines), len(rows)
+    draft.pipelines, draft.stages = (PipelineRow * len(lines))(*lines), (StageRow * len(rows))(*rows)
+    return draft
+
+
+def is_short(tables: Tables, draft: DraftTable) -> bool:
+    """Whether a draft recomputes, or leaves a card out, which it may do for want of memory."""
+    rows: list[StageRow] = draft.stages[: draft.num_stages]
+    used = sum(row.num_replicas * row.width for row in rows if not row.worker)
+    return used < tables.problem.num_cards or any(row.num_recomputed for row in rows)
+
+
+def _some(shapes: Sequence[Shape], most: int) -> Sequence[Shape]:
+    """At most so many of them, in even steps."""
+    return shapes if len(shapes) <= most else [shapes[i * len(shapes) // most] for i in range(most)]
+
+
+def _budget(num_cards: int, options: Options, limit_seconds: float) -> int:
+    most = options.effort * max(BUDGET_PER_CARD * min(num_cards, FEW_CARDS), LEAST_BUDGET)
+    return int(min(most * min(1.0, FEW_CARDS / num_cards), BUDGET_PER_SECOND * limit_seconds))
 
 
 _Known = tuple[float, DraftTable]
 """A draft, and its step in seconds."""
 
 
-def _first_drafts(tables: Tables, ranked: Sequence[Candidate]) -> list[_Known]:
-    drafts = ((known.step_seconds, draft_of(tables, known.plan)) for known in ranked)
-    return list(itertools.islice(((step, draft) for step, draft in drafts if draft is not None), NUM_GIVEN))
+class _Search:
+    """Searches of the core, one after another, each with random numbers of its own."""
+
+    def __init__(self, tables: Tables, budget: int, stopped: Callable[[], bool]) -> None:
+        self.tables, self.budget, self.stopped = tables, budget, stopped
+        self.num_searches, self.num_priced, self.any_fits = 0, 0, False
+
+    def run(
+        self,
+        space: SpaceTable,
+        share: float,
+        given: Sequence[_Known] = (),
+        *,
+        goes_on: bool = False,
+        deals: bool = False,
+    ) -> list[_Known]:
+        """The fastest drafts of a search of that share of the budget, which begins with the given ones, and
+        unless it `goes_on` from them alone, or deals their layers, with random ones."""
+        self.num_searches += 1
+        if (self.stopped() and self.any_fits) or ((goes_on or deals) and not given):
+            return []
+        found = self.tables.evaluator.search(
+            space,
+            [draft for _, draft in given],
+            budget=int(self.budget * share),
+            seed=self.num_searches,
+            room=NUM_JUDGED,
+            goes_on=goes_on,
+            deals=deals,
+        )
+        self.num_priced = found.num_priced
+        self.any_fits = self.any_fits or bool(found.steps)
+        return _fastest(list(zip(found.steps, found.drafts, strict=True)))
 
 
-def _can_split(plan: Plan) -> bool:
-    """Whether each worker has layers for two virtual stages; the last one may have its head alone."""
-    rows = [[stage.num_layers for stage in pipeline.stages] for pipeline in plan.pipelines]
-    return all(len(row) > 1 and min(row[:-1]) >= 2 and row[-1] >= 1 for row in rows)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One search of the core: what it may change, its share of the budget, and whether it begins with the
-    fastest drafts that are known."""
-
-    space: SpaceTable
-    share: float
-    goes_on: bool
-
-
-def _runs(space: SpaceTable) -> Iterator[_Run]:
-    """Several searches that know nothing of each other, then some that go on from the fastest drafts.
+def search_space(
+    search: _Search, space: SpaceTable, shaped: Sequence[DraftTable], *, keeps_to_cards: bool
+) -> tuple[list[_Known], list[_Known]]:
+    """The fastest drafts that keep to the cards, and those with something beside them.
 
     Single searches end in unlike structures, whose steps differ by some percent: the fastest of several is
-    worth more than one that is longer. Some run under one schedule alone: under another one nearly all plans
-    may be faster, and none the fastest. With virtual stages last and for less, because few plans gain by
-    them. What is good with hosts may be so without them, and that is preferred: so those come after.
+    worth more than one that is longer, and the last one goes on from it. Some run under 1F1B alone: under
+    another schedule nearly all plans may be faster, and none the fastest.
     """
-    plain, others = 1 << NAMES.index("1f1b"), space.schedules & ~VIRTUAL
-    steps = list(dict.fromkeys((others & plain or others, others))) if others else []
-    spaces = [space.changed(schedules=schedules, may_offload=0, may_send=0) for schedules in steps]
-    last = spaces[-1:]
-    if steps and (space.may_offload or space.may_send):
+    plain = 1 << NAMES.index("1f1b")
+    # Plans with virtual stages alone are split from others.
+    others = space.schedules & ~VIRTUAL or plain
+    sets = list(dict.fromkeys((others & plain or others, others)))
+    spaces = [space.changed(schedules=schedules, may_offload=0, may_send=0) for schedules in sets]
+    found, beside = _restarted(search, spaces), list[_Known]()
+    found.append(search.run(spaces[0], OF_SHAPES, [(0.0, draft) for draft in shaped], deals=True))
+    on_cards = _continued(search, spaces[-1], found)
+    if space.may_offload or space.may_send:
         hosts = space.changed(schedules=others)
-        spaces, last = [*spaces, hosts], [hosts, *last]
-    for own in spaces:
-        for _ in range(NUM_RESTARTS):
-            yield _Run(own, SHARE_OF_RESTARTS / (NUM_RESTARTS * len(spaces)), goes_on=False)
-    for own in last:
-        yield _Run(own, (1 - SHARE_OF_RESTARTS) / len(last), goes_on=True)
-    if space.schedules & VIRTUAL:
-        own = space.changed(schedules=VIRTUAL, may_send=0)
-        yield _Run(own, SHARE_OF_VIRTUAL if steps else 1.0, goes_on=True)
+        found = [search.run(hosts, RESTART, on_cards[:NUM_GIVEN], goes_on=True)]
+        if not on_cards or is_short(search.tables, on_cards[0][1]):
+            found += _restarted(search, [hosts])
+            for draft in shaped:
+                for row in draft.stages[: draft.num_stages]:
+                    row.may_offload = space.may_offload
+            found.append(search.run(hosts, OF_SHAPES, [(0.0, draft) for draft in shaped], deals=True))
+        beside = _fastest(list(itertools.chain(*found)))
+        most = PROMISING_BESIDE if keeps_to_cards and on_cards else 1.0
+        if beside and (not on_cards or beside[0][0] < most * on_cards[0][0]):
+            beside = _continued(search, hosts, [*found, on_cards])
+    if not space.schedules & VIRTUAL:
+        return on_cards, beside
+    own = space.changed(schedules=VIRTUAL, may_send=0, may_offload=int(space.may_offload and not on_cards))
+    known = _fastest([*on_cards, *beside])
+    only = not space.schedules & ~VIRTUAL
+    split = search.run(own, RESTART, known[:NUM_GIVEN])
+    if split and (only or split[0][0] < PROMISING_VIRTUAL * known[0][0]):
+        split = _continued(search, own, [split])
+    return (split, []) if only else (_fastest([*on_cards, *split]), beside)
+
+
+def _restarted(search: _Search, spaces: Sequence[SpaceTable]) -> list[list[_Known]]:
+    """What searches of each space find, and more of the one whose drafts are faster."""
+    found = [[search.run(own, RESTART) for _ in range(NUM_RESTARTS)] for own in spaces]
+    steps = [min((step for run in own for step, _ in run), default=math.inf) for own in found]
+    better = spaces[steps.index(min(steps))]
+    more = [search.run(better, RESTART) for _ in range(MORE_RESTARTS)]
+    return [run for own in (*found, more) for run in own]
+
+
+def _continued(search: _Search, space: SpaceTable, found: Sequence[list[_Known]]) -> list[_Known]:
+    """The fastest drafts after rounds that go on from the fastest one of each search, while they gain."""
+    runs = [run for run in found if run]
+    for _ in range(MOST_ROUNDS if runs else 0):
+        # Those of one search are much alike.
+        firsts = _fastest([run[0] for run in runs])
+        runs.append(search.run(space, GOING_ON, firsts[:NUM_GIVEN], goes_on=True))
+        if not runs[-1] or runs[-1][0][0] > firsts[0][0] * (1 - LEAST_GAIN):
+            break
+    return _fastest(list(itertools.chain(*runs)))
 
 
 def _fastest(found: Sequence[_Known]) -> list[_Known]:
@@ -141,16 +250,6 @@ def _fastest(found: Sequence[_Known]) -> list[_Known]:
         if not kept or step - kept[-1][0] > 1e-7 * step:
             kept.append((step, draft))
     return kept[:NUM_JUDGED]
-
-
-def _wanted_runs(space: SpaceTable, cards: Sequence[Card], options: Options) -> Iterator[_Run]:
-    """As `_runs`; where drafts are not searched, known plans are split in virtual stages alone, on many cards
-    if no other schedule is asked for."""
-    few = len(cards) <= MOST_CARDS
-    if searches_drafts(cards, options):
-        yield from _runs(space)
-    elif "interleaved_1f1b" in (options.polished_schedules if few else options.schedules):
-        yield _Run(space.changed(schedules=VIRTUAL, may_send=0), 0.0, goes_on=True)
 
 
 def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -> list[Candidate]:
@@ -163,12 +262,6 @@ def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -
     if not cost.fits:
         return []
     return [Candidate(plan=plan, cost=cost, shape=replace(first_shape(plan, cost), schedule=plan.schedule))]
-
-
-def searches_drafts(cards: Sequence[Card], options: Options) -> bool:
-    """Whether drafts are searched: on few cards, of few micro-batch sizes."""
-    few = len(cards) <= MOST_CARDS and len(options.polished_sizes) <= NUM_SIZES
-    return few and options.restructures
 
 
 def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:
@@ -190,5 +283,6 @@ def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:
         int(True in options.sharded),
         int(options.fixed_order),
         int(options.expressible),
+        int(options.plain),
         each,
     )

@@ -21,7 +21,7 @@ from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.candidate import Candidate, first_shape
-from yuan_train.planner.search.drafts import MOST_CARDS, draft_space
+from yuan_train.planner.search.drafts import FEW_CARDS, draft_space
 from yuan_train.planner.search.expressible import is_wanted
 from yuan_train.planner.search.shapes import Options
 
@@ -76,7 +76,7 @@ def search_islands(
     limit_seconds: float,
 ) -> list[Candidate]:
     """The fastest plans of equal islands; none where the core cannot search what is asked."""
-    few = len(cards) <= MOST_CARDS or len(cards) < len(costs.cards)
+    few = len(cards) <= FEW_CARDS or len(cards) < len(costs.cards)
     if few or _is_special(options) or costs.topology.dedicated or costs.topology.measured:
         return []
     space = draft_space(options, costs.problem)
@@ -107,8 +107,7 @@ def search_islands(
 def _is_special(options: Options) -> bool:
     """Whether the search keys ask for what has no island's draft."""
     ordered = options.fixed_order or options.expressible or options.num_micro_batches is not None
-    plain = "1f1b" in options.polished_schedules and options.restructures
-    return bool(ordered or not plain)
+    return bool(ordered or "1f1b" not in options.polished_schedules)
 
 
 def _islands(

@@ -15,23 +15,19 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Card
 from yuan_train.config.document import without_garbage_collector
 from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
-from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
-from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.bounds import Bound, lower_bound
-from yuan_train.planner.search.candidate import Candidate, first_shape
-from yuan_train.planner.search.drafts import search_drafts, searches_drafts
+from yuan_train.planner.search.candidate import Candidate
+from yuan_train.planner.search.drafts import FEW_CARDS, search_drafts
 from yuan_train.planner.search.expert_groups import expert_plans, may_divide_experts
-from yuan_train.planner.search.explore import solve_shapes
-from yuan_train.planner.search.expressible import is_wanted, wanted_shapes
-from yuan_train.planner.search.finalists import MAX_RESTRUCTURED_CARDS, improve, keep_to_cards, rank
+from yuan_train.planner.search.expressible import wanted_shapes
+from yuan_train.planner.search.finalists import keep_to_cards, rank
 from yuan_train.planner.search.half_layers import half_layer_plans
-from yuan_train.planner.search.host_budgets import solve_with_hosts
 from yuan_train.planner.search.islands import search_islands
-from yuan_train.planner.search.mixed_pipelines import deal_mixed, mix_pipelines
 from yuan_train.planner.search.paged import check_pages, paged_plans
 from yuan_train.planner.search.prove import NOTHING_PROVEN, Proof, is_provable, prove_shapes
 from yuan_train.planner.search.search_result import (
@@ -49,6 +45,8 @@ from yuan_train.planner.search.simplicity import prefer_simple, simplicity_note
 
 SPECIAL = (expert_plans, alternating_plans, half_layer_plans, paged_plans)
 """Plans that the compiled core does not price: each is found from those that are known so far."""
+BRIEF = 1 / 8
+"""Of the effort, what a search that is not thorough takes."""
 CLOSING_SECONDS_PER_CARD = 2e-4
 """Of a time limit; costing and checking one plan takes about that."""
 LISTING_SHARE = 1 / 2
@@ -82,8 +80,6 @@ class _Space:
     options: Options
     stopped: Callable[[], bool]
     shapes: Sequence[Shape]
-    any_shapes: Sequence[Shape]
-    """If there are no shapes: those of mixed pipelines."""
     has_all_shapes: bool
     """Whether the time sufficed to list them."""
     limit_seconds: float
@@ -118,8 +114,8 @@ def search_plan(
 ) -> SearchResult:
     """The fastest plan that fits, with its forecast.
 
-    `micro_batch_size` is the default of `search.micro_batch_size`; what is not `thorough` keeps the structure
-    of its plans; `clock` returns seconds. Raises ConfigError if the search keys, the batch
+    `micro_batch_size` is the default of `search.micro_batch_size`; what is not `thorough` tries
+    much less; `clock` returns seconds. Raises ConfigError if the search keys, the batch
     or the precision exclude every plan, NoPlanFits (with the nearest miss) if no plan fits the cards,
     SearchStopped if the time limit came first.
     """
@@ -170,7 +166,7 @@ def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: in
     )
     if problem.profile is not None and problem.profile.is_whole:
         options = as_plain(options)
-    options = replace(options, restructures=thorough and not options.plain)
+    options = replace(options, effort=options.effort * (1.0 if thorough else BRIEF))
     check_pages(problem, options)
     return options
 
@@ -184,10 +180,6 @@ def _list_shapes(
     listed = itertools.islice(wanted, most)
     shapes = list(_while_time(listed, lambda: limit.is_over(LISTING_SHARE)))
     has_all_shapes = next(wanted, None) is None
-    mixed = (shape for pipelines in deal_mixed(costs, cards, options) for shape in pipelines)
-    any_shapes = shapes or ([] if options.expressible or most else list(mixed))
-    if not any_shapes and most is None:
-        raise ConfigError(describe_no_shape(problem, options, cards))
     if options.use_all_devices and shapes:
         shapes = _not_longer_than_model(problem, shapes)
     return _Space(
@@ -196,63 +188,35 @@ def _list_shapes(
         options=options,
         stopped=limit.is_over,
         shapes=shapes,
-        any_shapes=any_shapes,
         has_all_shapes=has_all_shapes,
         limit_seconds=limit.seconds,
     )
 
 
 def _find_plans(space: _Space) -> _Plans:
-    """Cut the shapes, and improve and change the best plans.
-
-    Where drafts are searched and nothing can be proven, cuts are only what that search begins with.
-    """
+    """The fastest plans of the space, proven where that is within reach."""
     costs, cards, options, stopped = space.costs, space.cards, space.options, space.stopped
-    known, proof = _prove(space)
+    drafts = search_drafts(costs, space.shapes, cards, options, stopped, limit_seconds=space.limit_seconds)
+    ranked = rank(costs, drafts.candidates)
+    proof = _prove(space, ranked)
     if proof.exact:
-        return _proven_plans(space, known, proof)
-    searches = searches_drafts(cards, options)
-    found = solve_shapes(costs, space.shapes, options, stopped)
-    # Few plans are improved on many cards, and those with hosts among them.
-    apart = bool(found.candidates) and len(cards) <= MAX_RESTRUCTURED_CARDS
-    without_hosts = found.candidates
-    if options.offload and not searches:
-        found = solve_with_hosts(costs, space.shapes, options, found, stopped)
-    ranked = rank(costs, _valid(without_hosts if apart else found.candidates, options))
-    mixes = not searches and _may_mix(options, cards)
-    ranked = rank(costs, [*ranked, *_more_plans(costs, ranked, cards, options, stopped, mixes=mixes)])
-    any_fits = bool(ranked)
-    hosted = found.candidates[len(without_hosts) :] if apart else ()
-    hosted = rank(costs, _valid(hosted, options))
-    # Under another schedule than the search keys name, to be split in virtual stages.
-    cut, ranked = ranked, _improved(costs, ranked, hosted, cards, options, stopped)
-    limit = space.limit_seconds
-    drafts = known or search_drafts(costs, [*ranked, *cut], cards, options, stopped, limit_seconds=limit)
-    ranked = rank(costs, [*ranked, *drafts])
+        return _proven_plans(space, ranked, proof)
     for find in SPECIAL:
         ranked = rank(costs, [*ranked, *find(costs, cards, options, ranked, stopped)])
-    faster = None
+    any_fits, faster = drafts.any_fits or bool(ranked), None
     if options.keeps_to_cards:
         ranked, faster = keep_to_cards(costs, ranked)
-    return _Plans(
-        ranked=ranked,
-        faster=faster,
-        num_simulated=found.num_simulated,
-        any_fits=any_fits,
-    )
+    return _Plans(ranked=ranked, faster=faster, num_simulated=drafts.num_priced, any_fits=any_fits)
 
 
-def _prove(space: _Space) -> tuple[Sequence[Candidate], Proof]:
-    """Where a proof may stand, the plans that a search of drafts finds, and what is proven of them."""
-    costs, cards, options, stopped = space.costs, space.cards, space.options, space.stopped
-    improves = (options.plain or searches_drafts(cards, options)) and not options.offload_disk
-    provable = improves and space.has_all_shapes and is_provable(space.shapes, cards)
+def _prove(space: _Space, known: Sequence[Candidate]) -> Proof:
+    """What is proven of the known plans, where a proof may stand."""
+    costs, cards, options = space.costs, space.cards, space.options
+    provable = not options.offload_disk and space.has_all_shapes and is_provable(space.shapes, cards)
     if not provable or _has_unproven(costs, cards, options):
-        return (), NOTHING_PROVEN
-    drafts = search_drafts(costs, (), cards, options, stopped, limit_seconds=space.limit_seconds)
-    known = rank(costs, drafts)
-    least = _least_seconds(known)
-    return known, prove_shapes(costs, space.shapes, cards, options, stopped, best_seconds=least)
+        return NOTHING_PROVEN
+    least = known[0].step_seconds if known else math.inf
+    return prove_shapes(costs, space.shapes, cards, options, space.stopped, best_seconds=least)
 
 
 def _proven_plans(space: _Space, known: Sequence[Candidate], proof: Proof) -> _Plans:
@@ -276,7 +240,9 @@ def _ranked_plans(space: _Space, candidates: Sequence[Candidate]) -> _Plans:
     return _Plans(ranked=ranked, faster=None, num_simulated=len(candidates), any_fits=True)
 
 
-def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchStopped | NoPlanFits:
+def _nothing_found(
+    space: _Space, plans: _Plans, time_limit: float
+) -> SearchStopped | NoPlanFits | ConfigError:
     """Why there is no plan."""
     if not plans.any_fits and (space.stopped() or not space.has_all_shapes):
         return SearchStopped(
@@ -284,6 +250,8 @@ def _nothing_found(space: _Space, plans: _Plans, time_limit: float) -> SearchSto
             f"there may be one. It had {len(space.shapes)} ways to assign the cards to look at: raise "
             "search.time_limit, or allow fewer with search.tensor, search.pipelines or search.replicas"
         )
+    if not space.shapes and not plans.num_simulated:
+        return ConfigError(describe_no_shape(space.costs.problem, space.options, space.cards))
     if plans.any_fits:
         return NoPlanFits(NO_VIRTUAL_STAGES)
     return NoPlanFits(describe_shortfall(space.costs, space.cards, space.options))
@@ -300,28 +268,6 @@ def _bounded(space: _Space, plans: _Plans) -> tuple[bool, float, Bound | None]:
         return True, min(plans.lowest, best), None
     bound = lower_bound(costs, cards, space.options)
     return False, min(bound.seconds, best), bound
-
-
-def _improved(
-    costs: Costs,
-    ranked: Sequence[Candidate],
-    hosted: Sequence[Candidate],
-    cards: Sequence[Card],
-    options: Options,
-    stopped: Callable[[], bool],
-) -> list[Candidate]:
-    """The plans under schedules that may be polished, improved, ranked. Plans with hosts are improved apart,
-    so that no other is improved less because there are some."""
-
-    def improved(candidates: Sequence[Candidate]) -> list[Candidate]:
-        wanted = [one for one in candidates if one.plan.schedule in options.polished_schedules]
-        return improve(costs, wanted, cards, options, stopped)
-
-    return rank(costs, [*improved(ranked), *improved(hosted)])
-
-
-def _least_seconds(ranked: Sequence[Candidate]) -> float:
-    return ranked[0].step_seconds if ranked else math.inf
 
 
 def _closing_seconds(num_cards: int, time_limit: float) -> float:
@@ -396,7 +342,7 @@ def _even_split_of(space: _Space, best: Candidate) -> tuple[Candidate | None, st
     if not space.shapes and space.has_all_shapes:
         return None, "the cards do not divide into equal pipelines"
     # Its price is one plan's: nothing on few cards, seconds on thousands.
-    if not space.shapes or (space.stopped() and len(space.cards) > MAX_RESTRUCTURED_CARDS):
+    if not space.shapes or (space.stopped() and len(space.cards) > FEW_CARDS):
         return None, "search.time_limit was over before its turn"
     shape = best.shape if len(best.shape.slots) > 1 else space.shapes[0]
     num_layers = space.costs.problem.model.num_layers
@@ -422,41 +368,6 @@ def _cut_evenly(costs: Costs, shape: Shape, options: Options) -> Candidate:
         if tried[-1].cost.fits:
             return tried[-1]
     return tried[0]
-
-
-def _valid(candidates: Sequence[Candidate], options: Options) -> list[Candidate]:
-    return [c for c in candidates if is_wanted(c.plan, options)]
-
-
-def _more_plans(
-    costs: Costs,
-    ranked: Sequence[Candidate],
-    cards: Sequence[Card],
-    options: Options,
-    stopped: Callable[[], bool],
-    *,
-    mixes: bool,
-) -> list[Candidate]:
-    """Mixed pipelines, which are no cut of a shape."""
-    made: list[tuple[Shape | None, Plan]] = []
-    if mixes and not stopped():
-        mixed = mix_pipelines(costs, cards, options, limit_seconds=_least_seconds(ranked))
-        made += [(ranked[0].shape if ranked else None, plan) for plan in mixed]
-    result: list[Candidate] = []
-    for shape, plan in made:
-        if stopped():
-            break
-        if not is_wanted(plan, options):
-            continue
-        cost = cost_plan(costs, plan)
-        if cost.fits and _fits_memory(cost):
-            own = replace(shape or first_shape(plan, cost), schedule=plan.schedule)
-            result.append(Candidate(plan=plan, cost=cost, shape=own))
-    return result
-
-
-def _fits_memory(cost: PlanCost) -> bool:
-    return all(stage.fits for stage in cost.stages)
 
 
 def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:

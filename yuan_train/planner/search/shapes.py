@@ -84,8 +84,6 @@ class Options:
     """Whether layers may be pages of the host, in single pipelines of single cards."""
     offload_disk: bool = False
     """Whether optimizer state may lie on the disks that the cluster file names, where hosts have no room."""
-    restructures: bool = True
-    """Whether the structure of the best plans is changed, on few cards."""
     simplicity: float = 0.0
     """Part of the fastest step within which the simplest plan is taken."""
     effort: float = 1.0
@@ -195,7 +193,6 @@ def as_plain(options: Options) -> Options:
         offload=False,
         offload_activations=False,
         half_layers=False,
-        restructures=False,
     )
 
 
@@ -407,17 +404,6 @@ class PipelineCut:
     stage_groups: tuple[StageGroup, ...]
     bounds: tuple[int, ...]
     recompute: tuple[Recompute, ...]
-
-
-def stage_recompute(
-    bounds: Sequence[int], choices: Sequence[int], recompute: Sequence[Recompute], num_layers: int
-) -> tuple[Recompute, ...]:
-    """Each stage's choice, an index of `recompute`, by name; "none" for a stage without layers."""
-    names: list[Recompute] = []
-    for choice, first, end in zip(choices, bounds, bounds[1:], strict=False):
-        has_layers = min(end - 1, num_layers) > max(first - 1, 0)
-        names.append(recompute[choice] if has_layers else "none")
-    return tuple(names)
 
 
 def make_plan(
