@@ -4,7 +4,7 @@ On each of eleven named clusters, or of --random N random ones (from --seed on),
 at random for --seconds CPU seconds: layers, warm-up depth, recompute, micro-batches, shares of the batch,
 widths, replicas, order, stages merged and split, schedule, optimizer shares; one to three changes together.
 It keeps what is valid, fits, and is not slower in the planner's own simulator; it has no code in common with
-the planner's own polish. Prints the gains, and the sum of gains by kind of change.
+the planner's own search; --seconds 0 leaves it out. Prints the gains, and the sum of gains by kind of change.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=0, metavar="N", help="random clusters, instead")
     parser.add_argument("--seed", type=int, default=0, help="of the first random cluster")
     parser.add_argument("--seconds", type=float, default=300.0, help="CPU seconds of local search on each")
+    parser.add_argument(
+        "--effort", default="normal", choices=("quick", "normal", "thorough"), help="of the plan"
+    )
     options = parser.parse_args()
     problems = (
         {f"seed {seed}": random_problem(seed) for seed in range(options.seed, options.seed + options.random)}
@@ -71,7 +74,9 @@ def main() -> int:
         started = time.process_time()
         try:
             plan = search_plan(
-                problem, SearchConfig(time_limit=600.0, simplicity=0.0), micro_batch_size=1
+                problem,
+                SearchConfig(time_limit=3600.0, simplicity=0.0, effort=options.effort),
+                micro_batch_size=1,
             ).best.plan
         except NoPlanFits:
             print(f"| {name} | | no plan fits | | | |", flush=True)

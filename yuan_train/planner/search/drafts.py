@@ -43,9 +43,9 @@ that equal input gives equal plans."""
 NUM_RESTARTS, MORE_RESTARTS, RESTART = 4, 8, 1 / 24
 """Searches under each set of schedules that know nothing of each other, those that follow under the better
 set, and the part of the budget that each takes."""
-GOING_ON, MOST_ROUNDS, LEAST_GAIN = 1 / 4, 4, 1e-3
-"""Part of the budget that goes on from the fastest drafts in a round, most rounds, and what one must
-gain for there to be a next one."""
+GOING_ON, LEAST_ROUNDS, MOST_ROUNDS, LEAST_GAIN = 1 / 4, 2, 5, 1e-3
+"""Part of the budget that goes on from the fastest drafts in a round, how many rounds there are, and what one
+must gain for there to be a further one."""
 PROMISING_VIRTUAL, PROMISING_BESIDE = 1.02, 0.99
 """A part of the space that few plans gain by is searched further if a short search has found a step of at
 most this multiple of the fastest one's: virtual stages, and what is preferred only if it gains much."""
@@ -202,7 +202,7 @@ def search_space(
         hosts = space.changed(schedules=others)
         found = [search.run(hosts, RESTART, on_cards[:NUM_GIVEN], goes_on=True)]
         if not on_cards or is_short(search.tables, on_cards[0][1]):
-            found += _restarted(search, [hosts])
+            found += _restarted(search, [hosts], more=not on_cards)
             for draft in shaped:
                 for row in draft.stages[: draft.num_stages]:
                     row.may_offload = space.may_offload
@@ -222,23 +222,25 @@ def search_space(
     return (split, []) if only else (_fastest([*on_cards, *split]), beside)
 
 
-def _restarted(search: _Search, spaces: Sequence[SpaceTable]) -> list[list[_Known]]:
-    """What searches of each space find, and more of the one whose drafts are faster."""
+def _restarted(search: _Search, spaces: Sequence[SpaceTable], *, more: bool = True) -> list[list[_Known]]:
+    """What searches of each space find, and `more` of the one whose drafts are faster."""
     found = [[search.run(own, RESTART) for _ in range(NUM_RESTARTS)] for own in spaces]
     steps = [min((step for run in own for step, _ in run), default=math.inf) for own in found]
     better = spaces[steps.index(min(steps))]
-    more = [search.run(better, RESTART) for _ in range(MORE_RESTARTS)]
-    return [run for own in (*found, more) for run in own]
+    further = [search.run(better, RESTART) for _ in range(MORE_RESTARTS if more else 0)]
+    return [run for own in (*found, further) for run in own]
 
 
 def _continued(search: _Search, space: SpaceTable, found: Sequence[list[_Known]]) -> list[_Known]:
     """The fastest drafts after rounds that go on from the fastest one of each search, while they gain."""
     runs = [run for run in found if run]
-    for _ in range(MOST_ROUNDS if runs else 0):
+    for number in range(1, MOST_ROUNDS + 1 if runs else 1):
         # Those of one search are much alike.
         firsts = _fastest([run[0] for run in runs])
         runs.append(search.run(space, GOING_ON, firsts[:NUM_GIVEN], goes_on=True))
-        if not runs[-1] or runs[-1][0][0] > firsts[0][0] * (1 - LEAST_GAIN):
+        gains = bool(runs[-1]) and runs[-1][0][0] <= firsts[0][0] * (1 - LEAST_GAIN)
+        runs = [run for run in runs if run]
+        if number >= LEAST_ROUNDS and not gains:
             break
     return _fastest(list(itertools.chain(*runs)))
 
