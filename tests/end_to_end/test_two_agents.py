@@ -174,6 +174,26 @@ def test_ctrl_c_of_one_launcher_ends_both_and_is_told(project: Path, tmp_path: P
     assert "interrupted" in first and "Traceback" not in first + second
 
 
+def test_a_stopped_rank_is_ended_by_its_launcher(project: Path, tmp_path: Path) -> None:
+    """The only one of its node, which hears of nothing; within 10 s of the time-out."""
+    lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")
+    with started([[*line, "train.timeout=4 s"] for line in lines], [HERE, HERE], tmp_path) as agents:
+        wait_for_steps(tmp_path, lambda: all(agent.poll() is None for agent in agents))
+        stopped = children(agents[1])[0]
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            codes = [agent.wait(timeout=60) for agent in agents]
+        finally:
+            if agents[1].poll() is None:
+                os.kill(stopped, signal.SIGKILL)
+        assert time.monotonic() - began < 4 + SECONDS
+    assert codes == [1, 1]
+    first, second = ((tmp_path / f"agent-{n}").read_text() for n in (0, 1))
+    assert "error: the run ends: rank 2 (b/0 on" in first, first
+    assert "error: rank 2 was stopped by a signal" in second, second
+
+
 def test_what_is_not_finite_ends_both_launchers(project: Path, tmp_path: Path) -> None:
     lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")
     lines = [[*line, "optimizer.learning_rate=1e30"] for line in lines]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import logging
+import math
 import os
 import shlex
 import signal
@@ -33,12 +34,15 @@ from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
 from yuan_train.config.rl import is_rl_run, load_rl, policy_run
 from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
-from yuan_train.config.run import load_run
+from yuan_train.config.run import TrainConfig, load_run
 
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 8.0
 """How long the other ranks may take to notice that one has failed, and to say so, before they are killed."""
+
+STOPPED_SECONDS = 2.0
+"""How much longer than its time-out a rank may be stopped: until then the others may say that it is."""
 
 TERMINAL_SECONDS = 1.0
 """In which a rank that a terminal's Ctrl-C has reached takes no notice of a second one any more."""
@@ -103,10 +107,18 @@ class Node:
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     overrides = (*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else []))
-    plan, name, speaker, device = _read_plan(arguments, overrides)
+    plan, name, speaker, train = _read_plan(arguments, overrides)
     command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
     spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
-    return start_or_print(arguments, plan, command, device=device, speaker=speaker, spare=spare)
+    return start_or_print(
+        arguments,
+        plan,
+        command,
+        device=train.device,
+        speaker=speaker,
+        spare=spare,
+        timeout_seconds=_patience_of(plan, train),
+    )
 
 
 def start_or_print(
@@ -117,6 +129,7 @@ def start_or_print(
     device: str,
     speaker: int = 0,
     spare: Sequence[int] = (),
+    timeout_seconds: float = math.inf,
 ) -> int:
     """Start this machine's ranks of a plan, each with `yuan-train COMMAND`, or print what does on each node.
 
@@ -136,7 +149,22 @@ def start_or_print(
     if not is_host_name(host):
         raise ConfigError(unknown_host(host))
     size = plan.world_size
-    return start_ranks(node, command, world_size=size, host=host, port=port, speaker=speaker, spare=spare)
+    return start_ranks(
+        node,
+        command,
+        world_size=size,
+        address=(host, port),
+        speaker=speaker,
+        spare=spare,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _patience_of(plan: Plan | RlPlan, train: TrainConfig) -> float:
+    """Seconds that each rank waits for another at least: two steps of the forecast, if those are more."""
+    plans = plan.plans.values() if isinstance(plan, RlPlan) else (plan,)
+    steps = [2 * own.forecast.step_seconds for own in plans if own.forecast is not None]
+    return max(train.timeout, *steps) if steps else train.timeout
 
 
 def _ranks_to_spare(config: str, overrides: Sequence[str], roles: RlPlan) -> range:
@@ -147,8 +175,8 @@ def _ranks_to_spare(config: str, overrides: Sequence[str], roles: RlPlan) -> ran
 
 def _read_plan(
     arguments: argparse.Namespace, overrides: Sequence[str]
-) -> tuple[Plan | RlPlan, str, int, str]:
-    """The plan, the command that each of its ranks runs, the rank that logs, and the run's `train.device`.
+) -> tuple[Plan | RlPlan, str, int, TrainConfig]:
+    """The plan, the command that each of its ranks runs, the rank that logs, and the run's `train`.
 
     Raises PlanError if the plan is not the run's.
     """
@@ -156,19 +184,19 @@ def _read_plan(
         roles = load_rl_plan(arguments.plan)
         run = load_rl(arguments.config, tuple(overrides))
         check_rl_plan_of_run(roles, run)
-        return roles, "rl", 0, run.train.device
+        return roles, "rl", 0, run.train
     plan = load_plan(arguments.plan)
     if is_rl_run(arguments.config):
         run = load_rl(arguments.config, tuple(overrides))
         length = max(plan.sequence_length, run.sequence_length)
         check_plan_of_run(plan, policy_run(run, sequence_length=length))
-        return plan, "rl", 0, run.train.device
+        return plan, "rl", 0, run.train
     config = load_run(arguments.config, tuple(overrides))
     check_plan_of_run(plan, config)
     check_engine(plan, config)
     # megatron-core numbers the ranks in its own order, and its rank 0 logs.
     speaker = express(plan).rank_of.index(0) if config.engine == "megatron" else 0
-    return plan, "train", speaker, config.train.device
+    return plan, "train", speaker, config.train
 
 
 def nodes_of(plan: Plan | RlPlan) -> list[Node]:
@@ -310,6 +338,8 @@ class _Child:
     process: subprocess.Popen[bytes]
     output: IO[bytes] | None
     """Its captured output; None if it writes to this process's streams."""
+    stopped_at: float | None = None
+    """Since when it is seen stopped by a signal; None: it runs."""
 
 
 def start_ranks(
@@ -317,16 +347,17 @@ def start_ranks(
     command: Sequence[str],
     *,
     world_size: int,
-    host: str,
-    port: int,
+    address: tuple[str, int],
     speaker: int = 0,
     spare: Sequence[int] = (),
+    timeout_seconds: float = math.inf,
 ) -> int:
     """Run the ranks of a node until they exit; returns 0, or the exit code of the rank at fault.
 
     The rank `speaker`, or on another node the first, writes to this process's streams. Each rank runs
-    `yuan-train COMMAND`; `host` and `port` are the rendezvous. Forwards SIGTERM to the ranks. A rank of
-    `spare` that fails once its links stand leaves the others as they are.
+    `yuan-train COMMAND`; `address` is the rendezvous, host and port. Forwards SIGTERM to the ranks. A rank of
+    `spare` that fails once its links stand leaves the others as they are. A rank that is stopped for longer
+    than `timeout_seconds`, in which the others give it up, is killed: it would never hear of the end.
     """
     children: list[_Child] = []
 
@@ -339,11 +370,14 @@ def start_ranks(
     previous = signal.signal(signal.SIGTERM, forward_signal)
     try:
         for local_rank, rank in enumerate(node.ranks):
-            environment = _environment(node, rank, local_rank, world_size, host, port)
+            environment = _environment(node, rank, local_rank, world_size, *address)
             environment[LINKED] = linked.name
             speaks = rank == (speaker if speaker in node.ranks else node.ranks[0])
             children.append(_start_rank(command, rank, environment, inherits_output=speaks))
-        return _wait(children, lambda child: child.rank in spare and has_told(linked.name, child.rank))
+        patience = timeout_seconds + STOPPED_SECONDS
+        return _wait(
+            children, lambda child: child.rank in spare and has_told(linked.name, child.rank), patience
+        )
     except KeyboardInterrupt:
         _interrupt(children)
         raise
@@ -394,7 +428,7 @@ def _terminate_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(children: list[_Child], is_spared: Callable[[_Child], bool]) -> int:
+def _wait(children: list[_Child], is_spared: Callable[[_Child], bool], patience: float) -> int:
     """Wait for all ranks and return the exit code.
 
     After a failure the other ranks get a grace period and are then killed; the failure is printed last. One
@@ -404,6 +438,7 @@ def _wait(children: list[_Child], is_spared: Callable[[_Child], bool]) -> int:
     spared: list[_Child] = []
     while any(child.process.poll() is None for child in children):
         for child in children:
+            _end_if_stopped(child, patience)
             if child not in spared and child.process.poll() in (1, *_SIGNALS) and is_spared(child):
                 spared.append(child)
                 _report(child)
@@ -420,6 +455,32 @@ def _wait(children: list[_Child], is_spared: Callable[[_Child], bool]) -> int:
     culprit = min(failed, key=_blame_order)
     _report(culprit)
     return culprit.process.returncode if culprit.process.returncode > 0 else 1
+
+
+def _end_if_stopped(child: _Child, patience: float) -> None:
+    """Kill a rank that SIGSTOP or a like signal has stopped for more than `patience` seconds, and say so."""
+    if not _is_stopped(child):
+        child.stopped_at = None
+    elif child.stopped_at is None:
+        child.stopped_at = time.monotonic()
+    elif time.monotonic() > child.stopped_at + patience:
+        print(
+            f"error: rank {child.rank} was stopped by a signal (SIGSTOP or like it) for longer than "
+            "train.timeout, and is killed",
+            file=sys.stderr,
+        )
+        child.process.kill()
+        child.process.wait()
+
+
+def _is_stopped(child: _Child) -> bool:
+    if child.process.poll() is not None:
+        return False
+    try:
+        return os.waitid(os.P_PID, child.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        # It has ended just now.
+        return False
 
 
 def _blame_order(child: _Child) -> tuple[int, bool, int]:

@@ -124,7 +124,7 @@ def _start_cards(cluster: Cluster, arguments: argparse.Namespace) -> int:
         words += [f"--{name}", str(value)] if value is not None else []
     words += ["--all-links"] * arguments.all_links + ["--json"] * arguments.json + arguments.overrides
     node = Node("all", tuple(range(len(cluster.cards))))
-    return start_ranks(node, words, world_size=len(node.ranks), host="127.0.0.1", port=free_port())
+    return start_ranks(node, words, world_size=len(node.ranks), address=("127.0.0.1", free_port()))
 
 
 def _read_rl(arguments: argparse.Namespace) -> RLConfig | None:
