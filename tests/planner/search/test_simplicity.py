@@ -87,8 +87,8 @@ def test_effort_is_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
         budgets.clear()
         find(given, effort=effort, time_limit=60.0)
         found[effort] = budgets[0]
-    assert found["quick"] == pytest.approx(found["normal"] / 3, rel=1e-3)
-    assert found["thorough"] == pytest.approx(10 * found["normal"], rel=1e-3)
+    assert found["quick"] == pytest.approx(found["normal"] / 3, rel=1e-2)
+    assert found["thorough"] == pytest.approx(10 * found["normal"], rel=1e-2)
 
 
 def test_what_cannot_run_without_a_thing_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,9 @@ that equal input gives equal plans."""
 NUM_RESTARTS, MORE_RESTARTS, RESTART = 4, 8, 1 / 24
 """Searches under each set of schedules that know nothing of each other, those that follow under the better
 set, and the part of the budget that each takes."""
+SMALL_CARDS, SMALL_TIMES = 8, 6
+"""Cards up to which there are so many times the restarts, each half as long: they take little there, and a
+long one ends in the same structure as a short one."""
 GOING_ON, LEAST_ROUNDS, MOST_ROUNDS, LEAST_GAIN = 1 / 4, 2, 5, 1e-3
 """Part of the budget that goes on from the fastest drafts in a round, how many rounds there are, and what one
 must gain for there to be a further one."""
@@ -224,10 +227,12 @@ def search_space(
 
 def _restarted(search: _Search, spaces: Sequence[SpaceTable], *, more: bool = True) -> list[list[_Known]]:
     """What searches of each space find, and `more` of the one whose drafts are faster."""
-    found = [[search.run(own, RESTART) for _ in range(NUM_RESTARTS)] for own in spaces]
+    small = search.tables.problem.num_cards <= SMALL_CARDS
+    times, share = (SMALL_TIMES, RESTART / 2) if small else (1, RESTART)
+    found = [[search.run(own, share) for _ in range(times * NUM_RESTARTS)] for own in spaces]
     steps = [min((step for run in own for step, _ in run), default=math.inf) for own in found]
     better = spaces[steps.index(min(steps))]
-    further = [search.run(better, RESTART) for _ in range(MORE_RESTARTS if more else 0)]
+    further = [search.run(better, share) for _ in range(times * MORE_RESTARTS if more else 0)]
     return [run for own in (*found, further) for run in own]
 
 
