@@ -50,7 +50,7 @@ def alternating_plans(
 ) -> list[Candidate]:
     """The most promising ones that fit; none unless half layers and virtual stages are searched."""
     del known
-    if not options.half_layers or "interleaved_1f1b" not in options.polished_schedules:
+    if not options.half_layers or "interleaved_1f1b" not in options.all_schedules:
         return []
     pairings = sorted(_pairings(costs, cards, options), key=lambda pairing: _busiest(costs, pairing))
     kinds = ([p for p in pairings if p.recompute == kind][:NUM_COSTED] for kind in options.recompute)

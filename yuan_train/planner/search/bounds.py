@@ -49,7 +49,7 @@ def lower_bound(costs: Costs, cards: Sequence[Card], options: Options) -> Bound:
     (linear-programming duality). Here l_d is proportional to the type's speed; w_du is that of the fastest
     width, recompute and size. Also, one micro-batch takes at least its units' fastest times.
     """
-    schedules, sizes = options.polished_schedules, options.polished_sizes
+    schedules, sizes = options.all_schedules, options.all_sizes
     types = Counter(card.type for card in cards)
     ways = [_Ways(costs, list(types), options, size) for size in sizes]
     chain = min(float(way.round_trip(schedules, whole=True)[-1]) for way in ways)

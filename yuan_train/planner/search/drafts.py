@@ -83,7 +83,7 @@ def search_drafts(
 ) -> FoundDrafts:
     """The fastest plans that the core finds, from shapes and from random drafts; none where it has no tables
     of the problem."""
-    sizes, found = options.polished_sizes, list[Candidate]()
+    sizes, found = options.all_sizes, list[Candidate]()
     any_fits, num_priced = False, 0
     # The core has room for so many sizes at a time.
     for first in range(0, len(sizes), NUM_SIZES):
@@ -275,7 +275,7 @@ def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:
     """The search keys."""
     allowed, batch = options.num_micro_batches, problem.global_batch_size
     each = None if allowed is None else (c_uint8 * (batch + 1))(*(n in allowed for n in range(batch + 1)))
-    schedules = sum(1 << NAMES.index(name) for name in options.polished_schedules)
+    schedules = sum(1 << NAMES.index(name) for name in options.all_schedules)
     replicas = ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= MAX_REPLICAS)
     counts = ANY if options.pipelines is None else sum(1 << n for n in options.pipelines if n < 63)
     return SpaceTable(

@@ -107,7 +107,7 @@ def search_islands(
 def _is_special(options: Options) -> bool:
     """Whether the search keys ask for what has no island's draft."""
     ordered = options.fixed_order or options.expressible or options.num_micro_batches is not None
-    return bool(ordered or "1f1b" not in options.polished_schedules)
+    return bool(ordered or "1f1b" not in options.all_schedules)
 
 
 def _islands(
@@ -150,8 +150,8 @@ def _make_island(
     groups = zip(problem.cluster.nodes, nodes, strict=True)
     own = tuple(replace(group, count=number) for group, number in groups if number)
     # What is left of the batch is dealt by single sequences.
-    sizes = (1,) if rest else options.polished_sizes[:NUM_SIZES_TRIED]
-    if not own or (rest and 1 not in options.polished_sizes):
+    sizes = (1,) if rest else options.all_sizes[:NUM_SIZES_TRIED]
+    if not own or (rest and 1 not in options.all_sizes):
         return None
     cluster = replace(problem.cluster, nodes=own)
     island = replace(problem, cluster=cluster, global_batch_size=size + (rest > 0))

@@ -113,7 +113,7 @@ def move_depths(plan: Plan) -> Iterator[Plan]:
 
 def move_batches(plan: Plan, options: Options) -> Iterator[Plan]:
     """Other micro-batches, of as many sequences in each pipeline."""
-    for size in options.polished_sizes:
+    for size in options.all_sizes:
         changed = [
             replace(p, micro_batch_size=size, num_micro_batches=p.num_sequences // size)
             for p in map(_without_depths, plan.pipelines)
@@ -129,7 +129,7 @@ def move_schedule(plan: Plan, options: Options) -> Iterator[Plan]:
     """Another schedule, unless the plan has virtual stages."""
     if plan.schedule == "interleaved_1f1b":
         return
-    for schedule in options.polished_schedules:
+    for schedule in options.all_schedules:
         if schedule not in (plan.schedule, "interleaved_1f1b"):
             yield replace(plan, schedule=schedule, pipelines=tuple(map(_without_depths, plan.pipelines)))
 

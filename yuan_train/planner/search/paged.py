@@ -62,7 +62,7 @@ def _faults(problem: PlanProblem, options: Options) -> Iterator[tuple[str, bool]
     yield "search.pipelines has no 1", options.pipelines is not None and 1 not in options.pipelines
     yield "search.tensor has no 1", 1 not in options.tensor
     yield "search.replicas has no 1", 1 not in options.replicas
-    yield "search.schedule has no 1f1b", "1f1b" not in options.polished_schedules
+    yield "search.schedule has no 1f1b", "1f1b" not in options.all_schedules
     yield "search.optimizer_sharding has no false", False not in options.sharded
     yield "train.compile makes each layer one piece", problem.compile
     yield "the profile is of another program", options.plain

@@ -1,4 +1,4 @@
-"""The search for the fastest plan: shapes are pruned or cut and simulated, and the finalists are ranked.
+"""The search for the fastest plan: what the compiled core and others find is ranked.
 
 The same input gives the same plan, byte for byte, unless the time limit ends the search; then the best plan
 found so far is returned, and `SearchResult.stopped` says so.
@@ -288,8 +288,8 @@ def _has_unproven(costs: Costs, cards: Sequence[Card], options: Options) -> bool
     proven = options.schedules, options.micro_batch_sizes
     return (
         _may_mix(options, cards)
-        or (options.polished_schedules, options.polished_sizes) != proven
-        or "interleaved_1f1b" in options.polished_schedules
+        or (options.all_schedules, options.all_sizes) != proven
+        or "interleaved_1f1b" in options.all_schedules
         or options.half_layers
         or options.offload_parameters
         or may_divide_experts(costs, cards, options)

@@ -1,4 +1,4 @@
-"""The shapes that a plan may have, and plans made from cuts of them; the solver finds the cuts.
+"""The shapes that a plan may have, which the searches begin with or prove.
 
 A shape fixes the number of equal pipelines, the micro-batches, the schedule, the tensor-parallel width and
 the replicas of each type of card, and which cards each pipeline gets. Slot i holds the stage groups in the
@@ -28,10 +28,10 @@ Slot = tuple[StageGroup, ...]
 
 WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel widths that are tried if neither `search.tensor` nor a profile names any."""
-POLISHED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Micro-batch sizes that a polish tries if `search.micro_batch_size` names none."""
-POLISHED_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble", "interleaved_1f1b")
-"""Schedules that a polish tries if `search.schedule` names none."""
+ALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Micro-batch sizes that are searched if `search.micro_batch_size` names none."""
+ALL_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble", "interleaved_1f1b")
+"""Schedules that are searched if `search.schedule` names none."""
 MAX_REPLICATED_CARDS = 48
 """Cards up to which stages with several replicas are tried without `search.replicas`."""
 MAX_MIXES, MAX_MIXES_OF_THOUSANDS, THOUSANDS = 256, 64, 2048
@@ -49,19 +49,19 @@ class Options:
 
     recompute: tuple[Recompute, ...]
     schedules: tuple[ScheduleName, ...]
-    """Of the shapes that are cut."""
-    polished_schedules: tuple[ScheduleName, ...]
-    """Schedules that a polish may choose."""
+    """Of the shapes."""
+    all_schedules: tuple[ScheduleName, ...]
+    """Schedules that a plan may have."""
     pipelines: tuple[int, ...] | None
     num_micro_batches: tuple[int, ...] | None
     micro_batch_sizes: tuple[int, ...]
-    """Of the shapes that are cut."""
-    polished_sizes: tuple[int, ...]
-    """Micro-batch sizes that a polish may choose."""
+    """Of the shapes."""
+    all_sizes: tuple[int, ...]
+    """Micro-batch sizes that a plan may have."""
     tensor: tuple[int, ...]
     replicas: tuple[int, ...]
     any_replicas: bool
-    """Whether a polish may choose any number of replicas."""
+    """Whether a plan may have any number of replicas."""
     sharded: tuple[bool, ...]
     tied: bool
     """Whether the first and the last stage share the ownership of a tied embedding."""
@@ -89,9 +89,7 @@ class Options:
     effort: float = 1.0
     """How much is tried, in parts of what normally is."""
     plain: bool = False
-    """Plans are cuts of shapes alone: see `as_plain`."""
-    host_seconds: float = 0.0
-    """The longest optimizer step on a host that a cut may count on; `solve_with_hosts` sets it."""
+    """Plans as a foreign profile can tell them: see `as_plain`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +152,11 @@ def read_options(
         recompute=recompute,
         # One schedule is cut where it can be, so that a further one takes no budget from it.
         schedules=("1f1b",) if "1f1b" in named else named,
-        polished_schedules=named if search.schedule else POLISHED_SCHEDULES,
+        all_schedules=named if search.schedule else ALL_SCHEDULES,
         pipelines=search.pipelines,
         num_micro_batches=search.num_micro_batches,
         micro_batch_sizes=sizes,
-        polished_sizes=search.micro_batch_size
-        or tuple(sorted({*sizes, *(measured_sizes or POLISHED_SIZES)})),
+        all_sizes=search.micro_batch_size or tuple(sorted({*sizes, *(measured_sizes or ALL_SIZES)})),
         tensor=tensor,
         replicas=tuple(sorted(set(replicas))),
         any_replicas=search.replicas is None and not measured_widths,
@@ -182,14 +179,14 @@ def read_options(
 
 
 def as_plain(options: Options) -> Options:
-    """The options of a foreign profile, whose plans are cuts of shapes under each schedule's own warm-up: it
+    """The options of a foreign profile, whose plans keep each schedule's own warm-up: it
     says nothing of deeper ones, split backwards, halves of layers or what lies on hosts."""
     return replace(
         options,
         plain=True,
         simplicity=0.0,
-        polished_schedules=options.schedules,
-        polished_sizes=options.micro_batch_sizes,
+        all_schedules=options.schedules,
+        all_sizes=options.micro_batch_sizes,
         offload=False,
         offload_activations=False,
         half_layers=False,
