@@ -397,7 +397,7 @@ def test_the_launcher_spares_engines_whose_loss_the_policy_decides_about(
             launch._Child(rank, subprocess.Popen(["sh", "-c", command]), None)  # pyright: ignore[reportPrivateUsage]
             for rank, command in enumerate(commands)
         ]
-        return launch._wait(children, lambda child: child.rank == spared)  # pyright: ignore[reportPrivateUsage]
+        return launch._wait(children, lambda child: child.rank == spared, 60.0)  # pyright: ignore[reportPrivateUsage]
 
     assert ended("sleep 0.4", "kill -9 $$", spared=1) == 0
     assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
