@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "schedule": set[str](),
     "report": {"config"},
     "planner": {"config", "schedule", "report"},
+    "machine": {"config"},
     "models": {"config", "yuan_kernels"},
     "data": {"config"},
     "objectives": {"config"},
@@ -75,6 +76,7 @@ MAY_IMPORT = {
         "rl",
     },
     "cli": {
+        "machine",
         "serve",
         "megatron",
         "profile",
@@ -96,6 +98,7 @@ MAY_IMPORT = {
 
 NEVER = {
     "config": ENGINE,
+    "machine": ENGINE,
     "schedule": ENGINE | {"yaml", "pydantic", "numpy"},
     "planner": ENGINE,
     "report": ENGINE,

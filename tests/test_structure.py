@@ -86,6 +86,7 @@ ROOMS = {
     "config": (28, 7000),
     "data": (16, 3500),
     "hf_export": (3, 632),
+    "machine": (3, 495),
     "megatron": (7, 1189),
     "models": (31, 3703),
     "objectives": (4, 314),

@@ -35,6 +35,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
         "nccl",
         "no_card",
         "surroundings",
+        "tools",
         "versions",
         "packages",
         "communication",

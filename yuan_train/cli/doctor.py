@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yuan_train import __version__
-from yuan_train.cli.doctor_host import disk_facts, disk_line, host_facts, host_line
+from yuan_train.cli.doctor_host import cpu_flops, disk_facts, disk_line, host_facts, host_line
 from yuan_train.cli.doctor_nodes import ask_nodes, node_lines, obstacles
 from yuan_train.cli.launch import nodes_of
 from yuan_train.cli.preflight import check, see_host, summary, words
@@ -23,6 +23,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import INSTALL, TESTED
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import load_run
+from yuan_train.machine.tools import see_tools
 
 if TYPE_CHECKING:
     import torch
@@ -185,6 +186,7 @@ def examine(*, hidden: int) -> Facts:
         "devices": devices,
         "no_card": None if len(devices) > 1 else why_no_card(),
         "host": host_facts(),
+        "tools": see_tools(),
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
         # After the ops, whose tests wake the cards' links up.
         "surroundings": see_host([card["pci_address"] for card in devices[1:] if card["pci_address"]]),
@@ -272,6 +274,7 @@ def _devices() -> list[Facts]:
         "device": "cpu",
         "name": machine_name(),
         "bf16": bool(fast),
+        "fp32_flops": cpu_flops(),
         "note": f"bf16 by {fast[0]}" if fast else "bf16 is computed in fp32: no faster, half the memory",
     }
     return [cpu, *map(_card, visible_cards())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ def host_facts() -> Facts:
         "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "numa_nodes": len(list(NUMA_NODES.glob("node[0-9]*"))) or None,
     }
+
+
+def cpu_flops(size: int = 512, repeats: int = 4) -> float:
+    """FLOP/s of fp32 matrix products on the threads that torch has here: the best of a few."""
+    import torch
+
+    left = torch.ones(size, size)
+    seconds: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.mm(left, left)
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * size**3 / min(seconds)
 
 
 def host_line(host: Facts) -> str:

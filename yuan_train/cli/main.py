@@ -44,6 +44,7 @@ COMMANDS = {
     "export-megatron": "turn a checkpoint into one of the original Yuan 2.0 code, for any partition",
     "inspect": "show what a file or checkpoint holds, and check that it is complete",
     "keys": "every key of run, cluster and model files: type, default, meaning; JSON schemas",
+    "discover": "find cards, links and networks of machines; write a cluster file",
     "doctor": "say what this machine, or several, are ready for, and what is missing",
 }
 NOT_IMPLEMENTED = frozenset[str]()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from yuan_train.machine.tools import VIRTUAL
+
 Facts = dict[str, Any]
 
 LEAST_SHARED_MEMORY = 1 << 30
@@ -24,8 +26,6 @@ LEAST_OPEN_FILES = 4096
 SHARED_MEMORY, NETWORKS, INFINIBAND = Path("/dev/shm"), Path("/sys/class/net"), Path("/sys/class/infiniband")
 CHOICES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interfaces to use."""
-VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "tun", "tap")
-"""How the names of interfaces begin that reach no other machine."""
 
 Purpose = Literal["cpu", "cards", "several cards", "several nodes"]
 PURPOSES: dict[Purpose, str] = {

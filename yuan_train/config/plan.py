@@ -31,7 +31,8 @@ LayerBorder = Annotated[float, Ge(0), MultipleOf(0.5)]
 ANY_CARD = "unknown"
 """Type of the card of a run without a plan: what the machine has, a card or its processor."""
 PROCESSOR = "CPU"
-"""The type that a profile gives to a processor which measures itself."""
+"""The type that a profile gives to a processor which measures itself. `CPU-node7` is one too, of a machine
+without a card, as `discover` names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +345,7 @@ class Plan:
 def is_real_card(name: str, described: DeviceType | None) -> bool:
     """Whether a type, `described` if anything describes it, is neither a simulated card nor a processor."""
     is_simulated = described is not None and described.slowdown is not None
-    return not is_simulated and name not in (ANY_CARD, PROCESSOR)
+    return not is_simulated and name not in (ANY_CARD, PROCESSOR) and not name.startswith(f"{PROCESSOR}-")
 
 
 def share_only_gloo(backends: Iterable[Backend]) -> bool:

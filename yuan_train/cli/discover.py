@@ -1,0 +1,137 @@
+"""`yuan-train discover`: a cluster file of this machine, of hosts over ssh, or of a Slurm job's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from yuan_train.cli.doctor_nodes import ask_nodes, differences
+from yuan_train.config.errors import ConfigError
+from yuan_train.machine.node_text import describe
+
+Facts = dict[str, Any]
+
+HIDDEN = 2048
+"""Length of the rows with which the doctor tests its ops; nothing of that is used here."""
+SRUN = "srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=1"
+HEAD = """\
+# Written by `yuan-train discover`. Cards, memory and rates of ports are as the machines tell them; rates of
+# links are what such links usually give. What `yuan-train profile` measures takes the place of figures here.
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "discover",
+        help="find cards, links and networks of machines; write a cluster file",
+        description="Looks at this machine, at --hosts over ssh, or at the machines of the Slurm job that "
+        "it runs in, and writes a commented cluster file: cards and memory, links between cards, networks, "
+        "host memory, disks. What was not found is said. A machine without a GPU counts as one card: "
+        "its processor.",
+    )
+    parser.add_argument(
+        "--hosts", metavar="A,B,C", help="the machines; this one is left out unless it is named"
+    )
+    parser.add_argument("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the cluster file to write")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, describe, check, write. Raises ConfigError if a machine does not answer, or the file is there."""
+    path = Path(arguments.out)
+    if path.exists():
+        raise ConfigError(
+            f"{path}: is there already, perhaps with changes by hand; wanted another name (--out F), or "
+            "remove it"
+        )
+    found = _ask(arguments)
+    lost = [f"{host}: {why}" for host, why in found.items() if isinstance(why, str)]
+    if lost:
+        raise ConfigError(
+            f"--hosts: no answer of {len(lost)} of {len(found)} machines, and nothing is written: "
+            f"{'; '.join(lost)}. Each needs a login without a password and yuan-train at the path of here "
+            f"({sys.executable})"
+        )
+    facts = {host: one for host, one in found.items() if not isinstance(one, str)}
+    text, notes = cluster_text(path.stem, facts)
+    _write_checked(path, text)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"written: {path}; `yuan-train inspect {path}` shows what it says", file=sys.stderr)
+    return 0
+
+
+def _ask(arguments: argparse.Namespace) -> dict[str, Facts | str]:
+    """What the doctor finds on each machine, by the name that its node gets."""
+    if arguments.hosts is not None:
+        hosts = list(dict.fromkeys(name.strip() for name in arguments.hosts.split(",") if name.strip()))
+        if not hosts:
+            raise ConfigError(f"--hosts {arguments.hosts!r}: wanted names of machines, such as a,b,c")
+        found = ask_nodes(hosts, arguments.ssh, hidden=HIDDEN)
+        names = [host.rpartition("@")[2] for host in hosts]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"--hosts {arguments.hosts}: names a machine twice; wanted each once")
+        return dict(zip(names, found.values(), strict=True))
+    if "SLURM_JOB_ID" in os.environ:
+        return _ask_slurm()
+    from yuan_train.cli.doctor import examine
+
+    return {socket.gethostname(): examine(hidden=HIDDEN)}
+
+
+def _ask_slurm() -> dict[str, Facts | str]:
+    """The machines of the job; of a heterogeneous one, those of each of its components in turn."""
+    from yuan_train.machine.tools import run_tool
+
+    found: dict[str, Facts | str] = {}
+    parts = int(os.environ.get("SLURM_HET_SIZE", "0"))
+    for part in range(parts) if parts else (None,):
+        name = "SLURM_JOB_NODELIST" + ("" if part is None else f"_HET_GROUP_{part}")
+        text, fault = run_tool("scontrol", "show", "hostnames", os.environ.get(name, ""))
+        if fault is not None or not text.split():
+            raise ConfigError(
+                f"{name}: the job's machines are not known: {fault or 'it is empty'}; use --hosts"
+            )
+        group = "" if part is None else f" --het-group={part}"
+        found |= ask_nodes(text.split(), f"{SRUN}{group} -w", hidden=HIDDEN)
+    return found
+
+
+def cluster_text(name: str, found: Mapping[str, Facts]) -> tuple[str, list[str]]:
+    """A cluster file of the machines, by name of their node, and what a person should know of them."""
+    nodes = [describe(host, facts, several=len(found) > 1) for host, facts in found.items()]
+    types: dict[str, str] = {}
+    for node in nodes:
+        types |= node.device_types
+    lines = [HEAD + f"name: {name}", "nodes:", *(line for node in nodes for line in node.lines)]
+    if types:
+        lines += ["device_types:", *(line for text in types.values() for line in text.splitlines())]
+    notes = [*_unlike(found), *(f"{node.name}: {note}" for node in nodes for note in node.notes)]
+    lines += ["# What to know of these machines:", *(f"# - {note}" for note in notes)] if notes else []
+    return "\n".join(lines) + "\n", notes
+
+
+def _unlike(found: Mapping[str, Facts]) -> Iterator[str]:
+    for what, by_value in differences(found).items():
+        yield f"{what} differs: " + "; ".join(f"{value} on {', '.join(on)}" for value, on in by_value.items())
+
+
+def _write_checked(path: Path, text: str) -> None:
+    """Write what `load_cluster` reads, or nothing. Raises ConfigError."""
+    from yuan_train.config.cluster import load_cluster
+    from yuan_train.config.dump import write_text
+
+    draft = path.with_name(f".{path.stem}.{os.getpid()}.yaml")
+    write_text(draft, text)
+    try:
+        load_cluster(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
