@@ -60,8 +60,9 @@ def lines(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_all_checks_run_on_a_cpu(tmp_path: Path) -> None:
-    assert gpu_day.main(["all", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    code = gpu_day.main(["all", "--device", "cpu", "--out", str(tmp_path)])
     found = lines(tmp_path)
+    assert code == 0, [line for line in found.values() if line["ok"] is False]
     assert list(found) == [check.name for check in gpu_day.CHECKS]
     for name, line in found.items():
         missing = line["figure"].endswith("is not installed")

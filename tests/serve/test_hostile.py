@@ -204,7 +204,7 @@ def test_what_is_hardly_http(server: Server, http: Any, content: bytes) -> None:
             raw.sendall(content)
             raw.shutdown(socket.SHUT_WR)
             reply = raw.recv(1 << 16)
-        except ConnectionError:
+        except OSError:  # closed by the server already: shutdown finds no connection
             reply = b""
     assert not reply or b" 4" in reply.partition(b"\r\n")[0], reply[:200]
     assert b"root:" not in reply
