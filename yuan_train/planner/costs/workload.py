@@ -106,6 +106,7 @@ class ModelWork:
     """All units of a model. Every layer is the same; the head includes the final norm and the loss."""
 
     num_layers: int
+    hidden_size: int
     embedding: UnitWork
     layer: UnitWork
     halves: tuple[UnitWork, UnitWork]
@@ -156,6 +157,7 @@ def model_work(
         alone = replace(attention, collectives=0)
         return ModelWork(
             num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
             embedding=embedding,
             layer=_with_experts(model, experts, lambda ffn: layer(alone, ffn)),
             halves=(layer(alone), _with_experts(model, experts, layer)),
@@ -164,6 +166,7 @@ def model_work(
     lookup = _embedding_work(model, tokens, precision)
     return ModelWork(
         num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
         # Every card adds as many rows, zeros for the tokens of others.
         embedding=replace(_share_of(lookup, tensor_parallel), transient_bytes=lookup.transient_bytes),
         layer=layer(attention, feed_forward),

@@ -31,11 +31,7 @@ from yuan_train.config.profile import GenerationProfile, Profile
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology
-from yuan_train.planner.costs.unit_costs import (
-    MATRIX_EFFICIENCY,
-    MEMORY_EFFICIENCY,
-    UNIT_OVERHEAD_SECONDS,
-)
+from yuan_train.planner.costs.unit_costs import MEMORY_EFFICIENCY, UNIT_OVERHEAD_SECONDS, matrix_efficiency
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
 from yuan_train.planner.evaluate.stage_cost import StageCost
 
@@ -104,13 +100,15 @@ class CardRates:
     bytes_per_second: float
 
 
-def card_rates(topology: Topology, cards: Sequence[Card], precision: Precision) -> CardRates:
-    """The rates of the slowest of these cards, each of which has a peak in this precision."""
+def card_rates(
+    topology: Topology, cards: Sequence[Card], precision: Precision, model: ModelConfig
+) -> CardRates:
+    """The rates of the slowest of these cards for such a model; each has a peak in this precision."""
     types = [topology.types[name] for name in {card.type for card in cards}]
     peaks = [device.peak(precision) for device in types]
     assert all(peaks), "a card without this precision gets no work"
     return CardRates(
-        MATRIX_EFFICIENCY * min(peak for peak in peaks if peak),
+        matrix_efficiency(model.hidden_size) * min(peak for peak in peaks if peak),
         MEMORY_EFFICIENCY * min(device.memory_bandwidth / (device.slowdown or 1.0) for device in types),
     )
 
@@ -152,7 +150,7 @@ def round_seconds(
     if owns := profiles_of(measured, stage):
         parts = [round_parts(own, slots=slots, context=context) for own in owns]
         return max(_of_stage(stage, own, part, sums) for own, part in zip(owns, parts, strict=True))
-    rates, e, w = card_rates(topology, stage.cards, precision), ELEMENT_BYTES[precision], stage.width
+    rates, e, w = card_rates(topology, stage.cards, precision, model), ELEMENT_BYTES[precision], stage.width
     read, multiplied = _met_parameters(model, stage, slots)
     weights = max(
         read * e / (w * rates.bytes_per_second), 2.0 * slots * multiplied / (w * rates.flops_per_second)
@@ -180,7 +178,7 @@ def prefill_seconds(
     if owns := profiles_of(measured, stage):
         parts = [reading_parts(own, prompts=prompts, tokens=tokens) for own in owns]
         return max(_of_stage(stage, own, part, prompts * sums) for own, part in zip(owns, parts, strict=True))
-    rates = card_rates(topology, stage.cards, precision)
+    rates = card_rates(topology, stage.cards, precision, model)
     _, multiplied = _met_parameters(model, stage, 1)
     flops = 2.0 * tokens * multiplied + stage.num_layers * tokens * tokens * 2.0 * model.projection_size
     return prompts * (

@@ -266,7 +266,7 @@ class RolesSearch:
         cards = [card for group in self.cards_of(split, 0) for card in group]
         if {card.type for card in cards} & {name for name, _ in self.ways.rates.measured}:
             return 0.0
-        rates = [card_rates(self.costs.topology, [card], load.precision) for card in cards]
+        rates = [card_rates(self.costs.topology, [card], load.precision, load.model) for card in cards]
         # The first token of each is drawn where its prompt is read.
         tokens = load.samples * (load.expected_new_tokens - 1)
         layers = load.model.num_layers
@@ -501,8 +501,8 @@ class EngineWays:
             groups = list(groups_of(cards, width))
             if not groups or len(groups) * width < len(cards):
                 continue
-            precision = self.problem.load.precision
-            rates = [card_rates(self.rates.topology, group, precision) for group in groups]
+            load = self.problem.load
+            rates = [card_rates(self.rates.topology, group, load.precision, load.model) for group in groups]
             engine = self._engine(groups, [rate.bytes_per_second for rate in rates])
             if engine is not None:
                 return engine
