@@ -50,11 +50,11 @@ from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.agreement import check_same_job
 from yuan_train.train.build import build
 from yuan_train.train.clock import device_clock
+from yuan_train.train.engine import StepRequest
 from yuan_train.train.feed import Passes
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import measure_step
 from yuan_train.train.step import Trainer, train_step
-from yuan_train.train.stepper import YuanStepper
 
 STEPS, WARM_UP = 30, 5
 OPERATIONS = ("allreduce", "reduce", "broadcast", "reduce_scatter_single", "all_gather_single")
@@ -246,8 +246,8 @@ def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", ste
 
         def take_step(step: int) -> None:
             first = step * plan.global_batch_size
-            train_step(trainer, job.train, first_sample=first, lr=0.0, clip=1.0, stop=False)
-            measure_step(job, YuanStepper(trainer), step + 1, clock)
+            train_step(trainer, StepRequest(job.train, first_sample=first, lr=0.0, clip=1.0))
+            measure_step(job, trainer, step + 1, clock)
 
         model = [_Timer(NullStage, "forward"), _Timer(torch.autograd, "backward")]
         timers = [_Timer(Executor, "run"), *(_Timer(OwnedState, name) for name in REDUCTION), *model]

@@ -124,8 +124,8 @@ def _logits(_: int, case: Case) -> None:
     from yuan_train.megatron.engine import build
 
     job = prepare(run_config(case.run_file, *case.overrides), None, Position())
-    stepper = build(job)[1]
-    model = stepper.chunks[0].model
+    engine = build(job)[1]
+    model = engine.chunks[0].model
     ours = Transformer(job.run.model)
     init_weights(ours, seed=job.run.train.seed)
     assert job.tokenizer is not None
@@ -134,8 +134,8 @@ def _logits(_: int, case: Case) -> None:
     assert resets.positions is not None and (resets.positions[:, 1:] == 0).any()
 
     def logits(found: DocumentResets) -> torch.Tensor:
-        stepper.batches.inputs[0] = stepper.layer_inputs(0, found)
-        return model(tokens, None, stepper.batches.mask(0))
+        engine.batches.inputs[0] = engine.layer_inputs(0, found)
+        return model(tokens, None, engine.batches.mask(0))
 
     def away(found: torch.Tensor) -> float:
         return float((found - wanted).abs().max())

@@ -17,7 +17,7 @@ from yuan_train.parallel.checksums import checksum
 from yuan_train.parallel.gradients import BLOCK
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import train
-from yuan_train.train.stepper import YuanStepper
+from yuan_train.train.step import Trainer
 
 NORM, MATRIX = "layers.2.attention_norm.weight", "layers.2.feed_forward.up.weight"
 LORA = "model.lora={rank: 4}"
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_found_and_its_rank_named(run_file: Path, tmp_path: Pat
 
 
 def _run_all(rank: int, run_file: Path, folder: Path, flips: list[Flip], plans: list[Plan]) -> None:
-    step = YuanStepper.step
+    step = Trainer.step
     for flip, plan in zip(flips, plans, strict=True):
         if rank >= plan.world_size:
             continue
@@ -91,12 +91,12 @@ def _run_all(rank: int, run_file: Path, folder: Path, flips: list[Flip], plans: 
             result = step(self, *a, **k)
             if next(number) == 2 and flip.rank == rank:
                 self.finish()
-                weight = dict(self.trainer.runtime.parts[0].named_parameters())[flip.parameter]
+                weight = dict(self.runtime.parts[0].named_parameters())[flip.parameter]
                 bits = weight.data.view(torch.int16)
                 bits.view(-1)[3] ^= 1
             return result
 
-        YuanStepper.step = flipping
+        Trainer.step = flipping
         target = folder / flip.name / str(rank)
         target.parent.mkdir(exist_ok=True)
         position = Position(rank, plan.world_size, rank, plan.world_size)
@@ -105,7 +105,7 @@ def _run_all(rank: int, run_file: Path, folder: Path, flips: list[Flip], plans: 
             target.write_text("")
         except TrainingError as error:
             target.write_text(str(error))
-        YuanStepper.step = step
+        Trainer.step = step
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

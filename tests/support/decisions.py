@@ -59,8 +59,8 @@ def decisions(*, record: Path | None = None, replay: Path | None = None) -> Iter
     megatron: Any = sys.modules.get("yuan_train.megatron")
     with pytest.MonkeyPatch.context() as patch:
         if megatron is not None:
-            forward_chunk = megatron.engine.MegatronStepper._forward
-            patch.setattr(megatron.engine.MegatronStepper, "_forward", run_chunk)
+            forward_chunk = megatron.engine.MegatronEngine._forward
+            patch.setattr(megatron.engine.MegatronEngine, "_forward", run_chunk)
         patch.setattr(Router, "best", choose)
         patch.setattr(StageRunner, "forward", run_stage)
         yield

@@ -11,7 +11,7 @@ import torch
 from tests.support.project import make_project
 from tests.support.ranks import Case, run_alone
 from yuan_train.parallel.device import CPU, CudaDevice
-from yuan_train.train import run, stepper
+from yuan_train.train import run, step
 from yuan_train.train.clock import StepClock
 from yuan_train.train.footprint import peak_footprint_bytes, peak_memory_bytes
 
@@ -91,7 +91,7 @@ def test_no_step_is_charged_with_validation_or_saving(
         monkeypatch.setattr(module, name, function)
 
     monkeypatch.setattr(run, "device_clock", lambda device: StepClock(lambda: None, now=clock.perf_counter))
-    long(stepper, "validation_loss", 1.0)
+    long(step, "validation_loss", 1.0)
     long(run, "save_progress", None)
     changes = ("train.steps=6", "validation.every=2", f"checkpoint.directory={tmp_path / 'ck'}")
     lines = run_alone(Case(make_project(tmp_path), tmp_path / "log", None, (*changes, "checkpoint.every=3")))

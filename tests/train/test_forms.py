@@ -20,9 +20,9 @@ from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.grid import Grid
 from yuan_train.train.build import build
+from yuan_train.train.engine import StepRequest
 from yuan_train.train.forms import RankForms, alike_groups, settle_forms, unlike
 from yuan_train.train.job import Position, prepare
-from yuan_train.train.stepper import YuanStepper
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +80,9 @@ def test_a_step_chooses_nothing(model: dict, tmp_path: Path, monkeypatch: pytest
     trainer, _ = build(job)
     chosen = dispatch.choose.cache_info().misses
     assert chosen
-    stepper = YuanStepper(trainer)
     assert job.train is not None
-    with stepper.reading():
-        stepper.step(job.train, first_sample=0, lr=1e-3, clip=1.0, stop=False, scale=1.0, may_skip=False)
+    with trainer.reading():
+        trainer.step(StepRequest(job.train, first_sample=0, lr=1e-3, clip=1.0))
     assert dispatch.choose.cache_info().misses == chosen
 
 

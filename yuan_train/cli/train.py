@@ -17,12 +17,12 @@ from yuan_train.config.environment import is_job_here, is_rank_of_several, set_r
 from yuan_train.config.errors import ConfigError, NoDriver, say
 from yuan_train.config.express import INSTALL
 from yuan_train.config.plan_constraints import load_plan
-from yuan_train.config.run import DataConfig, Engine, load_run
+from yuan_train.config.run import DataConfig, EngineName, load_run
 from yuan_train.data.indexed import IndexedDataset, idx_path, strip_suffix
 from yuan_train.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from yuan_train.train.stepper import BuildStepper
+    from yuan_train.train.engine import BuildEngine
 
 TELL_SECONDS = 4.0
 """How long a process for which there is no card may take to import torch and to tell that to the others."""
@@ -104,15 +104,15 @@ def ending_in_time(fault: BaseException | None) -> Iterator[None]:
         timer.cancel()
 
 
-def _engine(name: Engine) -> BuildStepper:
+def _engine(name: EngineName) -> BuildEngine:
     """What builds the engine; megatron-core is imported only where it is asked for."""
     if name == "megatron":
         from yuan_train.megatron.engine import build
 
         return build
-    from yuan_train.train.stepper import build_stepper
+    from yuan_train.train.build import build_engine
 
-    return build_stepper
+    return build_engine
 
 
 def _check_there(data: DataConfig) -> None:

@@ -80,7 +80,7 @@ Tier = Literal["optimizer", "activations", "parameters", "disk"]
 TIERS: tuple[Tier, ...] = ("optimizer", "activations")
 """What the search may put there without `search.offload`."""
 ReduceDtype = Literal["fp32", "bf16"]
-Engine = Literal["yuan", "megatron"]
+EngineName = Literal["yuan", "megatron"]
 """Who trains: our own engine, or megatron-core."""
 Effort = Literal["quick", "normal", "thorough"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -345,7 +345,7 @@ class SearchConfig:
     sends: Sends | None = None
     """How messages between stages are sent, whatever `overlap` and the cluster's `library` say: `overlapped`
     or `blocking`; None: as they say."""
-    engine: Annotated[tuple[Engine, ...], MinLen(1)] | None = None
+    engine: Annotated[tuple[EngineName, ...], MinLen(1)] | None = None
     """Only plans that one of these engines runs; ours runs all. None: the run's `engine`."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0
     """Ends the search; the best plan so far is kept."""
@@ -384,7 +384,7 @@ class RunConfig:
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig
-    engine: Engine = "yuan"
+    engine: EngineName = "yuan"
     """`megatron`: megatron-core trains, which not every plan suits; see docs/megatron.md."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     start: StartConfig = field(default_factory=StartConfig)

@@ -1,10 +1,10 @@
-"""megatron-core behind the training loop's `Stepper`: its schedule, messages, gradients and optimizer."""
+"""megatron-core behind the training loop's `Engine`: its schedule, messages, gradients and optimizer."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.config.errors import LostRank, NotFinite
+from yuan_train.config.errors import LostRank
 from yuan_train.config.express import TESTED, Expression, express, renumber
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Samples
@@ -38,13 +38,21 @@ from yuan_train.parallel.groups import Groups, enter_world_as, make_world_groups
 from yuan_train.parallel.transport import is_lost_connection, without_frames
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.train.build import DTYPES
+from yuan_train.train.engine import (
+    RankTerms,
+    StepRecord,
+    StepRequest,
+    StepResult,
+    end_step,
+    num_terms,
+    step_metrics,
+)
 from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Feed, MicroBatch, Share
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Job
+from yuan_train.train.metrics import StepMetrics
 from yuan_train.train.state import Progress
-from yuan_train.train.step import StepResult
-from yuan_train.train.world import blame, count_trained, num_terms
 
 _COMPUTE = ("forward-compute", "backward-compute")
 
@@ -103,15 +111,15 @@ class _Other:
 
 @dataclass(frozen=True)
 class MegatronWorld:
-    """See `world.World`."""
+    """See `engine.World`."""
 
     grid: Grid
     coord: RankCoord
     groups: Groups
 
 
-def build(job: Job) -> tuple[Job, MegatronStepper, Progress]:
-    """Build the engine of a job; see `stepper.BuildStepper`. Raises PlanError if it cannot run the plan."""
+def build(job: Job) -> tuple[Job, MegatronEngine, Progress]:
+    """Build the engine of a job; see `engine.BuildEngine`. Raises PlanError if it cannot run the plan."""
     run, expression = job.run, express(job.plan)
     core.install()
     position = replace(job.position, rank=expression.rank_of[job.position.rank])
@@ -132,11 +140,11 @@ def build(job: Job) -> tuple[Job, MegatronStepper, Progress]:
         grid, grid.coords[position.rank], make_world_groups(timeout_seconds=run.train.timeout)
     )
     settle_forms(grid, position.rank, device=job.device, dtype=DTYPES[run.train.precision])
-    stepper = _make_stepper(job, world, expression)
-    return job, stepper, fill(job, stepper.optimizer, stepper.held)
+    engine = _make_engine(job, world, expression)
+    return job, engine, fill(job, engine.optimizer, engine.held)
 
 
-def _make_stepper(job: Job, world: MegatronWorld, expression: Expression) -> MegatronStepper:
+def _make_engine(job: Job, world: MegatronWorld, expression: Expression) -> MegatronEngine:
     run, coord = job.run, world.coord
     stopwatch = Stopwatch(job.device, slowdown=world.grid.slowdown(coord.rank))
     batches, timers = Batches(), Timers(stopwatch)
@@ -154,7 +162,7 @@ def _make_stepper(job: Job, world: MegatronWorld, expression: Expression) -> Meg
             chunk.module, job.plan, chunk.stage, coord.tensor_rank, expression.tensor
         )
     ]
-    stepper = MegatronStepper(
+    engine = MegatronEngine(
         run=run,
         world=world,
         chunks=chunks,
@@ -169,10 +177,10 @@ def _make_stepper(job: Job, world: MegatronWorld, expression: Expression) -> Meg
         expert_load=ExpertLoad(run.model, world, routers_of(chunks)) if run.model.num_experts else None,
     )
     for chunk in chunks:
-        chunk.model.config.finalize_model_grads_func = stepper.finalize
+        chunk.model.config.finalize_model_grads_func = engine.finalize
         if run.train.scaling is not None:
             chunk.model.config.grad_scale_func = optimizer.scale_loss
-    return stepper
+    return engine
 
 
 def _module(chunk: Chunk) -> Any:
@@ -222,8 +230,8 @@ def _share(job: Job, world: MegatronWorld, chunks: tuple[Chunk, ...], *, resets:
 
 
 @dataclass(eq=False, kw_only=True)
-class MegatronStepper:
-    """One rank of megatron-core; see `stepper.Stepper`."""
+class MegatronEngine:
+    """One rank of megatron-core; see `engine.Engine`."""
 
     run: RunConfig
     world: MegatronWorld
@@ -248,70 +256,57 @@ class MegatronStepper:
             "" if core.VERSION in TESTED else f" (tested with {', '.join(TESTED)})"
         )
 
-    def step(
-        self,
-        samples: Samples,
-        *,
-        first_sample: int,
-        lr: float,
-        clip: float,
-        stop: bool,
-        scale: float,
-        may_skip: bool,
-    ) -> StepResult:
-        coord, next_sample = self.world.coord, first_sample + self.world.grid.plan.global_batch_size
+    def step(self, request: StepRequest) -> StepResult:
         for chunk in self.chunks:
             chunk.module.train()
             chunk.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.run.train.scaling is not None:
             for part in self.optimizer.chained_optimizers:
-                part.grad_scaler._scale.fill_(scale)
+                part.grad_scaler._scale.fill_(request.scale)
+        following = request.first_sample + self.world.grid.plan.global_batch_size
         with self._named_faults("step"):
-            loss = self._run_pass(samples, first_sample, then=next_sample, dropout=True)
+            loss = self._run_pass(request.samples, request.first_sample, then=following, dropout=True)
             overflow = bool(self.optimizer.prepare_grads())
             grad_norm = math.inf if overflow else float(self.optimizer.get_grad_norm())
-        totals = torch.tensor([loss, float(stop)], dtype=torch.float64)
-        if samples.masks:
-            totals = torch.cat([totals, count_trained(self.feed, self.world, samples, next_sample)])
-        sum_over_world(self.world.groups, coord, totals, "the all-reduce of the loss")
-        loss, stops, *rest = totals.tolist()
-        if rest:
-            self.feed.batch_tokens.pop((samples, first_sample), None)
-            self.feed.batch_tokens[samples, next_sample] = round(rest[0])
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            if may_skip and math.isfinite(loss):
-                return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, skipped=True)
-            found = f"loss {loss}, gradient norm {grad_norm}"
-            raise NotFinite(f"{found}: {blame(self.world, self._pass.is_finite, self._finite_gradient())}")
-        with self._named_faults("optimizer step"):
-            self._update(lr, clip, grad_norm)
-        return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0)
+        # All ranks have the whole norm, so that one of them is enough; its square is exact in fp64.
+        square = grad_norm**2 if self.world.coord.rank == 0 else 0.0
+        terms = torch.tensor([square, loss], dtype=torch.float64)
+        return end_step(self, request, RankTerms(terms[:1], terms[1:]))
 
-    def _update(self, lr: float, clip: float, grad_norm: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = self.run.optimizer.weight_decay * group.get("wd_mult", 1.0)
-        for part in self.optimizer.chained_optimizers:
-            parameters = [] if part.is_stub_optimizer else part.get_parameters()
-            if clip and parameters:
-                core.clip_grads(parameters, max_norm=clip, total_norm=grad_norm)
-        self.optimizer.step_with_ready_grads()
-
-    def _finite_gradient(self) -> bool:
+    def finite(self) -> tuple[bool, bool]:
         parameters = (parameter for chunk in self.chunks for parameter in chunk.module.parameters())
-        return all(bool(torch.isfinite(parameter.main_grad).all()) for parameter in parameters)
+        gradients = all(bool(torch.isfinite(parameter.main_grad).all()) for parameter in parameters)
+        return self._pass.is_finite, gradients
 
-    def validation_loss(self, samples: Samples, *, num_batches: int) -> float:
+    def update(self, request: StepRequest, grad_norm: float) -> None:
+        with self._named_faults("optimizer step"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = request.lr
+                group["weight_decay"] = self.run.optimizer.weight_decay * group.get("wd_mult", 1.0)
+            for part in self.optimizer.chained_optimizers:
+                parameters = [] if part.is_stub_optimizer else part.get_parameters()
+                if request.clip and parameters:
+                    core.clip_grads(parameters, max_norm=request.clip, total_norm=grad_norm)
+            self.optimizer.step_with_ready_grads()
+
+    def evaluate(self, job: Job, step: int) -> float | None:
+        if job.validation is None or not job.validates_after(step):
+            return None
+        num_batches = job.run.validation.batches
         size, total = self.world.grid.plan.global_batch_size, torch.zeros((), dtype=torch.float64)
         for chunk in self.chunks:
             chunk.module.eval()
         for batch in range(num_batches):
             then = (batch + 1) * size if batch + 1 < num_batches else None
             with torch.no_grad(), self._named_faults("validation"):
-                total += self._run_pass(samples, batch * size, then=then, dropout=False)
+                total += self._run_pass(job.validation, batch * size, then=then, dropout=False)
         sum_over_world(self.world.groups, self.world.coord, total, "the all-reduce of the validation loss")
+        self.stopwatch.read()
         return total.item() / num_batches
+
+    def describe(self, job: Job, record: StepRecord) -> StepMetrics:
+        return step_metrics(job, record)
 
     def compute_seconds(self) -> float:
         return self.stopwatch.read()
@@ -319,8 +314,11 @@ class MegatronStepper:
     def take_expert_tokens(self) -> list[list[int]] | None:
         return self.expert_load.take() if self.expert_load is not None else None
 
-    def checkpoint_tensors(self) -> dict[str, LocalShard]:
+    def tensors(self) -> dict[str, LocalShard]:
         return as_shards(self.held, KINDS, written_by=self.world.coord.tensor_rank)
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
 
     def finish(self) -> None:
         """Nothing: weights are gathered in the step."""

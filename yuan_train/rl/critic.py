@@ -21,7 +21,8 @@ from yuan_train.rl.job import RLJob
 from yuan_train.rl.lanes import Lanes
 from yuan_train.rl.losses import places
 from yuan_train.rl.reference import finish_weight_sync
-from yuan_train.train.build import build, checkpoint_tensors, publish
+from yuan_train.train.build import build, publish
+from yuan_train.train.engine import StepRequest
 from yuan_train.train.objective import Targets
 
 PREFIX = "critic."
@@ -102,8 +103,8 @@ class Critic:
         """The value of the state before each token of some rows: fp64 [N] on the host."""
         return self._lanes.record(rows, lambda place_RS: TokenValues(place_RS, count), "values")
 
-    def train(self, rows: Rows, old_N: Tensor, returns_N: Tensor, *, lr: float) -> float:
-        """One optimizer step on some rows, at the policy's learning rate `lr`; returns the loss.
+    def train(self, rows: Rows, old_N: Tensor, returns_N: Tensor, request: StepRequest) -> float:
+        """One optimizer step on some rows, beside the policy's that was requested; returns the loss.
 
         Raises TrainingError, as `train_step` does.
         """
@@ -111,7 +112,10 @@ class Critic:
         device = trainer.device.torch
         self._loss.begin(rows.place.to(device), old_N.to(device), returns_N.to(device))
         try:
-            result = self._lanes.train(rows, lr=lr * self._rate, clip=self._clip_norm)
+            own = replace(
+                request, lr=request.lr * self._rate, clip=self._clip_norm, scale=1.0, may_skip=False
+            )
+            result = self._lanes.train(rows, own)
         except TrainingError as error:
             raise type(error)(f"the critic: {error}") from error
         trainer.stopwatch.read()
@@ -121,7 +125,7 @@ class Critic:
 
     def checkpoint_tensors(self) -> dict[str, LocalShard]:
         """What this rank writes of it into a checkpoint, by global name."""
-        found = checkpoint_tensors(self._lanes.trainer, "written")
+        found = self._lanes.trainer.tensors()
         return {f"{PREFIX}{name}": shard for name, shard in found.items()}
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -132,7 +136,7 @@ class Critic:
                 f"{checkpoint.path}: it holds no critic, so the run before was not of name: ppo; begin with "
                 "its weights (start.checkpoint), in another checkpoint.directory"
             )
-        wanted = checkpoint_tensors(trainer, "held")
+        wanted = trainer.tensors("held")
         load_tensors(checkpoint, {f"{PREFIX}{name}": shard for name, shard in wanted.items()})
         publish(trainer)
         self.steps = int(checkpoint.state["rl"]["progress"]["critic_steps"])

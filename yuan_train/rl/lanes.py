@@ -14,8 +14,9 @@ from yuan_train.parallel.executor import Executor
 from yuan_train.parallel.groups import as_training_error
 from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.rl.experience import Answers, RowFeed, Rows
+from yuan_train.train.engine import StepRequest, StepResult
 from yuan_train.train.objective import Objective
-from yuan_train.train.step import StepResult, Trainer, begin_pass, train_step
+from yuan_train.train.step import Trainer, begin_pass, train_step
 
 
 class Recorder(Objective, Protocol):
@@ -35,22 +36,11 @@ class Lanes:
         self._answers = Answers([])
         self._lanes: dict[tuple[int, ...], tuple[Trainer, tuple[int, ...]]] = {}
 
-    def train(
-        self, rows: Rows, *, lr: float, clip: float, scale: float = 1.0, may_skip: bool = False
-    ) -> StepResult:
-        """One optimizer step on rows; see `train_step`."""
+    def train(self, rows: Rows, request: StepRequest) -> StepResult:
+        """One optimizer step on rows, as a request says but for its samples; see `train_step`."""
         trainer = self._use(rows)
         trainer.runtime.reducer.follow(trainer.runtime.program)
-        return train_step(
-            trainer,
-            self._answers,
-            first_sample=0,
-            lr=lr,
-            clip=clip,
-            stop=False,
-            scale=scale,
-            may_skip=may_skip,
-        )
+        return train_step(trainer, replace(request, samples=self._answers, first_sample=0, stop=False))
 
     def record(self, rows: Rows, make: Callable[[Tensor], Recorder], what: str) -> Tensor:
         """What a recorder sees of all tokens under the weights as they are: fp64 [N] on the host.

@@ -1,7 +1,7 @@
-"""A run of reinforcement learning of one rank, in sync mode: draw, score, train, in turn.
+"""A run of reinforcement learning of one rank of the policy: draw, score, train, in turn.
 
-Reads top to bottom: connect and build, open the logs, step, measure, save. The policy's cards draw with the
-policy's own weights, so nothing is copied between training and generation.
+Reads top to bottom: connect, build, and the policy as an engine of the training loop (`train/run.py`). Where
+the policy's cards draw, they do with its own weights, so nothing is copied between training and generation.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.dump import as_plain, dump, write_text
-from yuan_train.config.errors import TrainingError, YuanError
+from yuan_train.config.errors import YuanError
 from yuan_train.parallel.board import Board
 from yuan_train.parallel.groups import enter_world, meet
 from yuan_train.parallel.links import RolePosition, enter_role, join_role
@@ -37,26 +38,16 @@ from yuan_train.rl.remote import RemoteReference, RemoteRewardModel, RemoteScore
 from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers
 from yuan_train.rl.updates import Updater, UpdateResult
-from yuan_train.train.agreement import (
-    check_cards,
-    check_same_directory,
-    check_same_job,
-    find_resume_together,
-    raise_together,
-)
+from yuan_train.train.agreement import raise_together
 from yuan_train.train.build import build, restore
-from yuan_train.train.clock import StepClock, device_clock
 from yuan_train.train.ending import ending_together
+from yuan_train.train.engine import StepRecord, StepRequest, StepResult, World, step_metrics
 from yuan_train.train.footprint import keep_freed_memory
-from yuan_train.train.metrics import Log, peak_flops
-from yuan_train.train.optimizer import learning_rate
+from yuan_train.train.job import Job
 from yuan_train.train.out_of_memory import explaining_memory
-from yuan_train.train.run import Measured, check_weights, last_good, measure_step, open_log, stop_on_sigterm
-from yuan_train.train.saver import Saver, make_saver, save_progress
+from yuan_train.train.run import agree_on_job, run_loop
 from yuan_train.train.state import Progress
 from yuan_train.train.step import Trainer
-from yuan_train.train.stepper import YuanStepper
-from yuan_train.train.watch import watching
 
 
 @dataclass(frozen=True)
@@ -69,20 +60,6 @@ class RLProgress:
     failed: int = 0
     critic_steps: int = 0
     """Optimizer steps of the critic, if there is one."""
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What a step needs."""
-
-    job: RLJob
-    trainer: Trainer
-    collector: Collector
-    updater: Updater
-    critic: Critic | None
-    log: Log | None
-    samples: SampleLog | None
-    saver: Saver
 
 
 def train_rl(job: RLJob) -> None:
@@ -107,18 +84,23 @@ def train_rl(job: RLJob) -> None:
             enter_role(apart, device=policy.device, timeout_seconds=timeout)
         elif board is not None:
             enter_world(board, device=policy.device, timeout_seconds=timeout)
-        check_same_job(policy)
-        check_cards(policy)
-        if policy.run.checkpoint.directory is not None:
-            check_same_directory(policy.run.checkpoint.directory)
-        job = replace(job, policy=find_resume_together(policy))
-        with ExitStack() as stack:
-            # Before anything is built: a function that cannot be loaded ends the run at once.
-            scorers = stack.enter_context(_scorers(job))
+        job = replace(job, policy=agree_on_job(policy))
+
+        @contextmanager
+        def guarding() -> Iterator[None]:
             naming = apart.naming_role() if apart is not None else nullcontext()
             explaining = explaining_memory(policy.plan, policy.position.rank, policy.device)
             with ending.telling(), naming, explaining:
-                _run(job, scorers, apart, stack)
+                yield
+
+        # Before anything is built: a function that cannot be loaded ends the run at once.
+        with _scorers(job) as scorers:
+            with guarding():
+                engine, progress = _build_engine(job, scorers, apart)
+            with engine:
+                run_loop(job.policy, engine, progress, guarding=guarding)
+                with guarding():
+                    engine.stop_roles()
 
 
 @contextmanager
@@ -141,7 +123,10 @@ def _scorers(job: RLJob) -> Iterator[Scorers | None]:
         scorers.__exit__(None, None, None)
 
 
-def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack: ExitStack) -> None:
+def _build_engine(
+    job: RLJob, scorers: Scorers | None, apart: RolePosition | None
+) -> tuple[PolicyEngine, Progress]:
+    """The policy with all that trains it, and the progress to start from; collective over its ranks."""
     run, policy = job.run, job.policy
     loss = PolicyLoss(
         run.algorithm,
@@ -156,7 +141,6 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
     feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=policy.device)
     trainer, progress, reference = _build(job, feed, loss, apart)
     critic = Critic(job, feed) if run.critic is not None else None
-    engine = None if job.generates_apart else _make_engine(job, trainer)
     updater = Updater(
         run,
         trainer,
@@ -167,39 +151,178 @@ def _run(job: RLJob, scorers: Scorers | None, apart: RolePosition | None, stack:
         decoupled=run.correction(job.mode) == "decoupled",
         critic=critic,
     )
-    stop_requested = stack.enter_context(stop_on_sigterm())
-    log = stack.enter_context(open_log(policy, progress))
-    samples = None
-    if policy.position.rank == 0:
-        samples = SampleLog(run.log.directory, policy.tokenizer, first_step=progress.step + 1)
-        stack.callback(samples.close)
-    if log is not None and run.log.directory is not None:
-        write_text(Path(run.log.directory) / "config.yaml", dump(run))
-    saver = stack.enter_context(make_saver(policy, YuanStepper(trainer), log))
-    stack.enter_context(
-        watching(
-            trainer.runtime.grid,
-            trainer.runtime.coord,
-            policy.device,
-            timeout_seconds=run.train.timeout,
-            last_good=lambda: last_good(saver.saved),
-        )
-    )
-    reward_model = _make_reward_model(job, trainer, apart)
-    if job.generates_apart:
-        assert apart is not None
-        collector = RemoteCollector(job, trainer, scorers, reward_model, apart)
-    else:
-        collector = Collector(job, trainer, engine, scorers, reward_model)
-    parts = _Parts(job, trainer, collector, updater, critic, log, samples, saver)
-    state = RLProgress()
+    generating = None if job.generates_apart else _make_engine(job, trainer)
     if policy.checkpoint is not None and "rl" in policy.checkpoint.state:
-        state = RLProgress(**policy.checkpoint.state["rl"]["progress"])
-        trainer.optimizer.set_step(state.optimizer_steps)
-    _run_steps(parts, progress, state, stop_requested)
-    for role in (collector, reward_model, reference):
-        if isinstance(role, RemoteCollector | RemoteScores):
-            role.stop()
+        trainer.optimizer.set_step(policy.checkpoint.state["rl"]["progress"]["optimizer_steps"])
+
+    def make_collector() -> tuple[Collector, list[object]]:
+        reward_model = _make_reward_model(job, trainer, apart)
+        if job.generates_apart:
+            assert apart is not None
+            collector = RemoteCollector(job, trainer, scorers, reward_model, apart)
+        else:
+            collector = Collector(job, trainer, generating, scorers, reward_model)
+        return collector, [collector, reward_model, reference]
+
+    return PolicyEngine(job, trainer, updater, critic, make_collector), progress
+
+
+class PolicyEngine:
+    """The policy as an engine of the loop: a step draws a batch of answers, scores and trains them."""
+
+    def __init__(
+        self,
+        job: RLJob,
+        trainer: Trainer,
+        updater: Updater,
+        critic: Critic | None,
+        make_collector: Callable[[], tuple[Collector, list[object]]],
+    ) -> None:
+        """`make_collector` makes what draws and scores, and says what may have cards of its own; collective,
+        once the run is watched over."""
+        self._job = job
+        self._trainer = trainer
+        self._updater = updater
+        self._critic = critic
+        self._make_collector = make_collector
+        self._roles: list[object] = []
+        self._samples: SampleLog | None = None
+        self._version = 0
+        """Batches trained."""
+        self._progress = RLProgress()
+        checkpoint = job.policy.checkpoint
+        if checkpoint is not None and "rl" in checkpoint.state:
+            self._progress = RLProgress(**checkpoint.state["rl"]["progress"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._samples is not None:
+            self._samples.close()
+
+    @property
+    def world(self) -> World:
+        return self._trainer.runtime
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Nothing is read ahead: what a batch is made of is drawn in its step."""
+        return nullcontext()
+
+    def prepare(self, job: Job, progress: Progress) -> str | None:
+        directory = self._job.run.log.directory
+        self._version = progress.step
+        if job.position.rank == 0:
+            self._samples = SampleLog(directory, job.tokenizer, first_step=progress.step + 1)
+            if directory is not None:
+                write_text(Path(directory) / "config.yaml", dump(self._job.run))
+        self._collector, self._roles = self._make_collector()
+        return None
+
+    def step(self, request: StepRequest) -> StepResult:
+        runtime, before, collector = self._trainer.runtime, self._progress, self._collector
+        # Generation does not go through the modules whose forwards wait for weights.
+        finish_weight_sync(runtime)
+        if isinstance(collector, RemoteCollector):
+            replaced = before.filtered + before.failed
+            collector.begin(self._version, first_ticket=before.next_ticket, replaced=replaced)
+        self._batch = batch = collector.collect(before.next_ticket)
+        self._training_since = time.perf_counter()
+        self._result = result = self._updater.train(batch.groups, request)
+        self._told = None
+        if isinstance(collector, RemoteCollector):
+            self._told = collector.told([group.ticket for group in batch.groups])
+        stops = torch.tensor([float(request.stop)], dtype=torch.float64)
+        sum_over_world(runtime.groups, runtime.coord, stops, "the agreement on a stop")
+        self._version += 1
+        self._progress = RLProgress(
+            next_ticket=batch.next_ticket,
+            optimizer_steps=before.optimizer_steps + result.steps,
+            filtered=before.filtered + batch.filtered,
+            failed=before.failed + batch.failed,
+            critic_steps=self._critic.steps if self._critic is not None else 0,
+        )
+        return StepResult(
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            stop=bool(stops[0] > 0),
+            skipped=result.overflowed,
+            tokens=result.tokens,
+        )
+
+    def evaluate(self, job: Job, step: int) -> dict[str, float] | None:
+        every = self._job.run.evaluation.every
+        if not every or step % every:
+            return None
+        finish_weight_sync(self._trainer.runtime)
+        if isinstance(self._collector, RemoteCollector):
+            self._collector.publish(step)
+        found = self._collector.evaluate()
+        self._trainer.stopwatch.read()
+        return found
+
+    def describe(self, job: Job, record: StepRecord) -> RLMetrics:
+        """The metrics of a step; also notes a few of its answers."""
+        batch, seconds = self._batch, record.measured.step_seconds
+        training_seconds = record.measured.end - self._training_since
+        base = step_metrics(job, replace(record, evaluation=None))
+        forecast = self._job.forecast
+        metrics = RLMetrics(
+            **{
+                **vars(base),
+                "forecast_step_seconds": forecast.step_seconds if forecast else None,
+                **_of_answers(batch, self._job.run.reward.labels),
+                **_of_updates(self._result),
+            },
+            version=record.progress.step - 1,
+            staleness_mean=0.0,
+            staleness_max=0,
+            groups_zero_variance=batch.zero_variance,
+            groups_filtered=batch.filtered,
+            groups_failed=batch.failed,
+            next_ticket=self._progress.next_ticket,
+            optimizer_steps=self._progress.optimizer_steps,
+            rounds=batch.rounds,
+            generation_seconds=batch.generation_seconds,
+            scoring_seconds=batch.scoring_seconds,
+            training_seconds=training_seconds,
+            sync_seconds=0.0,
+            sync_bytes=0,
+            wait_seconds=max(0.0, seconds - batch.generation_seconds - training_seconds),
+            idle_policy=max(0.0, 1 - training_seconds / seconds),
+            idle_generation=max(0.0, 1 - batch.generation_seconds / seconds),
+            samples_per_second=sum(len(group.samples) for group in batch.groups) / seconds,
+            evaluation=record.evaluation,
+        )
+        if self._samples is not None:
+            self._samples.write(record.progress.step, batch.groups, self._job.run.reward.labels)
+        return metrics if self._told is None else _with_engines(metrics, self._told)
+
+    def compute_seconds(self) -> float:
+        return self._trainer.compute_seconds()
+
+    def take_expert_tokens(self) -> list[list[int]] | None:
+        return self._trainer.take_expert_tokens()
+
+    def tensors(self) -> dict[str, LocalShard]:
+        """The policy's, and the critic's."""
+        critic = self._critic.checkpoint_tensors() if self._critic is not None else {}
+        return self._trainer.tensors() | critic
+
+    def state(self) -> Mapping[str, Any]:
+        return {"rl": {"progress": asdict(self._progress), "run": as_plain(self._job.run)}}
+
+    def finish(self) -> None:
+        self._trainer.finish()
+
+    def check_weights(self) -> None:
+        self._trainer.check_weights()
+
+    def stop_roles(self) -> None:
+        """Tell what has cards of its own that the run has ended."""
+        for role in self._roles:
+            if isinstance(role, RemoteCollector | RemoteScores):
+                role.stop()
 
 
 def _make_reward_model(
@@ -246,98 +369,9 @@ def _make_engine(job: RLJob, trainer: Trainer) -> Engine:
     )
 
 
-def _run_steps(parts: _Parts, progress: Progress, state: RLProgress, stop_requested: list[bool]) -> None:
-    """Train from `progress` to the last step, logging and saving on the way; save at the end."""
-    run, policy, log, saver = parts.job.run, parts.job.policy, parts.log, parts.saver
-    if log is not None and progress.step >= run.train.steps:
-        log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
-    clock = device_clock(policy.device)
-    while progress.step < run.train.steps:
-        progress, state, stop = _step(parts, progress, state, clock, stop=stop_requested[0] or saver.failed())
-        with clock.paused():
-            check_weights(policy.run, YuanStepper(parts.trainer), progress.step, saved=saver.saved)
-        if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
-            with clock.paused():
-                _save(parts, progress, state)
-        if stop:
-            saver.wait()  # Raises if the reason to stop is a failed save.
-            if log is not None:
-                log.say(f"stopped by SIGTERM after step {progress.step}")
-            break
-    finish_weight_sync(parts.trainer.runtime)
-    if saver.started != progress.step:
-        _save(parts, progress, state)
-
-
-def _save(parts: _Parts, progress: Progress, state: RLProgress) -> None:
-    more = {"rl": {"progress": asdict(state), "run": as_plain(parts.job.run)}}
-    tensors = parts.critic.checkpoint_tensors() if parts.critic is not None else None
-    stepper = YuanStepper(parts.trainer)
-    save_progress(parts.job.policy, stepper, progress, parts.saver, more=more, more_tensors=tensors)
-
-
-def _step(
-    parts: _Parts, progress: Progress, state: RLProgress, clock: StepClock, *, stop: bool
-) -> tuple[Progress, RLProgress, bool]:
-    """One batch drawn, scored, trained and logged; whether a rank has asked to stop."""
-    job, trainer, number = parts.job, parts.trainer, progress.step + 1
-    run, policy = job.run, job.policy
-    scaler, scaling = progress.scaler, run.train.scaling
-    lr = learning_rate(progress.step, run.optimizer, decay_steps=policy.run.decay_steps)
-    try:
-        # Generation does not go through the modules whose forwards wait for weights.
-        finish_weight_sync(trainer.runtime)
-        if isinstance(parts.collector, RemoteCollector):
-            replaced = state.filtered + state.failed
-            parts.collector.begin(progress.step, first_ticket=state.next_ticket, replaced=replaced)
-        batch = parts.collector.collect(state.next_ticket)
-        start = time.perf_counter()
-        result = parts.updater.train(
-            batch.groups,
-            lr=lr,
-            scale=scaler.scale if scaler else 1.0,
-            may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
-        )
-    except TrainingError as error:
-        raise type(error)(f"step {number}: {error}; {last_good(parts.saver.saved)}") from error
-    told: Told | None = None
-    if isinstance(parts.collector, RemoteCollector):
-        told = parts.collector.told([group.ticket for group in batch.groups])
-    stops = torch.tensor([float(stop)], dtype=torch.float64)
-    sum_over_world(trainer.runtime.groups, trainer.runtime.coord, stops, "the agreement on a stop")
-    measured = measure_step(policy, YuanStepper(trainer), number, clock)
-    training_seconds = time.perf_counter() - start
-    progress = replace(
-        progress.advance(policy.run, skipped=result.overflowed), tokens=progress.tokens + result.tokens
-    )
-    state = RLProgress(
-        next_ticket=batch.next_ticket,
-        optimizer_steps=state.optimizer_steps + result.steps,
-        filtered=state.filtered + batch.filtered,
-        failed=state.failed + batch.failed,
-        critic_steps=parts.critic.steps if parts.critic is not None else 0,
-    )
-    evaluation = None
-    if run.evaluation.every and number % run.evaluation.every == 0:
-        with clock.paused():
-            finish_weight_sync(trainer.runtime)
-            if isinstance(parts.collector, RemoteCollector):
-                parts.collector.publish(progress.step)
-            evaluation = parts.collector.evaluate()
-            trainer.stopwatch.read()
-    if parts.log is not None:
-        metrics = _metrics(job, progress, state, batch, result, measured, lr, training_seconds, evaluation)
-        if told is not None:
-            metrics = _with_engines(metrics, told, progress.step - 1)
-        parts.log.write(replace(metrics, loss_scale=scaler.scale if scaler else None))
-        assert parts.samples is not None
-        parts.samples.write(number, batch.groups, run.reward.labels)
-    return progress, state, bool(stops[0] > 0)
-
-
-def _with_engines(metrics: RLMetrics, told: Told, version: int) -> RLMetrics:
+def _with_engines(metrics: RLMetrics, told: Told) -> RLMetrics:
     """The metrics of a step whose answers other cards drew; `batch.generation_seconds` was waiting."""
-    ages = [version - drawn for drawn in told.versions]
+    ages = [metrics.version - drawn for drawn in told.versions]
     step = metrics.step_seconds
     return replace(
         metrics,
@@ -351,71 +385,32 @@ def _with_engines(metrics: RLMetrics, told: Told, version: int) -> RLMetrics:
     )
 
 
-def _metrics(
-    job: RLJob,
-    progress: Progress,
-    state: RLProgress,
-    batch: Collected,
-    result: UpdateResult,
-    measured: Measured,
-    lr: float,
-    training_seconds: float,
-    evaluation: dict[str, float] | None,
-) -> RLMetrics:
-    run, plan, seconds, of_ranks = job.run, job.policy.plan, measured.step_seconds, measured.of_ranks
+def _of_answers(batch: Collected, labels: Sequence[str]) -> dict[str, Any]:
+    """What the metrics say of a batch's answers and their rewards."""
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = [reward for group in batch.groups for reward in group.rewards]
     scores = [row for group in batch.groups for row in group.scores]
     lengths = [len(sample.ids) for sample in samples]
     drawn = math.fsum(p for sample in samples for p in sample.log_probs)
-    peak = peak_flops(plan, run.train.precision)
-    flops = result.tokens * run.model.training_flops(plan.sequence_length)
-    found: Mapping[str, Any] = result.measures
-    return RLMetrics(
-        step=progress.step,
-        loss=result.loss,
-        lr=lr,
-        grad_norm=result.grad_norm,
-        tokens=progress.tokens,
-        step_seconds=seconds,
-        tokens_per_second=result.tokens / seconds,
-        mfu=flops / seconds / peak if peak else None,
-        peak_memory_bytes=[int(rank[1]) for rank in of_ranks] if of_ranks else None,
-        forecast_step_seconds=job.forecast.step_seconds if job.forecast else None,
-        stage_seconds=[rank[0] for rank in of_ranks] if of_ranks else None,
-        skipped_steps=progress.skipped,
-        reward=statistics.fmean(rewards),
-        reward_std=statistics.pstdev(rewards),
-        rewards={
-            label: statistics.fmean(row[i] for row in scores) for i, label in enumerate(run.reward.labels)
-        },
-        answer_tokens={"mean": statistics.fmean(lengths), "max": max(lengths)},
-        truncated=sum(sample.ended == "limit" for sample in samples) / len(samples),
-        entropy_estimate=-drawn / sum(lengths),
-        kl=found.get("kl"),
-        ratio_mean=found.get("ratio"),
-        ratio_max=found.get("ratio_max"),
-        clipped=found.get("clipped"),
-        log_prob_gap={"mean": found.get("gap"), "max": found.get("gap_max")},
-        version=progress.step - 1,
-        staleness_mean=0.0,
-        staleness_max=0,
-        groups_zero_variance=batch.zero_variance,
-        groups_filtered=batch.filtered,
-        groups_failed=batch.failed,
-        next_ticket=state.next_ticket,
-        optimizer_steps=state.optimizer_steps,
-        rounds=batch.rounds,
-        generation_seconds=batch.generation_seconds,
-        scoring_seconds=batch.scoring_seconds,
-        training_seconds=training_seconds,
-        sync_seconds=0.0,
-        sync_bytes=0,
-        wait_seconds=max(0.0, seconds - batch.generation_seconds - training_seconds),
-        idle_policy=max(0.0, 1 - training_seconds / seconds),
-        idle_generation=max(0.0, 1 - batch.generation_seconds / seconds),
-        samples_per_second=len(samples) / seconds,
-        value_loss=result.critic.loss if result.critic is not None else None,
-        explained_variance=result.critic.explained_variance if result.critic is not None else None,
-        evaluation=evaluation,
-    )
+    return {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "rewards": {label: statistics.fmean(row[i] for row in scores) for i, label in enumerate(labels)},
+        "answer_tokens": {"mean": statistics.fmean(lengths), "max": max(lengths)},
+        "truncated": sum(sample.ended == "limit" for sample in samples) / len(samples),
+        "entropy_estimate": -drawn / sum(lengths),
+    }
+
+
+def _of_updates(result: UpdateResult) -> dict[str, Any]:
+    """What the metrics say of the optimizer steps of a batch."""
+    found, critic = result.measures, result.critic
+    return {
+        "kl": found.get("kl"),
+        "ratio_mean": found.get("ratio"),
+        "ratio_max": found.get("ratio_max"),
+        "clipped": found.get("clipped"),
+        "log_prob_gap": {"mean": found.get("gap"), "max": found.get("gap_max")},
+        "value_loss": critic.loss if critic is not None else None,
+        "explained_variance": critic.explained_variance if critic is not None else None,
+    }

@@ -21,6 +21,7 @@ from yuan_train.rl.lanes import Lanes
 from yuan_train.rl.losses import SUMS, Batch, PolicyLoss, TokenScores
 from yuan_train.rl.reference import Reference, finish_weight_sync
 from yuan_train.rl.remote import RemoteReference
+from yuan_train.train.engine import StepRequest
 from yuan_train.train.step import Trainer
 
 
@@ -154,10 +155,8 @@ class Updater:
         self._critic = critic
         self._lanes = Lanes(trainer, feed)
 
-    def train(
-        self, groups: Sequence[Group], *, lr: float, scale: float = 1.0, may_skip: bool = False
-    ) -> UpdateResult:
-        """The optimizer steps of one batch; collective over all ranks.
+    def train(self, groups: Sequence[Group], request: StepRequest) -> UpdateResult:
+        """The optimizer steps of one batch, each as a request says; collective over all ranks.
 
         An update whose advantages are all 0, without a divergence in the loss, is left out: it would only
         decay the weights. Raises TrainingError, as `train_step` does.
@@ -191,20 +190,14 @@ class Updater:
                 continue
             self._loss.begin(batch, is_first=is_first)
             is_first = False
-            result = self._lanes.train(
-                part.rows,
-                lr=lr,
-                clip=self._run.optimizer.clip_grad_norm,
-                scale=scale,
-                may_skip=may_skip,
-            )
+            result = self._lanes.train(part.rows, request)
             losses.append(result.loss)
             norms.append(result.grad_norm)
             steps += not result.skipped
             overflowed |= result.skipped
         critic = None
         if fit is not None:
-            critic = self._fit_critic(parts, *fit, lr=lr)
+            critic = self._fit_critic(parts, *fit, request)
         return UpdateResult(
             loss=math.fsum(losses) / len(losses),
             grad_norm=max(norms) if all(map(math.isfinite, norms)) else math.inf,
@@ -216,7 +209,7 @@ class Updater:
         )
 
     def _fit_critic(
-        self, parts: Sequence[_Part], values_N: Tensor, returns_N: Tensor, *, lr: float
+        self, parts: Sequence[_Part], values_N: Tensor, returns_N: Tensor, request: StepRequest
     ) -> CriticResult:
         """The critic's step of each update."""
         assert self._critic is not None
@@ -225,7 +218,7 @@ class Updater:
         losses: list[float] = []
         for part in parts:
             here = slice(part.first, part.first + part.count)
-            losses.append(self._critic.train(part.rows, values_N[here], returns_N[here], lr=lr))
+            losses.append(self._critic.train(part.rows, values_N[here], returns_N[here], request))
         return CriticResult(math.fsum(losses) / len(losses), explained_variance(values_N, returns_N))
 
     def log_probs(self, groups: Sequence[Group]) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
@@ -34,7 +34,7 @@ from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.parameters import ParameterPages
-from yuan_train.parallel.zero import STATES, State
+from yuan_train.parallel.zero import STATES
 from yuan_train.train.expert_load import ExpertLoad, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
 from yuan_train.train.forms import settle_forms
@@ -46,6 +46,11 @@ from yuan_train.train.state import Progress, from_state
 from yuan_train.train.step import Trainer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def build_engine(job: Job) -> tuple[Job, Trainer, Progress]:
+    """Build our own engine; see `engine.BuildEngine`."""
+    return job, *build(job)
 
 
 def build(
@@ -218,7 +223,7 @@ def _initial(job: Job) -> InitialRows | None:
 def _load_start(checkpoint: Checkpoint, trainer: Trainer) -> None:
     """Fill the weights that a checkpoint holds, as masters of a new run; collective over all ranks."""
     held = tensor_names(checkpoint)
-    wanted = checkpoint_tensors(trainer, "held", STATES[:1])
+    wanted = trainer.tensors("held", STATES[:1])
     load_tensors(checkpoint, {name: shard for name, shard in wanted.items() if name in held})
     publish(trainer)
 
@@ -279,7 +284,7 @@ def _compile(part: torch.nn.Module) -> None:
 def restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:
     """Fill weights and optimizer state from a checkpoint; collective over all ranks."""
     kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
-    tensors = checkpoint_tensors(trainer, "held", kinds)
+    tensors = trainer.tensors("held", kinds)
     if checkpoint.model.balance != "bias":
         tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(".router.bias")}
     load_tensors(checkpoint, tensors)
@@ -287,27 +292,3 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progres
     progress = from_state(checkpoint.state, run)
     trainer.optimizer.set_step(progress.step - progress.skipped)
     return progress
-
-
-def checkpoint_tensors(
-    trainer: Trainer, which: Literal["written", "held"], kinds: Sequence[State] = STATES
-) -> dict[str, LocalShard]:
-    """What a checkpoint stores or fills of this rank, by global name; `weights` are the masters, and of what
-    is frozen the weights themselves.
-
-    `which`: `written` for a save, `held` for a load.
-    """
-    trainer.optimizer.settle()
-    found: dict[str, list[TensorBox]] = {}
-    for kind in kinds:
-        prefix = WEIGHTS if kind == "master" else kind
-        for state in (*trainer.runtime.states, *trainer.runtime.frozen):
-            boxes = state.written_boxes(kind) if which == "written" else state.held_boxes(kind)
-            for name, box in boxes:
-                found.setdefault(f"{prefix}.{name}", []).append(box)
-    shapes = {name: torch.Size(shard.shape) for name, shard in trainer.runtime.shards.items()}
-    biases = trainer.expert_load.biases() if trainer.expert_load is not None else {}
-    for name, bias in biases.items():
-        found[f"{WEIGHTS}.{name}"] = [TensorBox((0,), tuple(bias.shape), bias)]
-        shapes[name] = bias.shape
-    return {key: LocalShard(shapes[key.partition(".")[2]], tuple(boxes)) for key, boxes in found.items()}

@@ -20,7 +20,7 @@ from yuan_train.models.experts import Router
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.world_sum import sum_over_world
-from yuan_train.train.world import World
+from yuan_train.train.engine import World
 
 
 class ExpertLoad:

@@ -75,6 +75,11 @@ class Job:
     start: Checkpoint | None = None
     """Weights to begin with, if there is no checkpoint to resume from."""
 
+    def validates_after(self, step: int) -> bool:
+        """Whether the loss on the validation data is due after a step."""
+        every = self.run.validation.every
+        return self.validation is not None and every > 0 and step % every == 0
+
 
 def prepare(run: RunConfig, plan: Plan | None, position: Position) -> Job:
     """Check all files of a run and return its job; without a plan, one process runs the whole model.

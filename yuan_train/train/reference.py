@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +17,32 @@ from yuan_train.data.pairs import Pairs
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.job import Job
 from yuan_train.train.state import Progress
-from yuan_train.train.step import Trainer, score_all_rows
 
 NUMBERS = "reference.npy"
 """fp64 [pairs, 2], in the order of the file of pairs: of the chosen and of the rejected answer."""
 FACTS = "reference.json"
 
 
-def prepare_reference(job: Job, trainer: Trainer, progress: Progress) -> str | None:
-    """Give the objective its reference; collective over all ranks. Returns what there is to say, if anything.
+def find_reference(
+    job: Job, progress: Progress, pairs: Pairs, score: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, str | None]:
+    """The reference of a run on pairs, and what there is to say of it; collective over all ranks.
 
-    At step 0 a forward pass over all pairs makes it; later it is read. Raises CheckpointError if the log
-    directory has none, or one of other pairs.
+    At step 0 `score`, a forward pass over all pairs, makes it; later it is read. Raises CheckpointError if
+    the log directory has none, or one of other pairs.
     """
-    if job.run.objective.kind != "dpo":
-        return None
-    assert isinstance(job.train, Pairs) and trainer.pair_loss is not None
     directory = None if job.run.log.directory is None else Path(job.run.log.directory)
     if progress.step:
-        trainer.pair_loss.reference = _read_together(directory, job.train)
-        return None
-    found = score_all_rows(trainer, job.train, num_pairs=len(job.train))
-    trainer.stopwatch.read()
-    trainer.pair_loss.reference = found
+        return _read_together(directory, pairs), None
+    found = score()
     fault: YuanError | None = None
     if directory is not None and job.position.rank == 0:
         try:
-            _write(directory, found, job.train)
+            _write(directory, found, pairs)
         except OSError as error:
             fault = CheckpointError(f"{directory / NUMBERS}: cannot be written: {error}")
     raise_together(fault)
-    return f"reference: log-probabilities of {len(job.train)} pairs under the weights at step 0"
+    return found, f"reference: log-probabilities of {len(pairs)} pairs under the weights at step 0"
 
 
 def _write(directory: Path, reference: torch.Tensor, pairs: Pairs) -> None:

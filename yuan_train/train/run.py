@@ -1,4 +1,4 @@
-"""A training run of one rank, from the first step to the last checkpoint.
+"""A training run of one rank, from the first step to the last checkpoint: the one loop of every engine.
 
 Reads top to bottom: connect and build, open the log, step, measure, save.
 """
@@ -6,10 +6,9 @@ Reads top to bottom: connect and build, open the log, step, measure, save.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.plan_constraints import keep_plan
-from yuan_train.config.run import RunConfig
 from yuan_train.parallel.groups import as_training_error, enter_world, meet
 from yuan_train.parallel.world_sum import gather_on_first
 from yuan_train.train.agreement import (
@@ -28,22 +26,22 @@ from yuan_train.train.agreement import (
     check_same_job,
     find_resume_together,
 )
+from yuan_train.train.build import build_engine
 from yuan_train.train.clock import StepClock, device_clock
 from yuan_train.train.ending import ending_together
+from yuan_train.train.engine import BuildEngine, Engine, Measured, StepRecord, StepRequest, StepResult
 from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.job import Job
-from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops
+from yuan_train.train.metrics import Log, is_logged
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.out_of_memory import explaining_memory
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.state import Progress
-from yuan_train.train.step import StepResult
-from yuan_train.train.stepper import BuildStepper, Stepper, build_stepper
 from yuan_train.train.trace import Tracer
 from yuan_train.train.watch import watching
 
 
-def train(job: Job, build: BuildStepper = build_stepper) -> None:
+def train(job: Job, build: BuildEngine = build_engine) -> None:
     """Run a job to its last step, or until SIGTERM; collective over all ranks. Raises YuanError.
 
     `build` builds the engine.
@@ -52,39 +50,68 @@ def train(job: Job, build: BuildStepper = build_stepper) -> None:
     if job.position.world_size > 1:
         board = meet(job.run.train.startup_timeout, place=job.plan.ranks[job.position.rank].device)
     keep_freed_memory(job.device)
-    explaining = partial(explaining_memory, job.plan, job.position.rank, job.device)
-    with ending_together(board, job.device) as ending, explaining():
+    with ending_together(board, job.device) as ending, _explaining(job):
         if board is not None:
             enter_world(board, device=job.device, timeout_seconds=job.run.train.timeout)
-        check_same_job(job)
-        check_cards(job)
-        if job.run.checkpoint.directory is not None:
-            check_same_directory(job.run.checkpoint.directory)
-        job = find_resume_together(job)
-        job, stepper, progress = build(job)
-        with (
-            stepper.reading(),
-            stop_on_sigterm() as stop_requested,
-            open_log(job, progress) as log,
-            make_saver(job, stepper, log) as saver,
-            watching(
-                stepper.world.grid,
-                stepper.world.coord,
-                job.device,
-                timeout_seconds=job.run.train.timeout,
-                last_good=lambda: last_good(saver.saved),
-            ),
-            ending.telling(),
-            explaining(),
-        ):
-            note = stepper.prepare(job, progress)
-            if log is not None and note is not None:
-                log.say(note)
-            _run_steps(job, stepper, progress, log, saver, stop_requested)
+        job, engine, progress = build(agree_on_job(job))
+        run_loop(job, engine, progress, guarding=ending.telling)
+
+
+def agree_on_job(job: Job) -> Job:
+    """Check that all ranks were given the same job; with the checkpoint that all of them resume from.
+    Collective."""
+    check_same_job(job)
+    check_cards(job)
+    if job.run.checkpoint.directory is not None:
+        check_same_directory(job.run.checkpoint.directory)
+    return find_resume_together(job)
+
+
+def run_loop(
+    job: Job,
+    engine: Engine,
+    progress: Progress,
+    *,
+    guarding: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Step, log, evaluate, save and stop, from `progress` to the last step: for every engine.
+
+    `guarding` is around all that may fail, inside of what waits for others at its end. Collective over all
+    ranks. Raises YuanError.
+    """
+    with (
+        engine.reading(),
+        stop_on_sigterm() as stop_requested,
+        _open_log(job, progress) as log,
+        make_saver(job, engine, log) as saver,
+        watching(
+            engine.world.grid,
+            engine.world.coord,
+            job.device,
+            timeout_seconds=job.run.train.timeout,
+            last_good=lambda: _last_good(saver.saved),
+        ),
+        guarding(),
+        _explaining(job),
+    ):
+        note = engine.prepare(job, progress)
+        if log is not None and note is not None:
+            log.say(note)
+        if log is not None and progress.step >= job.run.train.steps:
+            log.say(
+                f"nothing left to train: train.steps is {job.run.train.steps}, and {progress.step} are done"
+            )
+        progress = _run_steps(job, engine, progress, log, saver, stop_requested)
+        if saver.started != progress.step:
+            save_progress(job, engine, progress, saver)
+
+
+def _explaining(job: Job) -> AbstractContextManager[None]:
+    return explaining_memory(job.plan, job.position.rank, job.device)
 
 
 @contextmanager
-def open_log(job: Job, progress: Progress) -> Iterator[Log | None]:
+def _open_log(job: Job, progress: Progress) -> Iterator[Log | None]:
     """The log of the run; None on every rank but 0."""
     if job.position.rank > 0:
         yield None
@@ -153,159 +180,97 @@ def _blend_differs(job: Job) -> bool:
 
 
 def _run_steps(
-    job: Job, stepper: Stepper, progress: Progress, log: Log | None, saver: Saver, stop_requested: list[bool]
-) -> None:
-    """Train from `progress` to the last step, logging and saving on the way; save at the end."""
-    run = job.run
-    if log is not None and progress.step >= run.train.steps:
-        log.say(f"nothing left to train: train.steps is {run.train.steps}, and {progress.step} are done")
-    clock = device_clock(job.device)
-    tracer = Tracer(run.train.trace, run.log.directory, grid=stepper.world.grid, coord=stepper.world.coord)
+    job: Job, engine: Engine, progress: Progress, log: Log | None, saver: Saver, stop_requested: list[bool]
+) -> Progress:
+    """Train from `progress` to the last step, logging and saving on the way; the progress at the end."""
+    run, clock = job.run, device_clock(job.device)
+    tracer = Tracer(run.train.trace, run.log.directory, grid=engine.world.grid, coord=engine.world.coord)
     while progress.step < run.train.steps:
-        lr = learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps)
-        stop = stop_requested[0] or saver.failed()
+        request = _request(job, progress, stop=stop_requested[0] or saver.failed())
         with tracer.step(progress.step + 1, job.device, clock):
-            result = _step(job, stepper, progress, lr, stop=stop, saved=saver.saved)
-            measured = measure_step(job, stepper, progress.step + 1, clock)
-        scale = progress.scaler.scale if progress.scaler else None
-        progress = progress.advance(run, skipped=result.skipped)
+            result = _step(job, engine, request, progress.step + 1, saver)
+            measured = measure_step(job, engine, progress.step + 1, clock)
+        progress = progress.advance(run, skipped=result.skipped, tokens=result.tokens)
         with clock.paused():
-            validation = _validate(job, stepper, progress)
-        with clock.paused():
-            check_weights(run, stepper, progress.step, saved=saver.saved)
+            evaluation = engine.evaluate(job, progress.step)
+            _check_weights(job, engine, progress.step, saver)
         if log is not None:
-            log.write(_metrics(job, progress, result, measured, lr, validation, loss_scale=scale))
+            log.write(engine.describe(job, StepRecord(progress, request, result, measured, evaluation)))
         if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
             with clock.paused():
-                save_progress(job, stepper, progress, saver)
+                save_progress(job, engine, progress, saver)
         if result.stop:
             saver.wait()  # Raises if the reason to stop is a failed save.
             if log is not None:
                 log.say(f"stopped by SIGTERM after step {progress.step}")
             break
-    with as_training_error(stepper.world.coord):
-        stepper.finish()
+    with as_training_error(engine.world.coord):
+        engine.finish()
     tracer.finish()
-    if saver.started != progress.step:
-        save_progress(job, stepper, progress, saver)
+    return progress
 
 
-def _step(
-    job: Job, stepper: Stepper, progress: Progress, lr: float, *, stop: bool, saved: int | None
-) -> StepResult:
-    """One training step. Raises TrainingError that names the step and the last good checkpoint (`saved`)."""
-    scaling, scaler = job.run.train.scaling, progress.scaler
+def _request(job: Job, progress: Progress, *, stop: bool) -> StepRequest:
+    """The step after `progress`."""
+    run, scaling, scaler = job.run, job.run.train.scaling, progress.scaler
+    return StepRequest(
+        job.train,
+        first_sample=progress.sequences,
+        lr=learning_rate(progress.step, run.optimizer, decay_steps=run.decay_steps),
+        clip=run.optimizer.clip_grad_norm,
+        scale=scaler.scale if scaler else 1.0,
+        may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
+        stop=stop,
+    )
+
+
+def _step(job: Job, engine: Engine, request: StepRequest, number: int, saver: Saver) -> StepResult:
+    """One training step. Raises TrainingError that names the step and the last good checkpoint."""
     try:
-        with explaining_memory(job.plan, job.position.rank, job.device):
-            return stepper.step(
-                job.train,
-                first_sample=progress.sequences,
-                lr=lr,
-                clip=job.run.optimizer.clip_grad_norm,
-                stop=stop,
-                scale=scaler.scale if scaler else 1.0,
-                may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
-            )
+        with _explaining(job):
+            return engine.step(request)
     except TrainingError as error:
         between = "\n" if "\n" in str(error) else "; "
-        raise type(error)(f"step {progress.step + 1}: {error}{between}{last_good(saved)}") from error
+        raise type(error)(f"step {number}: {error}{between}{_last_good(saver.saved)}") from error
 
 
-def check_weights(run: RunConfig, stepper: Stepper, step: int, *, saved: int | None) -> None:
+def _check_weights(job: Job, engine: Engine, step: int, saver: Saver) -> None:
     """Check the weights if it is due after a step; collective over all ranks.
 
     Raises TrainingError that names the step, the ranks, and the last step after which all was well.
     """
-    every = run.train.check_every
+    every = job.run.train.check_every
     if not every or step % every:
         return
     try:
-        with as_training_error(stepper.world.coord):
-            stepper.check_weights()
+        with as_training_error(engine.world.coord):
+            engine.check_weights()
     except TrainingError as error:
         before = f"step {step - every}" if step > every else "the start"
-        raise type(error)(f"after step {step}: {error} (last after {before}); {last_good(saved)}") from error
+        said = f"after step {step}: {error} (last after {before}); {_last_good(saver.saved)}"
+        raise type(error)(said) from error
 
 
-def last_good(saved: int | None) -> str:
-    return (
-        f"the last good checkpoint is that of step {saved}"
-        if saved is not None
-        else "no checkpoint is saved yet"
-    )
+def _last_good(saved: int | None) -> str:
+    if saved is None:
+        return "no checkpoint is saved yet"
+    return f"the last good checkpoint is that of step {saved}"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What is measured of a step."""
-
-    step_seconds: float
-    of_ranks: list[list[float]] | None
-    """By rank, seconds of compute and bytes of peak memory; on rank 0, if they were gathered."""
-    expert_tokens: list[list[int]] | None
-    """Tokens of each layer's experts since they were counted last, if they were counted now."""
-
-
-def measure_step(job: Job, stepper: Stepper, step: int, clock: StepClock) -> Measured:
+def measure_step(job: Job, engine: Engine, step: int, clock: StepClock) -> Measured:
     """Wait until all ranks have finished a step, which ends it, and gather their measurements on rank 0.
 
     Collective over all ranks. Many ranks' measurements are gathered only where a progress line is due.
     """
     # This waits for the device, so that the gathering waits for all of them.
-    compute_seconds = stepper.compute_seconds()
-    world, of_ranks = stepper.world, None
+    compute_seconds = engine.compute_seconds()
+    world, of_ranks = engine.world, None
     if not world.groups.tree or is_logged(step, job.run):
         # To ask the system for the peak takes the host longer than to send a message.
         local = torch.tensor([compute_seconds, peak_footprint_bytes(job.device)], dtype=torch.float64)
         of_ranks = gather_on_first(world.groups, world.coord, local, "the gather of measurements")
-    expert_tokens = stepper.take_expert_tokens() if is_logged(step, job.run) else None
-    return Measured(clock.lap(), of_ranks, expert_tokens)
-
-
-def _validate(job: Job, stepper: Stepper, progress: Progress) -> float | None:
-    """The validation loss, if it is due (collective over all ranks)."""
-    config = job.run.validation
-    if job.validation is None or not config.every or progress.step % config.every:
-        return None
-    loss = stepper.validation_loss(job.validation, num_batches=config.batches)
-    stepper.compute_seconds()
-    return loss
-
-
-def _metrics(
-    job: Job,
-    progress: Progress,
-    result: StepResult,
-    measured: Measured,
-    lr: float,
-    validation: float | None,
-    *,
-    loss_scale: float | None,
-) -> StepMetrics:
-    run, plan = job.run, job.plan
-    seconds, of_ranks = measured.step_seconds, measured.of_ranks
-    tokens = run.train.global_batch_size * run.data.sequence_length
-    peak = peak_flops(plan, run.train.precision)
-    flops = tokens * run.model.training_flops(run.data.sequence_length)
-    return StepMetrics(
-        step=progress.step,
-        loss=result.loss,
-        lr=lr,
-        grad_norm=result.grad_norm,
-        tokens=progress.tokens,
-        step_seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        mfu=flops / seconds / peak if peak else None,
-        peak_memory_bytes=[int(rank[1]) for rank in of_ranks] if of_ranks else None,
-        forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
-        stage_seconds=[rank[0] for rank in of_ranks] if of_ranks else None,
-        expert_tokens=measured.expert_tokens,
-        validation_loss=validation,
-        loss_scale=loss_scale,
-        skipped_steps=progress.skipped if loss_scale is not None else None,
-        accuracy=None if result.preference is None else result.preference[0],
-        margin=None if result.preference is None else result.preference[1],
-    )
+    expert_tokens = engine.take_expert_tokens() if is_logged(step, job.run) else None
+    return Measured(clock.lap(), of_ranks, expert_tokens, end=time.perf_counter())
 
 
 @contextmanager

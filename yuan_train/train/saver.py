@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,10 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import guard_world_collective, make_save_group
 from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
+from yuan_train.train.engine import Engine
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import Log
 from yuan_train.train.state import Progress, to_state
-from yuan_train.train.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -168,13 +168,13 @@ class Saver:
                 self._thread.shutdown()
 
 
-def make_saver(job: Job, stepper: Stepper, log: Log | None) -> Saver:
+def make_saver(job: Job, engine: Engine, log: Log | None) -> Saver:
     """The saver of a run; collective over all ranks if the run saves at all."""
     config = job.run.checkpoint
     saves = config.directory is not None
     background = config.asynchronous and saves
     return Saver(
-        stepper.world.coord,
+        engine.world.coord,
         saved=_saved_step(job),
         say=log.say if log is not None else lambda text: None,
         device=job.device if background else None,
@@ -191,30 +191,21 @@ def _saved_step(job: Job) -> int | None:
     return job.checkpoint.step if job.checkpoint.path.parent.resolve() == Path(directory).resolve() else None
 
 
-def save_progress(
-    job: Job,
-    stepper: Stepper,
-    progress: Progress,
-    saver: Saver,
-    *,
-    more: Mapping[str, Any] | None = None,
-    more_tensors: Mapping[str, LocalShard] | None = None,
-) -> None:
+def save_progress(job: Job, engine: Engine, progress: Progress, saver: Saver) -> None:
     """Save a checkpoint, or start to, if the run has a checkpoint directory; collective over all ranks.
 
-    `more` is added to its state.json, as plain JSON values; `more_tensors` to this rank's tensors.
     Raises CheckpointError if this save, or the one before it, fails.
     """
     if job.run.checkpoint.directory is None:
         return
     saver.wait()
-    tensors = {**stepper.checkpoint_tensors(), **(more_tensors or {})}
+    tensors = engine.tensors()
     save = partial(
         save_checkpoint,
         job.run.checkpoint.directory,
         step=progress.step,
         tensors=saver.snapshots.take(tensors) if saver.snapshots is not None else tensors,
-        state={**to_state(progress, job.run), **(more or {})},
+        state={**to_state(progress, job.run), **engine.state()},
         tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
         keep=job.run.checkpoint.keep,
         group=saver.group,

@@ -49,14 +49,16 @@ class Progress:
         """The progress of a new run, before its first step."""
         return Progress(scaler=_new_scaler(run))
 
-    def advance(self, run: RunConfig, *, skipped: bool = False) -> Progress:
-        """The progress after one more step."""
+    def advance(self, run: RunConfig, *, skipped: bool = False, tokens: int | None = None) -> Progress:
+        """The progress after one more step; `tokens` were read in it (None: whole sequences)."""
         batch, config = run.train.global_batch_size, run.train.scaling
+        if tokens is None:
+            tokens = batch * run.data.sequence_length
         scaler = self.scaler.after(config, skipped=skipped) if self.scaler and config else None
         return Progress(
             step=self.step + 1,
             sequences=self.sequences + batch,
-            tokens=self.tokens + batch * run.data.sequence_length,
+            tokens=self.tokens + tokens,
             skipped=self.skipped + skipped,
             scaler=scaler,
         )

@@ -1,48 +1,55 @@
-"""One training step of one rank, and the validation loss."""
+"""Our own engine: one rank's trainer, its training step and its passes over data without one."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
-from yuan_train.config.errors import NotFinite
+from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.names import WEIGHTS
+from yuan_train.config.disk import written_words
+from yuan_train.config.plan import Plan
 from yuan_train.data.loader import Samples
+from yuan_train.data.pairs import Pairs
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
+from yuan_train.parallel.checksums import check_weights
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error
+from yuan_train.parallel.shard import TensorBox
+from yuan_train.parallel.tiers.disk import DiskFile
+from yuan_train.parallel.tiers.host_state import DiskChunk
 from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.parallel.zero import STATES, State
+from yuan_train.train.engine import (
+    RankTerms,
+    StepRecord,
+    StepRequest,
+    StepResult,
+    end_step,
+    num_terms,
+    step_metrics,
+)
 from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Passes
+from yuan_train.train.job import Job
+from yuan_train.train.metrics import StepMetrics
 from yuan_train.train.objective import PairLoss, RowScores
 from yuan_train.train.optimizer import Optimizer
+from yuan_train.train.reference import find_reference
 from yuan_train.train.stage import StageRunner
-from yuan_train.train.world import blame, count_trained, num_terms
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The outcome of a step, the same on all ranks."""
-
-    loss: float
-    """Mean loss of the batch, in nats per trained token; of pairs, per pair."""
-    grad_norm: float
-    """Global norm before clipping."""
-    stop: bool
-    """Some rank requested a stop."""
-    skipped: bool = False
-    """The gradients overflowed on some rank, so no rank stepped its weights."""
-    preference: tuple[float, float] | None = None
-    """Of pairs: the share in which the chosen answer is ahead, and by how much on average."""
+from yuan_train.train.state import Progress
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """One rank's runtime, stage runners and optimizer."""
+    """One rank's runtime, stage runners and optimizer: our own engine."""
 
     runtime: RankRuntime
     runners: Mapping[int, StageRunner]
@@ -70,43 +77,113 @@ class Trainer:
 
     @property
     def measures(self) -> torch.Tensor:
-        """This rank's term of `PairLoss.measures` of the batch; counted as `loss` is. Empty without pairs."""
-        if self.pair_loss is None:
-            return torch.zeros(0, dtype=torch.float64, device=self.device.torch)
+        """This rank's term of `PairLoss.measures` of the batch; counted as `loss` is."""
+        assert self.pair_loss is not None
         return self.pair_loss.measures * (self.runtime.coord.tensor_rank == 0)
 
+    # --- as an engine of the loop, see `engine.Engine` ---
 
-def train_step(
-    trainer: Trainer,
-    blend: Samples,
-    *,
-    first_sample: int,
-    lr: float,
-    clip: float,
-    stop: bool,
-    scale: float = 1.0,
-    may_skip: bool = False,
-) -> StepResult:
-    """Forward, backward, gradient reduction, clipping, AdamW, balance; collective over all ranks.
+    @property
+    def world(self) -> RankRuntime:
+        return self.runtime
+
+    def reading(self) -> AbstractContextManager[object]:
+        return self.feed
+
+    def prepare(self, job: Job, progress: Progress) -> str | None:
+        notes: list[str | None] = []
+        if job.run.objective.kind == "dpo":
+            assert isinstance(job.train, Pairs) and self.pair_loss is not None
+            score = partial(score_all_rows, self, job.train, num_pairs=len(job.train))
+            self.pair_loss.reference, said = find_reference(job, progress, job.train, score)
+            self.stopwatch.read()
+            notes.append(said)
+        notes.append(disk_note(job.plan, self.runtime))
+        return "; ".join(filter(None, notes)) or None
+
+    def step(self, request: StepRequest) -> StepResult:
+        return train_step(self, request)
+
+    def finite(self) -> tuple[bool, bool]:
+        outputs = all(bool(runner.finite) for runner in self.runners.values())
+        return outputs, all(bool(torch.isfinite(bucket.gradient).all()) for bucket in self.runtime.buckets)
+
+    def update(self, request: StepRequest, grad_norm: float) -> None:
+        clip = request.clip
+        factor = (clip / (grad_norm + 1e-6) if clip and grad_norm > clip else 1.0) / request.scale
+        with as_training_error(self.runtime.coord):
+            self.optimizer.step(request.lr, factor=factor)
+        if self.expert_load is not None:
+            self.expert_load.balance()
+
+    def evaluate(self, job: Job, step: int) -> float | None:
+        if job.validation is None or not job.validates_after(step):
+            return None
+        loss = validation_loss(self, job.validation, num_batches=job.run.validation.batches)
+        self.stopwatch.read()
+        return loss
+
+    def describe(self, job: Job, record: StepRecord) -> StepMetrics:
+        return step_metrics(job, record)
+
+    def compute_seconds(self) -> float:
+        return self.stopwatch.read()
+
+    def take_expert_tokens(self) -> list[list[int]] | None:
+        return self.expert_load.take() if self.expert_load is not None else None
+
+    def tensors(
+        self, which: Literal["written", "held"] = "written", kinds: Sequence[State] = STATES
+    ) -> dict[str, LocalShard]:
+        """What a checkpoint stores or fills of this rank, by global name; `weights` are the masters, and of
+        what is frozen the weights themselves.
+
+        `which`: `written` for a save, `held` for a load.
+        """
+        self.optimizer.settle()
+        found: dict[str, list[TensorBox]] = {}
+        for kind in kinds:
+            prefix = WEIGHTS if kind == "master" else kind
+            for state in (*self.runtime.states, *self.runtime.frozen):
+                boxes = state.written_boxes(kind) if which == "written" else state.held_boxes(kind)
+                for name, box in boxes:
+                    found.setdefault(f"{prefix}.{name}", []).append(box)
+        shapes = {name: torch.Size(shard.shape) for name, shard in self.runtime.shards.items()}
+        biases = self.expert_load.biases() if self.expert_load is not None else {}
+        for name, bias in biases.items():
+            found[f"{WEIGHTS}.{name}"] = [TensorBox((0,), tuple(bias.shape), bias)]
+            shapes[name] = bias.shape
+        return {key: LocalShard(shapes[key.partition(".")[2]], tuple(boxes)) for key, boxes in found.items()}
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def finish(self) -> None:
+        for state in self.runtime.states:
+            state.finish_weight_sync()
+
+    def check_weights(self) -> None:
+        self.finish()
+        runtime = self.runtime
+        frozen = [state.bucket for state in runtime.frozen]
+        check_weights(runtime.grid, runtime.coord, runtime.buckets, frozen)
+
+
+def train_step(trainer: Trainer, request: StepRequest) -> StepResult:
+    """Forward, backward, gradient reduction, clipping, AdamW, balance; see `Engine.step`.
 
     The gradient reduction of a bucket starts as soon as this rank's gradient is complete, inside its last
     backward. Stepped weights are on their way to their other owners when it returns: the next forward waits
     for them, layer by layer.
-
-    The batch is samples [first_sample, first_sample + global batch). The backward runs on `scale` times the
-    loss. Gradients are clipped to the global norm `clip` (0: no clipping). `stop` requests a stop of all
-    ranks after this step.
-
-    Raises NotFinite, with the weights of the step before still in place, if the loss or the gradient norm
-    is not finite; if only the norm is not and `may_skip`, the step is skipped instead.
     """
     runtime = trainer.runtime
     for bucket in runtime.buckets:
         # The first sum of a page replaces what is there.
         if not bucket.is_paged:
             bucket.gradient.zero_()
-    next_sample = first_sample + runtime.grid.plan.global_batch_size
-    begin_pass(trainer, blend, first_sample=first_sample, then=next_sample, scale=scale)
+    first = request.first_sample
+    following = first + runtime.grid.plan.global_batch_size
+    begin_pass(trainer, request.samples, first_sample=first, then=following, scale=request.scale)
     runtime.reducer.begin()
     with as_training_error(runtime.coord):
         trainer.executor.run(
@@ -114,39 +191,10 @@ def train_step(
             before_step=runtime.reducer.before_step,
             after_step=runtime.reducer.after_step,
         )
-        squares = _finish_reductions(runtime, trainer.device.torch)
-    stop_flag = torch.tensor(float(stop), dtype=torch.float64, device=trainer.device.torch)
-    # On the CPU: not all cards share a communication backend, but all ranks share gloo.
-    totals = trainer.device.to_host(torch.stack([squares, trainer.loss, stop_flag]))
-    if trainer.pair_loss is not None:
-        totals = torch.cat([totals, trainer.device.to_host(trainer.measures)])
-    if blend.masks:
-        totals = torch.cat([totals, count_trained(trainer.feed, runtime, blend, next_sample)])
-    sum_over_world(runtime.groups, runtime.coord, totals, "the all-reduce of loss and gradient norm")
-    square, loss, stops, *rest = totals.tolist()
-    preference = None
-    if trainer.pair_loss is not None:
-        pairs = blend.known_terms(runtime.grid.plan.global_batch_size)
-        preference = (rest[0] / pairs, rest[1] / pairs)
-    elif rest:
-        trainer.feed.batch_tokens.pop((blend, first_sample), None)
-        trainer.feed.batch_tokens[blend, next_sample] = round(rest[0])
-    grad_norm = math.sqrt(square) / scale if square >= 0 else math.nan
-    if not math.isfinite(loss) or not math.isfinite(grad_norm):
-        if may_skip and math.isfinite(loss):
-            return StepResult(
-                loss=loss, grad_norm=grad_norm, stop=stops > 0, skipped=True, preference=preference
-            )
-        finite_gradient = all(bool(torch.isfinite(bucket.gradient).all()) for bucket in runtime.buckets)
-        finite_output = all(bool(runner.finite) for runner in trainer.runners.values())
-        found = f"loss {loss}, gradient norm {grad_norm}"
-        raise NotFinite(f"{found}: {blame(runtime, finite_output, finite_gradient)}")
-    factor = (clip / (grad_norm + 1e-6) if clip and grad_norm > clip else 1.0) / scale
-    with as_training_error(runtime.coord):
-        trainer.optimizer.step(lr, factor=factor)
-    if trainer.expert_load is not None:
-        trainer.expert_load.balance()
-    return StepResult(loss=loss, grad_norm=grad_norm, stop=stops > 0, preference=preference)
+        square = _finish_reductions(runtime, trainer.device.torch)
+    square, loss = trainer.device.to_host(torch.stack([square, trainer.loss])).split(1)
+    measures = None if trainer.pair_loss is None else trainer.device.to_host(trainer.measures)
+    return end_step(trainer, request, RankTerms(square, loss, request.scale, measures))
 
 
 def _finish_reductions(runtime: RankRuntime, device: torch.device) -> torch.Tensor:
@@ -162,7 +210,7 @@ def _finish_reductions(runtime: RankRuntime, device: torch.device) -> torch.Tens
     return sum(reversed(squares), torch.zeros((), dtype=torch.float64, device=device))
 
 
-def validation_loss(trainer: Trainer, blend: Samples, *, num_batches: int) -> float:
+def validation_loss(trainer: Trainer, samples: Samples, *, num_batches: int) -> float:
     """Mean loss over the first `num_batches` global batches of the validation data, in nats per token.
 
     Collective over all ranks.
@@ -172,7 +220,7 @@ def validation_loss(trainer: Trainer, blend: Samples, *, num_batches: int) -> fl
     total = torch.zeros((), dtype=torch.float64, device=trainer.device.torch)
     for batch in range(num_batches):
         then = (batch + 1) * batch_size if batch + 1 < num_batches else None
-        begin_pass(trainer, blend, first_sample=batch * batch_size, then=then)
+        begin_pass(trainer, samples, first_sample=batch * batch_size, then=then)
         with as_training_error(runtime.coord):
             trainer.executor.run(runtime.evaluation_program)
         total += trainer.loss
@@ -207,12 +255,12 @@ def score_all_rows(trainer: Trainer, pairs: Samples, *, num_pairs: int) -> torch
 
 
 def begin_pass(
-    trainer: Trainer, blend: Samples, *, first_sample: int, then: int | None, scale: float = 1.0
+    trainer: Trainer, samples: Samples, *, first_sample: int, then: int | None, scale: float = 1.0
 ) -> None:
     """Point the stage runners at their pipeline's share of the batch; that of batch `then` is read ahead."""
     runtime = trainer.runtime
-    trainer.feed.begin(blend, first_sample, then=then)
-    terms = num_terms(trainer.feed, runtime, blend, first_sample)
+    trainer.feed.begin(samples, first_sample, then=then)
+    terms = num_terms(trainer.feed, runtime, samples, first_sample)
     if trainer.pair_loss is not None:
         trainer.pair_loss.measures.zero_()
     for runner in trainer.runners.values():
@@ -222,3 +270,26 @@ def begin_pass(
             num_sequences=runtime.grid.plan.global_batch_size,
             scale=scale,
         )
+
+
+def disk_note(plan: Plan, runtime: RankRuntime) -> str | None:
+    """How much a step writes to all disks, and whether through the page cache; None without such state.
+    Collective over all ranks."""
+    if not any(stage.optimizer_disk for pipeline in plan.pipelines for stage in pipeline.stages):
+        return None
+    file = _file(runtime)
+    totals = torch.zeros(2, dtype=torch.float64)
+    if file is not None:
+        totals += torch.tensor([float(file.num_bytes), float(not file.is_direct)])
+    sum_over_world(runtime.groups, runtime.coord, totals, "the sum of what ranks write to disks")
+    num_bytes, cached = totals.tolist()
+    step_seconds = plan.forecast.step_seconds if plan.forecast else None
+    note = f"optimizer state on disk: {written_words(num_bytes, step_seconds)}"
+    if cached:
+        note += f"; {cached:.0f} ranks through the page cache: their file system takes no direct requests"
+    return note
+
+
+def _file(runtime: RankRuntime) -> DiskFile | None:
+    chunks = (chunk for state in runtime.states for chunk in state.host_chunks)
+    return next((chunk.store.file for chunk in chunks if isinstance(chunk, DiskChunk)), None)

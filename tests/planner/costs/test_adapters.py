@@ -20,7 +20,7 @@ from yuan_train.planner.costs.unit_costs import check_profile
 from yuan_train.planner.costs.workload import STATE_BYTES, model_work
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.roles.decode import DecodeStage
-from yuan_train.planner.roles.engines import Engine, holders_of, sync_bytes
+from yuan_train.planner.roles.engines import EnginePlan, holders_of, sync_bytes
 from yuan_train.planner.search.search import search_plan
 
 SIZES: dict[str, Any] = {
@@ -180,7 +180,7 @@ def test_engines_are_sent_what_the_transfer_sends_them() -> None:
         for name, shard in held.items()
         if is_trained(MODEL, name)
     )
-    engine = Engine(stages=tuple(stages), slots_per_group=8, num_groups=1)
+    engine = EnginePlan(stages=tuple(stages), slots_per_group=8, num_groups=1)
     assert sync_bytes(MODEL, [engine], "bf16") == 2 * elements
     # Of four layers the first card has one, whatever the embedding weighs.
     assert [(h.first, h.last) for h in holders_of(MODEL, stages)] == [(0, 0.25)] * 2 + [(0.25, 1)] * 2

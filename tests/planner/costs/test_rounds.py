@@ -28,7 +28,7 @@ from yuan_train.planner.roles.decode import (
     prefill_seconds,
     round_seconds,
 )
-from yuan_train.planner.roles.engines import Engine, EngineRates
+from yuan_train.planner.roles.engines import EnginePlan, EngineRates
 from yuan_train.planner.roles.placement import RolesProblem
 from yuan_train.planner.roles.plan import make_rl_plan, placement_of
 from yuan_train.planner.roles.search import RolesSearch, search_roles
@@ -138,14 +138,14 @@ def test_lines() -> None:
 def test_a_wave_is_a_reading_and_a_round_less_than_tokens() -> None:
     problem = problem_of(CLUSTER, MODEL, prompts=2, group=4, prompt=64, new=64)
     rates = EngineRates(make_topology(CLUSTER), problem.load, measured_rounds(profile(generation())))
-    engine = Engine(stages=(stage_of(FIRST),), slots_per_group=8, num_groups=1)
+    engine = EnginePlan(stages=(stage_of(FIRST),), slots_per_group=8, num_groups=1)
     reading = 4 * 0.018 + 0.004 + 7e-3 + 2e-4 * 8
     round_ = 4 * layer(8, 64 + 32) + 12e-3 + 3e-4 * 8
     assert rates.are_measured(engine)
     assert rates.wave_seconds(engine, 8) == pytest.approx(reading + 63 * round_)
     # All slots run, however many are in use.
     assert rates.rounds(engine, 4) == pytest.approx(round_)
-    other = Engine(stages=(stage_of(OTHER),), slots_per_group=8, num_groups=1)
+    other = EnginePlan(stages=(stage_of(OTHER),), slots_per_group=8, num_groups=1)
     assert not rates.are_measured(other)
 
 

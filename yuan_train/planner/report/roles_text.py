@@ -10,7 +10,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.dump import as_plain
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.planner.roles.engines import Engine
+from yuan_train.planner.roles.engines import EnginePlan
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.search import RolesResult
 
@@ -79,7 +79,7 @@ def role_lines(placement: Placement, plan: RlPlan) -> list[str]:
     return lines
 
 
-def engine_words(engine: Engine) -> str:
+def engine_words(engine: EnginePlan) -> str:
     """`2 x H20 as one stage of width 2, 304 slots`."""
     stages, width = len(engine.stages), engine.stages[0].width
     cut = f"{stages} stages" if stages > 1 else "one stage"

@@ -64,7 +64,7 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class EnginePlan:
     """A pipeline of stages that generates, with its slots."""
 
     stages: tuple[DecodeStage, ...]
@@ -93,11 +93,11 @@ class EngineRates:
     memory_fraction: float = 1.0
     """Of a card's memory, what an engine may fill."""
 
-    def are_measured(self, engine: Engine) -> bool:
+    def are_measured(self, engine: EnginePlan) -> bool:
         """Whether a profile has the generation of all its cards."""
         return all(profiles_of(self.measured, stage) for stage in engine.stages)
 
-    def rounds(self, engine: Engine, slots: int) -> float:
+    def rounds(self, engine: EnginePlan, slots: int) -> float:
         """Seconds of a round in which so many samples get a token each, with contexts of mean length.
 
         A group of slots runs whole, however many of them are in use.
@@ -121,7 +121,9 @@ class EngineRates:
             return groups * seconds[0]
         return self._pipelined(engine, seconds, per_group, groups)
 
-    def _pipelined(self, engine: Engine, seconds: tuple[float, ...], per_group: int, groups: int) -> float:
+    def _pipelined(
+        self, engine: EnginePlan, seconds: tuple[float, ...], per_group: int, groups: int
+    ) -> float:
         """The forward-only lane of a round, and the tokens' way back to the first stage."""
         hidden = float(per_group * self.load.model.hidden_size * ELEMENT_BYTES[self.load.precision])
         routes = [
@@ -139,7 +141,7 @@ class EngineRates:
         lane = simulate(forward_only(workers=workers, num_micro_batches=groups), times, workers=workers)
         return lane.step_seconds + sum(route.latency_seconds for route in routes)
 
-    def prefill(self, engine: Engine, prompts: int) -> float:
+    def prefill(self, engine: EnginePlan, prompts: int) -> float:
         """Seconds that so many prompts take from the rounds: the slowest stage's, group by group."""
         at_once = min(-(-engine.slots_per_group // self.load.group), prompts)
         full, rest = divmod(prompts, at_once)
@@ -161,11 +163,11 @@ class EngineRates:
             if size
         )
 
-    def samples_per_second(self, engine: Engine) -> float:
+    def samples_per_second(self, engine: EnginePlan) -> float:
         """With all slots in use: each is refilled when its sample ends."""
         return engine.slots / self.wave_seconds(engine, engine.slots)
 
-    def wave_seconds(self, engine: Engine, slots: int) -> float:
+    def wave_seconds(self, engine: EnginePlan, slots: int) -> float:
         """Seconds of `slots` samples of mean length that begin together; the first token of each is drawn
         where its prompt is read."""
         prompts = -(-slots // self.load.group)
@@ -173,7 +175,7 @@ class EngineRates:
             engine, prompts
         )
 
-    def batch_seconds(self, engine: Engine, samples: int) -> float:
+    def batch_seconds(self, engine: EnginePlan, samples: int) -> float:
         """Seconds of so many samples on an engine that begins and ends empty: full waves, the rest, and the
         rounds in which only the longest answers are left."""
         if not samples:
@@ -190,7 +192,7 @@ class EngineRates:
 class Generation:
     """The engines of a placement, and how the prompts are shared among them."""
 
-    engines: tuple[Engine, ...]
+    engines: tuple[EnginePlan, ...]
     rates: EngineRates
     given_shares: tuple[float, ...] | None = None
     """Of the prompts, where the policy's pipelines generate: those of the batch. None: by the rates."""
@@ -248,7 +250,7 @@ def with_slots(
     *,
     limit: int,
     held_bytes: Sequence[float] = (),
-) -> Engine | None:
+) -> EnginePlan | None:
     """An engine of these stages with as many slots as fit, at most `limit`; None if not one group fits.
 
     `held_bytes`, if given, is what each stage's cards hold of other phases, weights and reserve included.
@@ -273,7 +275,7 @@ def with_slots(
     if slots < group:
         return None
     per_group = slots // groups // group * group
-    return Engine(stages=tuple(stages), slots_per_group=per_group, num_groups=groups)
+    return EnginePlan(stages=tuple(stages), slots_per_group=per_group, num_groups=groups)
 
 
 def _free_bytes(rates: EngineRates, stage: DecodeStage, held_bytes: Sequence[float]) -> float:
@@ -305,7 +307,7 @@ def without_idle_slots(generation: Generation) -> Generation:
     """The engines with no more slots than their shares of a batch fill."""
     load = generation.rates.load
     prompts = deal(load.prompts, generation.shares)
-    engines: list[Engine] = []
+    engines: list[EnginePlan] = []
     for engine, count in zip(generation.engines, prompts, strict=True):
         most = max(count, 1) * load.group
         if engine.slots > most:
@@ -316,7 +318,7 @@ def without_idle_slots(generation: Generation) -> Generation:
     return Generation(tuple(engines), generation.rates)
 
 
-def engine_memory(rates: EngineRates, engine: Engine) -> list[dict[str, float]]:
+def engine_memory(rates: EngineRates, engine: EnginePlan) -> list[dict[str, float]]:
     """Bytes on each card of each stage of an engine, by category."""
     slots, groups = engine.slots_per_group, engine.num_groups
     return [
@@ -420,7 +422,7 @@ def sent_parameters(model: ModelConfig, stage: DecodeStage) -> float:
     return stage.num_layers * model.adapter_parameters
 
 
-def sync_bytes(model: ModelConfig, engines: Sequence[Engine], precision: Precision) -> float:
+def sync_bytes(model: ModelConfig, engines: Sequence[EnginePlan], precision: Precision) -> float:
     """Bytes that all engines get after each batch: their parts, those that each card of a group holds whole
     included."""
     e = ELEMENT_BYTES[precision]

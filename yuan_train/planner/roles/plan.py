@@ -28,7 +28,7 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.evaluate.stage_cost import cards_of
 from yuan_train.planner.roles.decode import DecodeStage
 from yuan_train.planner.roles.engines import (
-    Engine,
+    EnginePlan,
     Generation,
     Workload,
     engine_memory,
@@ -193,7 +193,7 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
     rates = engine_rates(problem, costs.topology)
     generation = plan.roles.generation
     source = own if generation.plan is None else generation.plan
-    engines: list[Engine] = []
+    engines: list[EnginePlan] = []
     for pipeline in source.pipelines:
         stages = tuple(DecodeStage.of(stage, cards_of(costs, source, stage)[0]) for stage in pipeline.stages)
         groups = pipeline.num_micro_batches
@@ -201,7 +201,7 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
         if generation.slots is not None:
             groups = num_groups(len(stages), generation.slots // load.group)
             slots = generation.slots // groups // load.group * load.group
-        engines.append(Engine(stages=stages, slots_per_group=slots, num_groups=groups))
+        engines.append(EnginePlan(stages=stages, slots_per_group=slots, num_groups=groups))
     reward = None
     if plan.roles.reward is not None:
         scoring = plan.roles.reward.plan
@@ -306,7 +306,7 @@ def role_memory(placement: Placement) -> dict[str, tuple[RoleMemory, ...]]:
 # --- plans -----------------------------------------------------------------------------------------------
 
 
-def engines_plan(problem: RolesProblem, engines: Sequence[Engine]) -> Plan:
+def engines_plan(problem: RolesProblem, engines: Sequence[EnginePlan]) -> Plan:
     """The plan of engines on cards of their own: a pipeline each."""
 
     def pipelines(rank_of: Mapping[Card, int]) -> Iterator[PipelinePlan]:

@@ -24,7 +24,7 @@ from yuan_train.planner.costs.plan_problem import Costs, critic_of, make_costs
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.roles.decode import DecodeStage, card_rates
 from yuan_train.planner.roles.engines import (
-    Engine,
+    EnginePlan,
     EngineRates,
     Generation,
     deal,
@@ -440,10 +440,10 @@ class EngineWays:
             found = [Generation((chain,), self.rates)] if chain is not None else []
         return [without_idle_slots(generation) for generation in found]
 
-    def _rate(self, engines: Sequence[Engine]) -> float:
+    def _rate(self, engines: Sequence[EnginePlan]) -> float:
         return math.fsum(self.rates.samples_per_second(engine) for engine in engines)
 
-    def _ways(self, cards: Sequence[Card]) -> Iterator[tuple[Engine, ...]]:
+    def _ways(self, cards: Sequence[Card]) -> Iterator[tuple[EnginePlan, ...]]:
         """Equal engines on cards of one group, by width; of several stages only where one does not hold."""
         for width in self._widths():
             groups = list(groups_of(cards, width))
@@ -464,7 +464,7 @@ class EngineWays:
         given = self.problem.tensor or WIDTHS
         return [width for width in sorted(set(given)) if all(size % width == 0 for size in sizes)]
 
-    def _engine(self, groups: Sequence[tuple[Card, ...]], weights: Sequence[float]) -> Engine | None:
+    def _engine(self, groups: Sequence[tuple[Card, ...]], weights: Sequence[float]) -> EnginePlan | None:
         num_layers = self.problem.load.model.num_layers
         if len(groups) > num_layers:
             return None
@@ -481,7 +481,7 @@ class EngineWays:
 
     def _slotted(
         self, stages: Sequence[DecodeStage], held_bytes: Sequence[float] = (), *, limit: int | None = None
-    ) -> Engine | None:
+    ) -> EnginePlan | None:
         problem = self.problem
         most = problem.load.samples if limit is None else limit
         limits = [min(problem.most_slots or most, most)]
@@ -493,7 +493,7 @@ class EngineWays:
                 return engine
         return None
 
-    def _chain(self, cards: Sequence[Card]) -> Engine | None:
+    def _chain(self, cards: Sequence[Card]) -> EnginePlan | None:
         """One engine over cards of all groups, layers by what their memories can be read at."""
         if not cards:
             return None
@@ -525,9 +525,9 @@ class EngineWays:
         found = self._pipelines(work, limit)
         return min(engine.slots for engine in found) if found else 0
 
-    def _pipelines(self, work: PolicyWork, limit: int) -> tuple[Engine, ...] | None:
+    def _pipelines(self, work: PolicyWork, limit: int) -> tuple[EnginePlan, ...] | None:
         """The policy's pipelines as engines of at most so many slots."""
-        engines: list[Engine] = []
+        engines: list[EnginePlan] = []
         for p, pipeline in enumerate(work.plan.pipelines):
             replicas = [replica for stage in pipeline.stages for replica in stage.replicas]
             if len(set(replicas)) < len(replicas):

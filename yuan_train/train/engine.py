@@ -1,0 +1,307 @@
+"""What the training loop knows of an engine, and what the ranks of any engine do at the end of a step.
+
+An engine computes a step's loss and gradients, and steps weights; the loop (`run.py`), its log and its
+checkpoints are the same for our own engine (`step.py`), megatron-core's and the policy of a run of
+reinforcement learning (`rl/loop.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.config.errors import NotFinite
+from yuan_train.data.loader import Samples
+from yuan_train.parallel.grid import Grid, RankCoord
+from yuan_train.parallel.groups import Groups, guard_world_collective
+from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.train.feed import Passes
+from yuan_train.train.job import Job
+from yuan_train.train.metrics import StepMetrics, peak_flops
+from yuan_train.train.state import Progress
+
+
+class World(Protocol):
+    """Where a rank stands among all."""
+
+    @property
+    def grid(self) -> Grid: ...
+
+    @property
+    def coord(self) -> RankCoord: ...
+
+    @property
+    def groups(self) -> Groups:
+        """For the sums and gathers over all ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What the loop asks of an engine: one optimizer step on a global batch."""
+
+    samples: Samples
+    first_sample: int
+    """The batch is samples [first_sample, first_sample + global batch)."""
+    lr: float
+    clip: float
+    """Gradients are clipped to this global norm; 0: no clipping."""
+    scale: float = 1.0
+    """The backward runs on so many times the loss."""
+    may_skip: bool = False
+    """Whether a step of which only the gradient norm is not finite is skipped, instead of an error."""
+    stop: bool = False
+    """This rank requests a stop of all ranks after the step."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outcome of a step, the same on all ranks."""
+
+    loss: float
+    """Mean loss of the batch, in nats per trained token; of pairs, per pair."""
+    grad_norm: float
+    """Global norm before clipping."""
+    stop: bool
+    """Some rank requested a stop."""
+    skipped: bool = False
+    """The gradients overflowed on some rank, so no rank stepped its weights."""
+    preference: tuple[float, float] | None = None
+    """Of pairs: the share in which the chosen answer is ahead, and by how much on average."""
+    tokens: int | None = None
+    """Read in the step; None: a global batch of whole sequences."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured of a step."""
+
+    step_seconds: float
+    of_ranks: list[list[float]] | None
+    """By rank, seconds of compute and bytes of peak memory; on rank 0, if they were gathered."""
+    expert_tokens: list[list[int]] | None
+    """Tokens of each layer's experts since they were counted last, if they were counted now."""
+    end: float
+    """When the step had ended on all ranks, on this process's `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step that has ended, for the log."""
+
+    progress: Progress
+    """After the step."""
+    request: StepRequest
+    result: StepResult
+    measured: Measured
+    evaluation: Any
+    """What `Engine.evaluate` found."""
+
+
+class Engine(Protocol):
+    """Computes steps of the loop; every method is called by all ranks, at the same points."""
+
+    @property
+    def world(self) -> World: ...
+
+    def reading(self) -> AbstractContextManager[object]:
+        """While inside, this rank's data is read ahead."""
+        ...
+
+    def prepare(self, job: Job, progress: Progress) -> str | None:
+        """What is left to do before the first step, and what the log is to say of it. Collective."""
+        ...
+
+    def step(self, request: StepRequest) -> StepResult:
+        """One training step; collective over all ranks.
+
+        Raises NotFinite, with the weights of the step before still in place, if the loss or the gradient norm
+        is not finite; TrainingError if a rank is lost.
+        """
+        ...
+
+    def evaluate(self, job: Job, step: int) -> Any:
+        """What is measured of the weights after a step in which that is due, else None. Collective."""
+        ...
+
+    def describe(self, job: Job, record: StepRecord) -> StepMetrics:
+        """The metrics of a step, on rank 0."""
+        ...
+
+    def compute_seconds(self) -> float:
+        """Seconds of compute since the last call; waits for the device."""
+        ...
+
+    def take_expert_tokens(self) -> list[list[int]] | None:
+        """Tokens of each layer's experts since the last call; None if they are not counted. Collective."""
+        ...
+
+    def tensors(self) -> dict[str, LocalShard]:
+        """What this rank writes into a checkpoint, by global name."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint's state.json holds of it beside the progress: plain JSON values."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for what the last step has left under way; collective over all ranks."""
+        ...
+
+    def check_weights(self) -> None:
+        """Raise TrainingError, on all ranks, unless ranks that hold the same weights have the same bits;
+        collective over all ranks."""
+        ...
+
+
+BuildEngine = Callable[[Job], tuple[Job, Engine, Progress]]
+"""Builds the engine of a job, with initial weights or those of a checkpoint; collective over all ranks.
+
+Also returns the job, whose ranks the engine may number otherwise, and the progress to start from.
+"""
+
+
+class Stepping(Protocol):
+    """What the end of a step needs of an engine, on this rank."""
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def feed(self) -> Passes: ...
+
+    def finite(self) -> tuple[bool, bool]:
+        """Whether all outputs of the step, and all its gradients, are finite."""
+        ...
+
+    def update(self, request: StepRequest, grad_norm: float) -> None:
+        """Clip and step the weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankTerms:
+    """A rank's terms of what all ranks sum at the end of a step, on the host in fp64."""
+
+    square: torch.Tensor
+    """[1]: of the squared gradient norm."""
+    loss: torch.Tensor
+    """[1]: of the batch's mean loss."""
+    scale: float = 1.0
+    """What the gradients are still multiplied by."""
+    measures: torch.Tensor | None = None
+    """[2]: of `PairLoss.measures`; None without pairs."""
+
+
+def end_step(engine: Stepping, request: StepRequest, terms: RankTerms) -> StepResult:
+    """Sum loss and norm over all ranks; then step the weights, skip that, or blame a rank. Collective.
+
+    One all-reduce has everything, on the CPU: not all cards share a communication backend, but all ranks
+    share gloo. Errors as those of `Engine.step`.
+    """
+    world, feed, samples = engine.world, engine.feed, request.samples
+    size = world.grid.plan.global_batch_size
+    next_sample = request.first_sample + size
+    totals = [terms.square, terms.loss, torch.tensor([float(request.stop)], dtype=torch.float64)]
+    if terms.measures is not None:
+        totals.append(terms.measures)
+    elif samples.masks:
+        totals.append(count_trained(feed, world, samples, next_sample))
+    summed = torch.cat(totals)
+    sum_over_world(world.groups, world.coord, summed, "the all-reduce of loss and gradient norm")
+    square, loss, stops, *rest = summed.tolist()
+    preference = None
+    if terms.measures is not None:
+        pairs = samples.known_terms(size)
+        preference = (rest[0] / pairs, rest[1] / pairs)
+    elif rest:
+        feed.batch_tokens.pop((samples, request.first_sample), None)
+        feed.batch_tokens[samples, next_sample] = round(rest[0])
+    grad_norm = math.sqrt(square) / terms.scale if square >= 0 else math.nan
+    skipped = request.may_skip and math.isfinite(loss) and not math.isfinite(grad_norm)
+    if not skipped:
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise NotFinite(f"loss {loss}, gradient norm {grad_norm}: {blame(world, *engine.finite())}")
+        engine.update(request, grad_norm)
+    return StepResult(loss, grad_norm, stop=stops > 0, skipped=skipped, preference=preference)
+
+
+def step_metrics(job: Job, record: StepRecord) -> StepMetrics:
+    """The metrics of a step of any engine, on rank 0."""
+    run, plan, measured = job.run, job.plan, record.measured
+    result, progress = record.result, record.progress
+    seconds, of_ranks = measured.step_seconds, measured.of_ranks
+    tokens = result.tokens
+    if tokens is None:
+        tokens = run.train.global_batch_size * run.data.sequence_length
+    peak = peak_flops(plan, run.train.precision)
+    flops = tokens * run.model.training_flops(run.data.sequence_length)
+    scaled = progress.scaler is not None
+    return StepMetrics(
+        step=progress.step,
+        loss=result.loss,
+        lr=record.request.lr,
+        grad_norm=result.grad_norm,
+        tokens=progress.tokens,
+        step_seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        mfu=flops / seconds / peak if peak else None,
+        peak_memory_bytes=[int(rank[1]) for rank in of_ranks] if of_ranks else None,
+        forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
+        stage_seconds=[rank[0] for rank in of_ranks] if of_ranks else None,
+        expert_tokens=measured.expert_tokens,
+        validation_loss=record.evaluation,
+        loss_scale=record.request.scale if scaled else None,
+        skipped_steps=progress.skipped if scaled else None,
+        accuracy=None if result.preference is None else result.preference[0],
+        margin=None if result.preference is None else result.preference[1],
+    )
+
+
+def num_terms(feed: Passes, world: World, blend: Samples, first_sample: int) -> int:
+    """Tokens with a loss in a whole global batch, or pairs: every rank divides by the same number.
+
+    With a mask only the last stages know, each of its own share. Their sum over the ranks is known since the
+    step before, in whose all-reduce it was; if there was none, collective over all ranks.
+    """
+    if not blend.masks:
+        return blend.known_terms(world.grid.plan.global_batch_size)
+    known = feed.batch_tokens
+    if (blend, first_sample) not in known:
+        total = count_trained(feed, world, blend, first_sample)
+        sum_over_world(world.groups, world.coord, total, "the all-reduce of the tokens with a loss")
+        known[blend, first_sample] = round(total.item())
+    return known[blend, first_sample]
+
+
+def count_trained(feed: Passes, world: World, blend: Samples, first_sample: int) -> torch.Tensor:
+    """This rank's term of the tokens with a loss in a batch that is begun or announced: fp64 [1], exact."""
+    counts = world.coord.tensor_rank == 0
+    number = feed.count_trained(blend, first_sample) if counts else 0
+    return torch.tensor([number], dtype=torch.float64)
+
+
+def blame(world: World, finite_output: bool, finite_gradient: bool) -> str:
+    """A message that names the first rank, in the model's order, whose output or gradient was not finite.
+
+    Collective over all ranks; the arguments are this rank's.
+    """
+    local = torch.tensor([float(finite_output), float(finite_gradient)])
+    flags = [local]
+    if dist.is_initialized():
+        flags = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        with guard_world_collective(world.coord, "the search for the first value that is not finite"):
+            dist.all_gather(flags, local)
+    order = sorted(world.grid.coords, key=lambda coord: (coord.stages, coord.pipeline))
+    for what, index in (("output", 0), ("gradient", 1)):
+        for coord in order:
+            if not flags[coord.rank][index]:
+                return f"the first {what} that is not finite came from {coord}"
+    return "every rank's outputs and gradients were finite; their sum was not"
